@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 # Where the demo keeps its run; start it again and it goes on.
 RUN ?= runs/demo
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 # Tests start hundreds of processes, which would each compile what is not kept compiled.
 unexport PYTHONDONTWRITEBYTECODE
 

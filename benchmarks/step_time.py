@@ -98,7 +98,7 @@ def gpt_pair(arguments: argparse.Namespace, folder: Path, world: World) -> dict[
             f"train.steps={steps}",
             f"run.dir={folder}",
             "checkpoint.every_steps=0",
-            "train.eval_every=0",
+            "train.eval_every_steps=0",
         ]
     )
     data = build_data(config)
@@ -227,7 +227,7 @@ def _idle_steps(stack: contextlib.ExitStack, plan: Plan, folder: Path, world: Wo
             plan,
             objective=idle_objective,
             optimizer=OptimOptions(),
-            options=TrainOptions(steps=1 << 24, eval_every=0),
+            options=TrainOptions(steps=1 << 24, eval_every_steps=0),
             checkpoint=CheckpointOptions(every_steps=0),
             run_dir=folder,
             world=world,

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
+import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan
+from unisono.train.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/unisono"
@@ -32,12 +38,26 @@ OTHER_NAMES = {
     "unisono.data.image.Decoder",
 }
 
+# a section of options or a value may have the name of a package: their fields and methods
+FIELDS = {
+    **{
+        section: {field.name for field in dataclasses.fields(options)}
+        for section, options in typing.get_type_hints(RunConfig).items()
+        if dataclasses.is_dataclass(options)
+    },
+    "plan": {field.name for field in dataclasses.fields(PlanOptions)} | set(dir(Plan)),
+    "config": {field.name for field in dataclasses.fields(RunConfig)} | {"use_cache"},
+}
+
 DOTTED = r"unisono(?:\.[A-Za-z_]\w*)*"
 FROM_IMPORT = re.compile(rf"\bfrom\s+({DOTTED})\s+import\s+(\([^)]*\)|[^\n;`]*)")
 IMPORT = re.compile(rf"\bimport\s+({DOTTED})\b")
 RUN_MODULE = re.compile(rf"(?<![\w-])-m\s+({DOTTED})\b")
 OBJECT = re.compile(rf"(?<![\w./@-])({DOTTED}):([A-Za-z_]\w*)")
 QUALIFIED = re.compile(r"(?<![\w./@-])(unisono(?:\.[A-Za-z_]\w*)+)(?![\w-])(?!\.\w)")
+# in backquotes, from a package on: ``parallel.fsdp.reshard``
+SHORT = re.compile(r"`((?:{packages})(?:\.[A-Za-z_]\w*)+)(?:[(=][^`]*)?`")
+FILE_SUFFIXES = {"bin", "json", "py", "toml"}
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what an f-string fills in; \w does not match it
 
 
@@ -48,6 +68,8 @@ class Names:
         files = sorted(source.rglob("*.py"))
         self.modules: Mapping[str, Path] = {module_name(path, source): path for path in files}
         self._bound: dict[str, set[str]] = {}
+        packages = "|".join(sorted(name.split(".")[1] for name in self.modules if name.count(".") == 1))
+        self._short = re.compile(SHORT.pattern.replace("{packages}", packages))
 
     def bound(self, module: str) -> set[str]:
         """What may be imported from a module: names it binds at its top level, exports of its stub, its submodules."""
@@ -80,6 +102,10 @@ class Names:
 
     def problems(self, text: str) -> Iterator[str]:
         """What ``text`` names that does not exist."""
+        for match in self._short.finditer(text):
+            first, *rest = match[1].split(".")
+            if rest[-1] not in FILE_SUFFIXES and rest[0] not in FIELDS.get(first, ()):
+                yield from filter(None, [self.unknown_qualified(f"unisono.{match[1]}")])
         if "unisono" not in text:
             return
         for match in FROM_IMPORT.finditer(text):
@@ -204,6 +230,8 @@ def test_pages_name_what_exists(names: Names) -> None:
         ("unisono.kvstore.server.mian:main", "no module unisono.kvstore.server.mian"),
         ("see `unisono.errors.Problm`.", "no name Problm in unisono.errors"),
         ("unisono.errors.Problm.given", "no name Problm in unisono.errors"),
+        ("see ``models.loss.Had`` there", "no name Had in unisono.models.loss"),
+        ("`plan.diffs(other)`", "no name diffs in unisono.plan"),
     ],
 )
 def test_a_wrong_name_is_reported(text: str, problem: str, names: Names) -> None:
@@ -221,6 +249,7 @@ def test_a_wrong_name_is_reported(text: str, problem: str, names: Names) -> None
         "unisono.kvstore.server.__main__:main",
         "see `unisono.errors.Problem`.",
         "unisono.kvstore.compression.Codec.encode",
+        "`plan.diff(other)`, `plan.global_batch=8`, `train.steps`, `plan.json`, ``parallel.fsdp.reshard``, models.loss.Had",
         "the group `unisono.sinks`; https://example.org/unisono.dta; report.unisono.html; UNISONO_RANK",
     ],
 )

@@ -146,7 +146,7 @@ def learn(learning: Learning, environ: Mapping[str, str]) -> None:
         objective=next_token if learning.model == "gpt" else cross_entropy,
         optimizer=OptimOptions(kind=learning.optimizer, lr=learning.lr),
         schedule=ScheduleOptions(kind="cosine", warmup_steps=WARMUP_STEPS),
-        options=TrainOptions(steps=learning.steps, eval_every=learning.steps // 2, num_eval_samples=0),
+        options=TrainOptions(steps=learning.steps, eval_every_steps=learning.steps // 2, num_eval_samples=0),
         checkpoint=CheckpointOptions(every_steps=0),
         run_dir=Path(learning.run_dir),
         seed=learning.seed,

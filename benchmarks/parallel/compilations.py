@@ -60,7 +60,7 @@ def graphs(compile_kind: Any, last_batch: Any, epochs: int, folder: Path) -> lis
         Tokens(),
         plan,
         objective=next_token,
-        options=TrainOptions(steps=epochs * STEPS_PER_EPOCH, eval_every=0),
+        options=TrainOptions(steps=epochs * STEPS_PER_EPOCH, eval_every_steps=0),
         checkpoint=CheckpointOptions(every_steps=0),
         loader=LoaderOptions(last_batch=last_batch),
         run_dir=folder,

@@ -105,7 +105,7 @@ def by_trainer(
             f"train.steps={steps}",
             f"run.dir={folder}",
             "checkpoint.every_steps=0",
-            "train.eval_every=0",
+            "train.eval_every_steps=0",
         ]
     )
     with ExitStack() as stack:

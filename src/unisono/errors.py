@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import overload
 
+# exit codes of processes; any other failure is 1
+USER_ERROR = 2  # the user must change something
+REQUEUE = 75  # preempted with the state saved
+FATAL = 76  # the same start would fail again in the same way
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
@@ -29,7 +34,7 @@ class Problem:
 class UnisonoError(Exception):
     """Base of unisono's errors: raised with any number of problems, or with the four parts of one.
 
-    ``exit_code`` is the status the command line exits with; 2 means the user must change something.
+    ``exit_code`` is the status the command line exits with.
     """
 
     exit_code = 1
@@ -53,37 +58,37 @@ class UnisonoError(Exception):
 class ConfigError(UnisonoError):
     """The run configuration is wrong."""
 
-    exit_code = 2
+    exit_code = USER_ERROR
 
 
 class PlanError(UnisonoError):
     """The plan cannot be carried out: batch arithmetic, devices, layout."""
 
-    exit_code = 2
+    exit_code = USER_ERROR
 
 
 class DataError(UnisonoError):
     """The data is missing, too short or damaged."""
 
-    exit_code = 2
+    exit_code = USER_ERROR
 
 
 class CheckpointError(UnisonoError):
     """A checkpoint cannot be written, or cannot be loaded as asked."""
 
-    exit_code = 2
+    exit_code = USER_ERROR
 
 
 class ExtraError(UnisonoError):
     """An optional dependency is not installed."""
 
-    exit_code = 2
+    exit_code = USER_ERROR
 
 
 class LaunchError(UnisonoError):
     """The environment that started this process contradicts itself, or processes cannot be started."""
 
-    exit_code = 2
+    exit_code = USER_ERROR
 
 
 class NumericsError(UnisonoError):

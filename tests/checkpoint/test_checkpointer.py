@@ -182,7 +182,7 @@ def test_an_error_anywhere_is_an_event_and_leaves_the_earlier_checkpoint(tmp_pat
         f"saving step 2 to {tmp_path}: {errno.errorcode[error.errno]}, {error.strerror}\n"
         "  rule: a checkpoint counts only when every rank has written all of it\n"
         "  so:   nothing was committed; earlier checkpoints are untouched\n"
-        "  try:  free space or mend the storage; the next save tries again"
+        "  try:  free space or repair the storage; the next save tries again"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
     assert verify(tmp_path / "step-00000001") == []
@@ -209,7 +209,7 @@ def test_after_max_failures_in_a_row_poll_raises(tmp_path):
         "2 problems\n1. 3 checkpoints in a row could not be written\n"
         "  rule: checkpoint.max_failures = 3\n"
         "  so:   the run stops; its newest checkpoint is step 3\n"
-        "  try:  mend what the last failure names, then start the run again\n"
+        "  try:  repair the cause of the last failure, then start the run again\n"
         f"2. saving step 6 to {tmp_path}: EIO, Input/output error\n"
     )
     assert [fields.get("failures") for _, fields in log.events] == [1, 2, None, 1, 2, 3]
@@ -304,7 +304,7 @@ def test_a_file_size_limit_is_a_failed_save(tmp_path):
 
 def test_retention_keeps_the_last_the_periodic_and_the_best(tmp_path):
     log = Log()
-    checkpointer = make(tmp_path, emit=log, keep_last=2, keep_every=100, keep_best=1)
+    checkpointer = make(tmp_path, emit=log, keep_last=2, keep_every_steps=100, keep_best=1)
     scores = {10: 3.0, 20: 0.5, 30: 2.0, 100: 2.5, 110: 2.6, 120: 2.7, 1000: None, 1010: float("nan")}
     for step, score in scores.items():
         checkpointer.save(step, {"w": torch.full((3,), float(step))}, {}, {}, score=score)

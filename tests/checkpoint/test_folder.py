@@ -75,7 +75,7 @@ def test_a_link_to_a_checkpoint_is_refused(tmp_path):
         f"{root}/step-00000005: a link is no checkpoint; those are directories called like step-00000120\n"
         "  rule: a checkpoint is loaded only if it is committed and whole\n"
         "  so:   nothing was loaded from it\n"
-        "  try:  'unisono checkpoint ls' shows what there is; resume = \"auto\" takes the newest that holds"
+        "  try:  'unisono checkpoint ls' shows what there is; resume = \"auto\" takes the newest valid one"
     )
     for name in ("step-../../x", "step-1e3"):
         with pytest.raises(CheckpointError, match="is no checkpoint"):

@@ -142,7 +142,7 @@ def test_none_at_all_is_no_error_and_only_damaged_ones_are(root):
         find_latest(root, lone(), emit=log)
     text = f"{SHARD} has another digest than when it was written"
     assert str(caught.value) == (
-        f"none of the 2 checkpoints in {root} holds: step 20: {text}; step 10: {text}\n"
+        f"none of the 2 checkpoints in {root} is valid: step 20: {text}; step 10: {text}\n"
         "  rule: a run resumes from the newest checkpoint whose files are as they were written\n"
         "  so:   nothing was loaded, and no new run was begun over the old one\n"
         f'  try:  look into {root}/quarantine; to start over, choose another run.dir or resume = "never"'

@@ -12,7 +12,7 @@ SCORES = st.dictionaries(
     st.integers(0, 10**6), st.none() | st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=40
 )
 OPTIONS = st.builds(
-    CheckpointOptions, keep_last=st.integers(1, 5), keep_every=st.integers(0, 50), keep_best=st.integers(0, 4)
+    CheckpointOptions, keep_last=st.integers(1, 5), keep_every_steps=st.integers(0, 50), keep_best=st.integers(0, 4)
 )
 
 
@@ -25,7 +25,7 @@ def test_what_stays_is_what_was_asked_for_and_nothing_else(scores, options):
     assert gone == sorted(gone)
     assert max(scores) in stays
     newest = sorted(scores)[-options.keep_last :]
-    periodic = [step for step in scores if options.keep_every and step % options.keep_every == 0]
+    periodic = [step for step in scores if options.keep_every_steps and step % options.keep_every_steps == 0]
     assert stays >= {*newest, *periodic}
     others = stays - {*newest, *periodic}
     assert len(others) <= options.keep_best

@@ -30,7 +30,7 @@ SETTINGS = {
     "launch.num_servers": 2,
     "launch.snapshot_every_s": 0.5,
     "train.steps": STEPS,
-    "train.eval_every": 0,
+    "train.eval_every_steps": 0,
     "checkpoint.every_steps": 100,
 }
 
@@ -95,7 +95,7 @@ def alone(desk: Desk, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
     @cache
     def counted(steps: int) -> float:
         run_dir = tmp_path_factory.mktemp("alone") / "run"
-        done = desk.train(run_dir, f"--set=train.steps={steps}", "--set=train.eval_every=0")
+        done = desk.train(run_dir, f"--set=train.steps={steps}", "--set=train.eval_every_steps=0")
         assert done.code == 0, done.err
         return weight(run_dir, steps)
 

@@ -81,7 +81,7 @@ def test_a_hostile_value_is_text_that_names_nothing(desk: Desk, tmp_path: Path, 
         f"components.model = {text!r}",
         "it is built in (gpt), an installed entry point of the group 'unisono.models' (none here), or a callable of a "
         "Python file",
-        "the run has no such part, and nothing was started",
+        "the run lacks this component, and nothing was started",
         "one of: gpt",
     )
     assert "takes a whole number" in refused(desk, tmp_path, f"--set=model.num_layers={text}")
@@ -393,7 +393,7 @@ def test_two_launched_ranks_say_it_once(desk: Desk, mine: Path) -> None:
         "",
         "strict resumes only where every bit can be the same",
         "nothing was loaded and nothing was changed",
-        "restore what differs, or run.resume='auto' to go on with the weaker promise",
+        "restore what differs, or run.resume='auto' to resume without bit-exactness",
     ).removeprefix("unisono: \n")
     assert (mine / "config.toml").read_text() == kept
 

@@ -151,7 +151,7 @@ def _fake_ssh(folder: Path) -> Path:
         (["--ssh-port", "22"], "--ssh-port without ssh\n  rule: it belongs to --hostfile"),
         (["--port", "2"], "--port without --hostfile\n  rule: ranks of one host meet at a port the launcher holds"),
         (["--interface", "ib7"], "--interface 'ib7' on host"),
-        (["--env", "HF_TOKEN=canary"], "--env 'HF_TOKEN'\n  rule: credentials do not travel with a launch"),
+        (["--env", "HF_TOKEN=canary"], "--env 'HF_TOKEN'\n  rule: credentials are never forwarded"),
         (["--hostfile", "absent"], "hosts file absent, cannot be read: No such file or directory"),
     ],
 )

@@ -12,7 +12,7 @@ from commands import Desk, problem
 from PIL import Image
 
 from unisono.data.convert import Table, write_table
-from unisono.data.convert.pack import RecordSchema, resumable_shards
+from unisono.data.convert.pack import RecordSchema, pack_job
 from unisono.data.recordio import RecordFile, RecordWriter
 from unisono.data.tokens.shards import open_tokens
 
@@ -71,7 +71,7 @@ def test_bad_inputs_and_the_report(desk: Desk, album: Path, tmp_path: Path) -> N
 
 
 def test_progress_is_logged(desk: Desk, album: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resumable_shards, "_PROGRESS_S", 0.0)
+    monkeypatch.setattr(pack_job, "_PROGRESS_S", 0.0)
     done = desk.here("data", "pack", str(album), str(tmp_path / "a.rec"), "-v")
     lines = [line for line in done.err.splitlines() if "packing:" in line]
     assert len(lines) == 8
@@ -113,7 +113,7 @@ def test_a_source_that_could_be_anything(desk: Desk, tmp_path: Path) -> None:
     done = desk.here("data", "pack", str(tmp_path / "folder"), str(tmp_path / "a.rec"))
     assert done.code == 2
     assert done.err == problem(
-        f"{tmp_path}/folder, of which it is not clear what it holds",
+        f"{tmp_path}/folder, whose kind is not clear",
         "the kinds are images, text, rows, python",
         "nothing was packed",
         "--kind, one of these",

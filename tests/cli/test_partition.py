@@ -28,7 +28,7 @@ STEPS, EVERY, TIMEOUT_S = 80, 20, 12.0
 SETTINGS = {
     "plan.sync": "dist_sync",
     "train.steps": STEPS,
-    "train.eval_every": 0,
+    "train.eval_every_steps": 0,
     "checkpoint.every_steps": EVERY,
 }
 APART = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]

@@ -121,7 +121,7 @@ def test_a_name_that_is_nearly_an_entry_point(desk: Desk, tmp_path: Path) -> Non
         "components.data = 'line-date'",
         "it is built in (tokens), an installed entry point of the group 'unisono.datasets' (line-data), or a callable "
         "of a Python file",
-        "the run has no such part, and nothing was started",
+        "the run lacks this component, and nothing was started",
         "did you mean 'line-data'?",
     )
     wrong = desk.here(
@@ -141,7 +141,7 @@ def test_an_entry_point_that_cannot_be_imported(desk: Desk, installed: Path, tmp
         "components.data = 'line-data', entry point 'unisono_line:line' of unisono-line: "
         "ModuleNotFoundError: No module named 'no_such_package_at_all'",
         "an entry point names something that can be imported",
-        "the run has no such part, and nothing was started",
+        "the run lacks this component, and nothing was started",
         "repair or reinstall that package",
     )
 

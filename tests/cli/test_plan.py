@@ -133,8 +133,8 @@ def test_names_of_an_earlier_version_are_read_and_told_in_one_line(
     done = desk.train(run_dir, *old, "--set=train.steps=1")
     assert done.code == 0, done.err
     assert told(caplog) == [
-        "the configuration uses names of an earlier version, which were read as: plan.fragments → plan.num_fragments, "
-        "launch.threads → launch.num_threads, sample → nothing (this option is gone)"
+        "the configuration uses names of an earlier version, which were read as: launch.threads → launch.num_threads, "
+        "plan.fragments → plan.num_fragments, sample → nothing (this option is gone)"
     ]
     # the run keeps today's names: there is nothing more to tell
     assert "num_threads = 1" in (run_dir / "config.toml").read_text()

@@ -65,7 +65,7 @@ def test_the_secret_of_a_whole_run_is_nowhere(desk: Desk, tmp_path: Path, starte
     file = tmp_path / "kept" / "secret"
     file.parent.mkdir(mode=0o700)
     file.write_bytes(secret)
-    settings = {"plan.sync": "dist_async", "run.dir": folder, "train.steps": 1000, "train.eval_every": 0}
+    settings = {"plan.sync": "dist_async", "run.dir": folder, "train.steps": 1000, "train.eval_every_steps": 0}
     settings |= {
         "checkpoint.every_steps": 250,
         "launch.num_servers": 2,

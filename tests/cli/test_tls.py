@@ -20,7 +20,7 @@ from unisono.observe.events import events_path, read_events
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
 
-ASYNCHRONOUS = {"plan.sync": "dist_async", "train.eval_every": 0}
+ASYNCHRONOUS = {"plan.sync": "dist_async", "train.eval_every_steps": 0}
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_a_server_beside_a_worker_comes_back(desk: Desk, folder: Path, tmp_path:
     for server in (0, 1):
         assert f"server {server} ended with -9 and is started again (1 of 3)" in said
         assert f"server {server} of 2, restart 1, listens at 127.0.0.1:" in said
-    alone = desk.train(tmp_path / "alone", f"--set=train.steps={steps}", "--set=train.eval_every=0")
+    alone = desk.train(tmp_path / "alone", f"--set=train.steps={steps}", "--set=train.eval_every_steps=0")
     assert alone.code == 0, alone.err
     assert weight(run_dir, steps) == weight(tmp_path / "alone", steps)
     wait_until(lambda: not [each for each in psutil.process_iter() if is_beside(each)], "no server is left behind")

@@ -197,7 +197,7 @@ WITHOUT_RAISING = "config() returns a Run without raising"
             "def config(options): ...\n",
             ": TypeError: config() missing 1 required positional argument: 'options'",
             WITHOUT_RAISING,
-            "mend config.py",
+            "repair config.py",
         ),
     ],
 )

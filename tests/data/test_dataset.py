@@ -138,6 +138,6 @@ def test_samples_that_are_no_numbers(sample: Any, given: str) -> None:
     assert str(caught.value).startswith(given)
     assert str(caught.value).endswith(
         "  rule: a sample is a dict of tensors, arrays or numbers, a pair (inputs, targets), or one such value\n"
-        "  so:   it cannot become part of a batch\n"
+        "  so:   it cannot be put into a batch\n"
         '  try:  return {"inputs": …, "targets": …} with tensors numpy has a dtype for (bfloat16 as float32)'
     )

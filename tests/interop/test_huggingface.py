@@ -90,7 +90,7 @@ def test_one_expert_per_token_has_no_class_there(tmp_path: Path) -> None:
             tokenizer=None,
         )
     assert str(raised.value) == (
-        "a model with experts_per_token 1\n"
+        "a model with num_experts_per_token 1\n"
         "  rule: it weighs its expert with the score; Mixtral and its like would weigh it with 1\n"
         "  so:   the export would compute something else, and nothing was exported\n"
         "  try:  num_experts_per_token=2 or more, or the checkpoint itself"

@@ -132,7 +132,9 @@ def refusals(world) -> None:
     store.set_compression("none")
     for more in ({"shared_memory": True}, {"hierarchical": True}):
         other = create_kvstore("dist_sync", world, **more)
-        with pytest.raises(ConfigError, match="compression 'int8' together with sums through shared memory or host by host"):
+        with pytest.raises(
+            ConfigError, match="compression 'int8' together with sums through shared memory or host by host"
+        ):
             other.set_compression("int8")
         other.close()
     with pytest.raises(ConfigError, match="parameters are sent flat and have no factors"):

@@ -165,9 +165,9 @@ def test_settings() -> None:
     with pytest.raises(LaunchError) as caught:
         parse_settings(["HF_TOKEN=canary", "A;x=1", "ABSENT", "B=1", "B=canary"], {})
     text = str(caught.value)
-    assert "--env 'HF_TOKEN'\n  rule: credentials do not travel with a launch" in text
+    assert "--env 'HF_TOKEN'\n  rule: credentials are never forwarded" in text
     assert "--env 'A;x'\n  rule: a variable's name has letters, digits and _" in text
-    assert "--env 'ABSENT'\n  rule: without a value the launcher's own is sent, and it has none" in text
+    assert "--env 'ABSENT'\n  rule: without a value the launcher's own is forwarded, and it has none" in text
     assert "--env 'B'\n  rule: each variable is given once" in text
     assert "canary" not in text
 

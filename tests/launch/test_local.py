@@ -154,9 +154,9 @@ time.sleep(600)
     assert code == 1
     assert len(launched.record()["attempts"]) == 3
     assert "launch: RuntimeError in step 41 on rank 0, 3 times in a row" in said
-    assert "rule: a crash that repeats 3 times is not bad luck" in said
+    assert "rule: the same crash 3 times in a row is not restarted again" in said
     assert "so:   the run ends here; the newest checkpoint is kept" in said
-    assert "try:  mend the cause shown above, then type the same command again" in said
+    assert "try:  repair the cause shown above, then start the same command again" in said
 
 
 def test_crashes_that_differ_use_up_the_restarts(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_waiting_threads_give_way_on_a_busy_host_unless_the_user_says_otherwise(
     given = divide_host(two, {"GOMP_SPINCOUNT": "9"}, busy_frac=0.42)
     assert (given.environ()["GOMP_SPINCOUNT"], given.waiting_from) == ("9", "environment")
     alone = divide_host(LaunchOptions(num_threads=1), {}, busy_frac=0.42)
-    assert (alone.waiting, alone.waiting_from) == ({}, "one thread waits for nobody")
+    assert (alone.waiting, alone.waiting_from) == ({}, "not set: one thread")
 
 
 def test_a_busy_host_is_seen_as_busy() -> None:

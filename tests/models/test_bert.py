@@ -207,7 +207,7 @@ def test_it_learns_what_its_neighbours_tell(tmp_path: Path) -> None:
         PlanOptions(device="cpu", global_batch=16, precision="fp32"),
         objective=masked_token,
         optimizer=OptimOptions(lr=1e-2),
-        options=TrainOptions(steps=60, eval_every=0),
+        options=TrainOptions(steps=60, eval_every_steps=0),
         transform=masking,
         run_dir=tmp_path,
     ) as run:

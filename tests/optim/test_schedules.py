@@ -56,6 +56,27 @@ def test_values_at_the_boundaries() -> None:
     assert rates(ScheduleOptions(kind="linear", warmup_steps=3, final_lr_frac=0.0), 3) == [1 / 3, 2 / 3, 1]
 
 
+@pytest.mark.parametrize(
+    ("options", "total_steps", "expected"),
+    [
+        (ScheduleOptions(kind="constant"), 10, {7: 1.0}),
+        (ScheduleOptions(kind="linear", final_lr_frac=0.5), 4, {0: 1.0, 2: 0.75, 4: 0.5, 5: 0.5}),
+        (ScheduleOptions(kind="cosine", final_lr_frac=0.0), 10, {0: 1.0, 5: 0.5, 10: 0.0, 11: 0.0}),
+        (ScheduleOptions(kind="polynomial", power=2.0, final_lr_frac=0.0), 4, {0: 1.0, 1: 0.5625, 2: 0.25, 4: 0.0}),
+        (ScheduleOptions(kind="inverse_sqrt", warmup_steps=4), 100, {3: 1.0, 15: 0.5, 63: 0.25}),
+        (ScheduleOptions(kind="wsd", decay_frac=0.4, final_lr_frac=0.0), 10, {5: 1.0, 6: 1.0, 8: 0.5, 10: 0.0}),
+        (
+            ScheduleOptions(kind="step", step_every_steps=2, step_factor=0.5),
+            9,
+            {0: 1.0, 1: 1.0, 2: 0.5, 3: 0.5, 4: 0.25},
+        ),
+    ],
+)
+def test_values_of_each_shape(options: ScheduleOptions, total_steps: int, expected: dict[int, float]) -> None:
+    rate = build_schedule(options, total_steps)
+    assert {step: round(rate(step), 6) for step in expected} == expected
+
+
 def peers(package: str) -> dict[str, list[float]]:
     """What the package's own schedulers returned, recorded by ``tests/peers/make_optim_fixtures.py``."""
     path = Path(__file__).parent / "fixtures" / f"{package}.json"

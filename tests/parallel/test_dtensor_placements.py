@@ -296,8 +296,8 @@ def test_all_that_is_wrong_with_placements_comes_at_once() -> None:
     assert [problem.given for problem in caught.value.problems] == [
         "a placement in 'block.*'",
         "two placements of 'up.weight' of 'blocks.0'",
-        "two placements of what goes into or comes out of 'blocks.1.down'",
-        "a placement of what goes into or comes out of 'head'",
+        "two placements of the inputs and outputs of 'blocks.1.down'",
+        "a placement of the inputs or outputs of 'head'",
         "a placement of 'down.wait'",
     ]
     assert not any(isinstance(p, DTensor) for p in net.parameters())

@@ -234,7 +234,7 @@ def test_a_forward_pass_in_the_loops_body_disturbs_nothing(pool: Pool, tmp_path:
 
 
 def watched(world: World, run_dir: str, dp_shard: int) -> dict:
-    with tiny.trainer(run_dir, world=world, steps=1, dp_shard=dp_shard, gradient_stats_every=1) as run:
+    with tiny.trainer(run_dir, world=world, steps=1, dp_shard=dp_shard, gradient_stats_every_steps=1) as run:
         list(run)
     (event,) = (e for e in tiny.events(run_dir) if e["kind"] == "gradient_stats")
     return event["layers"]

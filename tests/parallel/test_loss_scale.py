@@ -36,5 +36,5 @@ def test_cap_and_floor() -> None:
 
 
 def test_off_stays_at_one() -> None:
-    scale = LossScale.off(torch.device("cpu"))
+    scale = LossScale.create(torch.device("cpu"), dynamic=False)
     assert drive(scale, "FTF") == [1, 1, 1]

@@ -136,7 +136,7 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
             f"  rule: a rank holds what follows from the plan: {numel} elements, {4 * numel} bytes of parameters, "
             f"{4 * numel} of optimizer state\n"
             "  so:   another model than the plan's would be trained, or memory would not be what was planned\n"
-            "  try:  parameters that one rule cuts once, and an optimizer made from the pieces"
+            "  try:  parameters that one rule shards once, and an optimizer built from the shards"
         )
         stage = MemoryLedger(parameters={"norm.weight": found.parameters["norm.weight"]})
         with pytest.raises(PlanError, match=r"embedding.weight is held, and of another stage"):

@@ -24,7 +24,6 @@ from unisono.parallel.fsdp import FSDPGradients
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.executor import PipelineExecutor
 from unisono.parallel.pipeline.partition import partition_model
-from unisono.parallel.replicated_grads import ReplicatedGradients
 from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize, repeated_blocks
 from unisono.plan.options import PlanOptions
@@ -138,7 +137,7 @@ def on_ranks(
     grid = ParallelDims(plan, world)
     model, pieces, pipeline = cut(kind, layers, plan, grid, double)
     sync = FSDPGradients(model, pieces, grid) if plan.uses_fsdp else None
-    shared = ReplicatedGradients(pipeline.shared_parameter_groups, world)
+    shared = pipeline.shared_parameter_groups
     optimizer = torch.optim.SGD(pieces.parameters.values(), lr=0.5)
     losses, first, armed, live = [], {}, [], []
     gc.collect()
@@ -166,7 +165,7 @@ def on_ranks(
             sync.wait(totals)
         else:
             world.all_reduce(totals)
-        shared.reduce(pieces)
+        pieces.sum_replicated_grads(shared)
         if not step:
             first = {name: p.grad.clone().numpy() for name, p in named.items()}
         for parameter in named.values():

@@ -77,7 +77,7 @@ def unclear(world: World, run_dir: str, placements: tuple[ParameterPlacement, ..
 def test_values_are_placed_inside_of_modules_whose_parameters_are(pool: Pool, tmp_path: Path) -> None:
     placements = (*FFN, ParameterPlacement(module="blocks.*.ffn", outputs=(None, None, None)))
     assert pool.run(unclear, str(tmp_path), placements, ranks=2)[0] == (
-        "a placement of what goes into or comes out of 'blocks.0.ffn'\n"
+        "a placement of the inputs or outputs of 'blocks.0.ffn'\n"
         "  rule: it is of a module inside one whose parameters are placed: outside values are plain tensors\n"
         "  so:   there would be nothing to move\n"
         "  try:  a placement of parameters in a module around it"

@@ -297,7 +297,7 @@ BF16 = {
         (2, {"pp": 2, "micro_batch": 2, "schedule": "interleaved"}, ("blocks.*.attention", "norm"), {"attention"}),
         (4, {"cp": 2, "tp": 2}, ("blocks.*.attention",), {"attention"}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
 )
 @pytest.mark.parametrize("how", [{"recompute": "full"}, {"recompute": "selective", "recompute.saved_ops": ("mm",)}])
 def test_named_modules_along_the_axes(

@@ -205,7 +205,7 @@ RULES = (EmbeddingRule(module="embedding"),)
                 (
                     {"pp": 2},
                     {"recompute": "full", "recompute.blocks_per_stage": (1, 1)},
-                    ('"recompute.blocks_per_stage": [1, 1]} on rank 1',),
+                    ('"recompute.blocks_per_stage": [1, 1], "recompute.mode": "full"} on rank 1',),
                 ),
             )
         ),

@@ -115,7 +115,7 @@ def test_goes_on_under_another_plan(pool: Pool, tmp_path: Path, before: tuple, a
 
 def evaluated(world: World, run_dir: str, axes: dict) -> float:
     with tiny.trainer(
-        run_dir, world=world, steps=2, sizes=WIDE, eval_data=tiny.RaggedTokens(7), gradient_stats_every=2, **axes
+        run_dir, world=world, steps=2, sizes=WIDE, eval_data=tiny.RaggedTokens(7), gradient_stats_every_steps=2, **axes
     ) as run:
         list(run)
         return run.evaluate()["loss"]

@@ -23,7 +23,7 @@ MOE = {**SIZES, "num_experts": 4, "num_experts_per_token": 2, "ffn_dim": 16}
 FEATURES = {
     "micro_batch": 2,
     "ema_decay": 0.9,
-    "gradient_stats_every": 2,
+    "gradient_stats_every_steps": 2,
     "clip_norm": 0.5,
     "max_skips": 9,
     "spike_sigmas": 4.0,

@@ -1,13 +1,17 @@
-"""Orders of pipeline passes: complete, free of deadlock, with the bubbles and the memory of the papers."""
+"""Stages as even as can be; orders of passes that are complete and free of deadlock, with the papers' bubbles and memory."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pipeline_simulation import simulate
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
-from unisono.plan.pipeline_schedule import Action, forward_order, schedule_order, simulate, stage_index
+from unisono.errors import PlanError
+from unisono.plan.pipeline_schedule import Action, balance_stages, forward_order, schedule_order, stage_index
 
 PIPELINES = [(pp, micros) for pp in (1, 2, 3, 4, 7, 8) for micros in (1, 2, pp, pp + 1, 2 * pp, 3 * pp + 2, 5 * pp)]
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2)]
@@ -108,3 +112,33 @@ def test_a_deadlock_is_an_error() -> None:
     second = [Action("B", 1, 0), Action("F", 1, 0)]
     with pytest.raises(ValueError, match=r"wait for each other: \{0: .*B.* 1: .*B"):
         simulate([first, second], unit)
+
+
+def heaviest(blocks: list[int], before: int, after: int, splits: tuple[int, ...]) -> int:
+    sums, start = [], 0
+    for count in splits:
+        sums.append(sum(blocks[start : start + count]))
+        start += count
+    sums[0] += before
+    sums[-1] += after
+    return max(sums)
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(0, 30), st.integers(0, 30), st.data())
+def test_no_other_split_is_lighter(blocks: list[int], before: int, after: int, data: st.DataObject) -> None:
+    pieces = data.draw(st.integers(1, len(blocks)))
+    chosen = balance_stages(blocks, before, after, pieces)
+    assert len(chosen) == pieces
+    assert sum(chosen) == len(blocks)
+    assert min(chosen) >= 1
+    every = [
+        tuple(b - a for a, b in zip((0, *ends), (*ends, len(blocks)), strict=True))
+        for ends in combinations(range(1, len(blocks)), pieces - 1)
+    ]
+    assert heaviest(blocks, before, after, chosen) == min(heaviest(blocks, before, after, each) for each in every)
+
+
+def test_a_heavy_head_gets_fewer_blocks() -> None:
+    assert balance_stages([1] * 8, 0, 2, 2) == (5, 3)
+    with pytest.raises(PlanError, match="a model of 3 blocks in 4 pieces"):
+        balance_stages([1, 1, 1], 0, 0, 4)

@@ -58,7 +58,7 @@ class Desk:
             "plan.precision": "fp32",
             "train.steps": 4,
             "train.num_eval_samples": 4,
-            "train.eval_every": 2,
+            "train.eval_every_steps": 2,
             "observe.console": "plain",
         }
         return [f"--set={key}={value}" for key, value in values.items()]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from unisono.dist import World
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.replicated_grads import ReplicatedGradients
 from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize
 from unisono.plan.options import PlanOptions
@@ -47,7 +46,7 @@ def difference(
     found = loss(model)
     found.backward()
     pieces.collect_grads()
-    ReplicatedGradients(table.replicated_grad_groups, world).reduce(pieces)
+    pieces.sum_replicated_grads(table.replicated_grad_groups)
     for piece in pieces.parameters.values():
         piece.grad /= plan.mesh.dp_world_size  # they all computed the same samples
     gradients: dict[str, Boxes] = {}

@@ -138,7 +138,7 @@ def test_a_save_under_way_is_not_touched_by_the_average(tmp_path: Path) -> None:
 def test_early_stop_ends_saves_and_says_so(tmp_path: Path) -> None:
     # a learning rate that destroys the model: the held-out loss only rises
     with tiny.trainer(
-        tmp_path / "run", steps=50, lr=3.0, clip_norm=0.0, eval_every=2, early_stop_patience=2,
+        tmp_path / "run", steps=50, lr=3.0, clip_norm=0.0, eval_every_steps=2, early_stop_patience=2,
         eval_data=tiny.RaggedTokens(HELD_OUT), max_skips=50,
     ) as run:  # fmt: skip
         result = run.fit()
@@ -151,7 +151,7 @@ def test_early_stop_ends_saves_and_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_early_stop_counts_on_after_a_resume(tmp_path: Path) -> None:
-    settings = {"eval_every": 1, "early_stop_patience": 5, "eval_data": tiny.RaggedTokens(HELD_OUT), "lr": 3.0,
+    settings = {"eval_every_steps": 1, "early_stop_patience": 5, "eval_data": tiny.RaggedTokens(HELD_OUT), "lr": 3.0,
                 "clip_norm": 0.0, "max_skips": 50, "steps": 20}  # fmt: skip
     with tiny.trainer(tmp_path / "whole", **settings) as run:
         whole = run.fit().step

@@ -302,5 +302,5 @@ def test_a_crash_that_repeats_at_one_step_stops(tmp_path: Path) -> None:
     _, err = run.communicate(timeout=150)
     assert run.returncode == 1
     assert "NumericsError in step 4 on rank 0, 3 times in a row" in err
-    assert "a crash that repeats 3 times is not bad luck" in err
+    assert "the same crash 3 times in a row is not restarted again" in err
     assert len({e["attempt"] for e in tiny.events(run_dir)}) == 3

@@ -108,7 +108,7 @@ def test_a_falling_loss_is_no_spike() -> None:
 
 
 def test_gradient_statistics_on_request(tmp_path: Path) -> None:
-    tiny.complete(tmp_path / "run", steps=4, gradient_stats_every=2)
+    tiny.complete(tmp_path / "run", steps=4, gradient_stats_every_steps=2)
     found = [e for e in tiny.events(tmp_path / "run") if e["kind"] == "gradient_stats"]
     assert [e["step"] for e in found] == [2, 4]
     norms = [layer["norm"] for layer in found[0]["layers"].values()]

@@ -66,12 +66,12 @@ def run(folder: Path, train: Path, held_out: Path, *, stop_after: int = 40, **lo
         PlanOptions(device="cpu", global_batch=16, micro_batch=8, precision="fp32"),
         objective=cross_entropy,
         optimizer=OptimOptions(lr=1e-2),
-        options=TrainOptions(steps=40, eval_every=0),
+        options=TrainOptions(steps=40, eval_every_steps=0),
         run_dir=folder,
         eval_data=mapped(image_records([held_out]), fixed),
         metrics={"accuracy": find_metric("accuracy")},
         transform=ImageTransform(augment=augment),
-        pair=Mixup(classes=2),
+        pair_transform=Mixup(classes=2),
         loader=LoaderOptions(max_bad_sample_frac=0.1, **loader),
     ) as trainer:
         losses = []

@@ -113,7 +113,7 @@ def test_strict_names_what_differs(tmp_path: Path) -> None:
         "plan.batch.micro_batch 8 then, 2 now; plan.batch.accumulation 1 then, 4 now\n"
         "  rule: strict resumes only where every bit can be the same\n"
         "  so:   nothing was loaded and nothing was changed\n"
-        "  try:  restore what differs, or run.resume='auto' to go on with the weaker promise"
+        "  try:  restore what differs, or run.resume='auto' to resume without bit-exactness"
     )
     assert tiny.complete(tmp_path / "run", steps=4, resume="strict")["step"] == 4
 

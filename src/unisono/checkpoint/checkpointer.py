@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -185,13 +185,13 @@ class Checkpointer:
     def _stop_if_hopeless(self) -> None:
         if len(self._failed) < self._options.max_failures:
             return
-        newest = f"step {self.committed_step}" if self.committed_step is not None else "what was there before"
+        newest = f"step {self.committed_step}" if self.committed_step is not None else "that of an earlier run"
         raise CheckpointError(
             Problem(
                 given=f"{len(self._failed)} checkpoints in a row could not be written",
                 rule=f"checkpoint.max_failures = {self._options.max_failures}",
                 consequence=f"the run stops; its newest checkpoint is {newest}",
-                nearest="mend what the last failure names, then start the run again",
+                nearest="repair the cause of the last failure, then start the run again",
             ),
             *self._failed[-1],
         )
@@ -203,20 +203,19 @@ class Checkpointer:
         sharded: Mapping[str, tuple[Tensor, TensorShard]],
     ) -> ShardContents:
         """The layout of this rank's file; recomputed only if a name, shape, dtype or offset has changed since the last save."""
+        tensors = [*replicated.items(), *own.items(), *((name, tensor) for name, (tensor, _) in sharded.items())]
         described = (
-            [
-                [(name, tensor.shape, tensor.dtype, tensor.layout) for name, tensor in tensors.items()]
-                for tensors in (replicated, own)
-            ],
-            [(name, shard, t.shape, t.dtype, t.layout) for name, (t, shard) in sharded.items()],
+            len(replicated),
+            [(name, tensor.shape, tensor.dtype, tensor.layout) for name, tensor in tensors],
+            [shard for _, shard in sharded.values()],
         )
         if self._layout is None or self._layout[0] != described:
-            _check(replicated, own, sharded)
-            shared_table, own_table = (
-                {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-                for tensors in (replicated, own)
+            _check(tensors)
+            replicated_table, own_table = (
+                {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in group.items()}
+                for group in (replicated, own)
             )
-            layout = lay_out_shards(shared_table, own_table, sharded, rank=self._rank, world=self._world)
+            layout = lay_out_shards(replicated_table, own_table, sharded, rank=self._rank, world=self._world)
             self._layout = described, layout
         return self._layout[1]
 
@@ -258,10 +257,7 @@ class _Running:
         self.save.ended = True
 
 
-def _check(
-    replicated: Mapping[str, Tensor], own: Mapping[str, Tensor], sharded: Mapping[str, tuple[Tensor, TensorShard]]
-) -> None:
-    tensors = [*replicated.items(), *own.items(), *((name, tensor) for name, (tensor, _) in sharded.items())]
+def _check(tensors: Sequence[tuple[str, Tensor]]) -> None:
     problems = [
         Problem(
             given=f"tensor {name!r} is passed {'twice' if count == 2 else f'{count} times'}",

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from unisono.checkpoint.folder import is_committed, remove, step_name
 from unisono.checkpoint.manifest import (
     COMMIT,
@@ -123,7 +121,7 @@ def problems_of(error: BaseException, what: str) -> list[Problem]:
             given=f"{what}: {reason}",
             rule="a checkpoint counts only when every rank has written all of it",
             consequence="nothing was committed; earlier checkpoints are untouched",
-            nearest="free space or mend the storage; the next save tries again",
+            nearest="free space or repair the storage; the next save tries again",
         )
     ]
 
@@ -131,9 +129,7 @@ def problems_of(error: BaseException, what: str) -> list[Problem]:
 def shard_entries(reports: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:
     """The manifest's file entries, from each rank's report with ``bytes`` and ``digest``."""
     return {
-        shard_name(rank, len(reports)): msgspec.convert(
-            {"bytes": report["bytes"], "digest": report["digest"]}, type=FileEntry
-        )
+        shard_name(rank, len(reports)): FileEntry(bytes=report["bytes"], digest=report["digest"])
         for rank, report in enumerate(reports)
     }
 

@@ -105,7 +105,7 @@ def open_root(root: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Delete what crashed saves and deletions left behind; returns the names. Only call it while no save is under way."""
+    """Delete the leftovers of crashed saves and deletions; returns their names. Call it only while no save is under way."""
     leftovers = [path for path in subdirectories(root) if _LEFTOVER.fullmatch(path.name)]
     for path in leftovers:
         shutil.rmtree(path)
@@ -127,13 +127,13 @@ def quarantine_after(root: Path, step: int) -> list[Path]:
 def expired_checkpoints(scores: Mapping[int, float | None], options: CheckpointOptions) -> list[int]:
     """The committed steps to delete, oldest first, given ``{step: score}``.
 
-    Kept are the newest ``keep_last``, every step divisible by ``keep_every``, and the ``keep_best`` lowest scores
+    Kept are the newest ``keep_last``, every step divisible by ``keep_every_steps``, and the ``keep_best`` lowest scores
     (the newer of equal ones). The newest is always retained; a missing or non-finite score is never among the best.
     """
     steps = sorted(scores)
     retained = set(steps[-max(1, options.keep_last) :])
-    if options.keep_every:
-        retained |= {step for step in steps if step % options.keep_every == 0}
+    if options.keep_every_steps:
+        retained |= {step for step in steps if step % options.keep_every_steps == 0}
     ranked = sorted((score, -step) for step, score in scores.items() if score is not None and math.isfinite(score))
     retained |= {-step for _, step in ranked[: options.keep_best]}
     return [step for step in steps if step not in retained]

@@ -2,7 +2,7 @@
 
 A shard is a header followed by tensors. All of it is copied into one host buffer that is reused by every save, pinned
 if there is an accelerator, so that the device copies asynchronously. Afterwards the caller's tensors may change.
-Reading them in the background, and copying only what has not been written when they change, was not faster
+Reading them in the background, and copying only the unwritten rest when they change, was not faster
 (docs/log.md).
 """
 

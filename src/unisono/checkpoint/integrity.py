@@ -11,7 +11,7 @@ from pathlib import Path
 
 from unisono.checkpoint.folder import list_checkpoints
 from unisono.checkpoint.manifest import Manifest
-from unisono.checkpoint.reader import CheckpointDamage, damage_text, read_header, sealed_manifest
+from unisono.checkpoint.reader import CheckpointDamage, damage_text, holds_piece, read_header, sealed_manifest
 from unisono.checkpoint.safetensors_format import dtype_from_code
 from unisono.dist import World
 from unisono.errors import CheckpointError, Problem
@@ -59,7 +59,7 @@ def find_latest(
     if not bad:
         return None
     raise CheckpointError(
-        given=f"none of the {len(bad)} checkpoints in {root} holds: {'; '.join(bad)}",
+        given=f"none of the {len(bad)} checkpoints in {root} is valid: {'; '.join(bad)}",
         rule="a run resumes from the newest checkpoint whose files are as they were written",
         consequence="nothing was loaded, and no new run was begun over the old one",
         nearest=f'look into {root / "quarantine"}; to start over, choose another run.dir or resume = "never"',
@@ -91,16 +91,12 @@ def _faults(path: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
 
 def _disagreements(path: Path, manifest: Manifest, name: str) -> list[str]:
     extents = read_header(path, name, manifest.files[name])
-    faults: list[str] = []
-    for tensor in manifest.tensors.values():
-        dtype = dtype_from_code(tensor.dtype)
-        for piece in tensor.pieces:
-            if piece.file != name:
-                continue
-            extent = extents.get(piece.key)
-            if extent is None or (extent.shape, extent.dtype) != (piece.shape, dtype):
-                faults.append(f"{name} does not hold {piece.key!r} as the manifest says")
-    return faults
+    return [
+        f"{name} does not hold {piece.key!r} as the manifest says"
+        for tensor in manifest.tensors.values()
+        for piece in tensor.pieces
+        if piece.file == name and not holds_piece(extents, piece, dtype_from_code(tensor.dtype))
+    ]
 
 
 def _quarantine(path: Path, reason: str) -> str:

@@ -123,7 +123,12 @@ def decode(data: bytes) -> Manifest:
         schema = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("schema")
         number = msgspec.json.decode(schema, type=int) if schema is not None else 0
         if number > SCHEMA:
-            raise _too_new(number)
+            raise CheckpointError(
+                given=f"a checkpoint of schema {number}",
+                rule=f"this unisono reads schema {SCHEMA}",
+                consequence="it was not loaded, and left as it is",
+                nearest="install the unisono that wrote it, or a newer one",
+            )
         manifest = msgspec.json.decode(data, type=Manifest)
     except msgspec.DecodeError as error:
         raise ValueError(str(error)) from error
@@ -171,12 +176,3 @@ def pieces_fault(tensor: TensorEntry) -> str:
         return f"{wrong}: a tensor in pieces has at most {MOST_DIMS} dims"
     error = first_coverage_error(shape, ((piece.offset, piece.shape) for piece in tensor.pieces))
     return f"{wrong}: element {error[0]} is in {error[1] or 'none'} of them" if error else ""
-
-
-def _too_new(schema: int) -> CheckpointError:
-    return CheckpointError(
-        given=f"a checkpoint of schema {schema}",
-        rule=f"this unisono reads schema {SCHEMA}",
-        consequence="it was not loaded, and left as it is",
-        nearest="install the unisono that wrote it, or a newer one",
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -156,10 +156,7 @@ class CheckpointReader:
             raise unreadable_error(self.path, error) from error
 
     def _read_piece(self, piece: PieceEntry, out: Tensor, offset: Sequence[int]) -> None:
-        """Read the intersection of ``piece`` with the block at ``offset`` into ``out``.
-
-        without dims counts as one row.
-        """
+        """Read the intersection of ``piece`` with the block at ``offset`` into ``out``. A scalar counts as one row."""
         origin, shape = piece.offset or (0,), piece.shape or (1,)
         boxes = list(zip(origin, shape, offset, out.shape, strict=True))
         begins = [max(mine, wanted) for mine, _, wanted, _ in boxes]
@@ -190,10 +187,9 @@ class CheckpointReader:
         if extents is None:
             extents = read_header(self.path, piece.file, self.manifest.files[piece.file])
             self._headers[piece.file] = extents
-        extent = extents.get(piece.key)
-        if extent is None or (extent.shape, extent.dtype) != (piece.shape, dtype):
+        if not holds_piece(extents, piece, dtype):
             raise CheckpointDamage(f"{piece.file} does not hold {piece.key!r} as {MANIFEST} says")
-        return extent.begin
+        return extents[piece.key].begin
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
@@ -251,13 +247,19 @@ def read_header(path: Path, name: str, entry: FileEntry) -> dict[str, TensorExte
         os.close(fd)
 
 
+def holds_piece(extents: Mapping[str, TensorExtent], piece: PieceEntry, dtype: torch.dtype) -> bool:
+    """Whether a file with these tensors holds ``piece`` with its shape and dtype."""
+    extent = extents.get(piece.key)
+    return extent is not None and (extent.shape, extent.dtype) == (piece.shape, dtype)
+
+
 def unreadable_error(path: Path, error: OSError | CheckpointDamage) -> CheckpointError:
     """The error for a checkpoint that cannot be loaded."""
     return CheckpointError(
         given=f"{path}: {damage_text(error)}",
         rule="a checkpoint is loaded only if it is committed and whole",
         consequence="nothing was loaded from it",
-        nearest="'unisono checkpoint ls' shows what there is; resume = \"auto\" takes the newest that holds",
+        nearest="'unisono checkpoint ls' shows what there is; resume = \"auto\" takes the newest valid one",
     )
 
 

@@ -8,6 +8,7 @@ anything is allocated.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,10 +66,7 @@ def dtype_from_code(code: str) -> torch.dtype:
 
 def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     """The size of a dense tensor in bytes."""
-    size = dtype.itemsize
-    for extent in shape:
-        size *= extent
-    return size
+    return dtype.itemsize * math.prod(shape)
 
 
 def build_header(

@@ -8,6 +8,7 @@ result without communication; it stays valid until a tensor is added or changes 
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -144,7 +145,7 @@ def assign_shards(shapes: Mapping[str, tuple[Sequence[int], int]], world: int) -
     there are at most ``world - 1`` more pieces than tensors.
     """
     names = sorted(shapes, key=lambda name: (-shapes[name][1], name))
-    sizes = [_num_bytes(*shapes[name]) for name in names]
+    sizes = [itemsize * math.prod(shape) for shape, itemsize in map(shapes.__getitem__, names)]
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
     starts = [(0, 0)]  # (tensor, row) at which each rank's part starts
@@ -182,10 +183,3 @@ def _between(
 
 def _num_rows(shape: Sequence[int]) -> int:
     return shape[0] if shape else 1
-
-
-def _num_bytes(shape: Sequence[int], itemsize: int) -> int:
-    size = itemsize
-    for extent in shape:
-        size *= extent
-    return size

@@ -124,7 +124,7 @@ class SaveWriter:
                 save.retention_problem = os_reason(caught) if isinstance(caught, OSError) else str(caught)
 
     def discard(self, save: SaveRequest) -> None:
-        """Delete the files of a failed save; what remains is deleted when the next attempt starts."""
+        """Delete the files of a failed save; the next attempt deletes the rest when it starts."""
         if self._group.rank != 0:
             return
         temporary, final = self._paths(save)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from unisono.cli.common import RESOLVED, every_verb, load_run, print_json
-from unisono.errors import CheckpointError, Problem
+from unisono.cli.common import RESOLVED, every_verb, load_run, print_result
+from unisono.errors import CheckpointError
 
 
 @click.group("checkpoint")
@@ -22,21 +21,17 @@ def command() -> None:
 def ls(run_dir: str, as_json: bool) -> None:
     """List the checkpoints of RUN_DIR with their state and size."""
     if not Path(run_dir).is_dir():
-        raise CheckpointError(_nothing_at(run_dir, "nothing was listed"))
+        raise _nothing_at(run_dir, "nothing was listed")
     from unisono.checkpoint import list_checkpoints
 
     rows = [
         (e.step, e.state, sum(f.stat().st_size for f in e.path.iterdir() if f.is_file()), str(e.path))
         for e in list_checkpoints(Path(run_dir) / "checkpoints")
     ]
-    if as_json:
-        names = ("step", "state", "bytes", "path")
-        print_json({"run_dir": run_dir, "checkpoints": [dict(zip(names, row, strict=True)) for row in rows]})
-        return
-    for step, state, size, path in rows:
-        click.echo(f"{step:>10}  {state:<12} {size / 2**20:8.1f} MiB  {path}")
-    if not rows:
-        click.echo(f"no checkpoints in {run_dir}")
+    names = ("step", "state", "bytes", "path")
+    listed = [dict(zip(names, row, strict=True)) for row in rows]
+    lines = [f"{step:>10}  {state:<12} {size / 2**20:8.1f} MiB  {path}" for step, state, size, path in rows]
+    print_result(as_json, {"run_dir": run_dir, "checkpoints": listed}, lines or f"no checkpoints in {run_dir}")
 
 
 @command.command("verify")
@@ -49,40 +44,31 @@ def verify_all(path: str, as_json: bool) -> int:
     """
     given = Path(path)
     if not given.is_dir():
-        raise CheckpointError(_nothing_at(path, "nothing was verified"))
+        raise _nothing_at(path, "nothing was verified")
     from unisono.checkpoint import list_checkpoints, verify
 
     folders = [e.path for e in list_checkpoints(given / "checkpoints") if e.state == "committed"]
     if not folders:
         if (given / "checkpoints").is_dir() or (given / RESOLVED).is_file():
-            raise CheckpointError(_nothing_at(path, "nothing was verified"))
+            raise _nothing_at(path, "nothing was verified")
         folders = [given]
     results = [(str(folder), verify(folder)) for folder in folders]
-    if as_json:
-        rows = [{"path": folder, "ok": not bad, "problems": [p.given for p in bad]} for folder, bad in results]
-        print_json({"ok": not any(bad for _, bad in results), "checkpoints": rows})
-    for folder, problems in () if as_json else results:
-        click.echo(f"{'bad' if problems else 'ok':<4} {folder}")
-        for problem in problems:
-            click.echo("     " + str(problem).replace("\n", "\n     "))
-    return 1 if any(problems for _, problems in results) else 0
+    rows = [{"path": folder, "ok": not bad, "problems": [p.given for p in bad]} for folder, bad in results]
+    lines: list[str] = []
+    for folder, problems in results:
+        lines.append(f"{'bad' if problems else 'ok':<4} {folder}")
+        lines += ["     " + str(problem).replace("\n", "\n     ") for problem in problems]
+    bad = any(problems for _, problems in results)
+    print_result(as_json, {"ok": not bad, "checkpoints": rows}, lines)
+    return int(bad)
 
 
-def _nothing_at(path: str, consequence: str) -> Problem:
-    return Problem(
+def _nothing_at(path: str, consequence: str) -> CheckpointError:
+    return CheckpointError(
         given=f"{path!r} holds no committed checkpoint" if Path(path).is_dir() else f"no folder {path!r}",
         rule="checkpoints lie in the folder 'checkpoints' of a run's folder",
         consequence=consequence,
         nearest="the folder given as run.dir when training (default runs/first)",
-    )
-
-
-def _a_whole_run(source: str, checkpoints: Sequence[Path]) -> Problem:
-    return Problem(
-        given=f"{source!r} is the folder of a run, no checkpoint",
-        rule="one checkpoint is converted at a time",
-        consequence="nothing was written",
-        nearest=str(max(checkpoints)),
     )
 
 
@@ -99,18 +85,21 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
     Going on with other ranks or another plan needs no conversion: any checkpoint loads under any plan.
     """
     if not Path(source).is_dir():
-        raise CheckpointError(_nothing_at(source, "nothing was written"))
+        raise _nothing_at(source, "nothing was written")
     from unisono.checkpoint import convert, list_checkpoints
 
     inside = [e.path for e in list_checkpoints(Path(source) / "checkpoints") if e.state == "committed"]
     if inside:
-        raise CheckpointError(_a_whole_run(source, inside))
+        raise CheckpointError(
+            given=f"{source!r} is the folder of a run, no checkpoint",
+            rule="one checkpoint is converted at a time",
+            consequence="nothing was written",
+            nearest=str(max(inside)),
+        )
     folder = convert(Path(source), Path(target), files=files, keep_optimizer=not drop_optimizer, average=average)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    if as_json:
-        print_json({"source": source, "path": str(folder), "bytes": size})
-    else:
-        click.echo(f"{source} written to {folder}, {size / 2**20:.1f} MiB")
+    text = f"{source} written to {folder}, {size / 2**20:.1f} MiB"
+    print_result(as_json, {"source": source, "path": str(folder), "bytes": size}, text)
 
 
 @command.command("export")
@@ -147,7 +136,5 @@ def export_model(run_dir: str, target: str | None, checkpoint: str | None, max_s
         read=tensor_reader(model, snapshot),
         max_shard_bytes=int(max_shard_gib * 2**30),
     )
-    if as_json:
-        print_json({"run_dir": run_dir, "step": snapshot.step, "path": str(folder)})
-    else:
-        click.echo(f"step {snapshot.step} exported to {folder}")
+    text = f"step {snapshot.step} exported to {folder}"
+    print_result(as_json, {"run_dir": run_dir, "step": snapshot.step, "path": str(folder)}, text)

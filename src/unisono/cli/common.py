@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ def every_verb(function: F) -> F:
     """Decorator that adds ``--json``, ``-v`` and ``--log-level``; the level is applied while options are parsed."""
     function = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")(function)
     function = click.option(
-        "-v", "--verbose", is_flag=True, expose_value=False, callback=_verbose, help="Same as --log-level debug."
+        "-v", "--verbose", is_flag=True, expose_value=False, callback=_set_level, help="Same as --log-level debug."
     )(function)
     return click.option(
         "--log-level",
@@ -114,6 +114,15 @@ def require_run(run_dir: str) -> Path:
     )
 
 
+def print_result(as_json: bool, value: dict[str, Any], lines: str | Iterable[str]) -> None:
+    """Print ``value`` as one JSON object with ``as_json``, else the text, of one line or several."""
+    if as_json:
+        print_json(value)
+        return
+    for line in (lines,) if isinstance(lines, str) else lines:
+        click.echo(line)
+
+
 def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object on standard output; infinities and NaN become null."""
     click.echo(json.dumps(_finite(value), default=str, allow_nan=False))
@@ -129,18 +138,11 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _verbose(context: click.Context, _option: click.Parameter, value: bool) -> None:
-    if value:
-        _apply_level(context, "debug")
-
-
-def _set_level(context: click.Context, _option: click.Parameter, value: str | None) -> None:
-    if value:
-        _apply_level(context, value)
-
-
-def _apply_level(context: click.Context, level: str) -> None:
-    """Set the level of unisono's messages; other packages stay at warning."""
+def _set_level(context: click.Context, _option: click.Parameter, value: str | bool | None) -> None:
+    """Set the level of unisono's messages, ``debug`` for True; other packages stay at warning."""
+    if not value:
+        return
+    level = value if isinstance(value, str) else "debug"
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
     LOG.setLevel(level.upper())
     context.meta[_LEVEL] = level

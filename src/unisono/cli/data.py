@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import every_verb, print_json
+from unisono.cli.common import every_verb, print_json, print_result
 from unisono.cli.data_pack import pack
 from unisono.errors import DataError
+
+if TYPE_CHECKING:
+    from unisono.data.recordio.maintenance import Finding
 
 _SHOWN = 20  # findings and labels that fit on a screen
 
@@ -36,28 +41,19 @@ def verify_files(files: tuple[Path, ...], as_json: bool) -> int:
 
     reports = {path: verify(path) for path in files}
     bad = any(report.findings for report in reports.values())
-    if as_json:
-        rows = [
-            {
-                "path": str(path),
-                "ok": not report.findings,
-                "records": report.records,
-                "bytes": report.bytes,
-                "checksums": report.checksums,
-                "findings": [_finding(finding) for finding in report.findings],
-            }
-            for path, report in reports.items()
-        ]
-        print_json({"ok": not bad, "files": rows})
-        return int(bad)
+    rows: list[dict[str, Any]] = []
+    lines: list[str] = []
     for path, report in reports.items():
+        facts = {"records": report.records, "bytes": report.bytes, "checksums": report.checksums}
+        findings = [_finding(finding) for finding in report.findings]
+        rows.append({"path": str(path), "ok": not findings, **facts, "findings": findings})
         checksums = (
             f"checksums {report.checksums}" if report.checksums else "no checksums: changed payloads cannot be seen"
         )
-        click.echo(
-            f"{'bad' if report.findings else 'ok':<4} {path}  {report.records:,} records, {report.bytes:,} bytes, {checksums}"
-        )
-        _list(report.findings, "finding")
+        state = f"{'bad' if findings else 'ok':<4} {path}"
+        lines.append(f"{state}  {report.records:,} records, {report.bytes:,} bytes, {checksums}")
+        lines += _listed(report.findings, "finding")
+    print_result(as_json, {"ok": not bad, "files": rows}, lines)
     return int(bad)
 
 
@@ -70,18 +66,10 @@ def repair_file(source: Path, target: Path, as_json: bool) -> None:
     from unisono.data.recordio.maintenance import repair
 
     result = repair(source, target)
-    if as_json:
-        print_json(
-            {
-                "path": str(target),
-                "saved": result.saved,
-                "mended": result.mended,
-                "lost": [_finding(finding) for finding in result.lost],
-            }
-        )
-        return
-    click.echo(f"{target}: {result.saved:,} records saved, {result.mended:,} of them mended, {len(result.lost):,} lost")
-    _list(result.lost, "lost")
+    lost = [_finding(finding) for finding in result.lost]
+    text = f"{target}: {result.saved:,} records saved, {result.mended:,} of them mended, {len(lost):,} lost"
+    value = {"path": str(target), "saved": result.saved, "mended": result.mended, "lost": lost}
+    print_result(as_json, value, [text, *_listed(result.lost, "lost")])
 
 
 @command.command("reindex")
@@ -92,13 +80,11 @@ def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
     from unisono.data.recordio.maintenance import reindex
 
     dropped = {str(path): reindex(path) for path in files}
-    if as_json:
-        print_json({"files": [{"path": path, "not_kept": losses} for path, losses in dropped.items()]})
-        return
+    rows = [{"path": path, "not_kept": losses} for path, losses in dropped.items()]
+    lines: list[str] = []
     for path, losses in dropped.items():
-        click.echo(f"ok   {path}")
-        for loss in losses:
-            click.echo(f"     not kept: {loss}")
+        lines += [f"ok   {path}", *(f"     not kept: {loss}" for loss in losses)]
+    print_result(as_json, {"files": rows}, lines)
 
 
 @command.command("convert")
@@ -131,10 +117,7 @@ def convert_file(
     rows = convert(
         source, target, overwrite=overwrite, columns=list(columns) or None, base64=list(base64), arrays=list(arrays)
     )
-    if as_json:
-        print_json({"path": str(target), "rows": rows})
-    else:
-        click.echo(f"{target}: {rows:,} rows")
+    print_result(as_json, {"path": str(target), "rows": rows}, f"{target}: {rows:,} rows")
 
 
 @command.command("shard")
@@ -147,11 +130,7 @@ def shard_files(files: tuple[Path, ...], prefix: Path, shards: int, as_json: boo
     from unisono.data.recordio.maintenance import rearrange
 
     paths = [str(path) for path in rearrange(files, prefix, shards)]
-    if as_json:
-        print_json({"files": paths})
-        return
-    for path in paths:
-        click.echo(path)
+    print_result(as_json, {"files": paths}, paths)
 
 
 @command.command("inspect")
@@ -180,27 +159,16 @@ def inspect_file(file: Path, sheet: Path | None, as_json: bool) -> None:
         {"key": int(records.keys[number]), "bytes": int(lengths[number]), "begins": records.read(number)[:32].hex()}
         for number in range(min(len(records), 5))
     ]
-    if as_json:
-        print_json(
-            {
-                "path": str(file),
-                "records": len(records),
-                "bytes": file.stat().st_size,
-                "checksums": records.checksums,
-                "payload_bytes": sizes,
-                "side": side,
-                "first": first,
-            }
-        )
-        return
-    click.echo(f"{file}: {len(records):,} records, {file.stat().st_size:,} bytes, checksums {records.checksums}")
+    size = file.stat().st_size
+    facts = {"path": str(file), "records": len(records), "bytes": size, "checksums": records.checksums}
+    lines = [f"{file}: {len(records):,} records, {size:,} bytes, checksums {records.checksums}"]
     if sizes:
-        click.echo(f"payloads of {sizes['least']:,} to {sizes['most']:,} bytes, {sizes['mean']:,} on average")
+        lines.append(f"payloads of {sizes['least']:,} to {sizes['most']:,} bytes, {sizes['mean']:,} on average")
     for name, column in side.items():
         unit = " values" if column["dtype"].startswith("arrays") else ""
-        click.echo(f"side column {name}: {column['dtype']}, {column['least']:g} to {column['most']:g}{unit}")
-    for row in first:
-        click.echo(f"  key {row['key']:>8}  {row['bytes']:>10,} bytes  {row['begins']}")
+        lines.append(f"side column {name}: {column['dtype']}, {column['least']:g} to {column['most']:g}{unit}")
+    lines += [f"  key {row['key']:>8}  {row['bytes']:>10,} bytes  {row['begins']}" for row in first]
+    print_result(as_json, {**facts, "payload_bytes": sizes, "side": side, "first": first}, lines)
 
 
 @command.command("stats")
@@ -208,27 +176,23 @@ def inspect_file(file: Path, sheet: Path | None, as_json: bool) -> None:
 @every_verb
 def file_stats(file: Path, as_json: bool) -> None:
     """Count what FILE holds: of a .rec sizes, labels and image sizes; of a token shard documents and their lengths."""
-    from dataclasses import asdict
-
     from unisono.data.convert.pack import record_stats
 
     stats = record_stats(file)
-    if as_json:
-        labels = [{"label": label, "count": count} for label, count in stats.labels.items()]
-        print_json({"path": str(file), **asdict(stats), "labels": labels})
-        return
-    click.echo(f"{file}: {stats.records:,} records, {stats.bytes:,} bytes")
+    labels = [{"label": label, "count": count} for label, count in stats.labels.items()]
+    lines = [f"{file}: {stats.records:,} records, {stats.bytes:,} bytes"]
     if stats.sampled:
-        click.echo(f"labels and image sizes are of {stats.sampled:,} records, evenly spread: no side columns have them")
-    for name, spread in stats.spreads.items():
-        click.echo(
-            f"{name}: {spread.least:g} to {spread.most:g}, mean {spread.mean:g}, "
-            f"10 % below {spread.p10:g}, half below {spread.median:g}, 90 % below {spread.p90:g}"
+        lines.append(
+            f"labels and image sizes are of {stats.sampled:,} records, evenly spread: no side columns have them"
         )
-    for label, count in sorted(stats.labels.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN]:
-        click.echo(f"label {label:g}: {count:,}")
-    if len(stats.labels) > _SHOWN:
-        click.echo(f"and {len(stats.labels) - _SHOWN:,} labels more (all are in --json)")
+    for name, spread in stats.spreads.items():
+        shares = f"10 % below {spread.p10:g}, half below {spread.median:g}, 90 % below {spread.p90:g}"
+        lines.append(f"{name}: {spread.least:g} to {spread.most:g}, mean {spread.mean:g}, {shares}")
+    ranked = sorted(stats.labels.items(), key=lambda item: (-item[1], item[0]))
+    lines += [f"label {label:g}: {count:,}" for label, count in ranked[:_SHOWN]]
+    if len(ranked) > _SHOWN:
+        lines.append(f"and {len(ranked) - _SHOWN:,} labels more (all are in --json)")
+    print_result(as_json, {"path": str(file), **asdict(stats), "labels": labels}, lines)
 
 
 @command.command("bench")
@@ -245,17 +209,16 @@ def bench(file: Path, seconds: float, size: int, as_json: bool) -> None:
     from unisono.data.loading.throughput import measure_throughput
 
     rates = measure_throughput(file, seconds=seconds, size=size)
-    if as_json:
-        rows = [{"what": rate.name, "per_s": rate.per_s, "bytes_per_s": rate.bytes_per_s} for rate in rates]
-        print_json({"path": str(file), "rates": rows})
-        return
+    rows = [{"what": rate.name, "per_s": rate.per_s, "bytes_per_s": rate.bytes_per_s} for rate in rates]
+    lines: list[str] = []
     for rate in rates:
         bandwidth = f", {rate.bytes_per_s / 1e6:,.0f} MB/s" if rate.bytes_per_s else ""
-        click.echo(f"{rate.name}: {rate.per_s:,.0f} /s{bandwidth}")
+        lines.append(f"{rate.name}: {rate.per_s:,.0f} /s{bandwidth}")
     last = rates[-1]
-    click.echo(
+    lines.append(
         f"A training loop on this machine that takes fewer than {last.per_s:,.0f} samples/s does not wait ({last.name})."
     )
+    print_result(as_json, {"path": str(file), "rates": rows}, lines)
 
 
 @command.command("cat")
@@ -314,15 +277,13 @@ def _inspect_rows(file: Path, as_json: bool) -> None:
     fields = table.schema or {name: kind_of(name, value) for row in first[:1] for name, value in row.items()}
     rows = [{name: shorten(value) for name, value in row.items()} for row in first]
     size = file.stat().st_size
-    if as_json:
-        types = {name: {"type": field.type, "shape": field.shape} for name, field in fields.items()}
-        print_json({"path": str(file), "bytes": size, "fields": types, "first": rows})
-        return
-    click.echo(f"{file}: {size:,} bytes, rows of {len(fields)} fields")
+    types = {name: {"type": field.type, "shape": field.shape} for name, field in fields.items()}
+    lines = [f"{file}: {size:,} bytes, rows of {len(fields)} fields"]
     for name, field in fields.items():
-        click.echo(f"field {name}: {field.type}{'' if field.shape is None else f' {list(field.shape)}'}")
+        lines.append(f"field {name}: {field.type}{'' if field.shape is None else f' {list(field.shape)}'}")
     for number, row in enumerate(rows):
-        click.echo(f"  row {number}: " + ", ".join(f"{name} {value}" for name, value in row.items()))
+        lines.append(f"  row {number}: " + ", ".join(f"{name} {value}" for name, value in row.items()))
+    print_result(as_json, {"path": str(file), "bytes": size, "fields": types, "first": rows}, lines)
 
 
 def _cat_row(file: Path, number: int, as_json: bool) -> None:
@@ -348,24 +309,15 @@ def _cat_row(file: Path, number: int, as_json: bool) -> None:
             consequence="nothing was written",
             nearest=f"unisono data inspect {file}",
         ) from error
-    if as_json:
-        print_json({"index": number, "row": json.loads(line)})
-    else:
-        click.echo(line)
+    print_result(as_json, {"index": number, "row": json.loads(line)}, line)
 
 
-def _finding(finding: Any) -> dict[str, Any]:
-    return {
-        "path": str(finding.path),
-        "record": None if finding.record < 0 else finding.record,
-        "offset": finding.offset,
-        "end": finding.end,
-        "what": finding.what,
-    }
+def _finding(finding: Finding) -> dict[str, Any]:
+    return asdict(finding) | {"path": str(finding.path), "record": None if finding.record < 0 else finding.record}
 
 
-def _list(findings: list[Any], name: str) -> None:
-    for finding in findings[:_SHOWN]:
-        click.echo(f"     {finding}")
+def _listed(findings: Sequence[Finding], name: str) -> list[str]:
+    lines = [f"     {finding}" for finding in findings[:_SHOWN]]
     if len(findings) > _SHOWN:
-        click.echo(f"     and {len(findings) - _SHOWN:,} more ({name}s are all in --json)")
+        lines.append(f"     and {len(findings) - _SHOWN:,} more ({name}s are all in --json)")
+    return lines

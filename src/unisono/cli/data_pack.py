@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import every_verb, print_json
+from unisono.cli.common import every_verb, print_result
 from unisono.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,34 +20,6 @@ KINDS: Final = ("images", "text", "rows", "python")
 _SHOWN = 20
 _SEEN = 1000  # files of a folder by which its kind is guessed
 _TEXT: Final = frozenset({".txt", ".md", ".rst", ".text", ".py", ".tex", ".html"})
-# Each option of one kind, or several; an option given for another kind is an error.
-_FOR: Final = {
-    "image": "images",
-    "label": "images",
-    "root": "images",
-    "follow_links": "images",
-    "resize": "images",
-    "center_crop": "images",
-    "quality": "images",
-    "encoding": "images",
-    "color": "images",
-    "pass_through": "images",
-    "tiles": "images",
-    "exif": "images",
-    "split": "images",
-    "shuffle": "images",
-    "shards": "images",
-    "tokenizer": "text",
-    "lines": "text",
-    "text_column": "text",
-    "columns": "rows",
-    "payload": "rows",
-    "base64": "rows images",
-    "arrays": "rows",
-    "schema": "rows python",
-    "function": "python",
-    "workers": "images text python",
-}
 _LISTED: Final = ("root", "follow_links", "split", "shuffle", "shards")  # of images that are files
 
 
@@ -71,6 +43,17 @@ def _columns(_context: click.Context, _option: click.Parameter, values: Sequence
     return dict(pairs) or None
 
 
+_KINDS_OF: dict[str, tuple[str, str]] = {}  # parameter → kinds its option is for, and the option
+
+
+def _option(kinds: str, *names: str, help: str, **settings: Any) -> Callable[[Any], Any]:
+    """An option for some kinds of inputs, which its help names; given for another kind, it is an error."""
+    flag = names[0].partition("/")[0]
+    parameter = next((name for name in names if not name.startswith("-")), flag[2:].replace("-", "_"))
+    _KINDS_OF[parameter] = kinds, flag
+    return click.option(*names, help=f"{kinds.replace(' ', ', ')}: {help}", **settings)
+
+
 @click.command("pack")
 @click.argument("source", type=click.Path(path_type=Path, allow_dash=True))
 @click.argument("target", type=click.Path(path_type=Path))
@@ -78,47 +61,51 @@ def _columns(_context: click.Context, _option: click.Parameter, values: Sequence
 @click.option(
     "--on-error", type=click.Choice(["fail", "skip"]), default="fail", show_default=True, help="On a bad input."
 )
-@click.option("--workers", type=click.IntRange(min=0), help="Processes; 0 = this one. Default: by cores and work.")
+@_option(
+    "images text python",
+    "--workers",
+    type=click.IntRange(min=0),
+    help="processes; 0 = this one. Default: by cores and work.",
+)
 @click.option("--shard-size", type=click.IntRange(min=1), metavar="MIB", help="A file ends when it holds this much.")
-@click.option("--shards", type=click.IntRange(min=1), help="images: files, of equal numbers of images.")
-@click.option("--image", metavar="NAME", help="images: SOURCE is a table or a tar, this field the image.")
-@click.option("--label", metavar="NAME", help="images: … and this one its label or labels.")
-@click.option("--root", type=click.Path(path_type=Path), help="images: folder of a list's paths; default the list's.")
-@click.option("--follow-links", is_flag=True, default=None, help="images: links that lead out of the folder, too.")
-@click.option("--resize", type=click.IntRange(min=1), metavar="PX", help="images: the short side.")
-@click.option("--center-crop", is_flag=True, default=None, help="images: the largest centred square, before resizing.")
-@click.option("--quality", type=click.IntRange(1, 100), help="images: of JPEG; default 95 where pixels are made.")
-@click.option("--encoding", type=click.Choice(["jpeg", "png"]), help="images: default jpeg where pixels are made.")
-@click.option("--color", type=click.Choice(["rgb", "gray"]), help="images: default rgb where pixels are made.")
-@click.option(
-    "--pass-through", is_flag=True, default=None, help="images: bytes untouched; so too if nothing asks for pixels."
+@_option("images", "--shards", type=click.IntRange(min=1), help="files, of equal numbers of images.")
+@_option("images", "--image", metavar="NAME", help="SOURCE is a table or a tar, this field the image.")
+@_option("images", "--label", metavar="NAME", help="… and this one its label or labels.")
+@_option("images", "--root", type=click.Path(path_type=Path), help="folder of a list's paths; default the list's.")
+@_option("images", "--follow-links", is_flag=True, default=None, help="links that lead out of the folder, too.")
+@_option("images", "--resize", type=click.IntRange(min=1), metavar="PX", help="the short side.")
+@_option("images", "--center-crop", is_flag=True, default=None, help="the largest centred square, before resizing.")
+@_option("images", "--quality", type=click.IntRange(1, 100), help="of JPEG; default 95 where pixels are made.")
+@_option("images", "--encoding", type=click.Choice(["jpeg", "png"]), help="default jpeg where pixels are made.")
+@_option("images", "--color", type=click.Choice(["rgb", "gray"]), help="default rgb where pixels are made.")
+@_option(
+    "images", "--pass-through", is_flag=True, default=None, help="bytes untouched; so too if nothing asks for pixels."
 )
-@click.option(
-    "--tiles", is_flag=True, default=None, help="images: restart markers and tile sizes; lossless if not re-encoded."
+@_option(
+    "images", "--tiles", is_flag=True, default=None, help="restart markers and tile sizes; lossless if not re-encoded."
 )
-@click.option("--exif/--no-exif", default=None, help="images: turn re-encoded JPEGs as EXIF says (default) or not.")
-@click.option("--split", multiple=True, callback=_split, metavar="NAME=FRACTION", help="images: parts; again for each.")
-@click.option("--shuffle", type=int, metavar="SEED", help="images: order by keyed hash instead of the listing's.")
-@click.option("--tokenizer", help="text: bytes (default) or the path of a tokenizer.json.")
-@click.option("--lines", is_flag=True, default=None, help="text: each line is a document, not each file.")
-@click.option("--text-column", metavar="NAME", help="text: SOURCE is a table, this field the document.")
-@click.option(
+@_option("images", "--exif/--no-exif", default=None, help="turn re-encoded JPEGs as EXIF says (default) or not.")
+@_option("images", "--split", multiple=True, callback=_split, metavar="NAME=FRACTION", help="parts; again for each.")
+@_option("images", "--shuffle", type=int, metavar="SEED", help="order by keyed hash instead of the listing's.")
+@_option("text", "--tokenizer", help="bytes (default) or the path of a tokenizer.json.")
+@_option("text", "--lines", is_flag=True, default=None, help="each line is a document, not each file.")
+@_option("text", "--text-column", metavar="NAME", help="SOURCE is a table, this field the document.")
+@_option(
+    "rows",
     "--column",
     "columns",
     multiple=True,
     callback=_columns,
     metavar="NAME[=NEW]",
-    help="rows: only this field; again for each.",
+    help="only this field; again for each.",
 )
-@click.option("--payload", metavar="NAME", help="rows: the field that is a .rec's payload.")
-@click.option("--base64", multiple=True, metavar="NAME", help="rows: a field of bytes that CSV has as base64.")
-@click.option(
-    "--array", "arrays", multiple=True, metavar="NAME", help="rows: a feature of TFRecord that is always an array."
+@_option("rows", "--payload", metavar="NAME", help="the field that is a .rec's payload.")
+@_option("rows images", "--base64", multiple=True, metavar="NAME", help="a field of bytes that CSV has as base64.")
+@_option(
+    "rows", "--array", "arrays", multiple=True, metavar="NAME", help="a feature of TFRecord that is always an array."
 )
-@click.option("--schema", metavar="NAME=TYPE[DIMS],…", help="rows, python: types of the fields; ? is any size.")
-@click.option(
-    "--function", metavar="MODULE:NAME", help="python: gives rows: of each line of SOURCE, or all if that is -."
-)
+@_option("rows python", "--schema", metavar="NAME=TYPE[DIMS],…", help="types of the fields; ? is any size.")
+@_option("python", "--function", metavar="MODULE:NAME", help="gives rows: of each line of SOURCE, or all if that is -.")
 @every_verb
 def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options: Any) -> None:
     """Pack SOURCE into TARGET, which is there whole or not at all. Killed and started again, it goes on where it was.
@@ -138,14 +125,13 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
         raise _refused(
             f"{source}, which is not there", "SOURCE is a file or a folder, or - with --function", "its path"
         )
-    given = {name for name, value in options.items() if value not in (None, (), {}) and name in _FOR}
+    given = {name for name, value in options.items() if value not in (None, (), {}) and name in _KINDS_OF}
     kind = kind or ("images" if options["image"] else _guess(source, target, options["function"]))
-    inert = sorted(name for name in given if kind not in _FOR[name].split())
-    if inert:
-        flags = ", ".join(
-            "--" + name.removesuffix("s" if name in ("columns", "arrays") else "").replace("_", "-") for name in inert
+    if inert := sorted(name for name in given if kind not in _KINDS_OF[name][0].split()):
+        flags = ", ".join(_KINDS_OF[name][1] for name in inert)
+        raise _refused(
+            f"{flags} with --kind {kind}", "these options are for other kinds", "leave them out; --help lists the kinds"
         )
-        raise _refused(f"{flags} with --kind {kind}", "an option has its kinds", "leave it out; --help tells the kinds")
     shard_bytes = None if options["shard_size"] is None else options["shard_size"] << 20
     settings = PackOptions(
         shard_bytes=shard_bytes,
@@ -154,35 +140,30 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
         on_error=options["on_error"],
     )
     packed = _PACK[kind](source, target, options, settings)
-    if as_json:
-        print_json(
-            {
-                "files": [str(path) for path in packed.files],
-                "inputs": packed.num_inputs,
-                "records": packed.num_records,
-                "empty": packed.num_empty,
-                "left_out": packed.num_left_out,
-                "splits": packed.splits,
-                "bad": [{"path": bad.path, "reason": bad.reason} for bad in packed.bad],
-                "report": str(packed.report),
-            }
-        )
-        return
-    for path in packed.files:
-        click.echo(path)
-    click.echo(f"{packed.num_records:,} records of {packed.num_inputs:,} inputs" + _details(packed))
-    for bad in packed.bad[:_SHOWN]:
-        click.echo(f"     bad {bad.path}: {bad.reason}")
-    if len(packed.bad) > _SHOWN:
-        click.echo(f"     and {len(packed.bad) - _SHOWN:,} more (all in {packed.report})")
+    value = {
+        "files": [str(path) for path in packed.files],
+        "inputs": packed.num_inputs,
+        "records": packed.num_records,
+        "empty": packed.num_empty,
+        "left_out": packed.num_left_out,
+        "splits": packed.splits,
+        "bad": [{"path": bad.path, "reason": bad.reason} for bad in packed.bad],
+        "report": str(packed.report),
+    }
+    print_result(as_json, value, _result_lines(packed))
 
 
-def _details(packed: PackResult) -> str:
-    parts = [f"{count:,} in {name}" for name, count in packed.splits.items()]
+def _result_lines(packed: PackResult) -> Iterator[str]:
+    yield from map(str, packed.files)
+    parts = [f"{packed.num_records:,} records of {packed.num_inputs:,} inputs"]
+    parts += [f"{count:,} in {name}" for name, count in packed.splits.items()]
     parts += [f"{len(packed.bad):,} bad"] if packed.bad else []
     parts += [f"{packed.num_empty:,} empty"] if packed.num_empty else []
     parts += [f"{packed.num_left_out:,} files that are not images left out"] if packed.num_left_out else []
-    return "".join(f", {part}" for part in parts)
+    yield ", ".join(parts)
+    yield from (f"     bad {bad.path}: {bad.reason}" for bad in packed.bad[:_SHOWN])
+    if len(packed.bad) > _SHOWN:
+        yield f"     and {len(packed.bad) - _SHOWN:,} more (all in {packed.report})"
 
 
 def _images(source: Path, target: Path, options: Mapping[str, Any], pack: PackOptions) -> PackResult:
@@ -287,7 +268,7 @@ def _guess(source: Path, target: Path, function: str | None) -> str:
     elif source.suffix in _TEXT:
         return "text"
     raise _refused(
-        f"{source}, of which it is not clear what it holds",
+        f"{source}, whose kind is not clear",
         f"the kinds are {', '.join(KINDS)}",
         "--kind, one of these",
     )

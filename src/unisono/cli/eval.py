@@ -6,7 +6,7 @@ import os
 
 import click
 
-from unisono.cli.common import every_verb, load_run, print_json
+from unisono.cli.common import every_verb, load_run, print_result
 
 
 @click.command("eval")
@@ -61,9 +61,6 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     if job.rank > 0:
         return
     used = min(samples, len(data.held_out)) or len(data.held_out)
-    if as_json:
-        print_json({"run_dir": run_dir, "step": step, "samples": used, "evaluation": values})
-        return
-    click.echo(f"step {step}, {used} held-out samples")
-    for name, value in values.items():
-        click.echo(f"  {name:<16} {value:.4f}")
+    result = {"run_dir": run_dir, "step": step, "samples": used, "evaluation": values}
+    rows = [f"  {name:<16} {value:.4f}" for name, value in values.items()]
+    print_result(as_json, result, [f"step {step}, {used} held-out samples", *rows])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from unisono.cli.common import every_verb, load_run, print_json
+from unisono.cli.common import every_verb, load_run, print_result
 from unisono.errors import ConfigError
 
 
@@ -60,7 +60,4 @@ def command(
         seed=seed,
         temperature=temperature,
     )
-    if as_json:
-        print_json({"run_dir": run_dir, "step": step, "text": text})
-    else:
-        click.echo(text)
+    print_result(as_json, {"run_dir": run_dir, "step": step, "text": text}, text)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from unisono.cli.common import every_verb, print_json
+from unisono.cli.common import every_verb, print_result
 from unisono.config import starter
 from unisono.errors import ConfigError
 from unisono.train.config import RunConfig
@@ -62,7 +62,5 @@ def command(path: str | None, as_python: bool, as_json: bool) -> None:
             consequence="nothing was written",
             nearest="a path in a folder that exists and that you may write to",
         ) from None
-    if as_json:
-        print_json({"path": str(target)})
-    else:
-        click.echo(f"wrote {target}; try: unisono train {shlex.quote(str(target))}")
+    text = f"wrote {target}; try: unisono train {shlex.quote(str(target))}"
+    print_result(as_json, {"path": str(target)}, text)

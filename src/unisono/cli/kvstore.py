@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from unisono.cli.common import every_verb, print_json
+from unisono.cli.common import every_verb, print_result
 
 
 @click.group("kvstore")
@@ -65,31 +65,27 @@ def bench(
         result = measure_on_this_host(settings, workers or 2)
     if result is None:
         return 0
-    if as_json:
-        print_json(result)
-    else:
-        for line in _lines(result):
-            click.echo(line)
+    print_result(as_json, result, _lines(result))
     return 0
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
-    yield f"{found['workers']} workers, {found['servers']} servers; median of rounds of push and pull, the slowest worker's"
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    yield f"{result['workers']} workers, {result['servers']} servers; median of rounds of push and pull, the slowest worker's"
     head = ("kind", "codec", "size", "keys", "median", "per link", "sent", "in theory", "of all_reduce", "sums")
-    plain = {row["size"]: row["median_s"] for row in found["rows"] if row["kind"] == "all_reduce"}
-    rows = [head, *(_cells(row, plain.get(row["size"])) for row in found["rows"])]
+    plain = {row["size"]: row["median_s"] for row in result["rows"] if row["kind"] == "all_reduce"}
+    rows = [head, *(_cells(row, plain.get(row["size"])) for row in result["rows"])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(
             cell.rjust(width) if place > 2 else cell.ljust(width)
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-    for name, speed in found["codecs"].items():
+    for name, speed in result["codecs"].items():
         rates = (
             f"encodes {_mb(speed['encode_bytes_per_s'])}/s, decodes {_mb(speed['decode_bytes_per_s'])}/s of gradients"
         )
         yield f"{name}: {speed['ratio']:.3g} times smaller, {rates}"
-    yield f"auto: {found['auto']}"
+    yield f"auto: {result['auto']}"
 
 
 def _cells(row: dict[str, Any], plain_s: float | None) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from unisono.cli.common import every_verb, print_json
+from unisono.cli.common import every_verb, print_result
 from unisono.errors import ConfigError, Problem
 from unisono.launch import LaunchOptions
 from unisono.launch.forwarded_env import forwarded, parse_settings
@@ -65,10 +65,7 @@ def command(command: tuple[str, ...], as_json: bool, **options: Any) -> int:
     if not given.dry_run:
         return run_job(job, folder)
     described = describe_launch(job)
-    if as_json:
-        print_json(described)
-    else:
-        click.echo(dry_run_text(described))
+    print_result(as_json, described, dry_run_text(described))
     return 0
 
 
@@ -135,11 +132,9 @@ def _layout(command: tuple[str, ...], given: _Arguments, folder: Path) -> JobLay
 
 
 def _show_handover(handover: ExecCommand, *, as_json: bool) -> int:
-    if as_json:
-        print_json({"command": handover.argv, "environ": handover.environ})
-    else:
-        settings = [f"{name}={value}" for name, value in sorted(handover.environ.items())]
-        click.echo(shlex.join(["env", *settings, *handover.argv]))
+    settings = [f"{name}={value}" for name, value in sorted(handover.environ.items())]
+    text = shlex.join(["env", *settings, *handover.argv])
+    print_result(as_json, {"command": handover.argv, "environ": handover.environ}, text)
     return 0
 
 
@@ -174,7 +169,7 @@ def _check_unused(given: _Arguments) -> None:
         Problem(
             given=combination,
             rule=rule,
-            consequence="it would act on nothing, so nothing was started",
+            consequence="it would have no effect, so nothing was started",
             nearest="leave one out",
         )
         for holds, combination, rule in rules

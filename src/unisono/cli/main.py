@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from unisono.errors import Problem, UnisonoError, nearest_name
+from unisono.errors import USER_ERROR, Problem, UnisonoError, nearest_name
 
 VERBS = {
     "train": "Train a model; without arguments a small GPT on the standard library's source.",
@@ -28,7 +28,6 @@ VERBS = {
     "checkpoint": "List, verify, convert, export checkpoints.",
     "data": "Look into record files, check, mend, rearrange and convert them.",
 }
-USER_ERROR = 2
 
 
 class _LazyGroup(click.Group):

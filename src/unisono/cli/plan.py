@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from unisono.cli.common import PLAN, every_verb, print_json
+from unisono.cli.common import PLAN, every_verb, print_result
 
 if TYPE_CHECKING:
     from unisono.plan.plan import Plan
@@ -24,14 +24,10 @@ def command() -> None:
 def show(file: str, as_json: bool) -> None:
     """Print the plan in FILE."""
     plan = _load(file)
-    if as_json:
-        print_json({"hash": plan.hash, "plan": plan.to_json()})
-        return
-    click.echo(f"{plan.describe()}\n")
     values = plan.decisions() | {"pins": list(plan.pins), "provenance": plan.provenance}
     width = max(map(len, values)) + 1
-    for name, value in values.items():
-        click.echo(f"{name:<{width}}{value}")
+    lines = [f"{name:<{width}}{value}" for name, value in values.items()]
+    print_result(as_json, {"hash": plan.hash, "plan": plan.to_json()}, [f"{plan.describe()}\n", *lines])
 
 
 @command.command("check")
@@ -45,10 +41,8 @@ def check_file(file: str, processes: int | None, as_json: bool) -> None:
     plan = _load(file)
     world = processes or plan.mesh.world_size
     validate_plan(plan, world)
-    if as_json:
-        print_json({"hash": plan.hash, "processes": world})
-    else:
-        click.echo(f"a legal plan for {world} {'process' if world == 1 else 'processes'}: {plan.describe()}")
+    text = f"a legal plan for {world} {'process' if world == 1 else 'processes'}: {plan.describe()}"
+    print_result(as_json, {"hash": plan.hash, "processes": world}, text)
 
 
 @command.command("diff")
@@ -58,11 +52,9 @@ def check_file(file: str, processes: int | None, as_json: bool) -> None:
 def compare(a: str, b: str, as_json: bool) -> None:
     """Print what differs between two plans; exit 1 if anything does."""
     differences = _load(a).diff(_load(b))
-    if as_json:
-        rows = [{"field": name, "a": mine, "b": theirs} for name, (mine, theirs) in differences.items()]
-        print_json({"differences": rows})
-    for name, (mine, theirs) in () if as_json else differences.items():
-        click.echo(f"{name}: {mine} -> {theirs}")
+    rows = [{"field": name, "a": mine, "b": theirs} for name, (mine, theirs) in differences.items()]
+    lines = [f"{name}: {mine} -> {theirs}" for name, (mine, theirs) in differences.items()]
+    print_result(as_json, {"differences": rows}, lines)
     raise SystemExit(1 if differences else 0)
 
 

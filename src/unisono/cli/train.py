@@ -23,13 +23,10 @@ from unisono.cli.common import LOG, RESOLVED, every_verb, load_run_config, log_l
 from unisono.config import Resolved
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.jobspec import idle_role
-from unisono.errors import CommError, ConfigError, LaunchError, Problem, UnisonoError
+from unisono.errors import REQUEUE, USER_ERROR, CommError, ConfigError, LaunchError, UnisonoError
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import load_plan
 from unisono.train.config import RunConfig
-
-USER_ERROR = 2
-PREEMPTED = 75
 
 
 @click.command("train")
@@ -54,10 +51,20 @@ def command(
         click.echo(leaves)
         return 0
     if debug and job.world_size > 1:
-        raise LaunchError(_debug_in_a_job(job))
+        raise LaunchError(
+            given=f"train --debug as rank {job.rank} of {job.world_size} of a job that {job.source} started",
+            rule="--debug is the whole run in one process",
+            consequence=f"{job.world_size} runs would write into one folder, so nothing was started",
+            nearest="start it outside the job, or leave --debug out",
+        )
     servers = job.servers or resolved.value.launch.num_servers
     if sync == "dist_async" and resolved.value.launch.num_replicas > servers:
-        raise ConfigError(_no_room_for_replicas(servers))
+        raise ConfigError(
+            given=f"launch.num_replicas 2 with {servers} server",
+            rule="a replica is on another server than the values it is of",
+            consequence="nothing was started",
+            nearest="launch.num_servers=2, or launch.num_replicas=1",
+        )
     run_dir = Path(resolved.value.run.dir)
     new_folders = make_folder(run_dir)
     code = 1
@@ -106,15 +113,6 @@ def _leave(error: CommError) -> NoReturn:
     os._exit(error.exit_code)
 
 
-def _no_room_for_replicas(servers: int) -> Problem:
-    return Problem(
-        given=f"launch.num_replicas 2 with {servers} server",
-        rule="a replica is on another server than the values it is of",
-        consequence="nothing was started",
-        nearest="launch.num_servers=2, or launch.num_replicas=1",
-    )
-
-
 def _sync(options: PlanOptions) -> str:
     return load_plan(options).sync.kind if options.file else options.sync
 
@@ -133,7 +131,7 @@ def _work(resolved: Resolved[RunConfig], job: JobSpec, *, as_json: bool) -> int:
     outcome = run_rank(resolved, job, quiet=as_json)
     if as_json and job.rank == 0:
         print_json(outcome)
-    return PREEMPTED if outcome["reason"] == "preempted" else 0
+    return REQUEUE if outcome["reason"] == "preempted" else 0
 
 
 def _restarted(job: JobSpec) -> bool:
@@ -153,15 +151,6 @@ def _eager(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
         checkpoint=replace(config.checkpoint, asynchronous=False),
     )
     return replace(resolved, value=eager)
-
-
-def _debug_in_a_job(job: JobSpec) -> Problem:
-    return Problem(
-        given=f"train --debug as rank {job.rank} of {job.world_size} of a job that {job.source} started",
-        rule="--debug is the whole run in one process",
-        consequence=f"{job.world_size} runs would write into one folder, so nothing was started",
-        nearest="start it outside the job, or leave --debug out",
-    )
 
 
 def make_folder(run_dir: Path) -> list[Path]:

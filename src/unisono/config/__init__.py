@@ -1,6 +1,6 @@
-"""Generic machinery of the typed run configuration; it knows no option class.
+"""The typed run configuration, independent of the option classes.
 
-Declare with ``option``, read with ``load``, and look at the outcome with ``render_origins``, ``diff``, ``explain``,
+Declare with ``option``, read with ``load_config``, and look at the outcome with ``render_origins``, ``diff``, ``explain``,
 ``schema`` and ``starter``. Every ``options`` module imports this package for ``option``; the rest loads on first use.
 """
 

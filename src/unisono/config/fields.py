@@ -1,7 +1,7 @@
 """How options are declared, and the flat view of a tree of options classes that everything else here reads.
 
 An options class is a frozen, kw-only dataclass. A leaf is a field made with ``option``; a section is a plain field
-whose type is again such a dataclass. Leaves hold what TOML can say: booleans, numbers, strings, ``Literal``, arrays
+whose type is again such a dataclass. Leaves hold the values of TOML: booleans, numbers, strings, ``Literal``, arrays
 (``tuple``, ``list``) and string-keyed tables (``dict``), unions of those, and ``None`` (written ``"none"``). This
 module only declares; ``check`` judges values.
 """
@@ -26,7 +26,7 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spec:
-    """What ``option`` was told about one field."""
+    """The arguments of ``option`` for one field, apart from its default."""
 
     help: str = ""
     choices: tuple[Any, ...] | None = None
@@ -107,7 +107,7 @@ def join(section: str, name: str) -> str:
 
 @cache
 def option_tree(cls: type) -> OptionTree:
-    """The flat view of an options class; a declaration this machinery cannot hold is a TypeError."""
+    """The flat view of an options class. Raises TypeError for a declaration that TOML cannot express."""
     layout = OptionTree(cls=cls, leaves={}, sections={}, renames=getattr(cls, "RENAMES", OptionRenames()))
     _collect(layout, cls, "", None)
     if BASE in layout.members(""):
@@ -116,7 +116,7 @@ def option_tree(cls: type) -> OptionTree:
 
 
 def _collect(layout: OptionTree, cls: type, section: str, instance: object | None) -> None:
-    """Enter ``cls`` and what is below it; ``instance`` is the section's own default, where its parent gave one."""
+    """Add ``cls`` and the sections below it; ``instance`` is the section's own default, if its parent has one."""
     layout.sections[section] = cls
     hints = get_type_hints(cls)
     for declared in fields(cls):

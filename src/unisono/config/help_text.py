@@ -10,7 +10,7 @@ from unisono.errors import ConfigError
 
 
 def explain(cls: type, key: str) -> str:
-    """What ``key`` (an option, a section, or ``""`` for everything) is and how to set it; ConfigError if unknown."""
+    """Describe an option, a section, or everything (``""``), and how to set it. Raises ConfigError for an unknown key."""
     layout = option_tree(cls)
     if key in layout.leaves:
         return _explain_leaf(layout.leaves[key])

@@ -1,7 +1,7 @@
 """JSON Schema (2020-12) of an options class, for editors that complete and check TOML files.
 
-Types come from msgspec, leaf by leaf; help, defaults, choices and ranges are added here. The schema says what one file
-may hold, so nothing is required. It is a little wider than ``load``: JSON Schema takes 1.0 for an integer.
+Types come from msgspec, leaf by leaf; help, defaults, choices and ranges are added here. The schema describes one file
+of several, so nothing is required. It is a little wider than ``load``: JSON Schema takes 1.0 for an integer.
 """
 
 from __future__ import annotations

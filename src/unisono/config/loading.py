@@ -1,7 +1,7 @@
-"""From sources to one checked configuration: merge the layers, judge every value, report every problem at once.
+"""Loads a configuration: merges the layers, checks every value, and reports all problems at once.
 
 Later layers win: defaults, ``planned``, files in the order given (each after its base), environment, ``--set``. Every
-value is judged where it stands, also one that a later layer replaces.
+value is checked where it stands, also one that a later layer replaces.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from unisono.config.fields import OptionTree, join, option_tree
+from unisono.config.renames import given_twice
 from unisono.config.resolved import Resolved, resolve
-from unisono.config.sources import (
-    SourceEntry,
-    environment_entries,
-    override_entries,
-    planned_entries,
-    read_files,
-)
+from unisono.config.sources import SourceEntry, environment_entries, fixed, override_entries, read_files
 from unisono.config.toml_file import KeyPath
 from unisono.config.validate import checked_value, not_a_section, one_value, unknown_key
+from unisono.config.values import shown
 from unisono.errors import ConfigError, Problem
 
 T = TypeVar("T")
@@ -48,39 +44,40 @@ def load_config(
 ) -> Resolved[T]:
     """Build ``cls`` from ``.toml`` and ``.py`` files, ``UNISONO__SECTION__FIELD`` variables, ``key=value`` overrides.
 
-    ``planned`` (dotted key to value) fills what nobody set. A ``.toml`` file may name the layer beneath it with a
+    ``planned`` (dotted key to value) replaces defaults. A ``.toml`` file may name the layer beneath it with a
     top-level ``base``; a ``.py`` file gives every value and must be the lowest layer. Only what differs from the
     default counts as set by it. Naming a ``.py`` file, also through ``base``, runs it. Raises ConfigError with all
     problems.
     """
     layout = option_tree(cls)
     reading = read_files(sources, layout)
-    walk = _Walk(layout=layout, problems=reading.problems, unread=bool(reading.problems))
+    walk = _Walk(layout=layout, problems=reading.problems, renamed=reading.renamed, unread=bool(reading.problems))
     walk.defaults()
-    entries = [*planned_entries(planned), *reading.entries]
-    for source in (environment_entries(environ), override_entries(overrides, walk.problems)):
-        try:
-            entries += layout.renames.apply(source, reading.renamed)
-        except ConfigError as error:
-            walk.problems.extend(error.problems)
-    for entry in entries:
-        walk.assign(entry, entry.path[:1], entry.nested())
+    walk.take([fixed(key, raw, "planned") for key, raw in planned.items()])
+    for layer in reading.layers:
+        walk.take(layer)
+    walk.take(environment_entries(environ))
+    walk.take(override_entries(overrides, walk.problems))
     value = walk.build()
     if walk.problems:
         raise ConfigError(*walk.problems) from reading.cause
-    return resolve(cast(T, value), walk.values, walk.origins, layout, reading.python, tuple(reading.renamed))
+    renamed = tuple(dict.fromkeys(reading.renamed))
+    return resolve(cast(T, value), walk.values, walk.origins, layout, reading.python, renamed)
 
 
 @dataclass(kw_only=True, slots=True)
 class _Walk:
-    """The state of one ``load``: what is known of each leaf so far, and everything wrong so far."""
+    """The state of one ``load_config``: the value of each leaf so far, and all problems so far."""
 
     layout: OptionTree
     problems: list[Problem]
-    unread: bool  # a source could not be read: values are missing, so rules across fields have nothing to go by
+    renamed: list[str]  # keys of earlier versions, and what they were read as
+    unread: bool  # a source could not be read: values are missing, so rules across fields cannot be checked
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     origins: dict[str, str] = field(default_factory=dict[str, str])
     faulty: set[str] = field(default_factory=set[str])  # keys with a problem; the same holds for the sections around
+    # leaves that the current source has given, with their first value
+    given: dict[str, tuple[SourceEntry, Any]] = field(default_factory=dict[str, tuple[SourceEntry, Any]])
 
     def defaults(self) -> None:
         for key, leaf in self.layout.leaves.items():
@@ -88,8 +85,18 @@ class _Walk:
             with self._gather(key):
                 self.values[key] = checked_value(leaf, leaf.default, "default", None)
 
+    def take(self, entries: Sequence[SourceEntry]) -> None:
+        """Set all values of one source."""
+        self.given = {}
+        for entry in entries:
+            self.assign(entry, entry.path[:1], entry.nested())
+
     def assign(self, entry: SourceEntry, path: KeyPath, raw: Any) -> None:
         """Set the leaf at ``path``, or everything below it."""
+        current_key = self.layout.renames.paths.get(path)
+        if current_key is not None:
+            self._assign_renamed(entry, path, raw, current_key)
+            return
         key, origin = ".".join(path), entry.origin(path)
         with self._gather(key):
             # by name, not by key: the one quoted name "optim.lr" at the top level is not lr in [optim]
@@ -98,6 +105,8 @@ class _Walk:
             if key in self.layout.leaves:
                 if len(path) < len(entry.path):
                     raise one_value(self.layout, key, ".".join(entry.path), origin)
+                self._require_one_name(entry, path, raw)
+                raw = self.layout.renames.current_value(key, raw, self.renamed)
                 self.values[key] = checked_value(self.layout.leaves[key], raw, origin, self.values[key])
                 self.origins[key] = origin
             elif not isinstance(raw, dict):
@@ -106,8 +115,33 @@ class _Walk:
                 for name, item in cast("dict[str, Any]", raw).items():
                     self.assign(entry, (*path, name), item)
 
+    def _assign_renamed(self, entry: SourceEntry, path: KeyPath, raw: Any, new: str) -> None:
+        """Set the option or section ``new`` to the value that the source gives for its earlier name, at ``path``."""
+        old, target = ".".join(path), tuple(new.split("."))
+        self.renamed.append(f"{old} → {new or 'nothing (this option is gone)'}")
+        if new:
+            moved = replace(
+                entry,
+                path=(*target, *entry.path[len(path) :]),
+                origin=lambda below: entry.origin((*path, *below[len(target) :])),
+                renamed=(old, new),
+            )
+            self.assign(moved, target, raw)
+
+    def _require_one_name(self, entry: SourceEntry, path: KeyPath, raw: Any) -> None:
+        """Raise ConfigError if the source gives this option by its earlier name and by the current one."""
+        key = ".".join(path)
+        earlier = self.given.setdefault(key, (entry, raw))
+        if earlier[0].renamed == entry.renamed:
+            return
+        (renamed, value), (current, _) = sorted((earlier, (entry, raw)), key=lambda item: item[0].renamed is None)
+        assert renamed.renamed is not None
+        old = key.replace(renamed.renamed[1], renamed.renamed[0], 1)
+        given = f"{renamed.origin(path)}: {old} = {shown(value)} beside {key} ({current.origin(path)})"
+        raise ConfigError(given_twice(given, old, key))
+
     def build(self, section: str = "") -> object:
-        """The options object of a section, from the inside out, and the problems across its fields."""
+        """Build the options object of a section, its own sections first, and collect the problems across its fields."""
         parts: dict[str, Any] = {}
         for name in self.layout.members(section):
             key = join(section, name)

@@ -2,7 +2,7 @@
 
 The file is executed once, from the very bytes that are digested, so the digest always belongs to the code that ran
 (an import could pick up a stale ``.pyc``). Its folder is importable while it runs and not afterwards. Modules it
-imports stay imported, as they must for its classes and functions to keep working. What those modules hold is not part
+imports stay imported, as they must for its classes and functions to keep working. The content of those modules is not part
 of the digest.
 """
 
@@ -18,7 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from types import FunctionType, ModuleType
 
-from unisono.config.toml_file import NOTHING_STARTED
+from unisono.config.toml_file import config_problem
 from unisono.errors import ConfigError, Problem
 
 FUNCTION = "config"
@@ -33,7 +33,7 @@ class PythonFile:
 
 
 def run_python(path: Path, cls: type) -> tuple[object, PythonFile]:
-    """What the file's ``config()`` returns, an instance of ``cls``; whatever goes wrong inside is a ConfigError."""
+    """Call the file's ``config()``, which returns an instance of ``cls``. Any exception inside becomes a ConfigError."""
     source = path.read_bytes()
     digest = blake2b(source, digest_size=16).hexdigest()
     module = ModuleType(f"unisono_config_{digest[:12]}")
@@ -51,12 +51,9 @@ def run_python(path: Path, cls: type) -> tuple[object, PythonFile]:
         value: object = function()
     if not isinstance(value, cls):
         line = f":{function.__code__.co_firstlineno}" if isinstance(function, FunctionType) else ""
-        raise ConfigError(
-            given=f"{path}{line}: {FUNCTION}() returned {_a(type(value).__name__)}",
-            rule=f"{FUNCTION}() returns a {cls.__name__}",
-            consequence=NOTHING_STARTED,
-            nearest=f"return {cls.__name__}(...)",
-        )
+        given = f"{path}{line}: {FUNCTION}() returned {_a(type(value).__name__)}"
+        rule = f"{FUNCTION}() returns a {cls.__name__}"
+        raise ConfigError(config_problem(given, rule, f"return {cls.__name__}(...)"))
     return value, PythonFile(path=path.resolve(), digest=digest)
 
 
@@ -87,25 +84,19 @@ def _blamed_on(path: Path, cls: type) -> Generator[None]:
             line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(path)), None)
             text = str(error).partition("\n")[0]
         source = path.read_bytes().decode("utf-8", "replace").splitlines()
-        at, nearest = "", f"mend {path.name}"
+        at, nearest = "", f"repair {path.name}"
         if line and line <= len(source):
             at, nearest = f":{line}", f"look at line {line}: {source[line - 1].strip()}"
-        raise ConfigError(
-            given=f"{path}{at}: {type(error).__name__}: {text}", rule=rule, consequence=NOTHING_STARTED, nearest=nearest
-        ) from error
+        raise ConfigError(config_problem(f"{path}{at}: {type(error).__name__}: {text}", rule, nearest)) from error
 
 
 def _no_function(path: Path, cls: type, module: ModuleType) -> Problem:
-    found = getattr(module, FUNCTION, None)
-    given = "defines no function config" if found is None else f"config is {_a(type(found).__name__)}, not a function"
+    value = getattr(module, FUNCTION, None)
+    given = "defines no function config" if value is None else f"config is {_a(type(value).__name__)}, not a function"
     signature = f"def {FUNCTION}() -> {cls.__name__}"
     functions = [name for name, item in vars(module).items() if inspect.isfunction(item) and FUNCTION in name]
-    return Problem(
-        given=f"{path}: {given}",
-        rule=f"a Python configuration file has {signature}",
-        consequence=NOTHING_STARTED,
-        nearest=f"rename {functions[0]} to {FUNCTION}" if functions else f"add {signature}: return {cls.__name__}()",
-    )
+    nearest = f"rename {functions[0]} to {FUNCTION}" if functions else f"add {signature}: return {cls.__name__}()"
+    return config_problem(f"{path}: {given}", f"a Python configuration file has {signature}", nearest)
 
 
 def _a(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Old names of options and of plan fields, and the one reader that turns them into today's.
+"""Earlier names of options and of plan fields, and the one reader that turns them into the current ones.
 
 A configuration file, variable or override with an old key, a strategy file of version 2, and the plan that an old checkpoint
 holds are all read through here. The reader returns what it renamed, and ``announce`` prints it in one line.
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import wraps
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from unisono.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from unisono.config.sources import SourceEntry
     from unisono.config.toml_file import KeyPath
 
 # old dotted key of an option or a section → new one; None: the option is gone, and a value given for it is ignored
@@ -34,6 +33,9 @@ OPTIONS: Mapping[str, str | None] = {
     "plan.fragments": "plan.num_fragments",
     "plan.overlap_steps": "plan.outer_delay_steps",
     "train.eval_samples": "train.num_eval_samples",
+    "train.eval_every": "train.eval_every_steps",
+    "train.gradient_stats_every": "train.gradient_stats_every_steps",
+    "checkpoint.keep_every": "checkpoint.keep_every_steps",
     "launch.processes": "launch.num_processes",
     "launch.threads": "launch.num_threads",
     "launch.servers": "launch.num_servers",
@@ -85,29 +87,29 @@ RULE_FIELDS: Mapping[str, str] = {
 _PLAN_VERSION = 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class OptionRenames:
-    """What ``OPTIONS`` and ``OPTION_VALUES`` hold, for one options class."""
+    """The renamed keys and values of one options class, such as ``OPTIONS`` and ``OPTION_VALUES``."""
 
     keys: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
 
-    def apply(self, entries: Sequence[SourceEntry], renamed: list[str]) -> list[SourceEntry]:
-        """The entries of one source under today's names; adds to ``renamed``. Raises ConfigError where a key is given in both
-        forms."""
-        problems: list[Problem] = []
-        result = list(entries)
-        for old, new in self.keys.items():
-            result = _rename(result, old, new, renamed, problems)
-        for key, values in self.values.items():
-            result = [_translate(entry, key, values, renamed) for entry in result]
-        if problems:
-            raise ConfigError(*problems)
-        return result
+    @cached_property
+    def paths(self) -> dict[KeyPath, str]:
+        """Path of each earlier key → current key; empty for an option that is gone."""
+        return {tuple(old.split(".")): new or "" for old, new in self.keys.items()}
+
+    def current_value(self, key: str, raw: Any, renamed: list[str]) -> Any:
+        """``raw``, or the current spelling of a value that was renamed; adds to ``renamed``."""
+        values = self.values.get(key, {})
+        if not isinstance(raw, str) or raw not in values:
+            return raw
+        renamed.append(f"{key} {raw!r} → {values[raw]!r}")
+        return values[raw]
 
     @contextmanager
     def keywords(self, sections: Mapping[str, type], renamed: list[str]) -> Generator[None]:
-        """Inside, the options classes of ``sections`` take old keyword arguments too."""
+        """Inside, the options classes of ``sections`` also take keyword arguments by their earlier names."""
         originals: dict[type, Any] = {}
         for section, cls in sections.items():
             inside = {
@@ -137,78 +139,6 @@ _announced: set[tuple[str, str]] = set()
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "DMLC_WORKER_ID")
 
 
-def _rename(
-    entries: list[SourceEntry], old: str, new: str | None, renamed: list[str], problems: list[Problem]
-) -> list[SourceEntry]:
-    """The entries with what stands under ``old`` moved to ``new``."""
-    source, target = tuple(old.split(".")), tuple(new.split(".")) if new else ()
-    if not any(_at(entry, source) for entry in entries):
-        return entries
-    renamed.append(f"{old} → {new or 'nothing (this option is gone)'}")
-    present = next((entry for entry in entries if new and _at(entry, target)), None)
-    result: list[SourceEntry] = []
-    for entry in entries:
-        value = _at(entry, source)
-        if value is None:
-            result.append(entry)
-            continue
-        if present is not None:
-            problems.append(_both(entry, present, old, new or "", value[0]))
-        if len(entry.path) < len(source):
-            result.append(replace(entry, raw=_without(entry.raw, source[len(entry.path) :])))
-        if new:
-            result.append(_moved(entry, source, target, value[0]))
-    return result
-
-
-def _moved(entry: SourceEntry, source: KeyPath, target: KeyPath, raw: Any) -> SourceEntry:
-    below = entry.path[len(source) :]
-
-    def origin(path: KeyPath) -> str:
-        return entry.origin((*source, *path[len(target) :]))
-
-    return replace(entry, path=(*target, *below), raw=raw, origin=origin)
-
-
-def _at(entry: SourceEntry, path: KeyPath) -> tuple[Any] | None:
-    """The value that ``entry`` gives at or below ``path``, in a tuple; None where it gives none."""
-    if entry.path[: len(path)] == path:
-        return (entry.raw,)
-    if path[: len(entry.path)] != entry.path:
-        return None
-    raw = entry.raw
-    for name in path[len(entry.path) :]:
-        if not isinstance(raw, Mapping) or name not in raw:
-            return None
-        raw = cast("Mapping[str, Any]", raw)[name]
-    return (raw,)
-
-
-def _without(raw: Mapping[str, Any], path: KeyPath) -> dict[str, Any]:
-    first, *rest = path
-    return {
-        name: _without(item, tuple(rest)) if name == first else item
-        for name, item in raw.items()
-        if name != first or rest
-    }
-
-
-def _translate(entry: SourceEntry, key: str, values: Mapping[str, str], renamed: list[str]) -> SourceEntry:
-    path = tuple(key.split("."))
-    value = _at(entry, path)
-    if value is None or not isinstance(value[0], str) or value[0] not in values:
-        return entry
-    new = values[value[0]]
-    renamed.append(f"{key} {value[0]!r} → {new!r}")
-    raw: Any = new
-    for depth in range(len(path), len(entry.path), -1):
-        around: Any = entry.raw
-        for name in path[len(entry.path) : depth - 1]:
-            around = around[name]
-        raw = {**around, path[depth - 1]: raw}
-    return replace(entry, raw=raw)
-
-
 def _renaming(
     original: Callable[..., None], section: str, names: Mapping[str, str | None], renamed: list[str]
 ) -> Callable[..., None]:
@@ -223,39 +153,33 @@ def _renaming(
             if new is None:
                 continue
             if new.rpartition(".")[2] in keywords:
-                raise ConfigError(_given_twice(f"{type(self).__name__}({name}={value!r})", old, new))
+                raise ConfigError(given_twice(f"{type(self).__name__}({name}={value!r})", old, new))
             keywords[new.rpartition(".")[2]] = value
         original(self, *args, **keywords)
 
     return init
 
 
-def _both(entry: SourceEntry, present: SourceEntry, old: str, new: str, raw: Any) -> Problem:
-    from unisono.config.values import shown
-
-    here, there = entry.origin(tuple(old.split("."))), present.origin(tuple(new.split(".")))
-    return _given_twice(f"{here}: {old} = {shown(raw)} beside {new} ({there})", old, new)
-
-
-def _given_twice(given: str, old: str, new: str) -> Problem:
-    from unisono.config.toml_file import NOTHING_STARTED
+def given_twice(given: str, old: str, new: str) -> Problem:
+    """The problem of a source that gives an option by its earlier and its current name."""
+    from unisono.config.toml_file import config_problem  # imports tomllib, which declaring options does not need
 
     rule = f"{old} is the earlier name of {new}, and one source gives an option once"
-    return Problem(given=given, rule=rule, consequence=NOTHING_STARTED, nearest=f"leave {old} out")
+    return config_problem(given, rule, f"leave {old} out")
 
 
 # ---------------------------------------------------------------------------------------------- plans
 
 
 class MigratedPlan(NamedTuple):
-    """Plan fields under today's names, and what was renamed."""
+    """Plan fields under their current names, and the list of renames."""
 
     values: dict[str, Any]
     renamed: tuple[str, ...]
 
 
 def migrate_plan(data: Mapping[str, Any]) -> MigratedPlan:
-    """A plan of version 2 as one of version 3, by dotted name; any other as it is."""
+    """Convert a plan of version 2 to version 3, by dotted name; any other version is unchanged."""
     if data.get("version") != _PLAN_VERSION:
         return MigratedPlan(dict(data), ())
     values: dict[str, Any] = {}

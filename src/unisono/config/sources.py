@@ -1,7 +1,7 @@
-"""Where values come from: TOML files and what lies beneath them, a Python file, the environment, ``--set``.
+"""Sources of values: TOML files and their base files, a Python file, the environment, ``--set``.
 
-Each source becomes a list of entries in order of precedence; nothing is interpreted here beyond the layering key
-``base``. A TOML file is data: no value of it is imported, called or constructed. Only ``base`` may name a Python file,
+Each source becomes a list of entries in order of precedence; only the layering key ``base`` is interpreted here.
+A TOML file is data: no value of it is imported, called or constructed. Only ``base`` may name a Python file,
 and that file then runs.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from unisono.config.fields import BASE, OptionTree
 from unisono.config.python_file import PythonFile, run_python
-from unisono.config.toml_file import NOTHING_STARTED, KeyPath, read_toml
+from unisono.config.toml_file import KeyPath, config_problem, read_toml
 from unisono.config.values import ENV, SET, literal, shown
 from unisono.errors import ConfigError, Problem
 
@@ -24,11 +24,15 @@ SUFFIXES = (".toml", ".py")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceEntry:
-    """A raw value for a key path (a leaf, or a section as a dict), and the origin of every path at or below it."""
+    """A raw value for a key path (a leaf, or a section as a dict), and the origin of every path at or below it.
+
+    ``renamed`` is (earlier key, current key) if the source gives the option or its section by a name of an earlier version.
+    """
 
     path: KeyPath
     raw: Any
     origin: Callable[[KeyPath], str]
+    renamed: tuple[str, str] | None = None
 
     def nested(self) -> Any:
         """The value as seen from the first name of the path: ``a.b.c = 1`` is ``{b: {c: 1}}`` for ``a``."""
@@ -40,18 +44,18 @@ class SourceEntry:
 
 @dataclass(kw_only=True, slots=True)
 class Reading:
-    """What the files gave, lowest layer first, and what was wrong with them."""
+    """The entries of each file, lowest layer first, and the problems of the files."""
 
     layout: OptionTree
-    entries: list[SourceEntry] = field(default_factory=list[SourceEntry])
+    layers: list[list[SourceEntry]] = field(default_factory=list[list[SourceEntry]])
     python: PythonFile | None = None
     files: list[Path] = field(default_factory=list[Path])
     problems: list[Problem] = field(default_factory=list[Problem])
     renamed: list[str] = field(default_factory=list[str])  # keys of earlier versions, and what they were read as
-    cause: BaseException | None = None  # what a Python file raised, for its traceback
+    cause: BaseException | None = None  # exception of a Python file, for its traceback
 
     def layer(self, path: Path, *, named: str = "", above: tuple[Path, ...] = ()) -> None:
-        """Read one file after the layers beneath it; ``named`` is the line that names it, ``above`` the way here."""
+        """Read one file after the layers beneath it; ``named`` is the line that names it, ``above`` the files above it."""
         try:
             self._check(path, named, above)
             if path.suffix == ".py":
@@ -67,19 +71,13 @@ class Reading:
 
     def _check(self, path: Path, named: str, above: tuple[Path, ...]) -> None:
         if path.suffix not in SUFFIXES:
-            raise ConfigError(
-                given=f"{named}{path} is neither TOML nor Python",
-                rule="a configuration is a .toml file or a .py file with def config()",
-                consequence=NOTHING_STARTED,
-                nearest=f"{path.stem}.toml",
-            )
+            rule = "a configuration is a .toml file or a .py file with def config()"
+            raise ConfigError(config_problem(f"{named}{path} is neither TOML nor Python", rule, f"{path.stem}.toml"))
         if path.resolve() in above:
             way = [*above[above.index(path.resolve()) :], path.resolve()]
+            nearest = "drop one base of " + " -> ".join(step.name for step in way)
             raise ConfigError(
-                given=f"{named}comes back to {path}",
-                rule="the layers beneath a file end somewhere",
-                consequence=NOTHING_STARTED,
-                nearest="drop one base of " + " -> ".join(step.name for step in way),
+                config_problem(f"{named}comes back to {path}", "the layers beneath a file end somewhere", nearest)
             )
 
     def _toml(self, path: Path, above: tuple[Path, ...]) -> None:
@@ -89,52 +87,39 @@ class Reading:
             named = f"{read.where((BASE,))}: {BASE} = {shown(base)}: "
             self.layer(path.parent / base, named=named, above=(*above, path.resolve()))
         elif base is not None:
-            self.problems.append(
-                Problem(
-                    given=f"{read.where((BASE,))}: {BASE} = {shown(base)}",
-                    rule=f"{BASE} names one file, as a string, relative to this one",
-                    consequence=NOTHING_STARTED,
-                    nearest=f'{BASE} = "other.toml"',
-                )
-            )
-        entries = [SourceEntry(path=(key,), raw=raw, origin=read.where) for key, raw in read.values.items()]
-        self.entries.extend(self.layout.renames.apply(entries, self.renamed))
+            given = f"{read.where((BASE,))}: {BASE} = {shown(base)}"
+            rule = f"{BASE} names one file, as a string, relative to this one"
+            self.problems.append(config_problem(given, rule, f'{BASE} = "other.toml"'))
+        self.layers.append([SourceEntry(path=(key,), raw=raw, origin=read.where) for key, raw in read.values.items()])
 
     def _python(self, path: Path, named: str) -> None:
         if self.files:
-            raise ConfigError(
-                given=f"{named}{path} comes after {self.files[-1]}",
-                rule="a Python file gives every value, so it can only be the lowest layer",
-                consequence=NOTHING_STARTED,
-                nearest=f"name {path.name} first",
-            )
+            rule = "a Python file gives every value, so it can only be the lowest layer"
+            given = f"{named}{path} comes after {self.files[-1]}"
+            raise ConfigError(config_problem(given, rule, f"name {path.name} first"))
         with self.layout.renames.keywords(self.layout.sections, self.renamed):
             value, self.python = run_python(path, self.layout.cls)
         objects: dict[str, object] = {}
+        entries: list[SourceEntry] = []
         for section, expected in self.layout.sections.items():  # parents come before what they hold
             parent, _, name = section.rpartition(".")
             if section and parent not in objects:
                 continue
-            found = getattr(objects[parent], name) if section else value
-            if isinstance(found, expected):
-                objects[section] = found
-                self._set_by(found, section, path)
-            else:
-                self.problems.append(
-                    Problem(
-                        given=f"{path}: {section} = {shown(found)}",
-                        rule=f"{section} is an instance of {expected.__name__}",
-                        consequence=NOTHING_STARTED,
-                        nearest=f"{name}={expected.__name__}(...)",
-                    )
+            options = getattr(objects[parent], name) if section else value
+            if not isinstance(options, expected):
+                given, rule = (
+                    f"{path}: {section} = {shown(options)}",
+                    f"{section} is an instance of {expected.__name__}",
                 )
-
-    def _set_by(self, options: object, section: str, path: Path) -> None:
-        """What differs from the default counts as set: a dataclass cannot tell a default from the same value given."""
-        for leaf in self.layout.leaves_of(section):
-            raw: object = getattr(options, leaf.name)
-            if type(raw) is not type(leaf.default) or raw != leaf.default:
-                self.entries.append(fixed(leaf.key, raw, str(path)))
+                self.problems.append(config_problem(given, rule, f"{name}={expected.__name__}(...)"))
+                continue
+            objects[section] = options
+            for leaf in self.layout.leaves_of(section):
+                raw: object = getattr(options, leaf.name)
+                # a dataclass cannot tell a default from the same value given: only another value counts as set
+                if type(raw) is not type(leaf.default) or raw != leaf.default:
+                    entries.append(fixed(leaf.key, raw, str(path)))
+        self.layers.append(entries)
 
 
 def fixed(key: str, raw: Any, origin: str) -> SourceEntry:
@@ -148,11 +133,6 @@ def read_files(paths: Sequence[str | Path], layout: OptionTree) -> Reading:
     for path in paths:
         reading.layer(Path(path))
     return reading
-
-
-def planned_entries(planned: Mapping[str, Any]) -> list[SourceEntry]:
-    """Values the planner chose, for what the user left open."""
-    return [fixed(key, raw, "planned") for key, raw in planned.items()]
 
 
 def environment_entries(environ: Mapping[str, str]) -> list[SourceEntry]:
@@ -169,25 +149,15 @@ def override_entries(overrides: Sequence[str], problems: list[Problem]) -> list[
         if equals and key.strip():
             entries.append(fixed(key.strip(), literal(value.strip()), SET))
         else:
-            problems.append(
-                Problem(
-                    given=f"{SET} {shown(text)}",
-                    rule=f"{SET} takes KEY=VALUE with a dotted key",
-                    consequence=NOTHING_STARTED,
-                    nearest=f"{SET} {key.strip() or 'section.name'}=VALUE",
-                )
-            )
+            nearest = f"{SET} {key.strip() or 'section.name'}=VALUE"
+            problems.append(config_problem(f"{SET} {shown(text)}", f"{SET} takes KEY=VALUE with a dotted key", nearest))
     return entries
 
 
 def _unreadable(path: Path, named: str, error: OSError) -> Problem:
     if not isinstance(error, FileNotFoundError):
-        return Problem(
-            given=f"{named}{path}: {error.strerror}",
-            rule="a configuration is a file this process may read",
-            consequence=NOTHING_STARTED,
-            nearest=f"ls -ld {path}",
-        )
+        rule = "a configuration is a file this process may read"
+        return config_problem(f"{named}{path}: {error.strerror}", rule, f"ls -ld {path}")
     folder = path.parent
     present = sorted(item.name for item in folder.iterdir() if item.suffix in SUFFIXES) if folder.is_dir() else []
     stems = {Path(name).stem: name for name in present}  # the suffix alone would make any two names alike
@@ -197,9 +167,4 @@ def _unreadable(path: Path, named: str, error: OSError) -> Problem:
         nearest = f"{folder} holds " + ", ".join(present[:8])
     else:
         nearest = f"{folder} holds no .toml or .py file" if folder.is_dir() else f"there is no folder {folder}"
-    return Problem(
-        given=f"{named}no file {path}",
-        rule="every configuration that is named exists",
-        consequence=NOTHING_STARTED,
-        nearest=nearest,
-    )
+    return config_problem(f"{named}no file {path}", "every configuration that is named exists", nearest)

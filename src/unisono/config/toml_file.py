@@ -1,8 +1,7 @@
 """One TOML file: its values and the line on which each key stands.
 
-``tomllib`` decides what is valid and gives the values; it keeps no line numbers, so ``key_lines`` goes over the same
-text a second time and looks at nothing but keys and line ends. It may rely on the text being valid, since ``tomllib``
-has accepted it.
+``tomllib`` validates the text and gives the values, but no line numbers. ``key_lines`` therefore scans the same text a
+second time for keys and line ends. It relies on valid text.
 """
 
 from __future__ import annotations
@@ -20,6 +19,11 @@ from unisono.errors import ConfigError, Problem
 KeyPath = tuple[str, ...]
 
 NOTHING_STARTED = "nothing was started"
+
+
+def config_problem(given: str, rule: str, nearest: str) -> Problem:
+    """The problem of a configuration that was refused before anything was started."""
+    return Problem(given=given, rule=rule, consequence=NOTHING_STARTED, nearest=nearest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +47,9 @@ def read_toml(path: Path) -> TomlFile:
     except ValueError as error:  # TOMLDecodeError, and int() on thousands of digits
         raise ConfigError(_syntax_problem(path, text, str(error))) from None
     except RecursionError:
-        raise ConfigError(
-            given=f"{path}: arrays or tables nested hundreds deep",
-            rule="a configuration nests as deep as its sections",
-            consequence=NOTHING_STARTED,
-            nearest="write the file anew; this is no configuration",
-        ) from None
+        given = f"{path}: arrays or tables nested hundreds deep"
+        rule, nearest = "a configuration nests as deep as its sections", "write a new file; this is no configuration"
+        raise ConfigError(config_problem(given, rule, nearest)) from None
     return TomlFile(path=path, values=values, lines=key_lines(text))
 
 
@@ -59,28 +60,31 @@ def cut(text: str) -> str:
 
 def _text(path: Path) -> str:
     raw = path.read_bytes()
-    fault: tuple[str, str, str] | None = None
     if raw.startswith(b"\xef\xbb\xbf"):
-        fault = ("starts with a byte order mark", "TOML is UTF-8 without a byte order mark", "without the mark")
+        given, rule, how = (
+            "starts with a byte order mark",
+            "TOML is UTF-8 without a byte order mark",
+            "without the mark",
+        )
     elif not raw.strip():
-        fault = ("the file is empty", "a configuration file has at least a comment", "with one line: # all defaults")
+        given, rule = "the file is empty", "a configuration file has at least a comment"
+        how = "with one line: # all defaults"
     else:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
             line = raw.count(b"\n", 0, error.start) + 1
-            at = f"byte 0x{raw[error.start]:02x} on line {line} is not UTF-8"
-            fault = (at, "TOML is UTF-8", "as UTF-8")
-    given, rule, how = fault
-    raise ConfigError(given=f"{path}: {given}", rule=rule, consequence=NOTHING_STARTED, nearest=f"save the file {how}")
+            given = f"byte 0x{raw[error.start]:02x} on line {line} is not UTF-8"
+            rule, how = "TOML is UTF-8", "as UTF-8"
+    raise ConfigError(config_problem(f"{path}: {given}", rule, f"save the file {how}"))
 
 
 def _syntax_problem(path: Path, text: str, message: str) -> Problem:
-    """tomllib names the place inside its message, and calls the last line ``end of document``."""
+    """Locate a syntax error: tomllib names the place in its message, and calls the last line ``end of document``."""
     lines = text.replace("\r\n", "\n").split("\n")
     reason, _, place = message.partition(" (at ")
-    found = re.match(r"line (\d+), column (\d+)", place)
-    row = int(found[1]) if found else len(text.rstrip().split("\n"))
+    position = re.match(r"line (\d+), column (\d+)", place)
+    row = int(position[1]) if position else len(text.rstrip().split("\n"))
     given = f"{path}:{row}: {cut(lines[row - 1].strip())}"
     if re.match("Cannot (overwrite|declare|mutate)|Duplicate", reason):
         rule, nearest = "a key or a table is set once in a file", "keep one of the two"
@@ -88,13 +92,13 @@ def _syntax_problem(path: Path, text: str, message: str) -> Problem:
         if first and first != row:
             nearest = f"keep this one or the one on line {first}"
     else:
-        column = f" (column {found[2]})" if found else " (at the end of the file)"
+        column = f" (column {position[2]})" if position else " (at the end of the file)"
         rule, nearest = f"TOML: {reason}{column}", 'write key = value, with text in "quotes"'
-    return Problem(given=given, rule=rule, consequence=NOTHING_STARTED, nearest=nearest)
+    return config_problem(given, rule, nearest)
 
 
 def _first_of_twice(text: str) -> int | None:
-    """Where the last key of ``text`` was set before; None where that is not plain to see."""
+    """The line on which the last key of ``text`` was set before; None if it cannot be found."""
     try:
         *earlier, (last, _) = _keys(text)
     except ValueError:
@@ -150,7 +154,7 @@ class _Cursor:
     line_ends: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.line_ends = [found.end() for found in re.finditer("\n", self.text)]
+        self.line_ends = [match.end() for match in re.finditer("\n", self.text)]
 
     def at(self, token: str) -> bool:
         return self.text.startswith(token, self.position)
@@ -161,11 +165,11 @@ class _Cursor:
         return self.position < len(self.text)
 
     def take(self, pattern: re.Pattern[str]) -> str | None:
-        found = pattern.match(self.text, self.position)
-        if found is None:
+        match = pattern.match(self.text, self.position)
+        if match is None:
             return None
-        self.position = found.end()
-        return found[0]
+        self.position = match.end()
+        return match[0]
 
     def key(self) -> tuple[KeyPath, int]:
         """A dotted key, and its line."""

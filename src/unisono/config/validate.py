@@ -1,7 +1,7 @@
-"""Is this value legal for that option? Type, choices, range; each refusal says what would be accepted.
+"""Validates one value of one option: type, choices, range. Each error names an accepted value.
 
-Conversion is msgspec's and strict: a whole number is a number, nothing else is guessed. In particular no string becomes
-a number, and no value names code: a ``python:`` label stands only for the callable that the base Python file gives.
+Conversion is msgspec's and strict: a whole number is accepted as a number, no string becomes a number. No value names
+code: a ``python:`` label stands only for the callable that the base Python file gives.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 from unisono.config.fields import Leaf, OptionTree, Spec, join, limit_words, type_words
-from unisono.config.toml_file import NOTHING_STARTED, KeyPath
+from unisono.config.toml_file import KeyPath, config_problem
 from unisono.config.values import CALLABLE, NONE, assignment, encode, env_name, literal, shown, toml_key
 from unisono.errors import ConfigError, nearest_name
 
 
 def checked_value(leaf: Leaf, raw: Any, origin: str, beneath: Any) -> Any:
-    """The typed value of ``leaf``; ``beneath`` is what lower layers gave. ConfigError if it is not legal."""
+    """The typed value of ``leaf``; ``beneath`` is the value of lower layers. Raises ConfigError if it is not legal."""
     if leaf.spec.python_only and callable(raw):
         return raw
     if leaf.optional and (raw is None or raw == NONE):
@@ -43,13 +43,13 @@ def nearest_keys(layout: OptionTree, key: str, spell: Callable[[str], str] = str
     while section not in layout.sections:
         section, _, name = section.rpartition(".")
     close = [join(section, member) for member in get_close_matches(name, layout.members(section), n=1, cutoff=0.61)]
-    if found := list(dict.fromkeys([*close, *same])):
-        return "did you mean " + " or ".join(map(spell, found[:3])) + "?"
+    if candidates := list(dict.fromkeys([*close, *same])):
+        return "did you mean " + " or ".join(map(spell, candidates[:3])) + "?"
     return "one of: " + ", ".join(spell(join(section, member)) for member in layout.members(section))
 
 
 def unknown_key(layout: OptionTree, path: KeyPath, raw: Any, origin: str) -> ConfigError:
-    """The answer to a name nobody declared in a section that exists."""
+    """The error of an undeclared name in a section that exists."""
     place = f"in section [{'.'.join(path[:-1])}]" if path[1:] else "at the top level"
     key = ".".join(map(toml_key, path))
     given = f"unknown section {key}" if isinstance(raw, dict) else f"unknown key {key} = {shown(raw)}"
@@ -58,21 +58,21 @@ def unknown_key(layout: OptionTree, path: KeyPath, raw: Any, origin: str) -> Con
 
 
 def not_a_section(layout: OptionTree, key: str, raw: Any, origin: str) -> ConfigError:
-    """A scalar or an array where a whole section stands."""
+    """The error of a scalar or an array given for a section."""
     member = join(key, layout.members(key)[0])
     example = assignment(origin, member, layout.leaves[member].default) if member in layout.leaves else f"[{member}]"
     return _error(f"{origin}: {key} = {shown(raw)}", f"{key} is a section with keys of its own", example)
 
 
 def one_value(layout: OptionTree, key: str, below: str, origin: str) -> ConfigError:
-    """A key below a leaf."""
+    """The error of a key below an option."""
     leaf = layout.leaves[key]
     rule = f"{key} is one option and takes {type_words(leaf)}"
     return _error(f"{origin}: unknown key {below}", rule, assignment(origin, key, leaf.default))
 
 
 def _error(given: str, rule: str, nearest: str) -> ConfigError:
-    return ConfigError(given=given, rule=rule, consequence=NOTHING_STARTED, nearest=nearest)
+    return ConfigError(config_problem(given, rule, nearest))
 
 
 def _refused(leaf: Leaf, raw: Any, origin: str, rule: str, nearest: str) -> ConfigError:
@@ -133,7 +133,7 @@ def _label_breach(leaf: Leaf, beneath: Any) -> tuple[str, str]:
 
 
 def _breach(leaf: Leaf, value: Any, origin: str) -> tuple[str, str] | None:
-    """The rule a value of the right type breaks, and the nearest thing that does not; None for a legal value."""
+    """(rule, nearest legal value) that a value of the right type breaks; None for a legal value."""
     many = isinstance(value, list | tuple | dict)
     whole = f"each element of {leaf.key}" if many else leaf.key
     for atom in _atoms(value):
@@ -149,7 +149,7 @@ def _breach(leaf: Leaf, value: Any, origin: str) -> tuple[str, str] | None:
             return f"{whole} is one of {listed}", nearest_name(str(atom), map(str, leaf.choices))
     try:
         json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # what arguments and variables in another encoding turn into
+    except UnicodeEncodeError:  # arguments and variables in another encoding
         return f"{whole} is Unicode text", _default_hint(leaf, origin)
     return None
 

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 from unisono.config.toml_file import cut
 
-NONE = "none"  # what TOML writes for None, since it has no null
+NONE = "none"  # stands for None, because TOML has no null
 CALLABLE = "python:"  # prefix of the label that stands for a callable of the base Python file
 SET = "--set"
 ENV = "UNISONO__"
 
 
 def toml_value(value: Any) -> str:
-    """The value on one line, as TOML writes it after ``=``; TypeError for what TOML cannot say."""
+    """The value on one line, as TOML writes it after ``=``. Raises TypeError for a value that TOML cannot write."""
     import tomli_w
 
     if isinstance(value, list | tuple):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch, Dataset, MapStyle, as_dataset, collate
-from unisono.data.loading.batch_builder import PerSampleDataset
+from unisono.data.dataset import Batch, Dataset, Ids, MapStyle, PerSampleDataset, as_dataset, read_samples
 from unisono.data.order.permutation import Permutation
 from unisono.data.order.samplers import BucketedOrder, MixtureOrder, SampleOrder, ShuffledOrder, WeightedOrder
-from unisono.errors import DataError, Problem
-
-Ids = NDArray[np.int64]
+from unisono.errors import DataError
 
 
 @runtime_checkable
@@ -44,8 +41,7 @@ def weighted(dataset: Dataset | MapStyle, weights: Sequence[float] | NDArray[np.
     """
     base = as_dataset(dataset)
     given = np.asarray(weights, np.float64)
-    if len(given) != len(base):
-        raise DataError(_unequal(len(given), "weights", len(base)))
+    _check_length(base, given, "weights")
     WeightedOrder(given, seed=0)
     return _ReorderedDataset(
         base,
@@ -67,8 +63,7 @@ def bucketed(
     global batches are regrouped by length. Each sample is read once per epoch."""
     base = as_dataset(dataset)
     given = np.asarray(lengths, np.int64)
-    if len(given) != len(base):
-        raise DataError(_unequal(len(given), "lengths", len(base)))
+    _check_length(base, given, "lengths")
     size = len(base)
 
     def draws(seed: int, global_batch: int) -> SampleOrder:
@@ -84,7 +79,7 @@ def mapped(dataset: Dataset | MapStyle, function: Callable[[Batch], Batch]) -> D
     return _MappedDataset(as_dataset(dataset), function)
 
 
-class _MappedDataset:
+class _MappedDataset(PerSampleDataset):
     def __init__(self, base: Dataset, function: Callable[[Batch], Batch]) -> None:
         self._base, self._function = base, function
         # the repr of a dataclass includes its settings; a function has only a name
@@ -96,14 +91,11 @@ class _MappedDataset:
     def __len__(self) -> int:
         return len(self._base)
 
-    def read(self, indices: Ids) -> Batch:
-        return collate(self.samples(indices), indices.tolist())
-
     def samples(self, indices: Ids) -> list[Batch]:
         return [self._function(sample) for sample in read_samples(self._base, indices)]
 
 
-class _MixtureDataset:
+class _MixtureDataset(PerSampleDataset):
     def __init__(self, parts: list[Dataset], weights: list[float]) -> None:
         self._parts, self._weights = parts, weights
         self._starts = np.cumsum([0, *(len(part) for part in parts)])
@@ -114,9 +106,6 @@ class _MixtureDataset:
 
     def sample_order(self, *, seed: int, global_batch: int) -> SampleOrder:
         return MixtureOrder([len(part) for part in self._parts], self._weights, seed=seed)
-
-    def read(self, indices: Ids) -> Batch:
-        return collate(self.samples(indices), indices.tolist())
 
     def samples(self, indices: Ids) -> list[Batch]:
         by_row: dict[int, Batch] = {}
@@ -129,7 +118,7 @@ class _MixtureDataset:
 
 
 class _ReorderedDataset:
-    def __init__(self, base: Dataset, how: str, draws: _OrderFactory) -> None:
+    def __init__(self, base: Dataset, how: str, draws: Callable[[int, int], SampleOrder]) -> None:
         self._base, self._draws = base, draws
         self.fingerprint = f"{how}:{base.fingerprint}"
 
@@ -146,22 +135,11 @@ class _ReorderedDataset:
         return read_samples(self._base, indices)
 
 
-class _OrderFactory(Protocol):
-    def __call__(self, seed: int, global_batch: int, /) -> SampleOrder: ...
-
-
-def read_samples(dataset: Dataset, indices: Ids) -> list[Batch]:
-    """Samples of any data set, one by one."""
-    if isinstance(dataset, PerSampleDataset):
-        return dataset.samples(indices)
-    batch = dataset.read(indices)
-    return [{name: array[row] for name, array in batch.items()} for row in range(len(indices))]
-
-
-def _unequal(given: int, what: str, samples: int) -> Problem:
-    return Problem(
-        given=f"{given} {what} for {samples} samples",
-        rule=f"there is one of the {what} for each sample, in the data set's order",
-        consequence="they cannot be matched",
-        nearest="make them from the same list as the data set",
-    )
+def _check_length(base: Dataset, values: NDArray[Any], what: str) -> None:
+    if len(values) != len(base):
+        raise DataError(
+            given=f"{len(values)} {what} for {len(base)} samples",
+            rule=f"there is one of the {what} for each sample, in the data set's order",
+            consequence="they cannot be matched",
+            nearest="make them from the same list as the data set",
+        )

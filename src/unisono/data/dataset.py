@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from unisono.errors import DataError
 
 Batch = dict[str, NDArray[Any]]
+Ids = NDArray[np.int64]
 
 
 @runtime_checkable
@@ -27,6 +28,17 @@ class Dataset(Protocol):
     def read(self, indices: NDArray[np.int64]) -> Batch:
         """Named arrays whose first dim is ``len(indices)``, in new memory that the caller may modify."""
         ...
+
+
+@runtime_checkable
+class PerSampleDataset(Protocol):
+    """A data set that can return samples of different shapes, which a transform makes equal."""
+
+    def samples(self, indices: NDArray[np.int64]) -> list[Batch]: ...
+
+    def read(self, indices: NDArray[np.int64]) -> Batch:
+        """Samples by number, stacked along a new first dim."""
+        return collate(self.samples(indices), indices.tolist())
 
 
 class MapStyle(Protocol):
@@ -60,7 +72,7 @@ def from_map_style(data: MapStyle, *, fingerprint: str = "") -> Dataset:
     return _MapStyleDataset(data, fingerprint or str(getattr(data, "fingerprint", "")) or default)
 
 
-class _MapStyleDataset:
+class _MapStyleDataset(PerSampleDataset):
     def __init__(self, data: MapStyle, fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self._data = data
@@ -68,15 +80,32 @@ class _MapStyleDataset:
     def __len__(self) -> int:
         return len(self._data)
 
-    def read(self, indices: NDArray[np.int64]) -> Batch:
-        return collate(self.samples(indices), indices.tolist())
-
-    def samples(self, indices: NDArray[np.int64]) -> list[Batch]:
-        """Samples one by one; their shapes may differ."""
+    def samples(self, indices: Ids) -> list[Batch]:
         ids = cast("list[int]", indices.tolist())
         many = getattr(self._data, "__getitems__", None)
         samples = many(ids) if many is not None else [self._data[index] for index in ids]
         return [check_sample(sample) for sample in samples]
+
+
+def read_samples(dataset: Dataset, indices: Ids) -> list[Batch]:
+    """Samples of any data set, one by one. Raises DataError for arrays of another length than ``indices``."""
+    if isinstance(dataset, PerSampleDataset):
+        return dataset.samples(indices)
+    batch = check_batch(dataset.read(indices), indices.size)
+    return [{name: array[row] for name, array in batch.items()} for row in range(indices.size)]
+
+
+def check_batch(batch: Batch, count: int) -> Batch:
+    """Return ``batch``. Raises DataError if an array's first dim is not ``count``."""
+    for name, array in batch.items():
+        if array.ndim == 0 or len(array) != count:
+            raise DataError(
+                given=f"{name!r} of shape {list(array.shape)} from reading {count} samples",
+                rule="the first dim of each array is the number of samples asked for",
+                consequence="samples and values cannot be matched",
+                nearest=f"return {name!r} with shape [{count}, …]",
+            )
+    return batch
 
 
 def check_sample(sample: Any) -> Batch:
@@ -127,7 +156,7 @@ def _unclear(given: str) -> DataError:
     return DataError(
         given=given,
         rule="a sample is a dict of tensors, arrays or numbers, a pair (inputs, targets), or one such value",
-        consequence="it cannot become part of a batch",
+        consequence="it cannot be put into a batch",
         nearest='return {"inputs": …, "targets": …} with tensors numpy has a dtype for (bfloat16 as float32)',
     )
 

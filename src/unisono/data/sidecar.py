@@ -24,7 +24,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -36,10 +36,11 @@ from unisono.storage.files import write_atomically
 
 MAGIC: Final = b"unisidx\n"
 VERSION: Final = 1
+Facts = TypeVar("Facts")
 _FIXED: Final = struct.Struct("<8sIIQ16s")
 _MAX_HEAD_BYTES: Final = 1 << 20
 _ALIGN: Final = 64
-_DTYPES: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")
+COLUMN_DTYPES: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +64,7 @@ class ColumnInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SidecarHeader:
-    """The JSON head."""
+    """The JSON head of a sidecar; the field names are stored."""
 
     kind: str
     payload: PayloadInfo
@@ -123,28 +124,30 @@ def open_sidecar(path: Path, *, kind: str) -> Sidecar:
             size = os.fstat(file.fileno()).st_size
             fixed = file.read(_FIXED.size)
             if len(fixed) < _FIXED.size or not fixed.startswith(MAGIC):
-                raise _damaged(path, "it does not begin like a sidecar")
+                raise damaged_sidecar_error(path, "it does not begin like a sidecar")
             _, version, head_bytes, total, digest = _FIXED.unpack(fixed)
             if version != VERSION:
-                raise _damaged(path, f"it has version {version}, this unisono reads version {VERSION}")
+                raise damaged_sidecar_error(path, f"it has version {version}, this unisono reads version {VERSION}")
             if total != size or head_bytes > min(_MAX_HEAD_BYTES, size - _FIXED.size):
-                raise _damaged(path, f"it has {size} bytes where its head says {total}")
+                raise damaged_sidecar_error(path, f"it has {size} bytes where its head says {total}")
             raw = file.read(head_bytes)
     except OSError as error:
-        raise _damaged(path, f"it cannot be read: {error.strerror}") from error
+        raise damaged_sidecar_error(path, f"it cannot be read: {error.strerror}") from error
     if xxhash.xxh3_128(fixed[:24] + raw).digest() != digest:
-        raise _damaged(path, "its head does not match the head's digest")
+        raise damaged_sidecar_error(path, "its head does not match the head's digest")
     try:
         head = msgspec.json.decode(raw, type=SidecarHeader)
     except msgspec.DecodeError as error:
-        raise _damaged(path, f"its head is not understood: {error}") from error
+        raise damaged_sidecar_error(path, f"its head is not understood: {error}") from error
     if head.kind != kind:
-        raise _damaged(path, f"it describes {head.kind!r}, not {kind!r}")
+        raise damaged_sidecar_error(path, f"it describes {head.kind!r}, not {kind!r}")
     for name, column in head.columns.items():
         if not _fits(column, size):
-            raise _damaged(path, f"column {name!r} lies outside the file or has an unknown dtype")
-    if head.payload.dtype not in _DTYPES or head.payload.bytes % np.dtype(head.payload.dtype).itemsize:
-        raise _damaged(path, f"payload dtype {head.payload.dtype!r} does not fit {head.payload.bytes} bytes")
+            raise damaged_sidecar_error(path, f"column {name!r} lies outside the file or has an unknown dtype")
+    if head.payload.dtype not in COLUMN_DTYPES or head.payload.bytes % np.dtype(head.payload.dtype).itemsize:
+        raise damaged_sidecar_error(
+            path, f"payload dtype {head.payload.dtype!r} does not fit {head.payload.bytes} bytes"
+        )
     columns = {
         name: map_array(path, column.dtype, count=column.count, offset=column.offset)
         for name, column in head.columns.items()
@@ -158,11 +161,23 @@ def verify_sidecar(sidecar: Sidecar, payload: NDArray[Any]) -> list[Problem]:
     if digest_of(payload) != sidecar.head.payload.xxh3_128:
         problems.append(_damage(sidecar.path, "the payload beside it does not match its digest"))
     problems.extend(
-        _damage(sidecar.path, f"column {name!r} does not match its digest")
-        for name, column in sidecar.columns.items()
-        if digest_of(column) != sidecar.head.columns[name].xxh3_128
+        _damage(sidecar.path, f"column {name!r} does not match its digest") for name in damaged_columns(sidecar)
     )
     return problems
+
+
+def damaged_columns(sidecar: Sidecar) -> list[str]:
+    """Names of the columns that do not match their digests; reads all of them."""
+    columns = sidecar.head.columns
+    return [name for name, column in sidecar.columns.items() if digest_of(column) != columns[name].xxh3_128]
+
+
+def read_facts(sidecar: Sidecar, kind: type[Facts]) -> Facts:
+    """The writer's facts as a dataclass. Raises DataError for other facts."""
+    try:
+        return msgspec.convert(sidecar.head.facts, kind)
+    except msgspec.ValidationError as error:
+        raise damaged_sidecar_error(sidecar.path, f"it has unexpected facts: {error}") from error
 
 
 def digest_of(array: NDArray[Any]) -> str:
@@ -180,7 +195,7 @@ def _bytes_of(array: NDArray[Any]) -> memoryview | bytes:
 
 
 def _fits(column: ColumnInfo, size: int) -> bool:
-    if column.dtype not in _DTYPES or column.count < 0 or column.offset < 0 or column.offset % _ALIGN:
+    if column.dtype not in COLUMN_DTYPES or column.count < 0 or column.offset < 0 or column.offset % _ALIGN:
         return False
     return column.offset + column.count * np.dtype(column.dtype).itemsize <= size
 
@@ -202,5 +217,6 @@ def _damage(path: Path, what: str) -> Problem:
     )
 
 
-def _damaged(path: Path, what: str) -> DataError:
+def damaged_sidecar_error(path: Path, what: str) -> DataError:
+    """The error for a sidecar, or its payload, that is not as it was written."""
     return DataError(_damage(path, what))

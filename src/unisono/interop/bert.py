@@ -61,7 +61,7 @@ def bert_name(name: str) -> str:
 
 def bert_tensors(model: BERT) -> list[ExportedTensor]:
     """All parameters with their exported names. The output matrix is the token table and is not written twice."""
-    return [ExportedTensor(key=bert_name(name), name=name) for name, _ in model.named_parameters()]
+    return [ExportedTensor(bert_name(name), name) for name, _ in model.named_parameters()]
 
 
 def bert_config(model: BERT) -> dict[str, Any]:

@@ -8,14 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ExportedTensor:
     """A tensor of an exported file: ``key`` in the file is ``transform`` of the model's tensor ``name``."""
 
     key: str
     name: str
-    transform: Callable[[Tensor], Tensor] = _identity
+    transform: Callable[[Tensor], Tensor] = lambda tensor: tensor

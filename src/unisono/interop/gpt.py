@@ -53,34 +53,30 @@ def gpt_tensors(model: GPT) -> Iterator[ExportedTensor]:
     options = model.options
     if options.num_experts and options.num_experts_per_token == 1:
         raise CheckpointError(
-            given="a model with experts_per_token 1",
+            given="a model with num_experts_per_token 1",
             rule="it weighs its expert with the score; Mixtral and its like would weigh it with 1",
             consequence="the export would compute something else, and nothing was exported",
             nearest="num_experts_per_token=2 or more, or the checkpoint itself",
         )
     names = _BLOCK | (_ERNIE if options.balance == "bias" else _MIXTRAL)
     turned = ("attention.q", "attention.k") if options.num_experts and options.balance == "bias" else ()
-    yield ExportedTensor(key="model.embed_tokens.weight", name="embedding.weight")
+    yield ExportedTensor("model.embed_tokens.weight", "embedding.weight")
     for inner_name in model.blocks.state_dict(keep_vars=True):
         number, _, rest = inner_name.partition(".")
         name, layer, inner = f"blocks.{inner_name}", f"model.layers.{number}.", rest.removesuffix(".weight")
         if inner == "ffn.router.bias":
-            yield ExportedTensor(
-                key=f"{layer}mlp.moe_statics.e_score_correction_bias", name=name, transform=itemgetter(None)
-            )
+            yield ExportedTensor(f"{layer}mlp.moe_statics.e_score_correction_bias", name, itemgetter(None))
         elif inner.startswith("ffn.experts."):
             for expert in range(options.num_experts):
                 key = f"{layer}{names[inner].format(expert)}.weight"
-                yield ExportedTensor(key=key, name=name, transform=itemgetter(expert))
+                yield ExportedTensor(key, name, itemgetter(expert))
         elif inner in turned:
-            yield ExportedTensor(
-                key=f"{layer}{names[inner]}.weight", name=name, transform=partial(_interleave_rotary, options=options)
-            )
+            yield ExportedTensor(f"{layer}{names[inner]}.weight", name, partial(_interleave_rotary, options=options))
         else:
-            yield ExportedTensor(key=f"{layer}{names[inner]}.weight", name=name)
-    yield ExportedTensor(key="model.norm.weight", name="norm.weight")
+            yield ExportedTensor(f"{layer}{names[inner]}.weight", name)
+    yield ExportedTensor("model.norm.weight", "norm.weight")
     if model.head is not None:
-        yield ExportedTensor(key="lm_head.weight", name="head.weight")
+        yield ExportedTensor("lm_head.weight", "head.weight")
 
 
 def gpt_config(model: GPT, max_length: int, end_of_document: int | None) -> dict[str, Any]:

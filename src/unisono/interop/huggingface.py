@@ -190,7 +190,7 @@ def _own_names(model: nn.Module) -> tuple[list[ExportedTensor], dict[str, str]]:
     for name, tensor in cast("dict[str, Tensor]", model.state_dict(keep_vars=True)).items():
         known = first.setdefault(tensor, name)
         if known == name:
-            named.append(ExportedTensor(key=name, name=name))
+            named.append(ExportedTensor(name, name))
         else:
             tied[name] = known
     return named, tied

@@ -121,7 +121,10 @@ class ValueStore:
             parameter = nn.Parameter(value)
             with torch.enable_grad():
                 optimizer = build_optimizer(
-                    nn.Module(), options, pieces={key: parameter}, named_roles={key: role_of(key, value.shape, options)}
+                    nn.Module(),
+                    options,
+                    sharded_params={key: parameter},
+                    named_roles={key: role_of(key, value.shape, options)},
                 )
             self._optimizers[key] = parameter, optimizer
         if self._lr is not None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.launch.exit_report import FATAL, REQUEUE, USER_ERROR, Attempt, exit_explanation
+from unisono.errors import FATAL, REQUEUE, USER_ERROR
+from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
 from unisono.launch.process_layout import ProcessSlot
 from unisono.launch.supervise import (
@@ -102,7 +103,6 @@ def _record_end(state: _SlotState, code: int, options: LaunchOptions, *, stopped
     assert process is not None
     process.kill_group()
     attempt.codes[process.rank] = code
-    attempt.killed_by_us = {process.rank} if process.killed_by_us else set()
     if state.slot.role == "worker":
         attempt.read_failures()
     state.process, state.code = None, code

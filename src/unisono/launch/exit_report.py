@@ -12,13 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.dist import Failure, read_failure
+from unisono.errors import REQUEUE, USER_ERROR
 from unisono.launch.resources import oom_kills
 from unisono.launch.workers import WorkerProcess
-
-USER_ERROR = 2
-REQUEUE = 75
-# a process that ends with this would fail again the same way
-FATAL = 76
 
 _TAIL_LINES = 20
 
@@ -27,20 +23,16 @@ _TAIL_LINES = 20
 class Attempt:
     """One attempt to run a job, or one process of an asynchronous job: its processes and how they ended.
 
-    All mappings are by rank. ``codes`` are exit codes, negative for a signal as in subprocess. ``names`` include the
-    host if there are several. ``folder`` is where ranks record failures. ``killed_by_us`` are ranks this launcher
-    ended.
+    All mappings are by rank. ``codes`` are exit codes, negative for a signal as in subprocess. ``folder`` is where ranks
+    record failures.
     """
 
     number: int
-    pids: dict[int, int]
-    names: dict[int, str]
-    log_paths: dict[int, Path]
+    workers: dict[int, WorkerProcess]
     folder: Path
     oom_kills_before: int | None
     codes: dict[int, int] = field(default_factory=dict[int, int])
     failures: dict[int, Failure] = field(default_factory=dict[int, Failure])
-    killed_by_us: set[int] = field(default_factory=set[int])
     stopped_by: str | None = None
 
     @staticmethod
@@ -48,9 +40,7 @@ class Attempt:
         """The attempt of workers that have just started."""
         return Attempt(
             number=number,
-            names={worker.rank: worker.name for worker in workers},
-            pids={worker.rank: worker.pid for worker in workers},
-            log_paths={worker.rank: worker.log for worker in workers if worker.log is not None},
+            workers={worker.rank: worker for worker in workers},
             folder=folder,
             # the kernel counters of other hosts are unknown
             oom_kills_before=oom_kills() if all(worker.here for worker in workers) else None,
@@ -58,7 +48,7 @@ class Attempt:
 
     def read_failures(self) -> None:
         """Read the failures that ranks recorded before they ended."""
-        for rank in self.pids:
+        for rank in self.workers:
             failure = read_failure(self.folder, rank, self.number)
             if failure is not None:
                 self.failures[rank] = failure
@@ -66,7 +56,7 @@ class Attempt:
     def root(self) -> int | None:
         """The rank whose failure explains the others; None if none failed."""
         bad = [rank for rank, code in self.codes.items() if code not in (0, REQUEUE)]
-        own = [rank for rank in bad if rank not in self.killed_by_us or rank in self.failures]
+        own = [rank for rank in bad if not self.workers[rank].killed_by_us or rank in self.failures]
         return min(own or bad, key=self._rank_order, default=None)
 
     def _rank_order(self, rank: int) -> tuple[int, float]:
@@ -98,17 +88,17 @@ def exit_explanation(attempt: Attempt) -> str:
     rank = attempt.root()
     if rank is None:
         return f"attempt {attempt.number} ended with exit codes {attempt.codes}"
-    log = attempt.log_paths.get(rank)
-    lines = [f"attempt {attempt.number}: {attempt.names[rank]} (pid {attempt.pids[rank]}) {_ending(attempt, rank)}"]
+    worker = attempt.workers[rank]
+    lines = [f"attempt {attempt.number}: {worker.name} (pid {worker.pid}) {_ending(attempt, rank)}"]
     failure = attempt.failures.get(rank)
     if failure is not None:
         step = "before the first step" if failure.step is None else f"in step {failure.step}"
         # a user error needs no traceback
         words = failure.message if USER_ERROR in attempt.codes.values() else failure.traceback
         lines += [f"it failed {step}:", *words.rstrip().splitlines()]
-    elif log is not None:
-        tail = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        lines += [f"the end of its log {log}:", *tail] if tail else [f"its log {log} is empty"]
+    elif worker.log is not None:
+        tail = worker.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        lines += [f"the end of its log {worker.log}:", *tail] if tail else [f"its log {worker.log} is empty"]
     return "\n".join(lines)
 
 
@@ -117,7 +107,7 @@ def _ending(attempt: Attempt, rank: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
-    if rank in attempt.killed_by_us:
+    if attempt.workers[rank].killed_by_us:
         return f"was ended by this launcher ({name})"
     text = f"was killed by signal {-code} ({name}), which this launcher did not send"
     if -code != signal.SIGKILL:

@@ -41,15 +41,13 @@ def parse_settings(settings: Sequence[str], environ: Mapping[str, str]) -> dict[
             problems.append(_wrong(name, "a variable's name has letters, digits and _", "--env NAME=VALUE"))
         elif _CREDENTIAL.fullmatch(name):
             problems.append(
-                _wrong(
-                    name, "credentials do not travel with a launch", "a file on every host that its owner alone reads"
-                )
+                _wrong(name, "credentials are never forwarded", "a file on every host that its owner alone reads")
             )
         elif name in variables:
             problems.append(_wrong(name, "each variable is given once", f"one --env {name}=VALUE"))
         elif not separator and name not in environ:
             problems.append(
-                _wrong(name, "without a value the launcher's own is sent, and it has none", f"--env {name}=VALUE")
+                _wrong(name, "without a value the launcher's own is forwarded, and it has none", f"--env {name}=VALUE")
             )
         else:
             variables[name] = value if separator else environ[name]
@@ -59,5 +57,5 @@ def parse_settings(settings: Sequence[str], environ: Mapping[str, str]) -> dict[
 
 
 def _wrong(name: str, rule: str, nearest: str) -> Problem:
-    # the value is not shown: it may be what must stay secret
+    # the value is not shown: it may be a secret
     return Problem(given=f"--env {name!r}", rule=rule, consequence="nothing was started", nearest=nearest)

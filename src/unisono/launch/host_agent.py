@@ -34,7 +34,7 @@ from typing import Any
 
 from unisono.dist import JobSpec, read_failure
 from unisono.errors import LaunchError
-from unisono.launch.network_interface import NetworkInterface, interface_by_name, interface_towards
+from unisono.launch.network_interface import choose_interface, interface_by_name
 from unisono.launch.options import options_of_message
 from unisono.launch.resources import ResourceShare, divide_host
 from unisono.launch.workers import Reaper, Worker, WorkerSpec, start_worker
@@ -113,9 +113,7 @@ class HostAgent:
         place["server_addresses"] = tuple(place["server_addresses"])
         if key is not None:
             place["listen_fd"] = self.listeners[key].fileno()
-        interface: NetworkInterface = (
-            interface_by_name(message["interface"]) if message["interface"] else interface_towards(message["towards"])
-        )
+        interface = choose_interface(message["interface"], message["towards"])
         spec = WorkerSpec(
             command=message["command"],
             job=JobSpec(**place),
@@ -153,7 +151,7 @@ class HostAgent:
                 self._report_end(process)
 
     def _read(self, process: _RunningProcess) -> bool:
-        """Pass on what one read returns; whether there may be more."""
+        """Read once and pass on the lines; returns whether there may be more."""
         try:
             data = os.read(process.output, _READ_BYTES)
         except BlockingIOError:

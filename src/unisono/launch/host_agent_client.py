@@ -20,14 +20,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 from unisono.dist import Failure
 from unisono.errors import LaunchError, Problem
 from unisono.launch.hostfile import Host
-from unisono.launch.workers import open_log
+from unisono.launch.workers import WorkerProcess, open_log
 from unisono.observe.sanitize import printable
 from unisono.storage.files import write_atomically
 
@@ -56,39 +56,33 @@ def agent_script(environ: Mapping[str, str]) -> str:
     return "\n".join([f"cd {shlex.quote(os.getcwd())} || exit", *exports, f"exec {command}", ""])
 
 
-class RemoteWorker:
-    """A process of an agent. Its output goes to ``log`` and, prefixed with its name, to this terminal."""
+@dataclass(kw_only=True, slots=True)
+class RemoteWorker(WorkerProcess):
+    """Process ``number`` of an agent. Its output goes to ``log`` and, prefixed with its name, to this terminal."""
 
-    def __init__(self, agent: HostAgentClient, number: int, rank: int, name: str, log: Path) -> None:
-        self.rank = rank
-        self.name = name
-        self.pid = 0
-        self.log: Path | None = log
-        self.killed_by_us = False
-        self.here = agent.host.here
-        self.ended: int | None = None
-        self._agent = agent
-        self._number = number
+    agent: HostAgentClient
+    number: int
+    ended: int | None = None
 
     def code(self) -> int | None:
-        self._agent.pump()
-        if self.ended is None and self._agent.lost:
+        self.agent.pump()
+        if self.ended is None and self.agent.lost:
             self.ended = LOST
         return self.ended
 
     def end_by(self, number: signal.Signals) -> None:
         if self.code() is None:
             self.killed_by_us = True
-            self._agent.send(do="signal", id=self._number, number=int(number))
+            self.agent.send(do="signal", id=self.number, number=int(number))
 
     def kill_group(self) -> None:
         if self.code() is None:
             self.killed_by_us = True
-            self._agent.send(do="kill", id=self._number)
-            self._agent.pump_until(lambda: self.code() is not None, _END_S)
+            self.agent.send(do="kill", id=self.number)
+            self.agent.pump_until(lambda: self.code() is not None, _END_S)
             if self.ended is None:
                 # the agent does not answer; cutting the connection makes it kill the process
-                self._agent.cut()
+                self.agent.cut()
                 self.ended = LOST
 
 
@@ -111,10 +105,7 @@ class HostAgentClient:
         self._greeted = False
 
     def open(self, environ: Mapping[str, str], options: Mapping[str, Any], secret: bytes | None) -> dict[str, Any]:
-        """Start the agent and send it the job; returns the ResourceShare of the host.
-
-        aunchError if it does not answer.
-        """
+        """Start the agent and send it the job; returns the host's ResourceShare. Raises LaunchError if it does not answer."""
         command = agent_command(self.host)
         try:
             self._process = subprocess.Popen(
@@ -144,10 +135,7 @@ class HostAgentClient:
         return self._answer("ready")["share"]
 
     def listen(self, key: str, host: str, interface: str | None, port: int) -> dict[str, Any]:
-        """Open a listening socket on the host, kept under ``key``; returns the agent's ``listening`` answer.
-
-        aunchError.
-        """
+        """Open a listening socket on the host, kept under ``key``; returns the agent's answer. Raises LaunchError."""
         self.send(do="listen", key=key, host=host, interface=interface, port=port)
         return self._answer("listening")
 
@@ -157,9 +145,11 @@ class HostAgentClient:
         self._logs[number] = open_log(log)
         place = worker["place"]
         rank = place["rank"] if place["role"] == "worker" else place["server_index"]
-        full = name if self.host.here else f"{name} {self.host.name}"
-        # its first output may arrive together with the answer
-        started = self._workers[number] = RemoteWorker(self, number, rank, full, log)
+        here = self.host.here
+        full = name if here else f"{name} {self.host.name}"
+        # its first output may arrive together with the answer, which brings the pid
+        started = RemoteWorker(rank=rank, name=full, pid=0, log=log, here=here, agent=self, number=number)
+        self._workers[number] = started
         self.send(do="start", id=number, **worker)
         try:
             answer = self._answer("started")
@@ -246,7 +236,7 @@ class HostAgentClient:
             self._say(f"host {self.host.name} is lost, with all that ran there: {self.lost}")
 
     def _read_stderr(self) -> None:
-        """Show what has arrived on standard error. Its end means nothing; the end of standard output is checked."""
+        """Show the lines that have arrived on standard error. Its end is ignored; that of standard output counts."""
         assert self._process is not None
         if self._process.stderr is None or self._process.stderr.fileno() not in self._selector.get_map():
             return
@@ -309,5 +299,5 @@ class HostAgentClient:
 
 
 def _terminal_text(line: str) -> str:
-    """The final text of ``line`` on a terminal: only what follows the last carriage return, without control characters."""
+    """The final text of ``line`` on a terminal: the part after the last carriage return, without control characters."""
     return printable(line.rstrip("\r").rpartition("\r")[2])

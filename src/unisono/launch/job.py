@@ -22,8 +22,8 @@ from unisono.launch.elastic import supervise_elastic
 from unisono.launch.host_agent_client import agent_command, agent_script
 from unisono.launch.hostfile import Host
 from unisono.launch.multi_host_job import MultiHostJob
-from unisono.launch.network_interface import NetworkInterface, interface_by_name, interface_towards
-from unisono.launch.options import LaunchOptions, tls_folder
+from unisono.launch.network_interface import NetworkInterface, choose_interface
+from unisono.launch.options import LaunchOptions, server_environ, tls_folder
 from unisono.launch.process_layout import JobLayout, assign_processes
 from unisono.launch.resources import count_accelerators, divide_host
 from unisono.launch.supervise import make_folders, print_message, supervise
@@ -43,7 +43,7 @@ def launch_local(
 ) -> int:
     """Run ``command`` in every process of this host; returns 0, 1, 2, 75 (requeue) or 76 (do not repeat).
 
-    Workers find their place with ``job_from_environ``. ``environ`` is set over what they inherit. ``interface`` is
+    Workers find their place with ``job_from_environ``. ``environ`` overrides inherited variables. ``interface`` is
     set for Gloo and NCCL; None lets them choose, which is loopback on one host. Rank 0 writes to this terminal, the
     others to ``run_dir/logs/rank-N.attempt-K.log``; ``run_dir/launch.json`` records the settings and how each attempt
     ended. Call it on the main thread, in a process without other threads.
@@ -120,10 +120,7 @@ def with_servers(command: Sequence[str], options: LaunchOptions, run_dir: Path) 
         slots=assign_processes(hosts, processes, options.num_servers),
         run_id=run_dir.absolute().name,
         options=options,
-        environ={
-            "UNISONO_REPLICAS": str(options.num_replicas),
-            "UNISONO_SNAPSHOT_EVERY_S": str(options.snapshot_every_s),
-        },
+        environ=server_environ(options),
         snapshots=str(run_dir.absolute() / "servers"),
     )
 
@@ -137,7 +134,7 @@ def run_job(job: JobLayout, run_dir: Path) -> int:
     Raises LaunchError if nothing can be started, CommError if a lost host does not come back.
     """
     if job.plain:
-        interface = interface_by_name(job.interface) if job.interface else interface_towards(LOOPBACK)
+        interface = choose_interface(job.interface, LOOPBACK)
         options = replace(job.options, num_processes=len(job.workers))
         return launch_local(
             job.command, options, run_dir=run_dir, run_id=job.run_id, environ=job.environ, interface=interface
@@ -180,7 +177,7 @@ def describe_launch(job: JobLayout) -> dict[str, Any]:
         environ = job.variables(slot) | spec.environ()
         if host.here:
             share = divide_host(replace(job.options, num_processes=len(workers)), {**os.environ, **job.environ})
-            interface = interface_by_name(job.interface) if job.interface else interface_towards(LOOPBACK)
+            interface = choose_interface(job.interface, LOOPBACK)
             environ |= share.environ() | interface.environ()
         processes.append(
             {"name": slot.name, "host": host.name, "command": job.argv(slot), "environ": dict(sorted(environ.items()))}

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from unisono.dist.jobspec import LOOPBACK
@@ -47,9 +46,7 @@ class MultiHostJob:
         self._opened = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._close()
 
     def start_all(self, attempt: int, restarted: bool) -> list[RemoteWorker]:

@@ -1,6 +1,6 @@
 """The network interface that the ranks of a job use, and why.
 
-Unless told, Gloo and NCCL guess, often the interface of the host's name, which other hosts may not reach. The
+By default Gloo and NCCL guess, often the interface of the host's name, which other hosts may not reach. The
 launcher sets it: the interface asked for, or the one over which this host reaches rank 0's host.
 """
 
@@ -18,10 +18,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "DMLC_INTERFACE")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkInterface:
-    """A network interface of this host, with this host's ``address`` on it.
-
-    y`` is the reason of the choice, for the record.
-    """
+    """A network interface of this host, with this host's ``address`` on it; ``why`` is the reason of the choice."""
 
     name: str
     address: str
@@ -30,6 +27,11 @@ class NetworkInterface:
     def environ(self) -> dict[str, str]:
         """The variables that make Gloo, NCCL and DMLC use it."""
         return dict.fromkeys(VARIABLES, self.name)
+
+
+def choose_interface(name: str | None, towards: str) -> NetworkInterface:
+    """The interface called ``name``, or for None that over which this machine reaches the host ``towards``."""
+    return interface_by_name(name) if name else interface_towards(towards)
 
 
 def interface_by_name(name: str) -> NetworkInterface:

@@ -30,6 +30,14 @@ class LaunchOptions:
     grace_s: float = option(30.0, "Seconds a stopped run gets to save and end before it is killed.", ge=0)
 
 
+def server_environ(options: LaunchOptions) -> dict[str, str]:
+    """Variables of a parameter server: number of replicas, seconds between snapshots."""
+    return {
+        "UNISONO_REPLICAS": str(options.num_replicas),
+        "UNISONO_SNAPSHOT_EVERY_S": str(options.snapshot_every_s),
+    }
+
+
 def tls_folder(options: LaunchOptions, environ: Mapping[str, str]) -> str:
     """The folder of certificates, from launch.tls or UNISONO_TLS; empty for none. Raises LaunchError if they differ."""
     from_environ = environ.get("UNISONO_TLS", "")

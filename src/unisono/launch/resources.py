@@ -118,7 +118,7 @@ def _waiting(environ: Mapping[str, str], threads: int, busy_frac: float) -> tupl
     if given:
         return given, "environment"
     if threads == 1:
-        return {}, "one thread waits for nobody"
+        return {}, "not set: one thread"
     if busy_frac < _BUSY_FRAC:
         return {}, f"the library's own: others use {100 * busy_frac:.0f} % of this host"
     return dict(_SHORT_SPIN), f"short: others use {100 * busy_frac:.0f} % of this host"

@@ -23,11 +23,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
-from unisono.errors import LaunchError, Problem
-from unisono.launch.exit_report import FATAL, REQUEUE, USER_ERROR, Attempt, exit_explanation
+from unisono.errors import FATAL, REQUEUE, USER_ERROR, LaunchError, Problem
+from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
 from unisono.launch.workers import WorkerProcess, unwritable
 from unisono.observe.sanitize import printable
@@ -143,9 +143,9 @@ def repeated(attempt: Attempt, times: int) -> str:
     return str(
         Problem(
             given=f"{failure.type} in step {failure.step} on rank {failure.rank}, {times} times in a row",
-            rule=f"a crash that repeats {SAME_CRASH_LIMIT} times is not bad luck",
+            rule=f"the same crash {SAME_CRASH_LIMIT} times in a row is not restarted again",
             consequence="the run ends here; the newest checkpoint is kept",
-            nearest="mend the cause shown above, then type the same command again",
+            nearest="repair the cause shown above, then start the same command again",
         )
     )
 
@@ -172,7 +172,6 @@ def _wait_for_all(
         # also after an exception: workers never outlive their launcher
         for worker in workers:
             worker.kill_group()
-    attempt.killed_by_us = {worker.rank for worker in workers if worker.killed_by_us}
     attempt.read_failures()
     return attempt
 
@@ -253,9 +252,7 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 

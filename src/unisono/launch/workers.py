@@ -14,11 +14,11 @@ import os
 import signal
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Protocol
+from typing import IO
 
 from unisono.dist import JobSpec
 from unisono.dist.jobspec import OWN_VARIABLES, TORCH_VARIABLES
@@ -38,48 +38,39 @@ _FOREIGN = {
 }
 
 
-class WorkerProcess(Protocol):
-    """A started process of a job, on this host (``here``) or another. For a server, ``rank`` is its index."""
+@dataclass(kw_only=True, slots=True)
+class WorkerProcess(ABC):
+    """A started process of a job, on this host (``here``) or another. For a server, ``rank`` is its index.
+
+    ``pid`` is the id of the process and of its group, on its own host. ``log`` is None if its output goes elsewhere.
+    """
 
     rank: int
     name: str
+    pid: int
     log: Path | None
-    killed_by_us: bool
-    here: bool
+    here: bool = True
+    killed_by_us: bool = False
 
-    @property
-    def pid(self) -> int:
-        """Process id on its own host; also the id of its process group."""
-        ...
-
+    @abstractmethod
     def code(self) -> int | None:
         """Exit code, negative for a signal; None while it runs."""
-        ...
 
+    @abstractmethod
     def end_by(self, number: signal.Signals) -> None:
         """Send a signal to the process alone, not to its children."""
-        ...
 
+    @abstractmethod
     def kill_group(self) -> None:
         """Send SIGKILL to the process and its group; returns once the process is gone."""
-        ...
 
 
 @dataclass(kw_only=True, slots=True)
-class Worker:
-    """A process of this host; ``log`` is None if its output goes elsewhere."""
+class Worker(WorkerProcess):
+    """A process of this host."""
 
-    rank: int
-    name: str
     process: subprocess.Popen[bytes]
-    log: Path | None
     reaper: Reaper
-    killed_by_us: bool = False
-    here: bool = True
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
 
     def code(self) -> int | None:
         return self.process.poll()
@@ -99,10 +90,7 @@ class Worker:
 
 
 class Reaper:
-    """The process that ends all workers when the launcher dies (``unisono.launch.reaper``).
-
-    red before any worker starts.
-    """
+    """The process that ends all workers when the launcher dies (``unisono.launch.reaper``). Enter it before any worker starts."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -129,9 +117,7 @@ class Reaper:
             pipe.write(line.encode())
             pipe.flush()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._process is not None:
             assert self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -213,7 +199,8 @@ def start_worker(
             os.close(secret_fd)
     reaper.watch(process.pid)
     name = f"rank {job.rank}" if job.role == "worker" else f"server {job.server_index}"
-    return Worker(rank=job.server_index or job.rank, name=name, process=process, log=log, reaper=reaper)
+    rank = job.server_index or job.rank
+    return Worker(rank=rank, name=name, pid=process.pid, log=log, process=process, reaper=reaper)
 
 
 def _foreign(name: str) -> bool:
@@ -239,10 +226,7 @@ def unwritable(path: Path, error: OSError) -> Problem:
 
 
 def _before_exec(cpus: Sequence[int] | None) -> Callable[[], None]:
-    """The function the child runs between fork and exec.
-
-    : the launcher has no threads, so no lock is held across the fork.
-    """
+    """The function the child runs between fork and exec. The launcher has no threads, so no lock is held across the fork."""
     parent = os.getpid()
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
 

@@ -1,10 +1,10 @@
 from .bert import BERT as BERT
 from .bert import BertOptions as BertOptions
 from .gpt import GPT as GPT
+from .layers import RMSNorm as RMSNorm
 from .loss import LazyLogits as LazyLogits
 from .loss import cross_entropy_sum as cross_entropy_sum
 from .moe import MoE as MoE
-from .norm import RMSNorm as RMSNorm
 from .options import ModelOptions as ModelOptions
 from .resnet import ResNet as ResNet
 from .resnet import ResNetOptions as ResNetOptions

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unisono.errors import ConfigError, DataError
+from unisono.models.layers import matmul_dtype
 from unisono.models.loss import LazyLogits
-from unisono.models.precision import matmul_dtype
 
 LOSS_CHUNK = 1024  # rows of logits in memory at a time
 # one column for the output bias, and zeros up to the multiple of 8 that matrix units need

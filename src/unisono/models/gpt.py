@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unisono.models.layers import RMSNorm
 from unisono.models.loss import LazyLogits
 from unisono.models.moe import MoE
-from unisono.models.norm import RMSNorm
 from unisono.models.options import ModelOptions
 
 LOSS_CHUNK = 1024  # rows of logits in memory at a time

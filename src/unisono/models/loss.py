@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unisono.models.precision import matmul_dtype
+from unisono.models.layers import matmul_dtype
 
 
 class VocabSharding(Protocol):

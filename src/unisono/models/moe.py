@@ -33,8 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unisono.models.layers import matmul_dtype
 from unisono.models.options import ModelOptions
-from unisono.models.precision import matmul_dtype
 
 BIAS_UPDATE_RATE = 1e-3  # DeepSeek-V3, section 4.2
 BALANCE_LOSS_WEIGHT = 1e-2  # Fedus et al. 2022, section 2.2

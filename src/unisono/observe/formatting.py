@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -50,21 +50,21 @@ def key_value_line(event: Fields) -> str:
 
 def status_lines(event: Fields, width: int, *, max_lines: int = 2, warnings: Sequence[str] = ()) -> list[str]:
     """Format a ``step`` event in ``max_lines`` lines of ``width`` characters, dropping the least important parts."""
-    parts = [part for part in (make(event) for make in _STATUS_PARTS) if part is not None]
+    parts = list(_status_parts(event))
     if warnings:
-        parts.append(_Part(1, "warn " + " ".join(dict.fromkeys(warnings))))
+        parts.append((1, "warn " + " ".join(dict.fromkeys(warnings))))
     while len(parts) > 1 and not _fits(_fill(parts, width), width, max_lines):
-        parts.remove(max(parts, key=lambda part: part.rank))
+        parts.remove(max(parts, key=lambda part: part[0]))
     return [printable(line)[: max(0, width)] for line in _fill(parts, width)]
 
 
-def _fill(parts: Sequence[_Part], width: int) -> list[str]:
+def _fill(parts: Sequence[tuple[int, str]], width: int) -> list[str]:
     lines: list[str] = []
-    for part in parts:
-        if lines and len(lines[-1]) + 3 + len(part.text) <= width:
-            lines[-1] += " | " + part.text
+    for _, text in parts:
+        if lines and len(lines[-1]) + 3 + len(text) <= width:
+            lines[-1] += " | " + text
         else:
-            lines.append(part.text)
+            lines.append(text)
     return lines
 
 
@@ -72,84 +72,44 @@ def _fits(lines: Sequence[str], width: int, max_lines: int) -> bool:
     return len(lines) <= max_lines and all(len(line) <= width for line in lines)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    rank: int  # the highest rank is dropped first
-    text: str
+def _status_parts(event: Fields) -> Iterator[tuple[int, str]]:
+    """(rank, text) of each part in the order of the line; the part of the highest rank is dropped first."""
 
+    def value(field: str) -> float | None:
+        return number(event.get(field))
 
-def _step_part(event: Fields) -> _Part:
-    total = event.get("steps_total")
-    if not isinstance(total, int) or total <= 0:
-        return _Part(0, f"step {event['step']}")
-    return _Part(0, f"step {event['step']}/{total} {100 * event['step'] / total:.1f}%")
-
-
-def _loss_part(event: Fields) -> _Part | None:
-    loss = number(event.get("train/loss"))
-    highest = number(event.get("train/loss_max"))
-    beside = f" (max {highest:.3g})" if highest is not None else ""
-    return None if loss is None else _Part(2, f"loss {loss:.4g}{beside}")
-
-
-def _speed_part(event: Fields) -> _Part | None:
-    total, device = number(event.get("perf/tokens_per_s")), number(event.get("perf/tokens_per_s_device"))
-    if total is None:
-        return None
-    several = device is not None and device < 0.99 * total
-    return _Part(
-        3, f"{short_number(total)} tok/s" + (f" ({short_number(device)}/dev)" if several and device is not None else "")
-    )
-
-
-def _utilization_part(event: Fields) -> _Part | None:
-    mfu, measured = number(event.get("perf/mfu")), number(event.get("perf/matmul_ceiling_frac"))
-    if mfu is not None:
-        return _Part(5, f"mfu {percent(mfu)}")
-    return None if measured is None else _Part(5, f"{percent(measured)} of matmul ceiling")
-
-
-def _time_part(event: Fields) -> _Part | None:
-    shown: list[str] = []
+    total_steps = event.get("steps_total")
+    known = isinstance(total_steps, int) and total_steps > 0
+    yield 0, f"step {event['step']}" + (f"/{total_steps} {100 * event['step'] / total_steps:.1f}%" if known else "")
+    if (loss := value("train/loss")) is not None:
+        highest = value("train/loss_max")
+        yield 2, f"loss {loss:.4g}" + (f" (max {highest:.3g})" if highest is not None else "")
+    if (lr := value("train/lr")) is not None:
+        yield 6, f"lr {lr:.2e}"
+    if (norm := value("train/grad_norm")) is not None:
+        yield 9, f"gnorm {norm:.2g}"
+    if (speed := value("perf/tokens_per_s")) is not None:
+        device = value("perf/tokens_per_s_device")
+        per_device = f" ({short_number(device)}/dev)" if device is not None and device < 0.99 * speed else ""
+        yield 3, f"{short_number(speed)} tok/s{per_device}"
+    if (mfu := value("perf/mfu")) is not None:
+        yield 5, f"mfu {percent(mfu)}"
+    elif (measured := value("perf/matmul_ceiling_frac")) is not None:
+        yield 5, f"{percent(measured)} of matmul ceiling"
+    shares: list[str] = []
     for label, phase in (("data", "data_wait"), ("comm exposed", "comm_exposed"), ("ckpt", "ckpt_stall")):
-        frac = number(event.get(f"time/{phase}_frac"))
+        frac = value(f"time/{phase}_frac")
         if frac is not None and (frac > 0 or phase != "comm_exposed"):
-            shown.append(f"{label} {percent(frac)}")
-    return _Part(7, " ".join(shown)) if shown else None
-
-
-def _memory_part(event: Fields) -> _Part | None:
-    peak, limit = number(event.get("mem/peak_bytes")), number(event.get("mem/limit_bytes"))
-    if peak is None:
-        return None
-    return _Part(8, f"mem peak {format_gib(peak)}" + (f" of {format_gib(limit)}" if limit is not None else ""))
-
-
-def _value_part(rank: int, label: str, field: str, write: Callable[[float], str]) -> Callable[[Fields], _Part | None]:
-    def make(event: Fields) -> _Part | None:
-        value = number(event.get(field))
-        return None if value is None else _Part(rank, f"{label} {write(value)}")
-
-    return make
-
-
-def _skipped_part(event: Fields) -> _Part | None:
-    skipped = number(event.get("train/skipped_steps"))
-    return _Part(4, f"skipped {skipped:.0f}") if skipped else None
-
-
-_STATUS_PARTS: Final[tuple[Callable[[Fields], _Part | None], ...]] = (
-    _step_part,
-    _loss_part,
-    _value_part(6, "lr", "train/lr", lambda value: f"{value:.2e}"),
-    _value_part(9, "gnorm", "train/grad_norm", lambda value: f"{value:.2g}"),
-    _speed_part,
-    _utilization_part,
-    _time_part,
-    _memory_part,
-    _skipped_part,
-    _value_part(4, "eta", "eta_s", duration),
-)
+            shares.append(f"{label} {percent(frac)}")
+    if shares:
+        yield 7, " ".join(shares)
+    if (peak := value("mem/peak_bytes")) is not None:
+        limit = value("mem/limit_bytes")
+        yield 8, f"mem peak {format_gib(peak)}" + (f" of {format_gib(limit)}" if limit is not None else "")
+    if skipped := value("train/skipped_steps"):
+        yield 4, f"skipped {skipped:.0f}"
+    if (eta := value("eta_s")) is not None:
+        yield 4, f"eta {duration(eta)}"
 
 
 def percent(fraction: float) -> str:
@@ -171,21 +131,27 @@ class Message:
 
 def event_message(event: Fields) -> Message | None:
     """The console's message for an event other than ``step``, or None if it shows none."""
-    make = _MESSAGES.get(event["kind"])
-    message = make(event) if make is not None else None
-    return message and Message(level=message.level, text=printable(message.text), code=printable(message.code))
+    kind = event["kind"]
+    level, write = _MESSAGES.get(kind, ("", None))
+    text = write(event) if write is not None else None
+    if text is None:
+        return None
+    code = str(event.get("code", "")) if kind in ("notice", "warning") else ""
+    if not code and kind in _SHOWN_ONCE:
+        code = kind
+    return Message(level=level, text=printable(text), code=printable(code))
 
 
-def _eval(event: Fields) -> Message:
+def _eval(event: Fields) -> str:
     metrics = [
         f"{name.removeprefix('eval/')}={value:.4g}"
         for name, raw in event.items()
         if name.startswith("eval/") and (value := number(raw)) is not None
     ]
-    return Message(level="info", text=" ".join(["eval", f"step={event.get('step', '?')}", *metrics]))
+    return " ".join(["eval", f"step={event.get('step', '?')}", *metrics])
 
 
-def _run_start(event: Fields) -> Message | None:
+def _run_start(event: Fields) -> str | None:
     parameters = number(event.get("parameters"))
     if parameters is None or "plan_text" not in event:
         return None
@@ -194,9 +160,7 @@ def _run_start(event: Fields) -> Message | None:
     corpus = f"; {data['corpus']}, {short_number(float(data['train_tokens']))} tokens" if "train_tokens" in data else ""
     packed = _packing(cast("Fields", data["packing"])) if data.get("packing") else ""
     held = _held(cast("Fields", event["held_bytes"])) if event.get("held_bytes") else ""
-    return Message(
-        level="info", text=f"{short_number(parameters)} parameters on {event['plan_text']}{why}{held}{corpus}{packed}"
-    )
+    return f"{short_number(parameters)} parameters on {event['plan_text']}{why}{held}{corpus}{packed}"
 
 
 def _held(count_bytes: Fields) -> str:
@@ -205,23 +169,21 @@ def _held(count_bytes: Fields) -> str:
     return f"; held here: parameters {held['parameters']}, gradients {held['gradients']}, optimizer {held['optimizer']}"
 
 
-def _rules_inferred(event: Fields) -> Message:
+def _rules_inferred(event: Fields) -> str:
     """Layers sharded by inferred rules, and layers that stay whole with the reason."""
     rules = cast("list[Fields]", event.get("rules") or [])
     left = cast("Fields", event.get("left") or {})
     cut = ", ".join(str(rule["module"]) for rule in rules)
     whole = "".join(f"; {name} stays whole: {why}" for name, why in left.items())
-    return Message(level="notice", text=f"rules of tensor parallelism inferred for {cut}{whole}", code="rules_inferred")
+    return f"rules of tensor parallelism inferred for {cut}{whole}"
 
 
-def _placements(event: Fields) -> Message:
+def _placements(event: Fields) -> str:
     """Parameters sharded over tp with their dim, and parameters that stay whole."""
     placed = cast("dict[str, list[str | None]]", event.get("placed") or {})
     cut = ", ".join(f"{name} (dim {dims.index('tp')})" for name, dims in placed.items() if "tp" in dims)
     whole = ", ".join(name for name, dims in placed.items() if "tp" not in dims)
-    return Message(
-        level="notice", text=f"placed over tp: {cut}; whole on every rank: {whole or 'none'}", code="placements"
-    )
+    return f"placed over tp: {cut}; whole on every rank: {whole or 'none'}"
 
 
 def _packing(stats: Fields) -> str:
@@ -232,96 +194,95 @@ def _packing(stats: Fields) -> str:
     )
 
 
-def _compiled(event: Fields) -> Message | None:
+def _compiled(event: Fields) -> str | None:
     seconds = number(event.get("first_step_s"))
-    return None if seconds is None else Message(level="info", text=f"compiled: the first step took {duration(seconds)}")
+    return None if seconds is None else f"compiled: the first step took {duration(seconds)}"
 
 
-def _resumed(event: Fields) -> Message:
+def _resumed(event: Fields) -> str:
     source = event.get("checkpoint") or event.get("path")
     origin = f" from {source}" if source else ""
     differences = cast("list[object]", event.get("differences") or [])
     if (more := len(differences) - _DIFFERENCES) > 1:  # another kind of plan.sync gives one for each parameter
         differences = [*differences[:_DIFFERENCES], f"{more} more, in the event log"]
     weaker = f"; not bit-exact, because of {'; '.join(map(str, differences))}" if differences else ""
-    return Message(level="info", text=f"resumed at step {event.get('step', '?')}{origin}{weaker}")
+    return f"resumed at step {event.get('step', '?')}{origin}{weaker}"
 
 
-def _compression(event: Fields) -> Message | None:
+def _compression(event: Fields) -> str | None:
     """The codec that ``auto`` chose, or a doubt about the configured one."""
     if event.get("why") == "as asked":
         return None
-    return Message(level="notice", text=f"compression {event.get('asked')}: {event.get('why')}", code="compression")
+    return f"compression {event.get('asked')}: {event.get('why')}"
 
 
-def _servers(event: Fields) -> Message:
+def _servers(event: Fields) -> str:
     """A parameter server's message about lost state."""
-    return Message(level="warning", text=str(event.get("message") or ""))
+    return str(event.get("message") or "")
 
 
-def _notice(event: Fields) -> Message:
+def _notice(event: Fields) -> str:
     code = str(event.get("code", "notice"))
     said = "; ".join([str(event.get("what")), *(f"{part}: {event.get(part)}" for part in ("why", "cost", "fix"))])
-    return Message(level="notice", code=code, text=f"{code}: {said}")
+    return f"{code}: {said}"
 
 
-def _warning(event: Fields) -> Message:
+def _warning(event: Fields) -> str:
     code = str(event.get("code", ""))
     said = str(event.get("message") or event.get("text") or "")
-    return Message(level="warning", code=code, text=f"{code}: {said}" if code else said)
+    return f"{code}: {said}" if code else said
 
 
-def _sink_failed(event: Fields) -> Message:
+def _sink_failed(event: Fields) -> str:
     sink = event.get("sink")
     after = "it was detached; the events file is complete"
     if sink == "events":
         after = "events are lost until writing works again"
-    return Message(level="warning", text=f"sink {sink} failed ({event.get('error')}); {after}; training goes on")
+    return f"sink {sink} failed ({event.get('error')}); {after}; training goes on"
 
 
-def _checkpoint_failed(event: Fields) -> Message:
+def _checkpoint_failed(event: Fields) -> str:
     at = f" at step {event['step']}" if "step" in event else ""
-    return Message(level="warning", text=f"checkpoint{at} failed: {_reason(event)}; the one before stays valid")
+    return f"checkpoint{at} failed: {_reason(event)}; the one before stays valid"
 
 
-def _quarantined(event: Fields) -> Message:
+def _quarantined(event: Fields) -> str:
     name = event.get("checkpoint") or event.get("path") or event.get("step")
-    return Message(level="warning", text=f"checkpoint {name} is damaged and was set aside: {_reason(event)}")
+    return f"checkpoint {name} is damaged and was set aside: {_reason(event)}"
 
 
-def _skipped(event: Fields) -> Message:
+def _skipped(event: Fields) -> str:
     shown = [("loss", number(event.get("loss"))), ("gradient norm", number(event.get("grad_norm")))]
     why = ", ".join(f"{name} {value:.4g}" for name, value in shown if value is not None) or _reason(event)
-    return Message(level="warning", text=f"step {event.get('step', '?')} skipped on all ranks: {why}")
+    return f"step {event.get('step', '?')} skipped on all ranks: {why}"
 
 
-def _data_skipped(event: Fields) -> Message:
+def _data_skipped(event: Fields) -> str:
     samples = cast("list[object]", event.get("samples") or [])
     shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
-    text = f"step {event.get('step', '?')}: samples {shown} could not be read and weigh 0; further ones are in the event log"
-    return Message(level="warning", text=text, code="data_skipped")
+    return f"step {event.get('step', '?')}: samples {shown} could not be read and weigh 0; further ones are in the event log"
 
 
-def _run_end(event: Fields) -> Message | None:
+def _run_end(event: Fields) -> str | None:
     if "error" not in event:
         return None
     said = str(event.get("message") or "").split("\n")[0]
-    return Message(level="warning", text=f"the run failed at step {event.get('step', '?')}: {event['error']}: {said}")
+    return f"the run failed at step {event.get('step', '?')}: {event['error']}: {said}"
 
 
-def _preempt(event: Fields) -> Message:
+def _preempt(event: Fields) -> str:
     by = event.get("signal") or event.get("reason") or "a stop request"
-    return Message(level="warning", text=f"stopping at step {event.get('step', '?')} on {by}; the state is being saved")
+    return f"stopping at step {event.get('step', '?')} on {by}; the state is being saved"
 
 
-def _early_stop(event: Fields) -> Message:
+def _early_stop(event: Fields) -> str:
     best, patience = number(event.get("best_loss")), event.get("patience")
     why = _reason(event) if best is None else f"no eval loss below {best:.4g} in {patience} evaluations"
-    return Message(level="info", text=f"stopped early at step {event.get('step', '?')}: {why}")
+    return f"stopped early at step {event.get('step', '?')}: {why}"
 
 
-def _events_lost(event: Fields) -> Message:
-    return Message(level="warning", text=f"{event.get('lines')} event(s) could not be written and are lost")
+def _events_lost(event: Fields) -> str:
+    return f"{event.get('lines')} event(s) could not be written and are lost"
 
 
 def _reason(event: Fields) -> str:
@@ -330,26 +291,30 @@ def _reason(event: Fields) -> str:
 
 _DIFFERENCES: Final = 5  # differences of a resumed run shown on the console
 
-_MESSAGES: Final[Mapping[str, Callable[[Fields], Message | None]]] = {
-    "run_start": _run_start,
-    "rules_inferred": _rules_inferred,
-    "placements": _placements,
-    "compiled": _compiled,
-    "eval": _eval,
-    "resumed": _resumed,
-    "compression": _compression,
-    "servers": _servers,
-    "notice": _notice,
-    "warning": _warning,
-    "sink_failed": _sink_failed,
-    "checkpoint_failed": _checkpoint_failed,
-    "checkpoint_quarantined": _quarantined,
-    "skipped_step": _skipped,
-    "data_skipped": _data_skipped,
-    "preempt": _preempt,
-    "early_stop": _early_stop,
-    "events_lost": _events_lost,
-    "run_end": _run_end,
+# kinds whose name is the code of their message
+_SHOWN_ONCE: Final = frozenset({"rules_inferred", "placements", "compression", "notice", "data_skipped"})
+
+# kind of event → level and text of its message; None for no message
+_MESSAGES: Final[Mapping[str, tuple[str, Callable[[Fields], str | None]]]] = {
+    "run_start": ("info", _run_start),
+    "rules_inferred": ("notice", _rules_inferred),
+    "placements": ("notice", _placements),
+    "compiled": ("info", _compiled),
+    "eval": ("info", _eval),
+    "resumed": ("info", _resumed),
+    "compression": ("notice", _compression),
+    "servers": ("warning", _servers),
+    "notice": ("notice", _notice),
+    "warning": ("warning", _warning),
+    "sink_failed": ("warning", _sink_failed),
+    "checkpoint_failed": ("warning", _checkpoint_failed),
+    "checkpoint_quarantined": ("warning", _quarantined),
+    "skipped_step": ("warning", _skipped),
+    "data_skipped": ("warning", _data_skipped),
+    "preempt": ("warning", _preempt),
+    "early_stop": ("info", _early_stop),
+    "events_lost": ("warning", _events_lost),
+    "run_end": ("warning", _run_end),
 }
 
 

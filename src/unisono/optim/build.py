@@ -21,7 +21,7 @@ from unisono.optim.state import ADAM_STATE, MOMENTUM_STATE, create_state
 def param_groups(
     model: nn.Module,
     options: OptimOptions,
-    pieces: Mapping[str, nn.Parameter] | None = None,
+    sharded_params: Mapping[str, nn.Parameter] | None = None,
     named_roles: Mapping[str, Role] | None = None,
 ) -> list[dict[str, Any]]:
     """Parameter groups ``decay``, ``no_decay`` and ``plain`` with the parameters in the order of their names.
@@ -29,13 +29,13 @@ def param_groups(
     ``groups`` has the rule. An empty group is left out.
 
     Args:
-        pieces: Parameters to update by name, such as a rank's shards; default those of the model.
+        sharded_params: This rank's shards of the parameters, by name, which are updated; default the model's parameters.
         named_roles: Roles by parameter name; default those of ``parameter_roles(model)``.
 
     Raises:
         ConfigError: The model has no trainable parameter, or a pattern of ``decay_exclude`` matches none.
     """
-    by_name = pieces if pieces is not None else dict(model.named_parameters(remove_duplicate=False))
+    by_name = sharded_params if sharded_params is not None else dict(model.named_parameters(remove_duplicate=False))
     by_role: dict[Role, list[nn.Parameter]] = {role: [] for role in Role}
     for name, role in (parameter_roles(model, options.decay_exclude) if named_roles is None else named_roles).items():
         if name in by_name:
@@ -71,9 +71,9 @@ def build_optimizer(
     model: nn.Module,
     options: OptimOptions,
     *,
-    pieces: Mapping[str, nn.Parameter] | None = None,
+    sharded_params: Mapping[str, nn.Parameter] | None = None,
     named_roles: Mapping[str, Role] | None = None,
-    whole_norms: GlobalNorms | None = None,
+    global_norms: GlobalNorms | None = None,
 ) -> Optimizer:
     """Build the optimizer of a model, with all state allocated and steps that can be skipped on the device.
 
@@ -82,9 +82,9 @@ def build_optimizer(
     parameters; without them a skippable step costs a copy of the state. See ``make_skippable``.
 
     Args:
-        pieces: Parameters to update by name, such as a rank's shards; default those of the model.
-        named_roles: Roles of the whole model's parameters, if ``model`` is not whole on this rank.
-        whole_norms: For LAMB and LARS: maps pieces and their norms [n] to the norms [n] of the whole parameters.
+        sharded_params: This rank's shards of the parameters, by name, which are updated; default the model's parameters.
+        named_roles: Roles of the global model's parameters, if ``model`` is only a part of it.
+        global_norms: For LAMB and LARS: maps shards and their norms [n] to the norms [n] of the global parameters.
 
     Raises:
         ConfigError: The kind is unknown, or the model has no trainable parameter.
@@ -92,18 +92,18 @@ def build_optimizer(
     Source:
         Kingma & Ba 2015 (Adam), Loshchilov & Hutter 2019 (AdamW), You et al. 2017 and 2020 (LARS, LAMB).
     """
-    groups = param_groups(model, options, pieces, named_roles)
+    groups = param_groups(model, options, sharded_params, named_roles)
     betas = (options.beta1, options.beta2)
     params = [p for group in groups for p in group["params"]]
     fused = kernels.fused_supported(params, momentum_kernel=options.kind == "sgd")
     # fused=None lets torch choose between foreach and a loop, by device
     match options.kind:
         case "lamb":
-            return Lamb(groups, lr=options.lr, betas=betas, eps=options.eps, whole_norms=whole_norms)
+            return Lamb(groups, lr=options.lr, betas=betas, eps=options.eps, global_norms=global_norms)
         case "lars":
             trust = options.trust_coefficient
             return Lars(
-                groups, lr=options.lr, momentum=options.momentum, trust_coefficient=trust, whole_norms=whole_norms
+                groups, lr=options.lr, momentum=options.momentum, trust_coefficient=trust, global_norms=global_norms
             )
         case "sgd":
             optimizer = torch.optim.SGD(

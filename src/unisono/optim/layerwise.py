@@ -27,11 +27,50 @@ _DEVICE_BUCKET_BYTES = 1 << 28
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 Group = Mapping[str, Any]
-# (pieces of parameters, norms of tensors of their shapes [n]) -> norms of the whole tensors [n]
+# (shards of parameters, norms [n] of tensors of their shapes) -> norms [n] of the global tensors
 GlobalNorms = Callable[[Sequence[nn.Parameter], Tensor], Tensor]
 
 
-class Lamb(Optimizer):
+class _LayerwiseOptimizer(Optimizer):
+    """The part that LAMB and LARS share; ``_update`` updates parameters of one group, device and dtype."""
+
+    _momentum_kernel: bool
+
+    def __init__(self, params: Params, defaults: dict[str, Any], global_norms: GlobalNorms | None) -> None:
+        super().__init__(params, defaults)
+        self._global_norms = global_norms
+        self._step_supports_amp_scaling = True  # read by GradScaler
+        make_skippable(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in every torch optimizer; chooses the kernel of the group, and creates its state."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group["fused"] = kernels.fused_supported(group["params"], momentum_kernel=self._momentum_kernel)
+        for parameter in group["params"]:
+            create_state(self, group, parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient; see ``skippable`` for ``found_inf`` and ``grad_scale``."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for bucket in _buckets(group["params"], together=self._global_norms is not None):
+                self._update(group, bucket)
+        return loss
+
+    def _update(self, group: Group, params: list[nn.Parameter]) -> None:
+        raise NotImplementedError
+
+    def _attribute(self, name: str, device: torch.device) -> Tensor | None:
+        value: Tensor | None = getattr(self, name, None)
+        return None if value is None else value.to(device, non_blocking=True)
+
+
+class Lamb(_LayerwiseOptimizer):
     """The LAMB optimizer: Adam with a layer-wise rate.
 
     ``r = mean_hat / (sqrt(square_hat) + eps)``, ``u = r + weight_decay * w``, ``w -= lr * |w| / |u| * u``. The ratio is 1 if
@@ -39,11 +78,13 @@ class Lamb(Optimizer):
 
     Args:
         adapt: Use the layer-wise ratio; a group may override it.
-        whole_norms: If parameters are shards: maps them and their norms [n] to the norms [n] of the whole parameters.
+        global_norms: If parameters are shards: maps them and their norms [n] to the norms [n] of the global parameters.
 
     Source:
         You et al. 2020 (arXiv:1904.00962), algorithm 2.
     """
+
+    _momentum_kernel = False
 
     def __init__(
         self,
@@ -53,30 +94,13 @@ class Lamb(Optimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.0,
         adapt: bool = True,
-        whole_norms: GlobalNorms | None = None,
+        global_norms: GlobalNorms | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt}
-        super().__init__(params, defaults | {"state": ADAM_STATE})
-        self._whole_norms = whole_norms
-        self._step_supports_amp_scaling = True  # read by GradScaler
-        make_skippable(self)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in every torch optimizer; makes the state of the new parameters."""
-        super().add_param_group(param_group)
-        _prepare(self, momentum_kernel=False)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient; see ``skipping`` for ``found_inf`` and ``grad_scale``."""
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            for bucket in _buckets(group["params"], together=self._whole_norms is not None):
-                self._update(group, bucket)
-        return loss
+        super().__init__(params, defaults | {"state": ADAM_STATE}, global_norms)
 
     def _update(self, group: Group, params: list[nn.Parameter]) -> None:
-        found_inf = _attribute(self, "found_inf", params[0].device)
+        found_inf = self._attribute("found_inf", params[0].device)
         states = [create_state(self, group, p) for p in params]
         updates = kernels.adam_directions(
             _grads(params),
@@ -84,14 +108,14 @@ class Lamb(Optimizer):
             betas=group["betas"],
             eps=group["eps"],
             fused=group["fused"],
-            grad_scale=_attribute(self, "grad_scale", params[0].device),
+            grad_scale=self._attribute("grad_scale", params[0].device),
             found_inf=found_inf,
         )
         if group["weight_decay"]:
             kernels.add_(updates, params, alpha=group["weight_decay"])
         rates = torch.full((len(params),), -group["lr"], dtype=_reduction_dtype(params), device=params[0].device)
         if group["adapt"]:
-            weight_norms, update_norms = _norms(params, updates, self._whole_norms)
+            weight_norms, update_norms = _norms(params, updates, self._global_norms)
             rates *= torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
         if found_inf is not None:
             # a skipped update is weight_decay * w + 0.0; times -0.0 it is a zero that, added to w, keeps even w = -0.0
@@ -99,7 +123,7 @@ class Lamb(Optimizer):
         kernels.add_scaled_(params, updates, rates.unbind())
 
 
-class Lars(Optimizer):
+class Lars(_LayerwiseOptimizer):
     """The LARS optimizer: SGD with momentum and a layer-wise rate.
 
     ``v = momentum * v + lr * local * (g + weight_decay * w)``, ``w -= v`` with
@@ -108,11 +132,13 @@ class Lars(Optimizer):
 
     Args:
         adapt: Use the layer-wise rate; a group may override it.
-        whole_norms: If parameters are shards: maps them and their norms [n] to the norms [n] of the whole parameters.
+        global_norms: If parameters are shards: maps them and their norms [n] to the norms [n] of the global parameters.
 
     Source:
         You et al. 2017 (arXiv:1708.03888), algorithm 1.
     """
+
+    _momentum_kernel = True
 
     def __init__(
         self,
@@ -122,35 +148,18 @@ class Lars(Optimizer):
         weight_decay: float = 0.0,
         trust_coefficient: float = 1e-3,
         adapt: bool = True,
-        whole_norms: GlobalNorms | None = None,
+        global_norms: GlobalNorms | None = None,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adapt": adapt}
         state = MOMENTUM_STATE if momentum else ()
-        super().__init__(params, defaults | {"trust_coefficient": trust_coefficient, "state": state})
-        self._whole_norms = whole_norms
-        self._step_supports_amp_scaling = True
-        make_skippable(self)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in every torch optimizer; makes the state of the new parameters."""
-        super().add_param_group(param_group)
-        _prepare(self, momentum_kernel=True)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient; see ``skipping`` for ``found_inf`` and ``grad_scale``."""
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            for bucket in _buckets(group["params"], together=self._whole_norms is not None):
-                self._update(group, bucket)
-        return loss
+        super().__init__(params, defaults | {"trust_coefficient": trust_coefficient, "state": state}, global_norms)
 
     def _update(self, group: Group, params: list[nn.Parameter]) -> None:
         device, decay, grads = params[0].device, group["weight_decay"], _grads(params)
-        grad_scale = _attribute(self, "grad_scale", device)
+        grad_scale = self._attribute("grad_scale", device)
         rates = torch.full((len(params),), group["lr"], dtype=_reduction_dtype(params), device=device)
         if group["adapt"]:
-            weight_norms, grad_norms = _norms(params, grads, self._whole_norms)
+            weight_norms, grad_norms = _norms(params, grads, self._global_norms)
             if grad_scale is not None:
                 grad_norms = grad_norms / grad_scale
             local = group["trust_coefficient"] * weight_norms / (grad_norms + decay * weight_norms)
@@ -165,23 +174,8 @@ class Lars(Optimizer):
             [state["momentum_buffer"] for state in states] if group["momentum"] else None,
             momentum=group["momentum"],
             fused=group["fused"],
-            found_inf=_attribute(self, "found_inf", device),
+            found_inf=self._attribute("found_inf", device),
         )
-
-
-def _prepare(optimizer: Optimizer, *, momentum_kernel: bool) -> None:
-    """Choose the kernel of the group added last, and create its state."""
-    group = optimizer.param_groups[-1]
-    group["fused"] = kernels.fused_supported(group["params"], momentum_kernel=momentum_kernel)
-    for parameter in group["params"]:
-        create_state(optimizer, group, parameter)
-
-
-def _evaluate(closure: Callable[[], Any] | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def _buckets(params: list[nn.Parameter], *, together: bool) -> Iterator[list[nn.Parameter]]:
@@ -209,18 +203,15 @@ def _grads(params: list[nn.Parameter]) -> list[Tensor]:
     return [p.grad for p in params if p.grad is not None]
 
 
-def _norms(params: list[nn.Parameter], updates: list[Tensor], whole: GlobalNorms | None) -> tuple[Tensor, Tensor]:
+def _norms(
+    params: list[nn.Parameter], updates: list[Tensor], global_norms: GlobalNorms | None
+) -> tuple[Tensor, Tensor]:
     """Norms of the parameters and of their updates or gradients, [len(params)] each."""
     dtype = _reduction_dtype(params)
     both = torch.stack([*kernels.norms(params, dtype), *kernels.norms(updates, dtype)])
-    weights, others = (both if whole is None else whole([*params, *params], both)).chunk(2)
+    weights, others = (both if global_norms is None else global_norms([*params, *params], both)).chunk(2)
     return weights, others
 
 
 def _reduction_dtype(tensors: list[Tensor] | list[nn.Parameter]) -> torch.dtype:
     return torch.promote_types(tensors[0].dtype, torch.float32)
-
-
-def _attribute(optimizer: Optimizer, name: str, device: torch.device) -> Tensor | None:
-    value: Tensor | None = getattr(optimizer, name, None)
-    return None if value is None else value.to(device, non_blocking=True)

@@ -45,16 +45,7 @@ def build_schedule(options: ScheduleOptions, total_steps: int, lr: float = 1.0) 
     >>> [rate(step) for step in range(7)]
     [2.0, 4.0, 4.0, 3.0, 2.0, 1.0, 0.0]
     """
-    shapes: dict[str, Callable[[ScheduleOptions, int], Schedule]] = {
-        "constant": constant,
-        "linear": linear,
-        "cosine": cosine,
-        "polynomial": polynomial,
-        "inverse_sqrt": inverse_sqrt,
-        "wsd": warmup_stable_decay,
-        "step": stepwise,
-    }
-    if options.kind not in shapes:
+    if options.kind not in SCHEDULE_FIELDS:
         raise ConfigError(
             given=f"schedule kind {options.kind!r}",
             rule="the kind is one of " + ", ".join(SCHEDULE_FIELDS),
@@ -64,87 +55,31 @@ def build_schedule(options: ScheduleOptions, total_steps: int, lr: float = 1.0) 
     wrong = [problem for _, problem in schedule_problems(options, total_steps)]
     if wrong:
         raise ConfigError(*wrong)
-    shape = shapes[options.kind](options, total_steps)
-    warmup = options.warmup_steps
+    factor, warmup = _factor(options, total_steps), options.warmup_steps
 
     def rate(step: int) -> float:
-        return lr * (step + 1) / warmup if step < warmup else lr * shape(step)
+        return lr * (step + 1) / warmup if step < warmup else lr * factor(step)
 
     return rate
 
 
-def constant(options: ScheduleOptions, total_steps: int) -> Schedule:
-    """Constant rate of 1.
+def _factor(options: ScheduleOptions, total_steps: int) -> Schedule:
+    """The factor of the learning rate after warm-up."""
+    start = total_steps - decay_steps(options, total_steps) if options.kind == "wsd" else options.warmup_steps
 
-    >>> constant(ScheduleOptions(), 10)(7)
-    1.0
-    """
-    return lambda step: 1.0
+    def progress(step: int) -> float:
+        return min(max((step - start) / max(total_steps - start, 1), 0.0), 1.0)
 
+    def decay(weight: float) -> float:
+        return options.final_lr_frac + (1.0 - options.final_lr_frac) * weight
 
-def linear(options: ScheduleOptions, total_steps: int) -> Schedule:
-    """Linear decay from 1 to ``final_lr_frac``.
-
-    >>> [linear(ScheduleOptions(final_lr_frac=0.5), 4)(step) for step in (0, 2, 4, 5)]
-    [1.0, 0.75, 0.5, 0.5]
-    """
-    progress = _progress(options.warmup_steps, total_steps)
-    return lambda step: _between(options.final_lr_frac, 1.0 - progress(step))
-
-
-def cosine(options: ScheduleOptions, total_steps: int) -> Schedule:
-    """Half a cosine period from 1 to ``final_lr_frac``.
-
-    >>> [round(cosine(ScheduleOptions(final_lr_frac=0.0), 10)(step), 6) for step in (0, 5, 10, 11)]
-    [1.0, 0.5, 0.0, 0.0]
-    """
-    progress = _progress(options.warmup_steps, total_steps)
-    return lambda step: _between(options.final_lr_frac, 0.5 * (1.0 + math.cos(math.pi * progress(step))))
-
-
-def polynomial(options: ScheduleOptions, total_steps: int) -> Schedule:
-    """Polynomial decay ``(1 - progress) ** power`` from 1 to ``final_lr_frac``.
-
-    >>> [polynomial(ScheduleOptions(power=2.0, final_lr_frac=0.0), 4)(step) for step in (0, 1, 2, 4)]
-    [1.0, 0.5625, 0.25, 0.0]
-    """
-    progress = _progress(options.warmup_steps, total_steps)
-    return lambda step: _between(options.final_lr_frac, (1.0 - progress(step)) ** options.power)
-
-
-def inverse_sqrt(options: ScheduleOptions, total_steps: int) -> Schedule:
-    """Inverse square root decay ``sqrt(warmup_steps / (step + 1))``, independent of the length of the run.
-
-    >>> [inverse_sqrt(ScheduleOptions(warmup_steps=4), 100)(step) for step in (3, 15, 63)]
-    [1.0, 0.5, 0.25]
-    """
-    start = max(options.warmup_steps, 1)
-    return lambda step: math.sqrt(start / (step + 1))
-
-
-def warmup_stable_decay(options: ScheduleOptions, total_steps: int) -> Schedule:
-    """Rate of 1 until the last ``decay_frac`` of the run, then linear decay to ``final_lr_frac``.
-
-    >>> [warmup_stable_decay(ScheduleOptions(decay_frac=0.4, final_lr_frac=0.0), 10)(step) for step in (5, 6, 8, 10)]
-    [1.0, 1.0, 0.5, 0.0]
-    """
-    progress = _progress(total_steps - decay_steps(options, total_steps), total_steps)
-    return lambda step: _between(options.final_lr_frac, 1.0 - progress(step))
-
-
-def stepwise(options: ScheduleOptions, total_steps: int) -> Schedule:
-    """Rate multiplied by ``step_factor`` every ``step_every_steps`` steps.
-
-    >>> [stepwise(ScheduleOptions(step_every_steps=2, step_factor=0.5), 9)(step) for step in range(5)]
-    [1.0, 1.0, 0.5, 0.5, 0.25]
-    """
-    return lambda step: options.step_factor ** (step // options.step_every_steps)
-
-
-def _progress(start: int, end: int) -> Schedule:
-    """Linear progress: 0 up to ``start``, 1 from ``end`` on."""
-    return lambda step: min(max((step - start) / max(end - start, 1), 0.0), 1.0)
-
-
-def _between(low: float, weight: float) -> float:
-    return low + (1.0 - low) * weight
+    shapes: dict[str, Schedule] = {
+        "constant": lambda step: 1.0,
+        "linear": lambda step: decay(1.0 - progress(step)),
+        "cosine": lambda step: decay(0.5 * (1.0 + math.cos(math.pi * progress(step)))),
+        "polynomial": lambda step: decay((1.0 - progress(step)) ** options.power),
+        "inverse_sqrt": lambda step: math.sqrt(max(options.warmup_steps, 1) / (step + 1)),
+        "wsd": lambda step: decay(1.0 - progress(step)),
+        "step": lambda step: options.step_factor ** (step // options.step_every_steps),
+    }
+    return shapes[options.kind]

@@ -85,12 +85,33 @@ def load_state_tensors(model: NamedParameters, optimizer: Optimizer, tensors: Ma
         if parameter is not None and "state" not in group and not optimizer.state.get(parameter):
             fresh[name] = torch.empty_like(tensors[name], device=_state_device(state, group, parameter))
     known = own | fresh
-    problems = [_missing(name) for name in own if name not in tensors]
-    problems += [_unexpected(name, known) for name in tensors if name not in known]
+    no_state = "an optimizer that keeps state; this one has none (momentum = 0?)"
+    problems = [
+        _not_loaded(
+            f"the saved state has no {name!r}",
+            "every tensor of the optimizer's state is loaded",
+            "resume with the optimizer and the model that wrote it, or start a new run from the weights alone",
+        )
+        for name in own
+        if name not in tensors
+    ]
     problems += [
-        _different(name, tensors[name], tensor)
+        _not_loaded(
+            f"the saved state has {name!r}",
+            "every saved tensor belongs to this optimizer and model",
+            nearest_name(name, known) if known else no_state,
+        )
+        for name in tensors
+        if name not in known
+    ]
+    problems += [
+        _not_loaded(
+            f"saved {name!r} is {saved.dtype} {list(saved.shape)}, here it is {tensor.dtype} {list(tensor.shape)}",
+            "shape and dtype are those of the run that wrote it",
+            "the model sizes and the precision the checkpoint was written with",
+        )
         for name, tensor in own.items()
-        if name in tensors and (tensors[name].shape, tensors[name].dtype) != (tensor.shape, tensor.dtype)
+        if (saved := tensors.get(name)) is not None and (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype)
     ]
     if problems:
         raise CheckpointError(*problems)
@@ -109,7 +130,12 @@ def _owners(model: NamedParameters, optimizer: Optimizer) -> dict[str, tuple[Map
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in first_name:
-                raise CheckpointError(_of_another_model(optimizer, model))
+                raise CheckpointError(
+                    given=f"optimizer {type(optimizer).__name__} has a parameter that {type(model).__name__} has not",
+                    rule="state is named after the model's parameters",
+                    consequence="the optimizer cannot be saved or loaded",
+                    nearest="make the optimizer from this model's parameters, after moving or replacing them",
+                )
             owners[first_name[parameter]] = group, parameter
     return owners
 
@@ -120,40 +146,6 @@ def _state_device(state: str, group: Mapping[str, Any], parameter: nn.Parameter)
     return torch.device("cpu") if on_host else parameter.device
 
 
-_CONSEQUENCE = "continuing would not be the same run, so nothing was loaded"
-
-
-def _of_another_model(optimizer: Optimizer, model: NamedParameters) -> Problem:
-    return Problem(
-        given=f"optimizer {type(optimizer).__name__} has a parameter that {type(model).__name__} has not",
-        rule="state is named after the model's parameters",
-        consequence="the optimizer cannot be saved or loaded",
-        nearest="make the optimizer from this model's parameters, after moving or replacing them",
-    )
-
-
-def _missing(name: str) -> Problem:
-    return Problem(
-        given=f"the saved state has no {name!r}",
-        rule="every tensor of the optimizer's state is loaded",
-        consequence=_CONSEQUENCE,
-        nearest="resume with the optimizer and the model that wrote it, or start a new run from the weights alone",
-    )
-
-
-def _unexpected(name: str, own: Mapping[str, Tensor]) -> Problem:
-    return Problem(
-        given=f"the saved state has {name!r}",
-        rule="every saved tensor belongs to this optimizer and model",
-        consequence=_CONSEQUENCE,
-        nearest=nearest_name(name, own) if own else "an optimizer that keeps state; this one has none (momentum = 0?)",
-    )
-
-
-def _different(name: str, saved: Tensor, own: Tensor) -> Problem:
-    return Problem(
-        given=f"saved {name!r} is {saved.dtype} {list(saved.shape)}, here it is {own.dtype} {list(own.shape)}",
-        rule="shape and dtype are those of the run that wrote it",
-        consequence=_CONSEQUENCE,
-        nearest="the model sizes and the precision the checkpoint was written with",
-    )
+def _not_loaded(given: str, rule: str, nearest: str) -> Problem:
+    consequence = "continuing would not be the same run, so nothing was loaded"
+    return Problem(given=given, rule=rule, consequence=consequence, nearest=nearest)

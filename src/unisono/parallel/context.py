@@ -1,18 +1,18 @@
 """Context parallelism: the ranks of ``cp`` share each sequence, and all keys and values are gathered (Dubey et al. 2024, §3.3.2).
 
-What a transformer does token by token needs nothing of other ranks; only attention looks across. A sequence of T tokens is cut
-into 2·cp runs of r = T / (2·cp), and rank i takes runs i and 2·cp - 1 - i. Under a causal mask run n needs the first (n + 1)·r
-keys, no more are looked at, so every rank computes equally many pairs of query and key:
+Only attention needs tokens of other ranks. A sequence of T tokens is split into 2·cp runs of r = T / (2·cp) tokens. Rank i has
+runs i and 2·cp - 1 - i. Under a causal mask run n needs the first (n + 1)·r keys and computes with no others, so all ranks
+compute the same number of query-key pairs:
 
     cp = 2      run        0        1        2        3
                 rank       0        1        1        0
                 keys       r       2r       3r       4r
 
 Keys and values [B, K, T/cp, E] are gathered once per attention in the forward pass; one reduce-scatter in the backward pass sums
-their gradients over the ranks. Compared with a ring this holds a layer's whole keys and values for as long as the layer needs
-them, and takes any mask and any attention kernel.
+their gradients over the ranks. Compared with ring attention this holds all keys and values of a layer while the layer runs, and
+works with any mask and any attention kernel.
 
-Attention is found where it happens: in each block ``F.scaled_dot_product_attention`` is replaced, whoever calls it.
+In the forward pass of each block, all calls of ``F.scaled_dot_product_attention`` are replaced.
 """
 
 from __future__ import annotations
@@ -40,17 +40,16 @@ from unisono.parallel.hooks import wrap_forward
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.tensor.collectives import all_gather_single, reduce_scatter_single
 
-# entries that say how long a sequence is, and what a model may call the place of a token
+# names of batch entries: tokens, positions, and entries that losses and metrics sum over tokens
 _TOKENS = ("tokens", "input_ids")
 _POSITIONS = ("positions", "position_ids")
-# what losses and metrics count
 _COUNTED = ("targets", "labels", "weights", "target_bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Current:
-    """What attention must know of the micro-batch that is computed: T, the places in it of this rank's tokens [T/cp], the whole
-    [B, T] documents where there are any, and a causal mask for each run."""
+class _MicroBatch:
+    """The current micro-batch, for attention: its sequence length T, the positions of this rank's tokens [T/cp], the document
+    numbers [B, T] if there are any, and a causal mask for each run."""
 
     length: int
     order: Tensor
@@ -59,15 +58,20 @@ class _Current:
 
 
 class ContextParallel:
-    """This rank's part of sequences, and the attention that joins the parts. ``model`` is the whole model, before it is cut or
-    wrapped. Raises PlanError where transformers would not go through torch's attention.
+    """This rank's part of the sequences, and attention over all parts.
 
-        context.wrap(blocks)                    # once, before recompute is wrapped around them
-        with context.of(micro):                 # the forward pass of a micro-batch, and its backward pass
-            outputs = model(**inputs(context.cut(micro)))
+        context.wrap_blocks(blocks)             # once, before recompute wraps them
+        with context.micro_batch(micro):        # for the forward pass of a micro-batch, and for its backward pass
+            outputs = model(**inputs(context.shard_batch(micro)))
 
-    Outside ``of`` a model computes whole sequences by itself, as if it had not been wrapped. A model that has a method
-    ``check_length(tokens)`` is asked there whether it takes whole sequences of so many: its own forward sees a part of them.
+    Outside of ``micro_batch`` a model computes complete sequences, as if it were not wrapped. If the model has a method
+    ``check_length(tokens)``, it is called with the length of the complete sequences, of which its forward gets a part.
+
+    Args:
+        model: The global model, before it is sharded or wrapped.
+
+    Raises:
+        PlanError: A model of transformers does not use torch's attention.
     """
 
     def __init__(self, grid: ParallelDims, model: nn.Module) -> None:
@@ -77,16 +81,18 @@ class ContextParallel:
         self._takes = set(inspect.signature(model.forward).parameters)
         self._check_length: Callable[[int], None] | None = getattr(model, "check_length", None)
         self._transformers = context_transformers.TransformersModels(model)
-        self._current: _Current | None = None
-        self._inside = False  # a block's forward pass
+        self._current: _MicroBatch | None = None
+        self._inside_block = False
 
     def shard_batch(self, micro: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's T/cp tokens of every entry whose dim 1 is the sequence; other entries as they are.
+        """Take this rank's T/cp tokens of every entry whose dim 1 is the sequence; other entries stay as they are.
 
-        T is dim 1 of ``tokens`` or ``input_ids``, else the size of dim 1 that most entries share. A model that takes
-        ``positions`` or ``position_ids`` gets them ([1, T/cp], places in the whole sequence) where the batch has none.
-        ``documents`` are left out: attention knows them. Raises PlanError where T is no multiple of 2·cp, for a batch without
-        sequences, and for targets that are not of tokens, which every rank would count; what ``check_length`` raises too.
+        T is dim 1 of ``tokens`` or ``input_ids``, else the size of dim 1 that most entries share. A model with an argument
+        ``positions`` or ``position_ids`` gets them ([1, T/cp], in the complete sequence) if the batch has none. ``documents`` are
+        left out, because attention has them.
+
+        Raises:
+            PlanError: T is no multiple of 2·cp, the batch has no sequences, or targets are not per token.
         """
         length = self._length(micro)
         self._check_counted(micro, length)
@@ -115,16 +121,16 @@ class ContextParallel:
 
     @contextmanager
     def micro_batch(self, micro: Mapping[str, Tensor]) -> Generator[None]:
-        """Inside, attention is that of the whole ``micro``. Recompute needs it around the backward pass too."""
+        """Inside, attention covers the complete sequences of ``micro``. Recompute needs it around the backward pass too."""
         before, length = self._current, self._length(micro)
         documents = micro.get("documents") if "documents" in self._takes else self._transformers.documents(micro)
         order = self._order(length, next(iter(micro.values())).device)
         size = length // (2 * self._count)
-        # They take no memory: kernels that can align a causal mask to the last key are told to. As a kind of tensor they cannot
-        # be made while anything watches operators (selective recompute, a count of FLOPs), which only this name turns off.
+        # These masks take no memory: kernels align them to the last key. They are a tensor subclass that cannot be created
+        # under a dispatch mode (selective recompute, a count of FLOPs); torch has no public name for turning modes off.
         with _disable_current_modes():
             causal = tuple(causal_lower_right(size, (run + 1) * size) for run in self._runs)
-        self._current = _Current(length=length, order=order, documents=documents, causal=causal)
+        self._current = _MicroBatch(length=length, order=order, documents=documents, causal=causal)
         try:
             with self._transformers.masks(order, micro.get("attention_mask"), length):
                 yield
@@ -132,8 +138,10 @@ class ContextParallel:
             self._current = before
 
     def wrap_blocks(self, blocks: Iterable[nn.Module], again: Iterable[nn.Module] = ()) -> None:
-        """Put the attention into each block's forward, in place, and so into what recompute runs again; ``again`` are modules
-        in blocks that it runs without the block around them."""
+        """Replace attention in the forward pass of each block, in place, also when the block is recomputed.
+
+        ``again`` are modules inside blocks that are recomputed alone.
+        """
         for module in again:
             wrap_forward(module, self._with_attention_again)
         for block in blocks:
@@ -144,13 +152,13 @@ class ContextParallel:
         """The forward pass of a block of class ``name``."""
         if self._current is None:
             return forward(*args, **kwargs)
-        before, self._inside = self._inside, True
+        before, self._inside_block = self._inside_block, True
         try:
-            with _Replaced(self._attend) as replaced:
+            with _ReplaceAttention(self._attend) as attention:
                 outputs = forward(*args, **kwargs)
         finally:
-            self._inside = before
-        if not replaced.calls:
+            self._inside_block = before
+        if not attention.calls:
             raise PlanError(
                 given=f"plan.cp={self._count} for {name}, which does not call F.scaled_dot_product_attention",
                 rule="that call is where the ranks of a sequence join their parts",
@@ -160,10 +168,10 @@ class ContextParallel:
         return outputs
 
     def _with_attention_again(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward pass of a module that recompute runs again without the block around it."""
-        if self._current is None or self._inside:
+        """The forward pass of a module that is recomputed without the block around it."""
+        if self._current is None or self._inside_block:
             return forward(*args, **kwargs)
-        with _Replaced(self._attend):
+        with _ReplaceAttention(self._attend):
             return forward(*args, **kwargs)
 
     def _length(self, micro: Mapping[str, Tensor]) -> int:
@@ -180,15 +188,12 @@ class ContextParallel:
         length = named[0] if named else max(sizes, key=lambda size: (sizes[size], size), default=0)
         runs = 2 * self._count
         if length == 0 or length % runs:
-            near = [
-                near_length for near_length in (length // runs * runs, -(-length // runs) * runs) if near_length
-            ] or [runs]
+            near = dict.fromkeys(max(runs, multiple * runs) for multiple in (length // runs, -(-length // runs)))
             raise PlanError(
                 given=f"plan.cp={self._count} for a batch of {_shapes(micro)}",
                 rule=f"dim 1 is the sequence, which is cut into {runs} equal runs",
                 consequence=f"{length} tokens cannot be shared equally",
-                nearest=" or ".join(f"sequences of {near_length}" for near_length in dict.fromkeys(near))
-                + ", or plan.cp=1",
+                nearest=" or ".join(f"sequences of {near_length}" for near_length in near) + ", or plan.cp=1",
             )
         return length
 
@@ -203,7 +208,7 @@ class ContextParallel:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """F.scaled_dot_product_attention of this rank's queries [B, H, T/cp, E] and everyone's keys and values."""
+        """``F.scaled_dot_product_attention`` of this rank's queries [B, H, T/cp, E] with the keys and values of all ranks."""
         current = self._current
         assert current is not None
         length, order, documents = current.length, current.order, current.documents
@@ -221,28 +226,27 @@ class ContextParallel:
         attend = functools.partial(
             F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
         )
-        same = (
-            None if documents is None else documents[:, None, order, None] == documents[:, None, None]
-        )  # [B, 1, T/cp, T]
+        # [B, 1, T/cp, T]
+        same = None if documents is None else documents[:, None, order, None] == documents[:, None, None]
         if attn_mask is not None or not is_causal:
             mask = None if attn_mask is None else self._whole_keys(attn_mask, own, length, order)
             return attend(query, key, value, attn_mask=_both(mask, same), is_causal=is_causal)
-        mixed: list[Tensor] = []
+        outputs: list[Tensor] = []
         size = own // 2
         for place, (run, queries) in enumerate(zip(self._runs, query.chunk(2, -2), strict=True)):
-            end = (run + 1) * size  # what lies behind the run is not looked at
+            end = (run + 1) * size  # later keys are masked
             mask = current.causal[place]
             if same is not None:
                 mask = same[:, :, place * size : (place + 1) * size, :end].tril(end - size)
-            mixed.append(attend(queries, key[..., :end, :], value[..., :end, :], attn_mask=mask))
-        return torch.cat(mixed, -2)
+            outputs.append(attend(queries, key[..., :end, :], value[..., :end, :], attn_mask=mask))
+        return torch.cat(outputs, -2)
 
     def _order(self, length: int, device: torch.device) -> Tensor:
-        """Places in the sequence [T/cp] of this rank's tokens."""
+        """Positions in the sequence [T/cp] of this rank's tokens."""
         return torch.arange(length, device=device).view(2 * self._count, -1)[list(self._runs)].flatten()
 
     def _whole_keys(self, mask: Tensor, own: int, length: int, order: Tensor) -> Tensor:
-        """``mask`` of this rank's queries (or of all alike) and all keys [..., T/cp or 1, T]."""
+        """``mask`` for this rank's queries and all keys, [..., T/cp or 1, T]."""
         queries, keys = mask.shape[-2:]
         if keys == own and queries == 1:
             gathered = _gather(mask.to(torch.uint8 if mask.dtype == torch.bool else mask.dtype).mT, self._group).mT
@@ -260,8 +264,8 @@ class ContextParallel:
         )
 
 
-class _Replaced(TorchFunctionMode):
-    """Inside, calls of F.scaled_dot_product_attention go to ``attend``, and are counted."""
+class _ReplaceAttention(TorchFunctionMode):
+    """Inside, calls of ``F.scaled_dot_product_attention`` go to ``attend``, and are counted."""
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -292,7 +296,7 @@ def _gather(part: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Backward each rank gets its part of the gradients, summed over ranks."""
+    """All-gather; the backward pass sums the gradients over the ranks and gives each rank its part."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,20 +1,20 @@
-"""Builds a model without values, so that no rank ever holds all of it; values are drawn later, one tensor at a time.
+"""Builds a model without values, so that no rank holds the whole model; values are drawn later, one tensor at a time.
 
-While the factory runs, its tensors are made on the meta device and every operation on them is recorded: arguments, the storages
-it reads and writes, the generator it draws from. ``DeferredModel.values`` replays the operations on the CPU, one parameter after
-the other, and frees each parameter once its shard has been copied. Every draw keeps its place in the random stream, also one
-that is overwritten later or belongs to another stage. So values and generators are those of a plain construction, bit for bit.
+While the factory runs, its tensors are fake, and every operation on them is recorded: arguments, the storages that it reads and
+writes, the generator that it draws from. ``DeferredModel.values`` replays the operations on the CPU, one parameter after the
+other, and frees each parameter once its shard has been copied. Every draw keeps its place in the random stream, also if it is
+overwritten later or belongs to another stage, so values and generator states equal those of a plain construction, bit for bit.
 Peak memory is the largest parameter and the temporaries of its operations; a parameter that is drawn twice, with others in
-between, is held meanwhile.
+between, is held until its second draw.
 
-Tensors that have values from the start (``torch.tensor``, ``arange``, ``linspace``, numpy) stay real: constructors compute with
-them.
+Tensors with values from the start (``torch.tensor``, ``arange``, ``linspace``, numpy) stay real, because constructors read them.
 """
 
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -26,23 +26,24 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree  # has no public name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.errors import PlanError
 from unisono.parallel.sharding import ShardedParameters
 
-# factories whose names begin so are deferred; others give values that constructors read
+# prefixes of factories that are deferred; the results of others are read by constructors
 _FACTORIES = ("empty", "zeros", "ones", "full", "rand", "normal")
-# they overwrite their first argument and do not read it
+# operations that overwrite their first argument without reading it
 _FILLS = {"normal_", "uniform_", "fill_", "zero_", "copy_", "exponential_", "random_", "log_normal_", "trunc_normal_"}
-_MARK = 1 << 62  # seeds that stand for "after this draw" while recording
+_MARK = 1 << 62  # while recording, the seed of a generator after its n-th draw is _MARK + n
 _init: Any = torch.nn.init
 _truncated_normal = _init._no_grad_trunc_normal_
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A tensor as a window of the storage number ``cell``."""
+    """A tensor as a view of the storage number ``cell``."""
 
     cell: int
     dtype: torch.dtype
@@ -56,7 +57,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Constant:
-    """A tensor that had its values, as often written to as ``version`` says."""
+    """A tensor with values, and its ``_version`` when it was recorded."""
 
     tensor: Tensor
     version: int
@@ -64,7 +65,11 @@ class _Constant:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Operation:
-    """``makes``: places of its outputs. ``generator`` is None where it draws nothing; ``state`` is what others set it to."""
+    """A recorded operation.
+
+    ``reads`` and ``writes`` are storage numbers, ``makes`` are the new outputs. ``generator`` is None if it draws nothing;
+    ``state`` is the generator's state before it, if that was set by code outside of the recorded operations.
+    """
 
     function: Any
     args: Any
@@ -82,7 +87,7 @@ class _Operation:
 
 @dataclass(slots=True)
 class _Stream:
-    """A generator while recording: where it began, and digests of where draws left it."""
+    """A generator while recording: its first state, and digests of its states after draws."""
 
     generator: torch.Generator
     began: Tensor
@@ -90,14 +95,16 @@ class _Stream:
     last: str = ""
 
 
-class _Recorder(TorchDispatchMode):
+class _InitRecorder(TorchDispatchMode):
+    """Runs operations on fake tensors and records them."""
+
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.operations: list[_Operation] = []
-        self.storages: list[Any] = []  # held, so that addresses stay theirs
+        self.storages: list[Any] = []  # held, so that no address is reused
         self._numbers: dict[int, int] = {}
-        self.streams: dict[int, _Stream] = {}  # by address: the objects in Python come and go
+        self.streams: dict[int, _Stream] = {}  # by address, because Python objects of one generator come and go
 
     def place(self, tensor: Tensor) -> _Place:
         storage = tensor.untyped_storage()
@@ -110,7 +117,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         name = str(func.overloadpacket.__name__)
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        inputs = list(_tensors((args, kwargs)))
+        inputs = _leaves((args, kwargs), Tensor)
         factory = not inputs and name.startswith(_FACTORIES)
         if not (factory or draws or any(isinstance(tensor, FakeTensor) for tensor in inputs)):
             return func(*args, **kwargs)
@@ -118,7 +125,7 @@ class _Recorder(TorchDispatchMode):
             tensor
             for number, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in _tensors(args[number] if number < len(args) else kwargs.get(argument.name))
+            for tensor in _leaves(args[number] if number < len(args) else kwargs.get(argument.name), Tensor)
         ]
         if any(not isinstance(tensor, FakeTensor) for tensor in written):
             raise _refused(name, written[0], "a tensor that was made with its values is not drawn or computed into")
@@ -131,12 +138,12 @@ class _Recorder(TorchDispatchMode):
         except (NotImplementedError, RuntimeError) as error:
             raise _refused(name, inputs[0] if inputs else None, "it needs values, and there are none yet") from error
         if factory:
-            kwargs["dtype"] = result.dtype  # the default may be another one later
+            kwargs["dtype"] = result.dtype  # the default may differ when it is replayed
         self._record(func, name, args, kwargs, written, result, draws=draws)
         return result
 
     def truncated_normal(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """In place of torch's, which draws until all values are in their range, and so is one operation here."""
+        """Replaces torch's function, which draws until all values are in range, so that it is one recorded operation."""
         if not isinstance(tensor, FakeTensor):
             return _truncated_normal(tensor, *args, **kwargs)
         self._record(_truncated_normal, "trunc_normal_", (tensor, *args), kwargs, [tensor], tensor, draws=True)
@@ -145,13 +152,13 @@ class _Recorder(TorchDispatchMode):
     def _record(
         self, func: Any, name: str, args: Any, kwargs: Any, written: list[Tensor], result: Any, *, draws: bool
     ) -> None:
-        args, kwargs = _mapped(self._noted, args), _mapped(self._noted, kwargs)
-        inputs = frozenset(place.cell for place in _places((args, kwargs)))
-        outputs = tuple(self.place(tensor) for tensor in _tensors(result))
+        args, kwargs = pytree.tree_map_only(Tensor, self._noted, (tuple(args), kwargs))
+        inputs = frozenset(place.cell for place in _leaves((args, kwargs), _Place))
+        outputs = tuple(self.place(tensor) for tensor in _leaves(result, Tensor))
         makes = tuple(place for place in outputs if place.cell not in inputs)
         writes = frozenset(self.place(tensor).cell for tensor in written)
         if not (writes or makes):
-            return  # a view: places say what it is
+            return  # a view, which its place describes
         generator = (kwargs.get("generator") or torch.default_generator) if draws else None
         self.operations.append(
             _Operation(
@@ -170,19 +177,17 @@ class _Recorder(TorchDispatchMode):
         return self.place(tensor) if isinstance(tensor, FakeTensor) else _Constant(tensor, tensor._version)
 
     def _fills(self, name: str, args: Any, writes: frozenset[int]) -> bool:
-        """Whether nothing of what it writes to stays, or is read."""
+        """Whether the operation overwrites the whole storage of its first argument without reading it."""
         if name not in _FILLS:
             return False
         target = args[0]
-        covered = target.dtype.itemsize
-        for extent in target.size:
-            covered *= extent
-        others = {place.cell for place in _places(args[1:])}
+        others = {place.cell for place in _leaves(args[1:], _Place)}
+        covered = target.dtype.itemsize * math.prod(target.size)
         return covered == self.storages[target.cell].nbytes() and not others & writes
 
     def _set_by_others(self, generator: torch.Generator) -> Tensor | None:
-        """The generator's state, where it is not as the last draw here left it. Nothing is drawn yet: the
-        generator is put elsewhere instead, so that setting it to the same seed again is noticed."""
+        """The generator's state, if it differs from that after the last draw here, else None. Recording draws nothing; instead
+        the generator is put into a state of its own for each draw, so that a repeated seed is noticed."""
         state = generator.get_state()
         address: int = cast(Any, generator)._cdata
         stream = self.streams.setdefault(address, _Stream(generator, state, set()))
@@ -197,32 +202,33 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeferredModel:
-    """A model on the meta device and how to make its values. ``fingerprint`` is equal where all values will be."""
+    """A model on the meta device, and the operations that draw its values. Equal values have an equal ``fingerprint``."""
 
     model: nn.Module
     fingerprint: str
     _operations: tuple[_Operation, ...]
     _bytes: tuple[int, ...]  # of each storage
     _places: dict[str, _Place]
-    _last: tuple[tuple[torch.Generator, Tensor], ...]  # what generators were set to after their last draw
+    _last: tuple[tuple[torch.Generator, Tensor], ...]  # states of generators that were set after their last draw
 
     def values(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter and buffer of ``names`` that was deferred, by its first name, whole, on the CPU.
+        """Yield (first name, value on the CPU) of each deferred parameter and buffer among ``names``.
 
-        A tensor is dropped when the next is asked for. Draw nothing meanwhile. At the end the generators are where a plain
-        construction leaves them. Raises PlanError where a tensor the factory computed with has changed since.
+        A value is dropped when the next is requested. The caller must not draw random numbers in between. At the end the
+        generators are in the state that a plain construction leaves. Raises PlanError if a tensor that the factory read has
+        changed since.
         """
         wanted: dict[int, list[str]] = {}
         for name, place in self._places.items():
             if name in names:
                 wanted.setdefault(place.cell, []).append(name)
-        yield from _Run(self._operations, self._bytes, self._places, wanted).values()
+        yield from _Replay(self._operations, self._bytes, self._places, wanted).values()
         for generator, state in self._last:
             generator.set_state(state)
 
 
-class _Run:
-    """One carrying out. An operation may run when it is first in the queue of every storage it touches."""
+class _Replay:
+    """One replay of recorded operations. An operation may run when it is first in the queue of every storage it touches."""
 
     def __init__(
         self,
@@ -262,7 +268,7 @@ class _Run:
                 yield from self._finished()
 
     def _follow(self, cells: Iterable[int]) -> Iterator[tuple[str, Tensor]]:
-        """What can be computed from what is here without a further draw."""
+        """Run the operations on ``cells`` that need no further draw, and yield the values that are finished."""
         yield from self._finished()
         for cell in cells:
             while self._queues[cell] and self._drawn(self._queues[cell][0]):
@@ -301,8 +307,9 @@ class _Run:
                 storages[noted.cell] = torch.UntypedStorage(self._bytes[noted.cell])
             return noted.of(storages[noted.cell])
 
-        result = operation.function(*_mapped(real, operation.args), **_mapped(real, operation.kwargs))
-        outputs = [tensor for tensor in _tensors(result)][: len(operation.makes)] if operation.makes else []
+        args, kwargs = pytree.tree_map_only((_Place, _Constant), real, (operation.args, operation.kwargs))
+        result = operation.function(*args, **kwargs)
+        outputs = _leaves(result, Tensor)[: len(operation.makes)]
         for place, tensor in zip(operation.makes, outputs, strict=True):
             storages[place.cell] = tensor.untyped_storage()
             if tensor.stride() != place.stride or tensor.storage_offset() != place.offset:
@@ -311,16 +318,16 @@ class _Run:
 
 
 def deferred_init(factory: Callable[[], nn.Module]) -> DeferredModel:
-    """The model of ``factory`` without its values. Generators are left as they are.
+    """Build the model of ``factory`` without its values. The states of generators do not change.
 
-    Raises PlanError for what cannot be done later: reading a value of a tensor that is not drawn yet (``.item()``), devices
-    other than the CPU, a generator put back, and tensors that are neither parameter nor buffer.
+    Raises PlanError for operations that cannot be replayed: reading a value that is not drawn yet (``.item()``), devices other
+    than the CPU, resetting a generator to an earlier state, and tensors that are neither parameter nor buffer.
     """
-    recorder, began = _Recorder(), torch.get_rng_state()
+    recorder, began = _InitRecorder(), torch.get_rng_state()
     _init._no_grad_trunc_normal_ = recorder.truncated_normal
     try:
         with recorder, warnings.catch_warnings():
-            # said when a module is copied; copying is recorded as any other operation
+            # the warning of copying a module; the copy is recorded like any other operation
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             model = factory()
         ends = [(item.generator, item.generator.get_state(), item.last) for item in recorder.streams.values()]
@@ -337,8 +344,7 @@ def deferred_init(factory: Callable[[], nn.Module]) -> DeferredModel:
     hasher = xxhash.xxh3_128()
     for operation in recorder.operations:
         hasher.update(f"{operation.function.__name__}{operation.state is None}".encode())
-        for item in (operation.args, operation.kwargs, operation.state):
-            _update_digest(hasher, item)
+        _update_digest(hasher, (operation.args, operation.kwargs, operation.state))
     _update_digest(hasher, [(name, places.get(name, tensor)) for name, tensor in named.items()])
     return DeferredModel(
         model=model,
@@ -351,7 +357,7 @@ def deferred_init(factory: Callable[[], nn.Module]) -> DeferredModel:
 
 
 def _to_meta(model: nn.Module, torchs_own: Collection[str]) -> None:
-    """Put plain tensors on the meta device in place of those that were used to record; what is tied stays tied."""
+    """Replace fake tensors by plain ones on the meta device; tied tensors stay tied."""
     replacements: dict[int, Tensor] = {}
 
     def plain(tensor: Tensor) -> Tensor:
@@ -375,8 +381,8 @@ def _to_meta(model: nn.Module, torchs_own: Collection[str]) -> None:
 
 
 def allocate_shards(model: nn.Module, device: torch.device) -> None:
-    """Allocate meta tensors on ``device``, uninitialised, and move the others there. ``model`` is this rank's part already; the
-    placeholders of other stages' parameters (``pipeline.stages``) become zeros."""
+    """Allocate the meta tensors of ``model``, which is this rank's part already, on ``device``, uninitialised, and move its other
+    tensors there. The placeholders of other stages' parameters (``pipeline.stages``) become zeros."""
 
     def real(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
@@ -385,86 +391,54 @@ def allocate_shards(model: nn.Module, device: torch.device) -> None:
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
                 setattr(module, name, torch.zeros((), dtype=value.dtype, device=device).expand(value.shape))
-    tied = [list(names) for names in _names_of_tied(model)]
-    # ``to_empty`` would empty buffers that have their values; FSDP2 follows this same call
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    # ``to_empty`` would also empty buffers with values; FSDP2 supports this call
     model._apply(real)
-    for first, *others in tied:
+    for first, *others in names.values():  # tie again
         for name in others:
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, model.get_parameter(first))
 
 
 @torch.no_grad()
-def materialize(recipe: DeferredModel, model: nn.Module, pieces: ShardedParameters) -> None:
+def materialize(deferred: DeferredModel, model: nn.Module, sharded: ShardedParameters) -> None:
     """Draw the values of an allocated model, and copy this rank's shard of each."""
     buffers = dict(model.named_buffers())
-    targets = {**buffers, **pieces.parameters}
-    for name, whole in recipe.values(targets.keys()):
+    targets = {**buffers, **sharded.parameters}
+    for name, value in deferred.values(targets.keys()):
         target = targets[name]
-        part = pieces.shard_of(name, target) if name in pieces.parameters else None
-        if part is None:
-            target.copy_(whole)
+        shard = sharded.shard_of(name, target) if name in sharded.parameters else None
+        if shard is None:
+            target.copy_(value)
             continue
-        for index, offset in part.blocks():
-            mine, block = target[index], whole
-            for dim, (begin, extent) in enumerate(zip(offset, mine.shape, strict=True)):
+        for index, offset in shard.blocks():
+            local, block = target[index], value
+            for dim, (begin, extent) in enumerate(zip(offset, local.shape, strict=True)):
                 block = block.narrow(dim, begin, extent)
-            mine.copy_(block)
+            local.copy_(block)
 
 
-def _names_of_tied(model: nn.Module) -> Iterator[list[str]]:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return (aliases for aliases in names.values() if len(aliases) > 1)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return _leaves(value, Tensor)
-
-
-def _places(value: Any) -> Iterator[_Place]:
-    return _leaves(value, _Place)
-
-
-def _leaves(value: Any, kind: Any) -> Iterator[Any]:
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, dict):
-        yield from _leaves(list(cast("dict[str, Any]", value).values()), kind)
-    elif isinstance(value, list | tuple):
-        for item in cast("list[Any]", value):
-            yield from _leaves(item, kind)
-
-
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, Tensor | _Place | _Constant):
-        return function(value)
-    if isinstance(value, dict):
-        return {name: _mapped(function, item) for name, item in cast("dict[str, Any]", value).items()}
-    if isinstance(value, list | tuple):
-        return type(cast(Any, value))(_mapped(function, item) for item in cast("list[Any]", value))
-    return value
+def _leaves(tree: Any, kind: Any) -> list[Any]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, kind)]
 
 
 def _digest(state: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(state.numpy().tobytes())
 
 
-def _update_digest(hasher: Any, value: Any) -> None:
-    """Add ``value`` to a digest that is equal in every process."""
-    if isinstance(value, _Constant):
-        value = value.tensor
-    if isinstance(value, Tensor):
-        hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        hasher.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, dict):
-        _update_digest(hasher, list(cast("dict[str, Any]", value).items()))
-    elif isinstance(value, list | tuple):
-        for item in cast("list[Any]", value):
-            _update_digest(hasher, item)
-    elif not isinstance(value, torch.Generator):
-        hasher.update(f"{value!r};".encode())
+def _update_digest(hasher: Any, tree: Any) -> None:
+    """Add ``tree`` to a digest that is equal in every process."""
+    leaves, spec = pytree.tree_flatten(tree)
+    hasher.update(str(spec).encode())
+    for leaf in leaves:
+        value = leaf.tensor if isinstance(leaf, _Constant) else leaf
+        if isinstance(value, Tensor):
+            hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            hasher.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif not isinstance(value, torch.Generator):
+            hasher.update(f"{value!r};".encode())
 
 
 def _refused(what: str, tensor: Tensor | None, rule: str) -> PlanError:

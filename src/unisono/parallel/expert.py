@@ -1,20 +1,20 @@
-"""Expert parallelism (Lepikhin et al. 2021, GShard): the ranks of ``ep`` share the experts of each layer, and send them tokens.
+"""Expert parallelism (Lepikhin et al. 2021, GShard): the experts of each layer are distributed over the ranks of ``ep``.
 
-Each rank routes its own tokens. Rows go to the rank that holds their expert and come back by all-to-all; what they are weighed
-with stays at home, so all else is as on one process. Backward, gradients take the same way in reverse: those of an expert are
-sums over the tokens of all ``ep`` ranks, and sharding sums them over the rest.
+Each rank routes its own tokens. Rows are sent to the rank that holds their expert and return, both by all-to-all; their weights
+are not sent. In the backward pass gradients are exchanged in reverse. The gradient of an expert is the sum over the tokens of
+all ``ep`` ranks; FSDP2 sums it over the other ranks.
 
-    counts    how many rows each rank sends to each expert here                       all-to-all of [ep, E/ep] numbers
-    out       rows, sorted by expert, so by rank too, to their experts                all-to-all of uneven parts
-    products  rows of all ranks, sorted again by expert
-    back      the way they came
+    counts    number of rows from each rank to each expert                  all-to-all of [ep, E/ep] numbers
+    send      rows, sorted by expert and so by rank                         all-to-all of uneven parts
+    compute   rows of all ranks, sorted by expert again
+    return    rows to the ranks they came from                              all-to-all of uneven parts
 
-Along ``tp`` each rank has some of the hidden units of every expert, and the choice is that of all: what goes in (tokens and their
-weights) gets the sum of the ranks' gradients, what comes out is the sum of the ranks' parts. With ``sequence_parallel`` the
-router sees a part of the tokens; the experts gather them, and each rank takes its part of the sum.
+Along ``tp`` each rank has some of the hidden units of every expert, and all ranks choose the same experts: gradients of the
+inputs (tokens and their weights) are summed over the ranks, and so are the outputs. With ``sequence_parallel`` the router sees a
+part of the tokens; the experts gather all tokens, and each rank gets its part of the sum.
 
 The host must know the sizes, so it waits for the router once per layer and pass. All ranks of ``ep`` take part in every pass,
-also with no row to send or none to receive.
+even if they send or receive no rows.
 """
 
 from __future__ import annotations
@@ -48,42 +48,33 @@ def expert_parameters(model: nn.Module) -> set[str]:
 
 
 def apply_expert_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
-    """Keep this rank's experts of every layer, in place, and record them in ``table``."""
+    """Keep only this rank's experts of every layer, in place, and record them in ``table``."""
     group, rank = mesh.group("ep"), mesh.rank_along("ep")
     for path, layer in expert_layers(model):
         for name, stack in list(layer.named_parameters()):
             local = stack.detach().chunk(mesh.plan.mesh.ep)[rank].clone(memory_format=torch.contiguous_format)
             setattr(layer, name, nn.Parameter(local, requires_grad=stack.requires_grad))
             table.narrow(f"{path}.{name}", "ep", 0, rank * len(local), len(local))
-        layer.compute = _elsewhere(layer.compute, group)
+        layer.compute = _exchanged(layer.compute, group)
 
 
 def shard_expert_hidden(layer: Any, sharder: ParameterSharder, *, along_sequence: bool) -> None:
-    """Keep this rank's hidden units of each of the experts in ``layer``, in place."""
-    group, tokens = sharder.group, -2  # [B, T, D], and [B, T, k]
+    """Keep only this rank's hidden units of each of the experts in ``layer``, in place."""
     for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
         sharder.shard(layer, name, dim)
     if along_sequence:
-        into, out = (
-            partial(collective, dim=tokens, group=group)
-            for collective in (collectives.gather_from_sp_region, collectives.reduce_scatter_to_sp_region)
-        )
+        arguments: dict[str, Any] = {"dim": -2, "group": sharder.group}  # of tokens in [B, T, D] and [B, T, k]
+        into = partial(collectives.gather_from_sp_region, **arguments)
+        out = partial(collectives.reduce_scatter_to_sp_region, **arguments)
     else:
-        into, out = (
-            partial(collective, group=group)
-            for collective in (collectives.copy_to_tp_region, collectives.reduce_from_tp_region)
-        )
-
-    def whole(_layer: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        x, weights, choice = args
-        return into(x), into(weights), into(choice)
-
-    layer.register_forward_pre_hook(whole)
+        into = partial(collectives.copy_to_tp_region, group=sharder.group)
+        out = partial(collectives.reduce_from_tp_region, group=sharder.group)
+    layer.register_forward_pre_hook(lambda _layer, args: tuple(into(arg) for arg in args))  # tokens, weights, choice
     map_output(layer, out)
 
 
 def sum_balance_counts(model: nn.Module, grid: ParallelDims) -> None:
-    """Where ranks share sequences, let balance losses see the loads of whole sequences."""
+    """If ranks share sequences, let balance losses use the loads of complete sequences."""
 
     def summed(counts: Tensor) -> Tensor:
         counts = grid.sum(counts, "cp")
@@ -95,7 +86,7 @@ def sum_balance_counts(model: nn.Module, grid: ParallelDims) -> None:
 
 
 def check_experts(model: nn.Module, plan: Plan) -> None:
-    """Raises PlanError where the ranks of ``ep`` cannot share the experts of ``model``."""
+    """Raises PlanError if the experts of ``model`` cannot be distributed over the ranks of ``ep``."""
     ep = plan.mesh.ep
     layers = list(expert_layers(model))
     if not layers:
@@ -119,27 +110,27 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
 Compute = Callable[[Tensor, Tensor], Tensor]
 
 
-def _elsewhere(compute: Compute, group: ProcessGroup) -> Compute:
-    """``Experts.compute`` for rows [M, D] and counts [E] of all experts, of which each rank of ``group`` has an equal part."""
+def _exchanged(compute: Compute, group: ProcessGroup) -> Compute:
+    """``Experts.compute`` for rows [M, D] and counts [E] of all experts, which are distributed equally over ``group``."""
 
     def exchanged(rows: Tensor, counts: Tensor) -> Tensor:
-        mine = counts.view(group.size(), -1)  # [ep, E/ep]; how many rows of mine go to each expert
-        theirs = torch.empty_like(mine)  # [ep, E/ep]; how many rows each rank has for each expert here
-        dist.all_to_all_single(theirs, mine, group=group)
-        send, receive = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
+        sent = counts.view(group.size(), -1)  # [ep, E/ep]; rows from this rank to each expert
+        received = torch.empty_like(sent)  # [ep, E/ep]; rows from each rank to each expert of this rank
+        dist.all_to_all_single(received, sent, group=group)
+        send, receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         arrived = _AllToAll.apply(rows, send, receive, group)  # [R, D], by rank, then by expert
-        experts = torch.arange(theirs.shape[1], device=rows.device).repeat(group.size())
-        order = experts.repeat_interleave(theirs.flatten(), output_size=sum(receive)).argsort(stable=True)  # [R]
+        experts = torch.arange(received.shape[1], device=rows.device).repeat(group.size())
+        order = experts.repeat_interleave(received.flatten(), output_size=sum(receive)).argsort(stable=True)  # [R]
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=order.device)
-        outputs = compute(gather_rows(arrived, order, back), theirs.sum(0))  # [R, D], by expert, then by rank
+        outputs = compute(gather_rows(arrived, order, back), received.sum(0))  # [R, D], by expert, then by rank
         return _AllToAll.apply(gather_rows(outputs, back, order), receive, send, group)  # pyright: ignore[reportReturnType]
 
     return exchanged
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows [Σ send, D], in order of the ranks they are for → [Σ receive, D], in order of the ranks they are from."""
+    """Rows [Σ send, D], in order of receiving ranks → [Σ receive, D], in order of sending ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:

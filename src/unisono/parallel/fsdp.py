@@ -1,18 +1,18 @@
 """Sharded data parallelism (ZeRO, Rajbhandari et al. 2020) on torch's FSDP2.
 
-A block's parameters are gathered before its forward pass; its gradients leave by reduce-scatter. Stages differ in what is kept:
+A block's parameters are gathered before its forward pass; its gradients are reduce-scattered. The stages differ:
 
-    1   parameters stay gathered until the step's last backward pass, gradients pile up whole and are reduced once
-    2   parameters stay gathered likewise, each micro-batch's gradients are reduced at once
-    3   parameters go after use and are gathered again for the backward pass
+    1   parameters stay gathered until the step's last backward pass; gradients accumulate unsharded and are reduced once
+    2   parameters stay gathered likewise; the gradients of each micro-batch are reduced at once
+    3   parameters are freed after use and gathered again for the backward pass
 
-Experts that ``ep`` has spread already are a unit of their own, over the ranks that hold the same ones. A stack whose experts do
-not divide among the ranks is cut along its next dimension, where that divides: else some ranks would hold nothing. Parameters
-below the plan's threshold, and experts that one rank alone holds, stay whole: their gradients are summed once per step
-(``Pieces.summed``).
+Experts that ``ep`` has distributed are a unit of their own, over the ranks that hold the same experts. A stack whose number of
+experts is not divisible by the ranks is sharded along its next dimension, if that is divisible; otherwise some ranks would hold
+nothing. Parameters below the plan's threshold, and experts that only one rank holds, are not sharded: their gradients are summed
+once per step (``ShardedParameters.replicated_grad_groups``).
 
-With ``dp_replicate`` above 1 (hybrid sharding) the reduced pieces are summed over the replicas in the last micro-batch only.
-Gradients are summed, never averaged. All ranks must run the same number of passes: the plan sees to it.
+With ``dp_replicate`` above 1 (hybrid sharding) the reduced shards are summed over the replicas in the last micro-batch only.
+Gradients are summed, never averaged. All ranks must run the same number of passes, which the plan ensures.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from torch.distributed.tensor import DTensor, Shard
 from unisono.errors import PlanError, nearest_name
 from unisono.parallel.expert import expert_layers
 from unisono.parallel.mesh import ParallelDims, clear_mesh_caches
-from unisono.parallel.replicated_grads import ReplicatedGradients
 from unisono.parallel.sharding import ShardedParameters, ShardTable
 from unisono.plan.plan import Plan
 from unisono.plan.rules import match_modules
 
 
 def apply_fsdp(model: nn.Module, blocks: list[nn.Module], mesh: ParallelDims, table: ShardTable) -> None:
-    """Shard the parameters of ``model``, in place: each block is a unit, the rest of the model another."""
+    """Shard the parameters of ``model``, in place. Each block is a unit, and the rest of the model another."""
     plan, spec = mesh.plan, table.spec
     stacks = {parameter for _, experts in expert_layers(model) for parameter in experts.parameters()}
     ranks = {
@@ -47,9 +46,9 @@ def apply_fsdp(model: nn.Module, blocks: list[nn.Module], mesh: ParallelDims, ta
         )
         for name, parameter in model.named_parameters()
     }
-    left = {parameter for parameter, count in ranks.items() if count == 1}
+    replicated = {parameter for parameter, count in ranks.items() if count == 1}
 
-    def placed(parameter: nn.Parameter) -> Shard:
+    def placement(parameter: nn.Parameter) -> Shard:
         experts, units, *_ = *parameter.shape, 1
         count = ranks[parameter]
         return Shard(1 if parameter in stacks and experts % count and units % count == 0 else 0)
@@ -60,29 +59,29 @@ def apply_fsdp(model: nn.Module, blocks: list[nn.Module], mesh: ParallelDims, ta
         own = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
         return table.grad_reduce_dtypes.get(f"{paths[module]}.{name}".lstrip("."), own)
 
-    unit_of = partial(_by_kind, left=left, placed=placed, reduce_dtype=reduce_dtype)
+    shard_unit = partial(_shard_unit, replicated=replicated, placement=placement, reduce_dtype=reduce_dtype)
     if plan.mesh.ep > 1 and plan.mesh.shard_degree > plan.mesh.ep:
         for _, experts in expert_layers(model):
-            unit_of(experts, mesh.expert_mesh, reshard=plan.fsdp.zero == 3)
+            shard_unit(experts, mesh.expert_mesh, reshard=plan.fsdp.zero == 3)
     for block in blocks:
-        unit_of(block, mesh.fsdp_mesh, reshard=plan.fsdp.zero == 3)
-    # the loss reads the head's weight after the forward pass, and the backward pass begins with it: it stays
-    unit_of(model, mesh.fsdp_mesh, reshard=False)
+        shard_unit(block, mesh.fsdp_mesh, reshard=plan.fsdp.zero == 3)
+    # it stays gathered: the loss reads the head's weight after the forward pass, and the backward pass starts with it
+    shard_unit(model, mesh.fsdp_mesh, reshard=False)
     units: Any = blocks
     for number in range(len(blocks) if plan.fsdp.prefetch_blocks else 0):
         units[number].set_modules_to_forward_prefetch(units[number + 1 : number + 1 + plan.fsdp.prefetch_blocks])
         units[number].set_modules_to_backward_prefetch(units[max(0, number - plan.fsdp.prefetch_blocks) : number][::-1])
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
-        # a rank whose samples did not use a parameter sends zeros: else ranks would reduce buffers of different lengths
+        # a rank whose samples did not use a parameter sends zeros; otherwise ranks would reduce buffers of different lengths
         unit.set_reduce_scatter_unused_params(True)
-        # else the collective is asked to multiply a factor in, which gloo cannot
+        # otherwise the collective multiplies by a factor, which gloo does not support
         unit.set_force_sum_reduction_for_comms(True)
     _record(model, mesh, table)
 
 
 def _record(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
-    """Note in ``table`` which elements of each parameter FSDP2 has left on this rank."""
+    """Record in ``table`` which elements of each parameter are on this rank."""
     experts = table.split_over("ep")
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -95,12 +94,12 @@ def _record(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
 
 
 def check_unsharded(model: nn.Module, plan: Plan) -> None:
-    """Raises PlanError where ``plan.fsdp.ignored_modules`` names nothing, or experts that ``ep`` spreads."""
+    """Raises PlanError if ``plan.fsdp.ignored_modules`` matches no module, or experts that ``ep`` distributes."""
     paths = [path for path, _ in model.named_modules() if path]
-    spread = [path for path, _ in expert_layers(model)] if plan.mesh.ep > 1 else []
+    layers = [path for path, _ in expert_layers(model)] if plan.mesh.ep > 1 else []
     for pattern in plan.fsdp.ignored_modules:
         named = match_modules(pattern, paths)
-        experts = [path for path in spread if any(path == name or path.startswith(f"{name}.") for name in named)]
+        experts = [path for path in layers if any(f"{path}.".startswith(f"{name}.") for name in named)]
         if not named or experts:
             raise PlanError(
                 given=f"fsdp.ignored_modules {pattern!r}" + (f", which holds {experts[0]}" if experts else ""),
@@ -113,24 +112,25 @@ def check_unsharded(model: nn.Module, plan: Plan) -> None:
 Kind = tuple[torch.dtype, torch.dtype]
 
 
-def _by_kind(
+def _shard_unit(
     module: nn.Module,
     mesh: DeviceMesh,
     *,
-    left: set[nn.Parameter],
-    placed: Callable[[nn.Parameter], Shard],
+    replicated: set[nn.Parameter],
+    placement: Callable[[nn.Parameter], Shard],
     reduce_dtype: Callable[[nn.Module, str, nn.Parameter], torch.dtype],
     reshard: bool,
 ) -> None:
-    """Make a unit of ``module`` without what is ``left`` whole. FSDP2 wants one dtype in a unit, kept and under way: modules in
-    it with another one become units of their own, together. The kind of the last matrix is the unit's: the loss reads a head's
-    weight outside of its module.
+    """Make ``module``, without the ``replicated`` parameters, a unit of FSDP2.
+
+    A unit has one dtype of parameters and one of their reduction. Modules inside with other dtypes become units of their own, one
+    per pair of dtypes. The unit has the dtypes of its last matrix, because the loss reads a head's weight outside of its module.
     """
     kinds: dict[nn.Module, Kind] = {}
     matrices: list[Kind] = []
     for inner in module.modules():
         for name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter in left or isinstance(parameter, DTensor):  # of a unit inside this one
+            if parameter in replicated or isinstance(parameter, DTensor):  # of a unit inside this one
                 continue
             kinds[inner] = parameter.dtype, reduce_dtype(inner, name, parameter)
             matrices += [kinds[inner]] * (parameter.dim() > 1)
@@ -141,35 +141,33 @@ def _by_kind(
         if kind != main
     ]
     for unit, kind in (*units, (module, main)):
+        stored, reduced = kind
         fully_shard(
             unit,
             mesh=mesh,
-            mp_policy=_policy(kind),
+            mp_policy=MixedPrecisionPolicy(
+                reduce_dtype=None if reduced == stored else reduced, cast_forward_inputs=False
+            ),
             reshard_after_forward=reshard,
-            shard_placement_fn=placed,
-            ignored_params=left,
+            shard_placement_fn=placement,
+            ignored_params=replicated,
         )
 
 
-def _policy(kind: Kind) -> MixedPrecisionPolicy:
-    stored, reduced = kind
-    return MixedPrecisionPolicy(reduce_dtype=None if reduced == stored else reduced, cast_forward_inputs=False)
-
-
 def reshard(model: nn.Module) -> None:
-    """Drop parameters that are still gathered. Without a backward pass nothing else does, and the next forward pass would
-    compute with those of before the update."""
+    """Free parameters that are still gathered. Without a backward pass nothing else does, and the next forward pass would use the
+    values from before the update."""
     for unit in _units(model):
         unit.reshard()
 
 
 class FSDPGradients:
-    """The gradient synchronisation of a sharded model: FSDP2 reduces, this says when."""
+    """The gradient synchronisation of a sharded model: tells FSDP2 when to reduce."""
 
-    def __init__(self, model: nn.Module, pieces: ShardedParameters, grid: ParallelDims) -> None:
-        self._plan, self._pieces, self._world = grid.plan, pieces, grid.world
+    def __init__(self, model: nn.Module, sharded: ShardedParameters, mesh: ParallelDims) -> None:
+        self._plan, self._sharded, self._world = mesh.plan, sharded, mesh.world
         self._units = list(_units(model))
-        self._whole = ReplicatedGradients(pieces.replicated_grad_groups, grid.world)
+        self.gradients = sharded.gradients
         self._set(self._units, last=False)
 
     def _set(self, units: Iterable[FSDPModule], *, last: bool) -> None:
@@ -184,24 +182,20 @@ class FSDPGradients:
         self._set(units, last=True)
 
     def wait(self, totals: Tensor) -> None:
-        """Sum ``totals`` [k] over all ranks and give every piece its gradient."""
+        """Sum ``totals`` [k] over all ranks, and set the gradient of every shard."""
         with self._world.guard("gradient totals"):
             dist.all_reduce(totals, group=self._world.group)
-        self._pieces.collect_grads()
-        self._whole.reduce(self._pieces)
-
-    def gradients(self) -> list[Tensor]:
-        """This rank's pieces, in parameter order."""
-        return [piece.grad for piece in self._pieces.parameters.values() if piece.grad is not None]
+        self._sharded.collect_grads()
+        self._sharded.sum_replicated_grads(self._sharded.replicated_grad_groups)
 
     def zero_grad(self) -> None:
-        """Forget the gradients; further backward passes are not the last."""
-        self._pieces.zero_grad()
+        """Set gradients to None; the next backward pass is not the step's last."""
+        self._sharded.zero_grad()
         self._set(self._units, last=False)
 
     def close(self) -> None:
-        """Let the gradients go, and the mesh."""
-        self._pieces.zero_grad()
+        """Free the gradients, and torch's caches of the mesh."""
+        self._sharded.zero_grad()
         clear_mesh_caches()
 
 

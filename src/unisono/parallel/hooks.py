@@ -1,12 +1,14 @@
-"""Hooks on the input, the forward pass and the output of a module. Only ``wrap_forward`` replaces a forward pass."""
+"""Changes to the input, the forward pass and the output of a module. Only ``wrap_forward`` replaces a forward pass."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+
+from unisono.models.loss import LazyLogits
 
 
 def map_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
@@ -41,3 +43,17 @@ def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
         return wrapper(inner, *args, **kwargs)
 
     module.forward = forward
+
+
+def replace_in_logits(model: nn.Module, field: str, by_layer: Mapping[Any, Any]) -> None:
+    """Where ``model`` returns ``LazyLogits`` with the weight of a layer in ``by_layer``, set ``field`` to the layer's value."""
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+        if isinstance(output, LazyLogits):
+            for layer, value in by_layer.items():
+                if output.weight is layer.weight:
+                    return output._replace(**{field: value})
+        return output
+
+    if by_layer:
+        model.register_forward_hook(hook)

@@ -1,11 +1,11 @@
-"""What a rank must hold, by arithmetic: from a plan and the table of the whole model, before anything is built.
+"""Expected memory of a rank, computed from a plan and the specification of the global model, before anything is built.
 
-    parameters   those of the rank's stages, in blocks that rules cut (tp, ep), then over the ranks that share the state, by rows
-                 or (stacks of experts) along dim 1, if not small; equal for all ZeRO stages
-    gradients    as the parameters from stage 2 on, in stage 1 not cut by rows until the step's end
-    state        the optimizer's tensors of the parameters' shape, and a step count of 4 bytes per parameter where it has one
+    parameters   those of the rank's stages, sharded by rules (tp, ep), then over the ranks that share the state, by rows or
+                 (stacks of experts) along dim 1, if not below the threshold; equal for all ZeRO stages
+    gradients    sharded like the parameters from stage 2 on; in stage 1 not sharded by rows until the end of the step
+    state        the optimizer's tensors of the parameters' shape, and its step counts of 4 bytes per parameter
 
-``check_ledger`` compares it with what was built: a rule that cut nothing, or cut twice, does not show in the loss.
+``check_ledger`` compares it with the built model: a rule that shards nothing, or shards twice, does not show in the loss.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from unisono.errors import PlanError
 from unisono.optim import state_tensors
+from unisono.parallel.mesh import AXES
 from unisono.parallel.pipeline.partition import PipelinePartition
 from unisono.parallel.sharding import GlobalParameterSpec, TensorShard
 from unisono.plan.pipeline_schedule import stage_index
@@ -32,7 +33,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterMemory:
-    """What a rank holds of one parameter: the block's shape, and bytes in all; ``state_numel`` is without step counts."""
+    """Shape and bytes of a rank's shard of one parameter; ``state_numel`` does not count step counts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,13 +44,13 @@ class ParameterMemory:
 
     @property
     def numel(self) -> int:
-        """Elements of the block."""
+        """Number of elements of the shard."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLedger:
-    """What a rank holds, by parameter name."""
+    """Expected memory of a rank, by parameter name."""
 
     parameters: Mapping[str, ParameterMemory]
 
@@ -67,14 +68,14 @@ class MemoryLedger:
 
     @property
     def numel(self) -> int:
-        """Elements of parameters."""
+        """Number of elements of all shards."""
         return sum(parameter.numel for parameter in self.parameters.values())
 
 
 def coordinates_of(plan: Plan, rank: int) -> dict[str, int]:
-    """Where ``rank`` is along each axis (see ``grid``), without a process group."""
+    """Index of ``rank`` along each axis of ``ParallelDims``, without a process group."""
     place: dict[str, int] = {}
-    for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
+    for axis in reversed(AXES):
         rank, place[axis] = divmod(rank, int(getattr(plan.mesh, axis)))
     place["shard"] = place["dp_shard"] * plan.mesh.cp + place["cp"]
     place["experts"], place["ep"] = divmod(place["shard"], plan.mesh.ep)
@@ -91,10 +92,13 @@ def build_ledger(
     stacks: Collection[str] = (),
     layout: PipelinePartition | None = None,
 ) -> MemoryLedger:
-    """What ``rank`` holds of ``whole``.
+    """The ledger of ``rank`` for the global model ``whole``.
 
-    ``state``: the optimizer's tensors per parameter (``optim.state_names``). ``shards``: what ``tp`` leaves this rank, by first
-    name. ``stacks``: names of parameters that are stacks of experts. ``layout``: where the stages of a pipeline begin.
+    Args:
+        state: Names of the optimizer's tensors per parameter (``optim.state_names``).
+        shards: This rank's shards along ``tp``, by first name.
+        stacks: Names of the parameters that are stacks of experts.
+        layout: Partition of the model into pipeline stages.
     """
     place = coordinates_of(plan, rank)
     stages = {
@@ -116,7 +120,7 @@ def build_ledger(
             size = -(-shape[dim] // ranks)
             shape[dim] = max(0, min(shape[dim] - (place[line] if ranks > 1 else 0) * size, size))
         numel, size = math.prod(shape), entry.dtype.itemsize
-        # of what rules make bf16, gradients and moments stay in fp32
+        # gradients and moments of parameters that rules convert to bf16 stay in fp32
         wide = max(size, 4) if plan.precision.dtype_rules and entry.dtype == torch.bfloat16 else size
         moments = [moment for moment in state if moment not in _COUNTERS] if entry.trained else []
         counters = len(state) - len(moments) if entry.trained else 0
@@ -132,10 +136,7 @@ def build_ledger(
 
 
 def check_ledger(expected: MemoryLedger, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-    """Compares the pieces that a rank holds, and the optimizer's state of them, with the ledger.
-
-    Raises PlanError naming the first parameters that differ, and how.
-    """
+    """Compare a rank's parameters and optimizer state with the ledger. Raises PlanError with the first differences."""
     held = expected.parameters
     states: dict[str, list[Tensor]] = {}
     for path, tensor in state_tensors(parameters, optimizer).items():
@@ -145,9 +146,9 @@ def check_ledger(expected: MemoryLedger, parameters: Mapping[str, nn.Parameter],
         if name not in parameters or name not in held:
             wrong.append(f"{name} is {'not held' if name in held else 'held, and of another stage'}")
             continue
-        want, piece, state = held[name], parameters[name], states.get(name, [])
-        if (tuple(piece.shape), piece.dtype) != (want.shape, want.dtype):
-            wrong.append(f"{name} is {list(piece.shape)} {piece.dtype}, and should be {list(want.shape)} {want.dtype}")
+        want, shard, state = held[name], parameters[name], states.get(name, [])
+        if (tuple(shard.shape), shard.dtype) != (want.shape, want.dtype):
+            wrong.append(f"{name} is {list(shard.shape)} {shard.dtype}, and should be {list(want.shape)} {want.dtype}")
         elif (have := sum(state_tensor.nbytes for state_tensor in state)) != want.state_bytes:
             wrong.append(f"the optimizer holds {have} bytes for {name}, and should hold {want.state_bytes}")
     if wrong:
@@ -157,5 +158,5 @@ def check_ledger(expected: MemoryLedger, parameters: Mapping[str, nn.Parameter],
             rule=f"a rank holds what follows from the plan: {expected.numel} elements, "
             f"{expected.parameter_bytes} bytes of parameters, {expected.state_bytes} of optimizer state",
             consequence="another model than the plan's would be trained, or memory would not be what was planned",
-            nearest="parameters that one rule cuts once, and an optimizer made from the pieces",
+            nearest="parameters that one rule shards once, and an optimizer built from the shards",
         )

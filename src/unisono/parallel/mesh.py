@@ -1,4 +1,4 @@
-"""The ranks of a plan as a grid: where this one is along each axis, and whom it talks to there.
+"""The mesh of ranks of a plan: this rank's index along each axis, and the process groups of the axes.
 
 axes      pp, dp_replicate, dp_shard, cp, tp      row-major, in this order
 shard     dp_shard x cp                           ranks that share one copy of the state
@@ -27,7 +27,7 @@ GROUP_NAMES = (*AXES, "shard", "data", "ep", "experts")
 
 
 class ParallelDims:
-    """Groups are made when a plan needs them, all at the start: all ranks make a Grid together."""
+    """Sizes, indices and process groups of the mesh axes. All ranks create it together; it creates the groups the plan needs."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
@@ -41,48 +41,48 @@ class ParallelDims:
         self.sizes = {name: lines.shape[1] for name, lines in self._lines.items()}
         self._groups: dict[str, ProcessGroup] = {}
         if plan.is_model_sharded:
-            # those that sum gradients want a group of one rank too
+            # gradients are also summed over groups of one rank
             sums = {"dp_replicate", "shard"} | ({"experts"} if plan.mesh.ep > 1 else set())
             wanted = [name for name in GROUP_NAMES if self.sizes[name] > 1 or name in sums]
             self._groups = world.groups({name: self._lines[name].tolist() for name in wanted})
         elif world.group is not None:
-            # one of its own beside that of the gradients, whose sums are under way while others are asked for
+            # a group of its own, because all-reduces of gradients may be in flight in the world's group
             self._groups = world.groups({"data": self._lines["data"].tolist()}) | {"dp_replicate": world.group}
 
     def ranks_along(self, name: str) -> list[int]:
-        """The ranks along ``name`` with this one among them, in order."""
+        """The ranks that differ from this one along ``name`` only, this one included, in order."""
         lines = self._lines[name]
         (row,) = (lines == self.world.rank).any(1).nonzero().flatten().tolist()
         return lines[row].tolist()
 
     def rank_along(self, name: str) -> int:
-        """This rank's place along ``name``."""
+        """This rank's index along ``name``."""
         return self.ranks_along(name).index(self.world.rank)
 
     @property
     def data_rank(self) -> int:
-        """Which part of a batch this rank computes (with others along cp, tp and pp), of ``plan.data_ranks``."""
+        """Index of the batch shard that this rank computes, together with other ranks along cp, tp and pp."""
         return self.rank_along("dp_replicate") * self.plan.mesh.dp_shard + self.rank_along("dp_shard")
 
     @property
     def rng_rank(self) -> int:
-        """Whose random numbers this rank draws: ranks along tp compute the same and draw the same, all others their own."""
+        """Index of this rank's random stream: ranks along tp draw equal numbers, all others their own."""
         return (
             self.rank_along("pp") * self.plan.mesh.dp_world_size + self.data_rank
         ) * self.plan.mesh.cp + self.rank_along("cp")
 
     def group(self, name: str) -> ProcessGroup:
-        """The ranks that differ from this one along ``name`` only."""
+        """The process group along ``name``."""
         return self._groups[name]
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The ranks that FSDP2 spreads the state over, and the copies of it where there are any."""
+        """The mesh of FSDP2: replicas of the state, if there are several, and ranks that shard it."""
         return self._mesh("shard")
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:
-        """The same for experts, which ``ep`` has spread already."""
+        """The mesh of FSDP2 for experts, which ``ep`` has distributed already."""
         return self._mesh("experts")
 
     def _mesh(self, name: str) -> DeviceMesh:
@@ -105,7 +105,7 @@ class ParallelDims:
         return values
 
     def max(self, values: Tensor, name: str) -> Tensor:
-        """The largest of ``values`` along ``name``; NaN where a rank has one, which gloo's maximum may lose."""
+        """Maximum of ``values`` along ``name``; NaN if any rank has NaN, which gloo's maximum may ignore."""
         if self.sizes[name] == 1:
             return values
         missing = self.sum(values.isnan().to(values.dtype), name)
@@ -115,6 +115,6 @@ class ParallelDims:
 
 
 def clear_mesh_caches() -> None:
-    """Drop what torch remembers of meshes (how DTensors lay): it would keep their groups' sockets open."""
+    """Clear torch's cache of DTensor placements, which would keep the sockets of process groups open."""
     debug: Any = torch.distributed.tensor.debug
     debug._clear_sharding_prop_cache()

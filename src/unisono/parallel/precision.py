@@ -1,8 +1,8 @@
 """Precision by module (Micikevicius et al. 2018), fp8 layers, and the loss scale of fp16.
 
-The rules of ``precision.dtype_rules`` set, by module, dtypes of parameters, of computation, and of the reduction of gradients.
-Parameters are converted before a model is sharded; modules get their compute dtype after that, around the collectives that
-sharding adds. The loss reads a head's weight itself, so its precision goes with ``LazyLogits``.
+The rules of ``precision.dtype_rules`` set, by module, the dtypes of parameters, of matrix products, and of gradient reduction.
+Parameters are converted before a model is sharded. Compute dtypes are set after that, around the collectives that sharding adds.
+The loss multiplies with the output matrix itself, so ``LazyLogits`` carries its compute dtype.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # has no public name; it goes through whatever a module takes
+from torch.utils import _pytree as pytree  # has no public name
 
 from unisono.errors import PlanError, Problem, nearest_name
-from unisono.models.loss import LazyLogits
 from unisono.optim.groups import is_norm
 from unisono.parallel.device import computes_fp8
-from unisono.parallel.hooks import wrap_forward
+from unisono.parallel.hooks import replace_in_logits, wrap_forward
 from unisono.plan.plan import Plan
 from unisono.plan.rules import DtypeRule, match_modules
 
@@ -30,33 +29,51 @@ Field = Literal["parameters", "compute", "gradients"]
 
 
 class _Dtypes(NamedTuple):
-    """The dtypes that a plan's rules set: ``parameters`` and ``gradients`` by (module, own name), ``compute`` by module."""
+    """The dtypes that a plan's rules set: ``parameters`` and ``gradients`` by (module, own name), ``compute`` by module.
 
+    ``default`` is the compute dtype of the plan; ``rules`` has the rule of each matched module, outer modules first.
+    """
+
+    default: str
+    modules: dict[str, nn.Module]
     rules: dict[str, DtypeRule]
     parameters: dict[tuple[str, str], str]
     gradients: dict[tuple[str, str], str]
     compute: dict[str, str]
 
+    def compute_at(self, path: str) -> str:
+        """The compute dtype at ``path``: of its own rule, else of the nearest module around it with one, else of the plan."""
+        while path:
+            if path in self.compute:
+                return self.compute[path]
+            path = path.rpartition(".")[0]
+        return "bf16" if self.default == "fp8" else self.default
 
-def _resolve(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[_Dtypes, list[Problem]]:
-    rules, problems = _by_path(plan, modules)
-    parameters = _of_parameters(rules, modules, "parameters")
-    gradients = _of_parameters(rules, modules, "gradients")
+    def parameter(self, key: tuple[str, str]) -> nn.Parameter:
+        """The parameter of (module, own name)."""
+        return getattr(self.modules[key[0]], key[1])
+
+
+def _resolve(plan: Plan, model: nn.Module) -> tuple[_Dtypes, list[Problem]]:
+    modules = dict(model.named_modules())
+    rules, problems = _rules_by_path(plan, modules)
     return _Dtypes(
-        rules, parameters, gradients, {p: rule.compute for p, rule in rules.items() if rule.compute}
+        default=plan.precision.compute,
+        modules=modules,
+        rules=rules,
+        parameters=_dtypes_of_parameters(rules, modules, "parameters"),
+        gradients=_dtypes_of_parameters(rules, modules, "gradients"),
+        compute={path: rule.compute for path, rule in rules.items() if rule.compute},
     ), problems
 
 
 def check_dtype_rules(model: nn.Module, plan: Plan) -> None:
-    """Raises PlanError for dtype rules that name nothing, name one module twice, or act on nothing."""
-    modules = dict(model.named_modules())
-    dtypes, problems = _resolve(plan, modules)
-    rules, parameters, gradients, computes = dtypes
-    for rule in dict.fromkeys(rules.values()):
-        paths = [path for path, other in rules.items() if other is rule]
-        problems += _acts_on_nothing(rule, paths, plan, modules, parameters, gradients, computes)
-    for (path, name), dtype in parameters.items():
-        if dtype == "bf16" and (around := _around(path, computes, plan.precision.compute)) != "bf16":
+    """Raises PlanError for dtype rules that match no module, match one module twice, or have no effect."""
+    dtypes, problems = _resolve(plan, model)
+    for rule in dict.fromkeys(dtypes.rules.values()):
+        problems += _without_effect(rule, plan, dtypes)
+    for (path, name), dtype in dtypes.parameters.items():
+        if dtype == "bf16" and (around := dtypes.compute_at(path)) != "bf16":
             problems.append(
                 Problem(
                     given=f"parameters 'bf16' for {path}.{name}, computed in {around}",
@@ -66,12 +83,12 @@ def check_dtype_rules(model: nn.Module, plan: Plan) -> None:
                 )
             )
             break
-    problems += _shared_unlike(parameters, modules)
-    if "bf16" in parameters.values() and plan.uses_fsdp and plan.fsdp.zero > 1 and plan.batch.accumulation > 1:
+    problems += _shared_unlike(dtypes)
+    if "bf16" in dtypes.parameters.values() and plan.uses_fsdp and plan.fsdp.zero > 1 and plan.batch.accumulation > 1:
         problems.append(
             Problem(
                 given=f"parameters 'bf16' with zero {plan.fsdp.zero} and accumulation {plan.batch.accumulation}",
-                rule="gradients of micro-batches pile up in fp32; FSDP2 keeps what it has reduced in the parameter's dtype",
+                rule="gradients of micro-batches accumulate in fp32; FSDP2 keeps reduced gradients in the parameter's dtype",
                 consequence="small ones would be rounded away",
                 nearest=f"zero=1, or micro_batch={plan.batch.micro_batch * plan.batch.accumulation}",
             )
@@ -81,43 +98,37 @@ def check_dtype_rules(model: nn.Module, plan: Plan) -> None:
 
 
 def convert_parameters(model: nn.Module, plan: Plan) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
-    """Convert parameters as the rules say, in place. Returns the dtypes that modules compute in, by path, for
-    ``set_compute_dtypes``, and those that gradients are reduced in where it is not their own, by parameter name."""
-    modules = dict(model.named_modules())
-    dtypes, _ = _resolve(plan, modules)
-    for (path, name), dtype in dtypes.parameters.items():
-        parameter: nn.Parameter = getattr(modules[path], name)
+    """Convert parameters to the dtypes of the rules, in place.
+
+    Returns:
+        Compute dtypes by module path, for ``set_compute_dtypes``, and the dtypes in which gradients are reduced, by parameter
+        name, where a rule sets them.
+    """
+    dtypes, _ = _resolve(plan, model)
+    for key, dtype in dtypes.parameters.items():
+        parameter = dtypes.parameter(key)
         parameter.data = parameter.data.to(TORCH_DTYPES[dtype])
     reduced = {f"{path}.{name}".lstrip("."): TORCH_DTYPES[dtype] for (path, name), dtype in dtypes.gradients.items()}
     return {path: TORCH_DTYPES[dtype] for path, dtype in dtypes.compute.items()}, reduced
 
 
 def set_compute_dtypes(model: nn.Module, computes: Mapping[str, torch.dtype], device_type: str) -> None:
-    """Have modules compute in the precision that ``convert`` returned for their paths, in place."""
-    modules = dict(model.named_modules())
-    for path, dtype in computes.items():
-        _compute_in(modules[path], dtype, device_type)
-    heads = {modules[path]: dtype for path, dtype in computes.items() if hasattr(modules[path], "weight")}
-
-    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
-        if isinstance(output, LazyLogits):
-            for owner, dtype in heads.items():
-                if output.weight is owner.weight:
-                    return output._replace(compute=dtype)
-        return output
-
-    if heads:
-        model.register_forward_hook(hook)
+    """Let modules compute in the dtypes that ``convert_parameters`` returned for their paths, in place."""
+    modules = {model.get_submodule(path): dtype for path, dtype in computes.items()}
+    for module, dtype in modules.items():
+        _compute_in(module, dtype, device_type)
+    heads = {module: dtype for module, dtype in modules.items() if hasattr(module, "weight")}
+    replace_in_logits(model, "compute", heads)
 
 
 def _compute_in(module: nn.Module, dtype: torch.dtype, device_type: str) -> None:
     def in_dtype(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if dtype == torch.float32:  # autocast would have converted for its own products only
+        if dtype == torch.float32:  # autocast would convert for its own matrix products only
             args, kwargs = pytree.tree_map_only(Tensor, _widened, (args, kwargs))
         alone = not torch.is_autocast_enabled(device_type)
         with torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32):
             outputs = forward(*args, **kwargs)
-        # fp32 layers around it do not take less; autocast around it does
+        # layers around it in fp32 need fp32 inputs; under autocast they do not
         return pytree.tree_map_only(Tensor, _widened, outputs) if alone else outputs
 
     wrap_forward(module, in_dtype)
@@ -127,8 +138,8 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def _by_path(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[dict[str, DtypeRule], list[Problem]]:
-    """The rule of each named module, outer modules first."""
+def _rules_by_path(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[dict[str, DtypeRule], list[Problem]]:
+    """The rule of each matched module, outer modules first, and problems of patterns."""
     rules: dict[str, DtypeRule] = {}
     problems: list[Problem] = []
     paths = [path for path in modules if path]
@@ -158,10 +169,10 @@ def _by_path(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[dict[str, Dt
     return dict(sorted(rules.items(), key=lambda item: item[0].count("."))), problems
 
 
-def _of_parameters(
+def _dtypes_of_parameters(
     rules: Mapping[str, DtypeRule], modules: Mapping[str, nn.Module], field: Field
 ) -> dict[tuple[str, str], str]:
-    """(module, name of its own parameter) → what the innermost rule that says anything of ``field`` says."""
+    """(module, name of its own parameter) → dtype of ``field`` in the innermost rule that sets it."""
     values: dict[tuple[str, str], str] = {}
     for path, rule in rules.items():
         value: str = getattr(rule, field)
@@ -169,32 +180,12 @@ def _of_parameters(
             within = inner == path or inner.startswith(path + ".")
             if not within or (field == "parameters" and is_norm(module) and inner != path):
                 continue
-            values |= {(inner, name): value for name, p in module.named_parameters(recurse=False) if _floats(p)}
+            own = module.named_parameters(recurse=False)
+            values |= {(inner, name): value for name, parameter in own if parameter.is_floating_point()}
     return values
 
 
-def _floats(parameter: nn.Parameter) -> bool:
-    return parameter.is_floating_point()
-
-
-def _around(path: str, computes: Mapping[str, str], precision: str) -> str:
-    """What a module computes in: its own rule's, or that of the nearest module around it, or the plan's."""
-    while path:
-        if path in computes:
-            return computes[path]
-        path = path.rpartition(".")[0]
-    return "bf16" if precision == "fp8" else precision
-
-
-def _acts_on_nothing(
-    rule: DtypeRule,
-    paths: list[str],
-    plan: Plan,
-    modules: Mapping[str, nn.Module],
-    parameters: Mapping[tuple[str, str], str],
-    gradients: Mapping[tuple[str, str], str],
-    computes: Mapping[str, str],
-) -> Iterator[Problem]:
+def _without_effect(rule: DtypeRule, plan: Plan, dtypes: _Dtypes) -> Iterator[Problem]:
     def inert(given: str, why: str) -> Problem:
         return Problem(
             given=f"a dtype rule for {rule.module!r} with {given}",
@@ -205,64 +196,53 @@ def _acts_on_nothing(
 
     if not (rule.parameters or rule.compute or rule.gradients):
         yield inert("nothing else", "it says parameters, compute or gradients")
-
-    def inside(of: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], str]:
-        return {
-            key: value for key, value in of.items() if any(key[0] == p or key[0].startswith(p + ".") for p in paths)
-        }
-
-    mine, names = inside(parameters), [path for path in paths if path in computes]
-    outer = any(rule.parameters != other.parameters for other in plan.precision.dtype_rules if other.parameters)
+    paths = [path for path, other in dtypes.rules.items() if other is rule]
+    inside = [key for key in dtypes.parameters if any(f"{key[0]}.".startswith(f"{path}.") for path in paths)]
+    others = {other.parameters for other in plan.precision.dtype_rules if other.parameters}
     if (
         rule.parameters
-        and not outer
-        and all(_own(modules, key).dtype == TORCH_DTYPES[value] for key, value in mine.items())
+        and others <= {rule.parameters}
+        and all(dtypes.parameter(key).dtype == TORCH_DTYPES[dtypes.parameters[key]] for key in inside)
     ):
         yield inert(f"parameters {rule.parameters!r}", "parameters are in fp32, norms unless they are named themselves")
-    if rule.compute and all(
-        _around(path.rpartition(".")[0], computes, plan.precision.compute) == rule.compute for path in names
-    ):
+    if rule.compute and all(dtypes.compute_at(path.rpartition(".")[0]) == rule.compute for path in paths):
         yield inert(f"compute {rule.compute!r}", f"what is around it computes in {rule.compute} already")
     ranks = plan.mesh.dp_replicate * plan.mesh.shard_degree
     if rule.gradients and ranks == 1:
-        yield inert(f"gradients {rule.gradients!r}", "gradients travel between ranks that compute different samples")
-    elif rule.gradients == "fp32" and not any(value != "fp32" for value in gradients.values()):
-        yield inert("gradients 'fp32'", "gradients travel in fp32, unless a rule around it says otherwise")
+        yield inert(f"gradients {rule.gradients!r}", "gradients are sent between ranks that compute different samples")
+    elif rule.gradients == "fp32" and set(dtypes.gradients.values()) <= {"fp32"}:
+        yield inert("gradients 'fp32'", "gradients are sent in fp32, unless a rule around it says otherwise")
 
 
-def _shared_unlike(dtypes: Mapping[tuple[str, str], str], modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
-    said: dict[nn.Parameter, tuple[str, str]] = {}
-    for key, value in dtypes.items():
-        first = said.setdefault(_own(modules, key), key)
-        if dtypes[first] != value:
+def _shared_unlike(dtypes: _Dtypes) -> Iterator[Problem]:
+    """Problems of shared parameters that two rules give different dtypes."""
+    first_keys: dict[nn.Parameter, tuple[str, str]] = {}
+    for key, dtype in dtypes.parameters.items():
+        first = first_keys.setdefault(dtypes.parameter(key), key)
+        if dtypes.parameters[first] != dtype:
             yield Problem(
-                given=f"parameters {dtypes[first]!r} for {'.'.join(first)} and {value!r} for {'.'.join(key)}",
+                given=f"parameters {dtypes.parameters[first]!r} for {'.'.join(first)} and {dtype!r} for {'.'.join(key)}",
                 rule="they are one parameter",
                 consequence="it would be unclear which of the two counts",
                 nearest="one of the two rules",
             )
 
 
-def _own(modules: Mapping[str, nn.Module], key: tuple[str, str]) -> nn.Parameter:
-    return getattr(modules[key[0]], key[1])
-
-
 # --- fp8 ---------------------------------------------------------------------------------------------------------------
 
-MULTIPLE = 16  # rows and columns that the products want
+# Matrix products in fp8 are torchao's (Micikevicius et al. 2022, FP8 formats for deep learning): weights and their gradients keep
+# their dtype; a layer scales and rounds the operands of its three products. All other layers compute in bf16.
 
-
-# Products in fp8 are torchao's (Micikevicius et al. 2022, FP8 formats for deep learning): weights and their gradients keep their
-# dtype, a layer scales and rounds the operands of its three products. All other layers compute in bf16.
+MULTIPLE = 16  # of rows and columns, which the kernels require
 
 
 def check_fp8(plan: Plan, blocks: Sequence[nn.Module]) -> None:
-    """Raises PlanError where the device or the package lacks, and where no linear layer of ``blocks`` fits."""
-    lacking = [] if computes_fp8(plan.mesh.device) else [f"a {plan.mesh.device} without fp8 products"]
-    lacking += [] if find_spec("torchao") else ["no torchao"]
-    if lacking:
+    """Raises PlanError if the device or the package is missing, or if no linear layer of ``blocks`` has suitable sizes."""
+    missing = [] if computes_fp8(plan.mesh.device) else [f"a {plan.mesh.device} without fp8 products"]
+    missing += [] if find_spec("torchao") else ["no torchao"]
+    if missing:
         raise PlanError(
-            given=f"precision 'fp8' on {' and '.join(lacking)}",
+            given=f"precision 'fp8' on {' and '.join(missing)}",
             rule="fp8 products need torchao (the extra unisono[quant]) and a device with them (compute capability 8.9 up)",
             consequence="nothing was started",
             nearest="plan.precision='bf16'",
@@ -277,7 +257,7 @@ def check_fp8(plan: Plan, blocks: Sequence[nn.Module]) -> None:
 
 
 def apply_fp8(blocks: Sequence[nn.Module]) -> None:
-    """Have the linear layers of ``blocks`` compute in fp8, in place; before they are sharded or wrapped."""
+    """Let the linear layers of ``blocks`` compute in fp8, in place. Called before they are sharded or wrapped."""
     from torchao.float8 import convert_to_float8_training  # pyright: ignore[reportMissingImports]
 
     for block in blocks:
@@ -285,7 +265,7 @@ def apply_fp8(blocks: Sequence[nn.Module]) -> None:
 
 
 def fits(layer: nn.Module) -> bool:
-    """Whether a layer's products can be made in fp8."""
+    """Whether ``layer`` can compute in fp8."""
     return type(layer) is nn.Linear and not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
 
 
@@ -309,25 +289,13 @@ class LossScale:
     cap: float = 2.0**24
 
     @staticmethod
-    def create(device: torch.device, *, initial: float) -> LossScale:
-        """A dynamic scale starting at ``initial``."""
-        return LossScale(
-            scale=torch.tensor(initial, device=device),
-            clean_steps=torch.zeros((), dtype=torch.int64, device=device),
-            dynamic=True,
-        )
-
-    @staticmethod
-    def off(device: torch.device) -> LossScale:
-        """The fixed scale 1."""
-        return LossScale(
-            scale=torch.ones((), device=device),
-            clean_steps=torch.zeros((), dtype=torch.int64, device=device),
-            dynamic=False,
-        )
+    def create(device: torch.device, *, initial: float = 1.0, dynamic: bool = True) -> LossScale:
+        """A scale that starts at ``initial``; without ``dynamic`` it stays there."""
+        clean_steps = torch.zeros((), dtype=torch.int64, device=device)
+        return LossScale(scale=torch.tensor(initial, device=device), clean_steps=clean_steps, dynamic=dynamic)
 
     def update(self, overflow: Tensor) -> None:
-        """One step's rule; ``overflow`` is a 0-dim bool on the device. No host synchronisation."""
+        """Update after one step; ``overflow`` is a 0-dim bool on the device. Does not synchronise with the host."""
         if not self.dynamic:
             return
         clean = torch.where(overflow, 0, self.clean_steps + 1)

@@ -1,4 +1,4 @@
-"""Activations that are recomputed in the backward pass (Chen et al. 2016), or wait for it in host memory (Rhu et al. 2016)."""
+"""Recomputes activations in the backward pass (Chen et al. 2016), or offloads them to host memory (Rhu et al. 2016)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from unisono.plan.rules import match_modules
 from unisono.plan.trace import trace
 
 _aten: Any = torch.ops.aten
-# Selective recompute keeps what costs a matrix product or an attention to make again (Korthikanti et al. 2022, turned around).
-# Attention that drops is run again all the same: kept, it would draw nothing, and dropout behind it would draw its numbers.
-_KEPT = {
+# Selective recompute saves the results of matrix products and attention (the reverse of Korthikanti et al. 2022). Attention with
+# dropout is recomputed: if its result were saved, it would draw nothing, and dropout after it would draw its random numbers.
+_SAVED = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
@@ -36,10 +36,10 @@ _KEPT = {
 
 
 def recompute_blocks(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) -> None:
-    """Have blocks of piece number ``piece`` of the model computed again in the backward pass, as the plan says.
+    """Recompute blocks of stage number ``piece`` in the backward pass, as the plan says.
 
-    Raises PlanError: more blocks than there are, an operator that does not exist; and in the first forward pass where an
-    operator to keep was not run.
+    Raises PlanError if the plan counts more blocks than there are, or names an operator that does not exist; in the first forward
+    pass, if no block runs a named operator.
     """
     if plan.recompute.mode == "none":
         return
@@ -55,13 +55,13 @@ def recompute_blocks(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) ->
     for block in blocks[:count]:
         _recompute(block, policy)
     if policy is not None and count:
-        _check_behind(blocks[count - 1], policy)
+        _check_policy_after(blocks[count - 1], policy)
 
 
 def recompute_modules(plan: Plan, named: Mapping[str, nn.Module], pieces: Sequence[Sequence[nn.Module]]) -> None:
-    """Have the modules in ``named`` (of ``find_recomputed_modules``) computed again in the backward pass.
+    """Recompute the modules in ``named`` (from ``find_recomputed_modules``) in the backward pass.
 
-    ``pieces`` of the model are here: each is the blocks of a stage in a row, or the whole model alone.
+    ``pieces`` are this rank's stages, each a sequence of blocks, or the model alone.
     """
     policy = _policy_of(plan)
     for module in named.values():
@@ -70,16 +70,16 @@ def recompute_modules(plan: Plan, named: Mapping[str, nn.Module], pieces: Sequen
         return
     for piece in pieces:
         inside = {module for block in piece for module in block.modules()}
-        # what no kind of module runs in a piece that has all kinds, none runs anywhere
-        if {_kind(name) for name, module in named.items() if module in inside} == set(map(_kind, named)):
-            _check_behind(piece[-1], policy)
+        # an operator that does not run in a stage with all kinds of modules runs in no stage
+        if {_pattern(name) for name, module in named.items() if module in inside} == set(map(_pattern, named)):
+            _check_policy_after(piece[-1], policy)
 
 
 def find_recomputed_modules(plan: Plan, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """What ``recompute.modules`` names in the whole model. Raises PlanError with all names that cannot be followed."""
+    """The modules that ``recompute.modules`` matches. Raises PlanError with the problems of all patterns."""
     modules = {name: module for name, module in model.named_modules() if name}
     pattern_of: dict[str, str] = {}
-    problems: dict[str, Problem] = {}  # of modules alike one is enough
+    problems: dict[str, Problem] = {}  # one for each pattern
     for pattern in plan.recompute.modules:
         given = f"recompute.modules {pattern!r}"
         if not (names := match_modules(pattern, modules)):
@@ -87,7 +87,7 @@ def find_recomputed_modules(plan: Plan, model: nn.Module, blocks: Sequence[nn.Mo
                 given=given,
                 rule="it names modules of the model",
                 consequence="it would change nothing",
-                nearest=nearest_name(pattern, set(map(_kind, modules))),
+                nearest=nearest_name(pattern, set(map(_pattern, modules))),
             )
         for name in names:
             held = next((inner for inner in modules if inner.startswith(f"{name}.") and modules[inner] in blocks), None)
@@ -96,7 +96,7 @@ def find_recomputed_modules(plan: Plan, model: nn.Module, blocks: Sequence[nn.Mo
                     given=f"{given}, which holds {held}",
                     rule="a module that is recomputed is a repeated block, lies in one, or holds none",
                     consequence="all blocks in it would keep their activations in the backward pass, as if none were recomputed",
-                    nearest=repr(_kind(held)),
+                    nearest=repr(_pattern(held)),
                 )
             elif type(modules[name]).forward is nn.Module.forward:  # a ModuleList
                 wrong = _never_called(given, name)
@@ -117,9 +117,9 @@ def find_recomputed_modules(plan: Plan, model: nn.Module, blocks: Sequence[nn.Mo
 
 
 def check_called(named: Mapping[str, nn.Module], model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-    """Raises PlanError where the whole model never calls a module that is to be recomputed; ``inputs`` are of any micro-batch."""
+    """Raises PlanError if the model never calls a module that is to be recomputed; ``inputs`` are those of any micro-batch."""
     called = {call.module for call in trace(model, inputs).calls}
-    missing = {_kind(name): name for name in named if name not in called}
+    missing = {_pattern(name): name for name in named if name not in called}
     if missing:
         raise PlanError(*(_never_called(f"recompute.modules for {kind!r}", name) for kind, name in missing.items()))
 
@@ -142,16 +142,16 @@ def _twice(given: str) -> Problem:
     )
 
 
-def _kind(name: str) -> str:
-    """The pattern of modules like it in other blocks."""
+def _pattern(name: str) -> str:
+    """The pattern of the corresponding modules of all blocks."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def check_kv_caches(model: nn.Module, plan: Plan) -> None:
-    """Raises PlanError for a model of transformers that keeps keys for later tokens: blocks would add them once more in the
-    backward pass, and what recompute drops would be held by the cache."""
+    """Raises PlanError for a model of transformers with a key/value cache: recomputed blocks would append to it once more, and it
+    would hold activations that recompute frees."""
     for decoder in models_of_transformers(model):
-        # encoders, such as BERT, have the setting and keep nothing
+        # encoders, such as BERT, have the setting but no cache
         decodes = any(getattr(m, "is_causal", False) or getattr(m, "is_decoder", False) for m in decoder.modules())
         if decodes and getattr(decoder.config, "use_cache", False):
             raise PlanError(
@@ -163,7 +163,7 @@ def check_kv_caches(model: nn.Module, plan: Plan) -> None:
 
 
 class _Policy:
-    """Which results stay: those of the operators named, or of the built-in list."""
+    """Selects the operators whose results are saved: those named, or the built-in list."""
 
     def __init__(self, names: Sequence[str]) -> None:
         known = {name.partition("::")[2].partition(".")[0] for name in _all_operators() if name.startswith("aten::")}
@@ -183,14 +183,14 @@ class _Policy:
         self.unused: set[str] = set()
 
     def begin(self) -> _Policy:
-        """Before the blocks of a model run."""
+        """Start with a new model: no named operator has run yet."""
         self.unused = set(self._names)
         return self
 
     def __call__(self, _context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if not self._names:
-            keeps = operator in _KEPT and not _dropout_of(operator, args, kwargs)
-            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+            saves = operator in _SAVED and not _dropout_of(operator, args, kwargs)
+            return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
         name = str(operator.overloadpacket.__name__)
         if name in self._names and (dropout := _dropout_of(operator, args, kwargs)):
             raise PlanError(
@@ -203,7 +203,7 @@ class _Policy:
         return CheckpointPolicy.MUST_SAVE if name in self._names else CheckpointPolicy.PREFER_RECOMPUTE
 
     def check(self) -> None:
-        """After the blocks have run. Raises PlanError for a name that nothing was kept by."""
+        """Called after the blocks have run. Raises PlanError for named operators that did not run."""
         if self.unused:
             raise PlanError(
                 given=f"recompute.saved_ops {', '.join(sorted(self.unused))}",
@@ -219,12 +219,12 @@ def _policy_of(plan: Plan) -> _Policy | None:
 
 @functools.cache
 def _one_policy(names: tuple[str, ...]) -> _Policy:
-    # One object for all models of a process: compiled code is bound to it, and would be compiled again for each model.
+    # One object for all models of a process, because compiled code depends on it: a new object would mean a new compilation.
     return _Policy(names)
 
 
 def _dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """``dropout_p`` of a call of attention; 0 of anything else."""
+    """``dropout_p`` of a call of attention; 0 of other operators."""
     if "attention" not in operator.overloadpacket.__name__:
         return 0.0
     names = [argument.name for argument in operator._schema.arguments]
@@ -232,20 +232,20 @@ def _dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _draws(name: str) -> bool:
-    """Whether random numbers are skipped when the operator's result is kept. Attention draws only with a dropout of its own,
-    which is known when it runs."""
+    """Whether the operator draws random numbers, which would be skipped if its result were saved. Attention draws only with
+    dropout, which is known when it runs."""
     packet: Any = getattr(torch.ops.aten, name)
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
     return "attention" not in name and any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
 
 
 def _all_operators() -> list[str]:
-    # the registry; torch.ops.aten itself lists only those that were used before
+    # torch.ops.aten itself lists only operators that were used before
     return torch._C._dispatch_get_all_op_names()  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType, reportUnknownMemberType, reportAttributeAccessIssue]
 
 
 def _recompute(block: nn.Module, policy: _Policy | None) -> None:
-    """Have the block keep only its inputs (and what the policy names)."""
+    """Let the block save only its inputs and the results that the policy selects."""
     arguments: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if policy is not None:
         arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
@@ -253,7 +253,7 @@ def _recompute(block: nn.Module, policy: _Policy | None) -> None:
         arguments["context_fn"] = functools.partial(_contexts, block, arguments.get("context_fn"))
 
     def recomputing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Nothing is saved in evaluation, so there is nothing to compute again.
+        # evaluation saves nothing, so there is nothing to recompute
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, **arguments, **kwargs)
@@ -261,12 +261,12 @@ def _recompute(block: nn.Module, policy: _Policy | None) -> None:
     wrap_forward(block, recomputing)
 
 
-def _check_behind(last: nn.Module, policy: _Policy) -> None:
-    """Names that nothing has run are known behind the forward pass of the ``last`` block, or of the model."""
+def _check_policy_after(last: nn.Module, policy: _Policy) -> None:
+    """Call ``policy.check`` after the forward pass of the ``last`` block, or of the model."""
     if not policy.unused:
         return
 
-    # beside the others' forward, not in it: blocks that are alike are compiled once
+    # a wrapper of its own, so that the forward passes of like blocks stay equal and are compiled once
     def checked(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -283,7 +283,7 @@ def _contexts(block: nn.Module, inner: Any) -> tuple[AbstractContextManager[Any]
 
 @contextmanager
 def _buffers_aside(block: nn.Module, inner: AbstractContextManager[Any]) -> Generator[None]:
-    """Run again on copies of the buffers: a batch norm has counted this batch already."""
+    """Inside, the block has copies of its buffers: a batch norm has already counted this batch."""
     buffers = [
         (module, name, tensor) for module in block.modules() for name, tensor in module.named_buffers(recurse=False)
     ]
@@ -301,9 +301,9 @@ def _buffers_aside(block: nn.Module, inner: AbstractContextManager[Any]) -> Gene
 
 
 def offload_activations(blocks: Sequence[nn.Module], *, pinned: bool) -> None:
-    """Copy what the forward passes of ``blocks`` save to the host and back when the backward pass asks for it, in place.
+    """Let ``blocks`` copy the activations that they save to the host, and back in the backward pass, in place.
 
-    ``pinned`` memory is copied without a wait. Parameters, which are saved too, stay where they are.
+    Copies to and from ``pinned`` memory are asynchronous. Saved parameters are not copied.
     """
     for block in blocks:
         _offload(block, pinned=pinned)
@@ -313,12 +313,12 @@ def _offload(block: nn.Module, *, pinned: bool) -> None:
     def offloading(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # a transposed weight is another tensor on the same memory; a sharded block's weights are there from now on
-        stays = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+        # by address, because a transposed weight is another tensor; the weights of a sharded block are gathered by now
+        addresses = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
         host: Any = save_on_cpu(pin_memory=pinned)
 
         def pack(tensor: Tensor) -> Any:
-            return tensor if tensor.untyped_storage().data_ptr() in stays else host.pack_hook(tensor)
+            return tensor if tensor.untyped_storage().data_ptr() in addresses else host.pack_hook(tensor)
 
         def unpack(packed: Any) -> Tensor:
             return packed if isinstance(packed, Tensor) else host.unpack_hook(packed)

@@ -7,18 +7,23 @@ moving average, the checkpoint and the gradient norm read the table, and need no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from unisono.optim import global_norm
 from unisono.parallel.mesh import ParallelDims
+
+# process groups, and names of the parameters whose gradients are summed over them
+GradGroups = Sequence[tuple[ProcessGroup, Sequence[str]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +89,8 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
-        return torch.Size(self.shape).numel()
+        """Number of elements of the parameter."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +186,7 @@ def even_sizes(size: int, count: int) -> list[int]:
 class ParameterSharder:
     """Replaces parameters by this rank's shard along ``tp``, in every module that holds them, and records it in ``table``.
 
-    ``rank`` and ``num_ranks`` are along ``tp``, whose ranks are ``group``.
+    ``rank`` and ``num_ranks`` are along ``tp``, whose process group is ``group``.
     """
 
     def __init__(self, model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
@@ -231,8 +236,8 @@ class ShardedParameters:
 
     ``parameters``: by first name, the model's own parameter where it is not a DTensor, else its local tensor. The optimizer,
     the moving average and the checkpoint work on these, so that an update is the same arithmetic as on one process.
-    ``duplicated`` names the parameters that an earlier pipeline stage has too. ``replicated_grad_groups``: ranks, and the names
-    of parameters that FSDP2 does not shard, whose gradients are still to be summed over them.
+    ``duplicated`` names the parameters that an earlier pipeline stage has too. ``replicated_grad_groups`` has groups of ranks and
+    the names of the parameters, not sharded by FSDP2, whose gradients must be summed over the group.
     """
 
     def __init__(
@@ -256,15 +261,12 @@ class ShardedParameters:
             self.parameters[name]: shard for name, shard in table.tensor_parallel.items() if name in self.parameters
         }
         replicated = [name for name, live in self._live.items() if plan.uses_fsdp and not isinstance(live, DTensor)]
-        experts = table.split_over(
-            "ep"
-        )  # each rank of the shard axis has others, so only replicas of the state hold the same
+        # ranks of the shard axis hold different experts, so that only replicas of the state hold equal ones
+        experts = table.split_over("ep")
         equal = [name for name in replicated if name not in experts]
-        groups = [
-            (mesh.group(axis), names) for axis, names in (("shard", equal), ("dp_replicate", replicated)) if names
-        ]
+        axes = {"shard": equal, "dp_replicate": replicated}
         self.replicated_grad_groups: list[tuple[ProcessGroup, list[str]]] = [
-            (group, names) for group, names in groups if group.size() > 1
+            (mesh.group(axis), names) for axis, names in axes.items() if names and mesh.group(axis).size() > 1
         ]
         first_of_shard = not plan.uses_fsdp or mesh.rank_along("shard") == 0
         self._counted_before = {self.parameters[name] for name in ([] if first_of_shard else equal)}
@@ -343,8 +345,36 @@ class ShardedParameters:
             dtype = parameter.grad_dtype or parameter.dtype
             parameter.grad = torch.zeros_like(parameter, dtype=dtype) if gradient is None else gradient.to(dtype)
 
+    @torch.no_grad()
+    def sum_replicated_grads(self, groups: GradGroups) -> None:
+        """Sum, in place, the gradients of replicated parameters of which each rank has computed a part.
+
+        Examples are a key/value head that serves query heads on several ranks, norms in a sequence-parallel region, and
+        parameters that FSDP2 does not shard. Called once per step, after the reduction over data ranks.
+
+        Args:
+            groups: Process groups and names of the parameters, which are equal on all ranks of the group. Names of parameters
+                that are not trained, or not on this rank, are skipped.
+        """
+        for group, names in groups:
+            by_dtype: dict[torch.dtype, list[Tensor]] = {}
+            for name in names:
+                gradient = self.parameters[name].grad if name in self.parameters else None
+                if gradient is not None:
+                    by_dtype.setdefault(gradient.dtype, []).append(gradient)
+            for members in by_dtype.values():
+                flat = torch.cat([member.flatten() for member in members])
+                with self._mesh.world.guard("sum of shared gradients", flat.nbytes):
+                    dist.all_reduce(flat, group=group)
+                for member, total in zip(members, flat.split([m.numel() for m in members]), strict=True):
+                    member.copy_(total.view_as(member))
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's gradients, in parameter order."""
+        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Set the gradients of all parameters to None."""
         for parameter in (*self._live.values(), *self.parameters.values()):
             parameter.grad = None
 

@@ -1,7 +1,7 @@
 """Applies a plan to a model in place, as an ordered list of transforms. Parameter names do not change.
 
-A transform sees the model that the transforms before it in ``TRANSFORMS`` left; comments there say why each has its place.
-To add one (quantisation-aware training, LoRA, a tap of activations), write its two functions and add an entry.
+A transform gets the model that the transforms before it in ``TRANSFORMS`` left; comments there explain the order. To add one
+(quantisation-aware training, LoRA, an observer of activations), write its two functions and add an entry.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 class ParallelModel:
     """A model while a plan is applied to it, and afterwards.
 
-    ``blocks`` are its repeated blocks that are here, ``table`` says where its parameters lie, ``stages`` are those of a pipeline
-    that are here. ``recomputed`` and ``compute_dtypes``, by module, are resolved on the whole model for later transforms.
+    ``blocks`` are its repeated blocks on this rank, ``table`` has the shards of its parameters, ``stages`` are this rank's stages
+    of a pipeline. ``recomputed`` and ``compute_dtypes``, by module, are resolved on the global model for later transforms.
     """
 
     model: nn.Module
@@ -75,7 +75,7 @@ class ParallelModel:
 class Transform(NamedTuple):
     """One change of a model that a plan may ask for.
 
-    ``validate(model, plan)`` raises PlanError with what keeps a whole model from it; ``apply(state, mesh)`` makes it.
+    ``validate(model, plan)`` raises PlanError with all problems of a global model; ``apply(state, mesh)`` changes the model.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Transform(NamedTuple):
     apply: Callable[[ParallelModel, Any], None]
 
     def check(self, model: nn.Module, plan: Plan) -> tuple[Problem, ...]:
-        """What keeps ``model``, not transformed yet, from this transform."""
+        """Problems of applying this transform to ``model``, which is not transformed yet."""
         try:
             self.validate(model, plan)
         except PlanError as error:
@@ -93,7 +93,7 @@ class Transform(NamedTuple):
 
 
 def check_transforms(model: nn.Module, plan: Plan) -> list[Problem]:
-    """Everything that keeps ``model`` from the transforms that ``plan`` asks for."""
+    """All problems of applying to ``model`` the transforms that are active in ``plan``."""
     active = [transform for transform in TRANSFORMS if transform.is_active(plan)]
     return [problem for transform in active for problem in transform.check(model, plan)]
 
@@ -106,11 +106,16 @@ def parallelize(
     partition: PipelinePartition | None = None,
     transforms: Sequence[Transform] | None = None,
 ) -> ParallelModel:
-    """Apply to ``model``, in place, those of ``transforms`` (``TRANSFORMS``) that ``plan`` asks for.
+    """Apply those transforms that are active in ``plan`` to ``model``, in place. All ranks call it, with equal models.
 
-    All ranks of several call it, with equal models and the ``mesh`` they are in, with a ``context`` of that model where they
-    share sequences, and with its ``partition`` where they are stages of a pipeline. Raises PlanError with all that keeps
-    ``model`` from the transforms, before anything is changed.
+    Args:
+        mesh: The mesh of the ranks; None for a single process.
+        context: The model's context parallelism, if the plan has ``cp``.
+        partition: The model's partition into stages, if the plan has ``pp``.
+        transforms: Default ``TRANSFORMS``.
+
+    Raises:
+        PlanError: With all problems of the transforms; nothing was changed.
     """
     active = [transform for transform in transforms or TRANSFORMS if transform.is_active(plan)]
     problems = [problem for transform in active for problem in transform.check(model, plan)]
@@ -215,7 +220,7 @@ def _check_blocks(choice: str, near: str, model: nn.Module) -> None:
 
 
 def _nothing(_model: nn.Module, _plan: Plan) -> None:
-    """Any model can be transformed."""
+    """For transforms that fit any model."""
 
 
 TRANSFORMS: tuple[Transform, ...] = (

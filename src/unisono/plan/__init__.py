@@ -1,4 +1,4 @@
-"""What a run will do, decided before it starts and carried as data. Needs no process group and no accelerator."""
+"""The plan of a run: its options, its derivation and its validation. Needs no process group and no accelerator."""
 
 import lazy_loader
 

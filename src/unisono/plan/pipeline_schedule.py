@@ -1,24 +1,26 @@
-"""The order in which the ranks of a pipeline run their passes: plain data, computed alike on every rank.
+"""Pipeline schedules: the order in which each rank runs its passes, and the blocks of each stage. Plain data, equal on all ranks.
 
-A model is cut into pieces (stages), several per rank where ``chunks`` is above 1. A step's micro-batches go through all of them.
+A model is split into stages, ``chunks`` per rank. The micro-batches of a step go through all of them.
 
-gpipe          all forward passes, then all backward passes (Huang et al. 2019); every micro-batch's activations are held at once
+gpipe          all forward passes, then all backward passes (Huang et al. 2019); activations of all micro-batches are held
 1f1b           after a warm-up one forward, one backward (Narayanan et al. 2019): at most ``pp - rank`` micro-batches are held
-interleaved    the same with ``chunks`` pieces per rank, dealt round: a bubble ``chunks`` times shorter (Narayanan et al. 2021)
-zbv            two pieces per rank in a V, and the gradients of weights computed later, where a rank would wait (Qi et al. 2023,
-               Zero Bubble; 2024, Controllable Memory): next to no bubble in the memory of 1f1b
+interleaved    1f1b with ``chunks`` stages per rank, assigned in turn: the bubble is ``chunks`` times shorter (Narayanan et al.
+               2021)
+zbv            two stages per rank, in a V; weight gradients are computed later, when a rank would wait (Qi et al. 2023, Zero
+               Bubble; 2024, Controllable Memory): almost no bubble, with the memory of 1f1b
 
-Of one stage and kind, micro-batches come in ascending order in all of them.
+In each of them, micro-batches of one stage and kind of pass run in ascending order.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import count
+from itertools import accumulate, count
 from typing import Literal, NamedTuple, cast
 
+from unisono.errors import PlanError
 from unisono.plan.options import Schedule
 
 Kind = Literal["F", "B", "I", "W"]
@@ -33,7 +35,7 @@ class Action(NamedTuple):
 
 
 def stage_index(schedule: Schedule, pp: int, rank: int, chunk: int) -> int:
-    """The stage that pipeline rank ``rank`` runs as its piece number ``chunk``."""
+    """The stage that pipeline rank ``rank`` runs as its stage number ``chunk``."""
     if schedule == "zbv" and chunk == 1:
         return 2 * pp - 1 - rank
     return chunk * pp + rank
@@ -41,7 +43,7 @@ def stage_index(schedule: Schedule, pp: int, rank: int, chunk: int) -> int:
 
 @cache
 def schedule_order(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Each rank's passes in order, ranks in order. ``interleaved`` takes micro-batches in groups of ``pp``, whole ones."""
+    """The passes of each rank, in order. Raises ValueError if ``interleaved`` gets no multiple of ``pp`` micro-batches."""
     if schedule == "interleaved" and micro_batches % pp:
         raise ValueError(
             f"{micro_batches} micro-batches are no multiple of {pp}: interleaved ranks would wait for each other"
@@ -52,7 +54,7 @@ def schedule_order(schedule: Schedule, pp: int, chunks: int, micro_batches: int)
 
 
 def forward_order(schedule: Schedule, pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
-    """The passes of one rank where nothing is trained; any number of micro-batches."""
+    """The forward passes of one rank, for evaluation, with any number of micro-batches."""
     turns = _turns(pp, chunks, micro_batches)
     return tuple(Action("F", stage_index(schedule, pp, rank, chunk), micro) for chunk, micro in turns)
 
@@ -82,8 +84,8 @@ def _looped(schedule: Schedule, pp: int, rank: int, chunks: int, micro_batches: 
 
 
 def _zbv(pp: int, rank: int, micro_batches: int) -> tuple[Action, ...]:
-    """The pattern of section 6 of Qi et al. 2023 (Zero Bubble): passes of kind and piece (0 down the V, 1 up), micro-batches
-    numbered as they come. It holds ``2 pp`` pieces at most. Fewer micro-batches than fill the V leave their places empty.
+    """The pattern of section 6 of Qi et al. 2023 (Zero Bubble): kind of pass and stage (0 down the V, 1 up). Micro-batches are
+    numbered as they come; at most ``2 pp`` activations are held. With fewer micro-batches than fill the V, passes are left out.
     """
     many = max(micro_batches, 2 * pp - 1)
     steady = ("F0", "I0", "W0", "F1", "I1", "W1")
@@ -99,60 +101,39 @@ def _zbv(pp: int, rank: int, micro_batches: int) -> tuple[Action, ...]:
         *("W0",) * rank,
     ]
     micros: dict[str, Iterator[int]] = defaultdict(count)
-    stages = {piece: stage_index("zbv", pp, rank, int(piece)) for piece in "01"}
+    stages = {chunk: stage_index("zbv", pp, rank, int(chunk)) for chunk in "01"}
     actions = [Action(cast("Kind", name[0]), stages[name[1]], next(micros[name])) for name in pattern]
     return tuple(action for action in actions if action.micro < micro_batches)
 
 
-def dependencies(action: Action, last: int) -> list[Action]:
-    """What must be finished before ``action``, where ``last`` is the number of the last stage."""
-    kind, stage, micro = action
-    if kind == "F":
-        return [Action("F", stage - 1, micro)] if stage else []
-    if kind == "W":
-        return [Action("I", stage, micro)]
-    above = [Action(kind, stage + 1, micro)] if stage < last else []
-    return [Action("F", stage, micro), *above]
+def balance_stages(blocks: Sequence[float], before: float, after: float, pieces: int) -> tuple[int, ...]:
+    """Number of blocks of each stage, such that the largest cost of a stage is minimal (exact, by dynamic programming).
 
-
-class Simulation(NamedTuple):
-    """``makespan`` in the unit of the costs; ``peak`` is, per rank, how many (stage, micro-batch) it held at most at once."""
-
-    makespan: float
-    peak: tuple[int, ...]
-
-
-def simulate(orders: Sequence[Sequence[Action]], costs: Callable[[Action], float]) -> Simulation:
-    """Run ``orders`` with passes that take ``costs(action)`` and transfers that take none.
-
-    Raises ValueError where the ranks would wait for each other for ever.
+    ``blocks`` has the cost of each block; ``before`` is added to the first stage and ``after`` to the last. Every stage has a
+    block. Of equally good splits the one with the shorter first stages is taken. Raises PlanError if there are too few blocks.
     """
-    last = max(action.stage for each in orders for action in each)
-    finished: dict[Action, float] = {}
-    clock, place = [0.0] * len(orders), [0] * len(orders)
-    moved = True
-    while moved:
-        moved = False
-        for rank, mine in enumerate(orders):
-            while place[rank] < len(mine):
-                action = mine[place[rank]]
-                waits = dependencies(action, last)
-                if any(each not in finished for each in waits):
-                    break
-                start = max([clock[rank], *(finished[each] for each in waits)])
-                clock[rank] = finished[action] = start + costs(action)
-                place[rank] += 1
-                moved = True
-    stuck = {rank: mine[place[rank]] for rank, mine in enumerate(orders) if place[rank] < len(mine)}
-    if stuck:
-        raise ValueError(f"ranks wait for each other: {stuck}")
-    return Simulation(max(clock), tuple(map(_peak, orders)))
-
-
-def _peak(mine: Sequence[Action]) -> int:
-    held = peak = 0
-    for action in mine:
-        held += action.kind == "F"
-        peak = max(peak, held)
-        held -= action.kind in ("B", "W")
-    return peak
+    if pieces > len(blocks):
+        raise PlanError(
+            given=f"a model of {len(blocks)} blocks in {pieces} pieces",
+            rule="every piece of a pipeline has at least one block",
+            consequence="a stage would only pass data on",
+            nearest=f"at most {len(blocks)} pieces: a smaller plan.pp, or schedule='1f1b' with one piece per rank",
+        )
+    sums = [0.0, *accumulate(blocks)]
+    count = len(blocks)
+    # heaviest[k]: largest cost of the best split of the first k blocks into the stages so far; cuts[p][k]: where its last begins
+    heaviest = [before + total for total in sums]
+    cuts: list[list[int]] = []
+    for piece in range(2, pieces + 1):
+        extra = after if piece == pieces else 0.0
+        here, best = [float("inf")] * (count + 1), [0] * (count + 1)
+        for end in range(piece, count + 1):
+            here[end], best[end] = min(
+                (max(heaviest[cut], sums[end] - sums[cut] + extra), cut) for cut in range(piece - 1, end)
+            )
+        heaviest = here
+        cuts.append(best)
+    ends = [count]
+    for best in reversed(cuts):
+        ends.insert(0, best[ends[0]])
+    return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))

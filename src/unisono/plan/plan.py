@@ -1,4 +1,4 @@
-"""The plan of a run: one frozen record of what a step computes and where, resolved once and read by everything else.
+"""The plan of a run: one frozen record of the computation of a step and its layout on ranks, resolved once.
 
 Ranks are numbered row-major over the mesh axes (``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``), so the ``tp`` ranks of
 one layer are neighbours. ``ep`` is no axis of its own: it regroups the ``dp_shard`` x ``cp`` ranks for experts. A plan is
@@ -72,7 +72,7 @@ class BatchPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionPlan:
-    """Dtype of matrix products, and what differs by module."""
+    """Dtype of matrix products, and rules for modules that differ from it."""
 
     compute: Literal["fp32", "bf16", "fp16", "fp8"]
     dtype_rules: tuple[DtypeRule, ...]
@@ -149,7 +149,7 @@ class TensorParallelPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendPlan:
-    """Compiler and kernels."""
+    """Compiler, and choices of kernels and memory layout; see ``PlanOptions`` for the fields."""
 
     compile: Compile
     tf32: bool
@@ -159,7 +159,7 @@ class BackendPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Everything that decides what a step computes and where."""
+    """Everything that decides the computation of a step and its layout on ranks."""
 
     version: int = VERSION
     mesh: MeshPlan
@@ -212,7 +212,7 @@ class Plan:
         return msgspec.json.decode(msgspec.json.encode(self))
 
     def decisions(self) -> dict[str, Any]:
-        """Plain data by dotted name, without pins and provenance: what decides the computation."""
+        """The fields that decide the computation, as plain data by dotted name: all but pins and provenance."""
         return {name: value for name, value in _flat(self.to_json()).items() if name not in ("pins", "provenance")}
 
     @staticmethod
@@ -222,10 +222,11 @@ class Plan:
         types = _field_types()
         given = _flat(migrate_plan(data).values)
         rule = f"a plan has the fields {', '.join(types)}, all of them"
-        problems = [
-            _not_loaded(f"there is no field {name!r}", rule, nearest_name(_in_group(name, types), [*types, *_GROUPS]))
-            for name in given.keys() - types
-        ]
+        problems: list[Problem] = []
+        for name in given.keys() - types:
+            full_name = next((dotted for dotted in types if dotted.endswith(f".{name}")), name)
+            near = nearest_name(full_name, [*types, *_GROUPS])
+            problems.append(_not_loaded(f"there is no field {name!r}", rule, near))
         problems += [_not_loaded(f"{name!r} is missing", rule, f'"{name}": …') for name in types.keys() - given.keys()]
         groups: dict[str, dict[str, Any]] = {}
         values: dict[str, Any] = {}
@@ -273,27 +274,23 @@ class Plan:
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
     def describe(self) -> str:
-        """One line for people."""
-        mesh, batch = self.mesh, self.batch
+        """A summary of the plan in one line."""
+        mesh, batch, sync = self.mesh, self.batch, self.sync
         shards = f", {mesh.pp} stages ({self.pipeline.schedule})" if mesh.pp > 1 else ""
         shards += f", state cut over {mesh.shard_degree} (zero {self.fsdp.zero})" if self.uses_fsdp else ""
         shards += f", sequences over {mesh.cp}" if mesh.cp > 1 else ""
         shards += f", layers over {mesh.tp}" if mesh.tp > 1 else ""
         shards += f", experts over {mesh.ep}" if mesh.ep > 1 else ""
-        return (
-            f"{mesh.world_size} x {mesh.device}{shards}, {self.precision.compute}, batch {batch.global_batch} ="
-            f" {mesh.dp_world_size} ranks x {batch.accumulation} x {batch.micro_batch}, sync {self.sync.kind}"
-            f"{self._sync_details()}, recompute {self.recompute.mode}, compile {self.backend.compile}"
-        )
-
-    def _sync_details(self) -> str:
-        sync = self.sync
         details = "" if sync.compression == "none" else f" ({sync.compression})"
-        if sync.kind == "dist_async":
-            details += "" if sync.staleness is None else f" (at most {sync.staleness} ahead)"
+        if sync.kind == "dist_async" and sync.staleness is not None:
+            details += f" (at most {sync.staleness} ahead)"
         if sync.kind == "dist_local":
             details += f" (every {sync.local_steps} steps)"
-        return details
+        return (
+            f"{mesh.world_size} x {mesh.device}{shards}, {self.precision.compute}, batch {batch.global_batch} ="
+            f" {mesh.dp_world_size} ranks x {batch.accumulation} x {batch.micro_batch}, sync {sync.kind}{details}"
+            f", recompute {self.recompute.mode}, compile {self.backend.compile}"
+        )
 
 
 def read_strategy_file(path: Path) -> dict[str, Any]:
@@ -305,12 +302,10 @@ def read_strategy_file(path: Path) -> dict[str, Any]:
             raise ValueError("it holds no object")
     except (OSError, ValueError) as error:
         raise PlanError(
-            Problem(
-                given=f"strategy file {path}: {error.strerror if isinstance(error, OSError) else error}",
-                rule=f"a strategy file is a JSON object of at most {_MAX_FILE_BYTES >> 20} MiB",
-                consequence="there is no plan",
-                nearest="the plan.json that a run keeps in its folder",
-            )
+            given=f"strategy file {path}: {error.strerror if isinstance(error, OSError) else error}",
+            rule=f"a strategy file is a JSON object of at most {_MAX_FILE_BYTES >> 20} MiB",
+            consequence="there is no plan",
+            nearest="the plan.json that a run keeps in its folder",
         ) from error
     return cast("dict[str, Any]", data)
 
@@ -338,7 +333,7 @@ _GROUPS = frozenset(f.name for f in fields(Plan)) - {"version", "pins", "provena
 
 
 def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Groups as dotted names; what is no object is left as it is, for its type to be judged."""
+    """Values by dotted name; a group that is no object stays under its own name, so that its type is reported."""
     flat: dict[str, Any] = {}
     for name, value in data.items():
         if name in _GROUPS and isinstance(value, Mapping):
@@ -348,17 +343,12 @@ def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _in_group(name: str, types: Mapping[str, Any]) -> str:
-    """``tp`` → ``mesh.tp``, where there is such a field."""
-    return next((dotted for dotted in types if dotted.endswith(f".{name}")), name)
-
-
 def _not_loaded(given: str, rule: str, nearest: str) -> Problem:
     return Problem(given=given, rule=rule, consequence="the plan was not loaded", nearest=nearest)
 
 
 def _accepted(kind: Any) -> str:
-    """The values of a field of this type, for people."""
+    """The values that a field of this type accepts, in words."""
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
     return "a list, as docs/plans.md has it" if get_origin(kind) is tuple else f"a value of type {kind.__name__}"

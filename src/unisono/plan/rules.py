@@ -1,18 +1,19 @@
-"""Rules of tensor parallelism as data: which layers of a model are cut, and how. They are part of a strategy file.
+"""Rules of tensor parallelism as data: which layers of a model are sharded, and how. They are part of a strategy file.
 
-    pair        layers cut by output features, and behind them one cut by input features (Shoeybi et al. 2019)
-    experts     stacks of experts, cut by the hidden units of each
-    embedding   a table cut by vocabulary
-    output      the matrix that makes logits, cut by vocabulary
-    sequence    modules between whose cut layers activations are cut along the sequence (Korthikanti et al. 2022)
+    colwise_rowwise   layers sharded by output features, followed by one sharded by input features (Shoeybi et al. 2019)
+    experts           stacks of experts, sharded by the hidden units of each expert
+    embedding         an embedding table, sharded by vocabulary
+    output            the matrix that computes logits, sharded by vocabulary
+    sequence          modules between whose sharded layers activations are split along the sequence (Korthikanti et al. 2022)
 
-What no rule names stays whole. Modules are named by pattern: ``*`` stands for one part of a name, ``**`` for any number of them.
+Modules matched by no rule are replicated. Modules are named by pattern: ``*`` matches one part of a name, ``**`` any number.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from operator import attrgetter
 from typing import Literal
 
 from msgspec import Struct
@@ -27,14 +28,19 @@ class ColwiseRowwise(
     tag_field="rule",
     tag="colwise_rowwise",
 ):
-    """``column`` layers of ``module`` are cut by output features, ``row`` by input features.
+    """``colwise`` layers of ``module`` are sharded by output features, the ``rowwise`` layer by input features.
 
-    ``units`` is the attribute that says into how many equal parts (heads) the columns may be cut. ``shared`` layers have
-    ``shared_units`` parts (key/value heads); where those are fewer than ranks, several ranks hold the same one. ``fused``
-    layers are column layers that hold three side by side. Attributes in ``divided`` count output features of this rank's
-    part; ``ratio`` is set to units per shared unit. ``enter`` is the submodule whose input the columns read, ``module``
-    itself if empty; ``*`` where there is none: each of them then sums the gradient of its input by itself. Names are relative
-    to ``module``; where the owner of an attribute is no module (a configuration) it is read and left as it is.
+    All names are relative to ``module``. Attributes of a configuration, which is no module, are read but not changed.
+
+    Args:
+        num_heads_attr: Attribute with the number of equal parts (heads) that the column-wise layers consist of.
+        kv_colwise: Column-wise layers of key/value heads. With fewer heads than ranks, several ranks hold the same head.
+        num_kv_heads_attr: Attribute with the number of key/value heads.
+        fused_colwise: Column-wise layers of three matrices side by side.
+        size_attrs: Attributes that count output features; each is divided by the number of ranks.
+        kv_group_size_attr: Attribute that is set to the number of heads per key/value head.
+        input_module: Submodule whose input the column-wise layers read; "" is ``module``. With "*" there is no such module, and
+            each column-wise layer sums the gradient of its own input.
     """
 
     module: str
@@ -50,41 +56,41 @@ class ColwiseRowwise(
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """All that are cut."""
+        """Names of all sharded layers, the row-wise one last."""
         return (*self.colwise, *self.kv_colwise, *self.fused_colwise, self.rowwise)
 
     @property
     def local_attrs(self) -> tuple[str, ...]:
-        """The attributes that are divided."""
+        """Names of the attributes that are divided by the number of ranks."""
         return tuple(name for name in (self.num_heads_attr, self.num_kv_heads_attr, *self.size_attrs) if name)
 
     @property
     def input_modules(self) -> tuple[str, ...]:
-        """The submodules whose inputs the columns read."""
+        """Names of the submodules whose inputs the column-wise layers read."""
         return self.layers[:-1] if self.input_module == "*" else (self.input_module,)
 
 
 class ExpertRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="experts"):
-    """``module`` is a ``models.moe.Experts``: every rank has some of the hidden units of each expert, and the router is whole."""
+    """``module`` is a ``models.moe.Experts``: each rank holds some hidden units of every expert; the router is replicated."""
 
     module: str
 
 
 class EmbeddingRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="embedding"):
-    """``module`` is an ``nn.Embedding``; every rank looks up the tokens it has, and the sum is everyone's."""
+    """``module`` is an ``nn.Embedding``: each rank looks up the tokens in its rows, and the results are summed."""
 
     module: str
 
 
 class OutputRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="output"):
-    """``module`` makes logits: all of them are gathered on every rank, unless the model returns a ``models.loss.Head``."""
+    """``module`` computes logits. They are gathered on every rank, unless the model returns ``models.LazyLogits``."""
 
     module: str
 
 
 class SequenceRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="sequence"):
-    """With ``plan.sequence_parallel`` the input of the first of ``modules`` is cut along the sequence, and the output of the
-    last is joined again."""
+    """With ``plan.sequence_parallel`` the input of the first of ``modules`` is split along the sequence, and the output of the
+    last is gathered."""
 
     modules: tuple[str, ...]
 
@@ -96,11 +102,17 @@ Dims = tuple[Literal["tp"] | None, ...]
 
 
 class ParameterPlacement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Semi-automatic: parameters of ``module`` (a pattern; the whole model if empty) whose names fit ``parameter`` are cut along
-    the dim that has "tp" in ``dims``; the others have null. What lies between, DTensor decides.
+    """Parameters of ``module`` that match ``parameter`` are sharded with DTensor, which decides how activations are sharded.
 
-    Or, without ``parameter``, what goes into the module (``inputs``, by position; null as it comes) and what comes out
-    (``outputs``) is moved to lie like that. Such a module lies in one whose parameters are placed.
+    Without ``parameter``, the inputs and outputs of the module are redistributed instead. Such a module is inside a module whose
+    parameters are placed.
+
+    Args:
+        module: Pattern; "" is the whole model.
+        parameter: Pattern of parameter names inside ``module``.
+        dims: For each dim "tp", or null if it is not sharded.
+        inputs: For each positional input its ``dims``, or null to leave it as it is.
+        outputs: The ``dims`` of the output.
     """
 
     module: str = ""
@@ -111,11 +123,14 @@ class ParameterPlacement(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class DtypeRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Holds for the modules that ``module`` names (patterns as in ``rules``) and all in them; of a module and one in it that are
-    both named, the inner one's rule counts there. "" leaves a field as it is.
+    """Dtypes of the modules that match ``module``, and of all modules inside them; the rule of an inner module takes precedence.
+    A field that is "" changes nothing.
 
-    ``parameters``: how they are kept. Norms stay in fp32 unless named themselves. Gradients of bf16 parameters pile up, and
-    moments are kept, in fp32. ``compute``: the products inside. ``gradients``: how they travel when ranks sum them.
+    Args:
+        parameters: Dtype of the parameters. Norms stay in fp32 unless they match themselves. Gradients of bf16 parameters
+            accumulate in fp32; the optimizer's moments are fp32 too.
+        compute: Dtype of matrix products.
+        gradients: Dtype in which ranks sum gradients.
     """
 
     module: str
@@ -134,7 +149,7 @@ _GPT_ATTENTION = ColwiseRowwise(
 )
 _GPT_REST = (EmbeddingRule(module="embedding"), OutputRule(module="head"), SequenceRule(modules=("blocks.*", "norm")))
 
-# In order: the first set all of whose pairs and experts name something is taken.
+# The first set whose pairs and experts all match modules of the model is used.
 BUILT_IN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "unisono gpt": (
         _GPT_ATTENTION,
@@ -200,7 +215,7 @@ BUILT_IN_RULES: Mapping[str, tuple[Rule, ...]] = {
 
 
 def match_modules(pattern: str, names: Collection[str]) -> list[str]:
-    """The module names that ``pattern`` stands for, in order."""
+    """The names that match ``pattern``, in order."""
     regular = "".join(_PIECES.get(piece, re.escape(piece)) for piece in re.split(r"(\*\*\.|\*)", pattern))
     return [name for name in names if re.fullmatch(regular, name)]
 
@@ -209,7 +224,7 @@ _PIECES = {"**.": r"(?:[^.]+\.)*", "*": r"[^.]+"}
 
 
 def built_in_rules(names: Collection[str]) -> tuple[Rule, ...]:
-    """The built-in rules for a model with modules of these ``names``, without those that name nothing in it; or ()."""
+    """The built-in rules for a model with modules of these ``names``, without those that match none; () if no set fits."""
     for rules in BUILT_IN_RULES.values():
         if all(_names_layers(rule, names) for rule in rules if isinstance(rule, ColwiseRowwise | ExpertRule)):
             return tuple(
@@ -223,6 +238,14 @@ def module_patterns(rule: Rule) -> tuple[str, ...]:
     return rule.modules if isinstance(rule, SequenceRule) else (rule.module,)
 
 
+def local_sizes(rule: ColwiseRowwise, module: object, num_ranks: int) -> dict[str, int]:
+    """Values of the attributes that ``rule`` names in ``module``, by name, on one of ``num_ranks`` ranks."""
+    local = {name: max(1, int(attrgetter(name)(module)) // num_ranks) for name in rule.local_attrs}
+    if rule.kv_group_size_attr:
+        local[rule.kv_group_size_attr] = local[rule.num_heads_attr] // local[rule.num_kv_heads_attr]
+    return local
+
+
 def _names_layers(rule: ColwiseRowwise | ExpertRule, names: Collection[str]) -> bool:
-    found, layers = match_modules(rule.module, names), rule.layers if isinstance(rule, ColwiseRowwise) else ()
-    return bool(found) and all(f"{path}.{layer}" in names for path in found for layer in layers)
+    paths, layers = match_modules(rule.module, names), rule.layers if isinstance(rule, ColwiseRowwise) else ()
+    return bool(paths) and all(f"{path}.{layer}" in names for path in paths for layer in layers)

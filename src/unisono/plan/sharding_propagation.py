@@ -1,9 +1,9 @@
-"""How a cut goes through an operation: of inputs that each rank has a part of, which parts does it make?
+"""Propagates sharding through an operation: from the sharding of its inputs to that of its outputs.
 
-A value is cut along one dim, in equal parts side by side. ``follow`` says along which dim the outputs are then cut, or why ranks
-could not compute their parts alone. It knows the operations that lie between the layers of a pair (Shoeybi et al. 2019):
-elementwise ones, those that move and split dims, attention, and such that work along other dims. The rules are those of
-propagation in GSPMD (Xu et al. 2021), without any that would need communication.
+A value is sharded along one dim, in equal contiguous parts. ``propagate`` returns the sharded dim of each output, or raises if
+ranks cannot compute their parts alone. It has rules for the operations between the layers of a pair (Shoeybi et al. 2019):
+elementwise ones, those that move and split dims, attention, and reductions along other dims. The rules are those of GSPMD (Xu
+et al. 2021) that need no communication.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Shape = tuple[int, ...]
 
 
 class ValueSharding(NamedTuple):
-    """A value of which each rank has a part along ``dim``, computed from what the layers ``origins`` gave.
+    """A value that is sharded along ``dim`` and depends on the outputs of the layers ``origins``.
 
-    With ``fused`` that many equal matrices lie side by side along ``dim``, and each is cut. With ``single`` the next split finds
-    one head; ``doubtful`` says that a split was met which may have been meant so.
+    Along ``dim`` there are ``fused`` equal matrices side by side, each of which is sharded. ``single``: the next reshape splits
+    off one head. ``doubtful``: some reshape could be read in that way.
     """
 
     dim: int
@@ -34,24 +34,24 @@ class ValueSharding(NamedTuple):
 
 
 class CannotPropagate(Exception):
-    """Ranks cannot go on alone; the text says what happens to the result of the layers it comes from."""
+    """Ranks cannot compute their parts alone. The text continues the sentence "its result ..." about the layers of origin."""
 
 
 class NeedsFusedSplit(CannotPropagate):
-    """The same, unless the value were cut as ``FUSED`` matrices side by side."""
+    """The operation can be propagated only if the value is sharded as ``FUSED`` matrices side by side."""
 
 
 def propagate(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    """How each output of ``op`` is cut, at least one of whose inputs is in ``cuts``. Raises Lost."""
+    """Sharding of each output of ``op``; ``cuts`` has that of its inputs, at least one. Raises CannotPropagate."""
     name = op.name.strip("_")
     rule = _RULES.get(name)
     if rule is None and name not in _ELEMENTWISE:
         raise CannotPropagate(f"goes through {name}, for which there is no rule")
-    found = [each for each in op.operands() if each.value in cuts]
-    origins = frozenset[str]().union(*(cuts[each.value].origins for each in found))
-    made = (rule or _elementwise)(op, cuts)
-    doubtful = any(cuts[each.value].doubtful for each in found) or any(each and each.doubtful for each in made)
-    return [each and each._replace(origins=origins, doubtful=doubtful) for each in made]
+    inputs = [cuts[operand.value] for operand in op.operands() if operand.value in cuts]
+    origins = frozenset[str]().union(*(cut.origins for cut in inputs))
+    outputs = (rule or _elementwise)(op, cuts)
+    doubtful = any(cut.doubtful for cut in (*inputs, *outputs) if cut)
+    return [cut and cut._replace(origins=origins, doubtful=doubtful) for cut in outputs]
 
 
 def _elementwise(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
@@ -60,21 +60,21 @@ def _elementwise(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueS
 
 
 def _aligned(operands: Sequence[Operand], cuts: Mapping[int, ValueSharding], last: int = 0) -> tuple[int, int]:
-    """Where, counted from the right, all of ``operands`` that are cut are cut; others have nothing there.
+    """The dim, counted from the right, along which all sharded ``operands`` are sharded, and their ``fused``.
 
-    The ``last`` dims may not be cut.
+    The ``last`` dims must not be sharded, and other operands must have size 1 along that dim.
     """
-    cut = [(each, cuts[each.value]) for each in operands if each.value in cuts]
-    places = {(own.dim - len(each.shape), each.shape[own.dim], own.fused) for each, own in cut}
+    sharded = [(operand, cuts[operand.value]) for operand in operands if operand.value in cuts]
+    places = {(cut.dim - len(operand.shape), operand.shape[cut.dim], cut.fused) for operand, cut in sharded}
     at, _, fused = next(iter(places))
     if len(places) > 1:
         raise CannotPropagate("meets another one that is cut in another way")
     if at >= -last:
         raise CannotPropagate("is summed or compared along the dim that is cut")
-    for each in operands:
-        if each.value not in cuts and len(each.shape) >= -at and each.shape[at] != 1:
+    for operand in operands:
+        if operand.value not in cuts and len(operand.shape) >= -at and operand.shape[at] != 1:
             raise CannotPropagate(
-                f"meets {each.parameter or 'a value'} that is whole and has a number for each of its parts"
+                f"meets {operand.parameter or 'a value'} that is whole and has a number for each of its parts"
             )
     return at, fused
 
@@ -84,9 +84,9 @@ def _at(shape: Shape, at: int, fused: int) -> ValueSharding:
 
 
 def _only(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> tuple[Shape, ValueSharding]:
-    """The first operand, the only one that is cut."""
+    """Shape and sharding of the first operand, which must be the only sharded one."""
     first, *others = op.operands()
-    if first.value not in cuts or any(each.value in cuts for each in others):
+    if first.value not in cuts or any(other.value in cuts for other in others):
         raise CannotPropagate(f"goes into {op.name.strip('_')} beside others")
     return first.shape, cuts[first.value]
 
@@ -96,7 +96,7 @@ def _argument(op: TracedOp, place: int, name: str, default: Any = None) -> Any:
 
 
 def _numbers(op: TracedOp, place: int, *names: str) -> list[int]:
-    """Integers given one by one or as a sequence, from ``place`` on."""
+    """Integers from argument ``place`` on, given one by one or as a sequence."""
     rest: Any = op.arguments[place:] or [op.keywords[name] for name in names if name in op.keywords]
     return list(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else list(rest)
 
@@ -133,11 +133,11 @@ def _last_two(_op: TracedOp, dims: int) -> list[int]:
 
 
 def _reshaped(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    """Parts stay side by side where the dim, or its first factor, keeps what is before it."""
+    """Parts stay contiguous if the sizes before the dim, or before its first factor, have the same product."""
     shape, cut = _only(op, cuts)
-    (made,) = op.shapes
+    (target,) = op.shapes
     before, size = prod(shape[: cut.dim]), shape[cut.dim]
-    places = [dim for dim in range(len(made)) if prod(made[:dim]) == before]
+    places = [dim for dim in range(len(target)) if prod(target[:dim]) == before]
     if not places:
         raise CannotPropagate("is reshaped across the dim that is cut")
     place = places[-1]
@@ -145,14 +145,14 @@ def _reshaped(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueShar
         if cut.single:
             return [cut._replace(dim=places[0], single=False)]
         cut = cut._replace(doubtful=True)
-    if cut.fused > 1 and made[place] != size:
-        if made[place] != cut.fused or place + 1 == len(made):
+    if cut.fused > 1 and target[place] != size:
+        if target[place] != cut.fused or place + 1 == len(target):
             raise CannotPropagate("is split unevenly")
         size, place = size // cut.fused, place + 1
         cut = cut._replace(fused=1)
-    elif made[place] == FUSED and size % FUSED == 0 and size > FUSED:
+    elif target[place] == FUSED and size % FUSED == 0 and size > FUSED:
         raise NeedsFusedSplit("is split into three")
-    if made[place] % size and size % made[place]:
+    if target[place] % size and size % target[place]:
         raise CannotPropagate("is reshaped across the dim that is cut")
     return [cut._replace(dim=place)]
 
@@ -163,19 +163,18 @@ def _expanded(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueShar
 
 
 def _repeated(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    """Each head several times, one behind the other: parts stay side by side."""
+    """Each head is repeated in place, so parts stay contiguous."""
     shape, cut = _only(op, cuts)
     if not isinstance(_argument(op, 1, "repeats"), int) or _argument(op, 2, "dim") is None or cut.fused > 1:
         raise CannotPropagate("is repeated unevenly")
     return [cut._replace(dim=cut.dim % len(shape))]
 
 
-def _parted(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    """``chunk``, ``split``."""
+def _split(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
     shape, cut = _only(op, cuts)
     if _argument(op, 2, "dim", 0) % len(shape) != cut.dim:
         return [cut] * len(op.shapes)
-    if len({made[cut.dim] for made in op.shapes}) > 1:
+    if len({part[cut.dim] for part in op.shapes}) > 1:
         raise CannotPropagate("is split unevenly")
     if cut.fused == len(op.shapes):
         return [cut._replace(fused=1)] * len(op.shapes)
@@ -201,25 +200,23 @@ def _indexed(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueShard
     shape, cut = _only(op, cuts)
     given = op.arguments[1]
     index: list[Any] = list(given) if isinstance(given, tuple) and not isinstance(given, Operand) else [given]
-    if any(each is not None and each is not Ellipsis and not isinstance(each, (int, slice)) for each in index):
+    if any(item is not None and item is not Ellipsis and not isinstance(item, (int, slice)) for item in index):
         raise CannotPropagate("is indexed by a tensor")
-    used = sum(isinstance(each, (int, slice)) for each in index)
+    used = sum(isinstance(item, (int, slice)) for item in index)
     place = index.index(Ellipsis) if Ellipsis in index else len(index)
     index[place : place + 1] = [slice(None)] * (len(shape) - used)
-    dim, made = 0, 0
-    for each in index:
-        if each is not None and dim == cut.dim:
-            if each != slice(None):
+    dim, output_dim = 0, 0
+    for item in index:
+        if item is not None and dim == cut.dim:
+            if item != slice(None):
                 raise CannotPropagate("is indexed along the dim that is cut")
-            return [cut._replace(dim=made)]
-        dim, made = dim + (each is not None), made + (not isinstance(each, int))
+            return [cut._replace(dim=output_dim)]
+        dim, output_dim = dim + (item is not None), output_dim + (not isinstance(item, int))
     raise CannotPropagate("is indexed in a way that is not understood")
 
 
 def _joined(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    """``cat`` along another dim."""
-    operands = op.operands()
-    at, fused = _aligned(operands, cuts)
+    at, fused = _aligned(op.operands(), cuts)
     dim = _argument(op, 1, "dim", 0)
     if dim % len(op.shapes[0]) == len(op.shapes[0]) + at:
         raise CannotPropagate("is joined with others along the dim that is cut")
@@ -227,7 +224,7 @@ def _joined(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueShardi
 
 
 def _along(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    """Softmax: along another dim."""
+    """Softmax along another dim."""
     shape, cut = _only(op, cuts)
     dim = _argument(op, 1, "dim")
     if dim is None or dim % len(shape) == cut.dim:
@@ -238,11 +235,11 @@ def _along(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueShardin
 def _reduced(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
     shape, cut = _only(op, cuts)
     given = _argument(op, 1, "dim")
-    dims = [each % len(shape) for each in ([given] if isinstance(given, int) else given or range(len(shape)))]
+    dims = [dim % len(shape) for dim in ([given] if isinstance(given, int) else given or range(len(shape)))]
     if cut.dim in dims:
         raise CannotPropagate(f"goes through {op.name} along the dim that is cut")
-    kept = len(op.shapes[0]) == len(shape)
-    return [cut._replace(dim=cut.dim - (0 if kept else sum(dim < cut.dim for dim in dims)))]
+    keepdim = len(op.shapes[0]) == len(shape)
+    return [cut._replace(dim=cut.dim - (0 if keepdim else sum(dim < cut.dim for dim in dims)))]
 
 
 def _normalised(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
@@ -253,23 +250,23 @@ def _normalised(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSh
 
 
 def _multiplied(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    """Matrix products of many matrices of which each rank has some."""
+    """Batched matrix products; the batch dims are sharded."""
     at, fused = _aligned(op.operands(), cuts, last=2)
     return [_at(op.shapes[0], at, fused)]
 
 
 def _attention(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    """Heads that each rank has some of; with ``enable_gqa`` fewer of keys and values."""
+    """Attention sharded by heads; with ``enable_gqa`` there are fewer heads of keys and values."""
     query, key, value, *masks = op.operands()
-    if any(each.value not in cuts for each in (query, key, value)):
+    if any(operand.value not in cuts for operand in (query, key, value)):
         raise CannotPropagate("meets queries, keys or values that are whole")
-    of = [cuts[each.value].dim - len(each.shape) for each in (query, key, value)]
-    if len(set(of)) > 1 or of[0] >= -2 or (of[0] != -3 and op.keywords.get("enable_gqa")):
+    heads, *others = (cuts[operand.value].dim - len(operand.shape) for operand in (query, key, value))
+    if set(others) != {heads} or heads >= -2 or (heads != -3 and op.keywords.get("enable_gqa")):
         raise CannotPropagate("goes into attention, but not cut by heads")
     for mask in masks:
-        if mask.value in cuts or (len(mask.shape) >= -of[0] and mask.shape[of[0]] != 1):
+        if mask.value in cuts or (len(mask.shape) >= -heads and mask.shape[heads] != 1):
             raise CannotPropagate("meets a mask for each head")
-    return [_at(op.shapes[0], of[0], 1)]
+    return [_at(op.shapes[0], heads, 1)]
 
 
 _RULES: Mapping[str, Callable[[TracedOp, Mapping[int, ValueSharding]], list[ValueSharding | None]]] = {
@@ -280,7 +277,7 @@ _RULES: Mapping[str, Callable[[TracedOp, Mapping[int, ValueSharding]], list[Valu
     "mT": _permuted(_last_two),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
     "repeat_interleave": _repeated,
-    **dict.fromkeys(("chunk", "split"), _parted),
+    **dict.fromkeys(("chunk", "split"), _split),
     "unbind": _unbound,
     "unsqueeze": _unsqueezed,
     "getitem": _indexed,

@@ -1,18 +1,19 @@
-"""How a tensor lies on a grid of ranks, as plain data: MindSpore's ``Layout``, with uneven dims too.
+"""Layout of a tensor on a grid of ranks, as plain data: MindSpore's ``Layout``, with uneven dims too.
 
     layout = Layout((2, 2, 2), ("dp", "sp", "mp"))
-    placed = layout("mp", ("sp", "dp"))        # dim 0 is cut by mp, dim 1 by sp and then dp
-    placed.tensor_map                          # (0, (1, 2)): axes counted from the right; -1 is whole
-    placed.slices((4, 8))[5]                   # what rank 5 holds of a tensor of that shape
+    placed = layout("mp", ("sp", "dp"))        # dim 0 is sharded by mp, dim 1 by sp and then dp
+    placed.tensor_map                          # (0, (1, 2)): axes counted from the right; -1 is not sharded
+    placed.slices((4, 8))[5]                   # the slices of rank 5 of a tensor of that shape
 
-The grid is row-major: place p of it belongs to ``rank_list[p]``, or to rank p. Several axes on one dim act as one axis of their
-product, the first of them slowest. A dim of n cut into k parts gives each rank ⌈n/k⌉ of it as long as there is any: the last may
-have fewer or none, as with torch's ``chunk``; MindSpore itself takes even dims only.
+The grid is row-major: place p belongs to ``rank_list[p]``, or to rank p. Several axes on one dim act as one axis of their
+product, the first of them slowest. Of a dim of n in k parts each rank gets ⌈n/k⌉ elements; the last ranks may have fewer or
+none, as with torch's ``chunk``. MindSpore itself requires even dims.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from unisono.errors import PlanError, Problem, nearest_name
@@ -23,7 +24,7 @@ DimAliases = str | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A grid of ranks with named axes. Raises PlanError where sizes, names and ranks do not make one."""
+    """A grid of ranks with named axes. Raises PlanError if sizes, names and ranks do not fit together."""
 
     device_matrix: tuple[int, ...]
     aliases: tuple[str, ...]
@@ -65,11 +66,11 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks on the grid."""
         return prod(self.device_matrix)
 
     def __call__(self, *dims: DimAliases) -> TensorLayout:
-        """A tensor with as many dims, each cut along the alias or aliases given; "None" leaves it whole. Raises PlanError."""
+        """A tensor whose dims are sharded along the given aliases; "None" does not shard a dim. Raises PlanError."""
         used = [alias for dim in dims for alias in _aliases(dim)]
         problems = [
             Problem(
@@ -98,14 +99,14 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorLayout:
-    """A tensor on a layout; made by calling one."""
+    """A tensor on a layout; created by calling a ``Layout``."""
 
     layout: Layout
     dims: tuple[DimAliases, ...]
 
     @property
     def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
-        """For each dim the axes that cut it, counted from the right (0 is the last); -1 where it is whole."""
+        """For each dim the axes that shard it, counted from the right (0 is the last); -1 if it is not sharded."""
         names = self.layout.aliases
 
         def axis(alias: str) -> int:
@@ -118,19 +119,19 @@ class TensorLayout:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Into how many parts each dim is cut."""
+        """Number of parts of each dim."""
         sizes = dict(zip(self.layout.aliases, self.layout.device_matrix, strict=True))
         return tuple(prod(sizes[alias] for alias in _aliases(dim)) for dim in self.dims)
 
     def slices(self, shape: tuple[int, ...], *, even: bool = False) -> list[tuple[slice, ...]]:
-        """What each rank, in order, holds of a tensor of ``shape``.
+        """The slices of a tensor of ``shape`` that each rank holds, in rank order.
 
-        Raises PlanError for another number of dims and, where all parts must be ``even``, for a dim that its axes do not divide.
+        Raises PlanError for another number of dims and, with ``even``, for a dim that its axes do not divide.
         """
         self._check(shape, even)
         held: list[tuple[slice, ...]] = [()] * self.layout.ranks
-        for place in range(self.layout.ranks):
-            at = dict(zip(self.layout.aliases, _unravel(place, self.layout.device_matrix), strict=True))
+        for place, coordinates in enumerate(product(*map(range, self.layout.device_matrix))):
+            at = dict(zip(self.layout.aliases, coordinates, strict=True))
             rank = place if self.layout.rank_list is None else self.layout.rank_list[place]
             held[rank] = tuple(self._slice(dim, size, at) for dim, size in zip(self.dims, shape, strict=True))
         return held
@@ -167,11 +168,3 @@ class TensorLayout:
 
 def _aliases(dim: DimAliases) -> tuple[str, ...]:
     return dim if isinstance(dim, tuple) else () if dim == UNSHARDED else (dim,)
-
-
-def _unravel(place: int, sizes: tuple[int, ...]) -> list[int]:
-    found: list[int] = []
-    for size in reversed(sizes):
-        place, index = divmod(place, size)
-        found.append(index)
-    return found[::-1]

@@ -1,9 +1,9 @@
-"""A pair of layers that was found in a trace, written down as a rule and tried.
+"""Turns a group of layers into a tensor-parallel rule, by trial.
 
-A rule also says which attributes hold the numbers of heads and sizes that a forward pass reads. Candidates are the integers of
-the module, and of its configuration, that equal what the trace shows. They are tried: the model runs without values, with
-weights and counts as one of several ranks would have them, and every value must be the part that is due to it. Names only
-decide between attributes of equal value.
+A rule also names the attributes with the numbers of heads and sizes that a forward pass reads. Candidates are the integer
+attributes of the module, and of its configuration, whose value is a size in the trace. Each candidate is tried: the model runs
+on fake tensors with the weights and sizes of one of several ranks, and each value must have the shape of that rank's part. Names
+of attributes only decide between attributes of equal value.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from unisono.plan.rules import ColwiseRowwise, Rule, match_modules
+from unisono.plan.rules import ColwiseRowwise, Rule, local_sizes, match_modules
 from unisono.plan.trace import Trace, TracedOp, trace
 
 _MOST_TRIES = 64
-# whatever a forward pass says to sizes that do not fit
+# errors that a forward pass raises for sizes that do not fit
 _MISFITS = (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError, AssertionError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGroup:
-    """Layers that make a pair: ``columns`` in order, some of them ``fused``, and the ``row`` that ends it. By layer: the value
-    it is ``fed``, and sizes of its result along the cut, in ``parts``. ``cuts``: by value, the dim along which it is cut.
-    ``between`` are whole parameters on the way."""
+    """Column-wise layers and the row-wise layer ``row`` that consumes their outputs.
+
+    ``fused`` are columns of three matrices side by side; ``fed`` has the input value of each layer, ``parts`` the sizes of its
+    output along the sharded dim, ``cuts`` the sharded dim of each value. ``between`` are replicated parameters on the way.
+    """
 
     columns: tuple[str, ...]
     fused: frozenset[str]
@@ -45,18 +47,18 @@ class LayerGroup:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """All of them."""
+        """Names of all layers, the row-wise one last."""
         return (*self.columns, self.row)
 
 
 def build_rule(group: LayerGroup, model: nn.Module, inputs: Mapping[str, Tensor], seen: Trace) -> ColwiseRowwise | str:
-    """The rule that cuts ``group``, or why there is none."""
+    """The rule that shards ``group``, or the reason why there is none."""
     path = common_parent(group.layers)
     if not path:
         return "no module encloses the layers of its pair"
-    enter = _entrance(group, path, model, seen)
-    if isinstance(enter, NoRule):
-        return enter
+    input_module = _find_input_module(group, path, model, seen)
+    if input_module is None:
+        return f"no module holds its layers and {', '.join(sorted(group.between))} alone"
     module = model.get_submodule(path)
     units = {name: min(group.parts[name]) for name in group.columns}
     heads = max((size for name, size in units.items() if size < _width(model, name, group)), default=0)
@@ -76,7 +78,7 @@ def build_rule(group: LayerGroup, model: nn.Module, inputs: Mapping[str, Tensor]
         kv_colwise=relative(fewer),
         fused_colwise=relative(group.fused),
         rowwise=group.row[len(path) + 1 :],
-        input_module=enter,
+        input_module=input_module,
     )
     few = shared.pop() if shared else 0
     widths = [_width(model, name, group) for name in group.columns]
@@ -84,8 +86,8 @@ def build_rule(group: LayerGroup, model: nn.Module, inputs: Mapping[str, Tensor]
     if not counts:
         return f"its {heads or 'width'} {'head cannot be' if heads == 1 else 'parts cannot be'} cut"
     sizes = {size for name in group.columns for size in group.parts[name]} | {w * 3 for w in widths if group.fused}
-    tries = itertools.islice(_fillings(plain, module, heads, few, sizes), _MOST_TRIES)
-    if heads and not _holding(module, heads):
+    tries = itertools.islice(_with_attributes(plain, module, heads, few, sizes), _MOST_TRIES)
+    if heads and not _attributes_of_value(module, heads):
         return f"no attribute of {type(module).__name__} holds its number of heads, {heads}"
     for pair in tries:
         if all(_works(pair, count, few, group, model, inputs, seen) for count in counts):
@@ -94,27 +96,29 @@ def build_rule(group: LayerGroup, model: nn.Module, inputs: Mapping[str, Tensor]
 
 
 def pairs_with_extra_parameters(rules: Iterable[Rule], model: nn.Module) -> list[tuple[ColwiseRowwise, nn.Module]]:
-    """The pairs of ``rules``, with the modules they name, that are entered by a submodule with parameters of none of their
-    layers."""
+    """Pairs among ``rules``, and the modules they match, whose input module has parameters that belong to none of the layers."""
     modules = dict(model.named_modules())
-    pairs = [
+
+    def has_extra(pair: ColwiseRowwise, module: nn.Module) -> bool:
+        layers = {id(p) for name in pair.layers for p in module.get_submodule(name).parameters()}
+        inputs = () if pair.input_module == "*" else module.get_submodule(pair.input_module).parameters()
+        return any(id(parameter) not in layers for parameter in inputs)
+
+    return [
         (rule, modules[path])
         for rule in rules
         if isinstance(rule, ColwiseRowwise)
         for path in match_modules(rule.module, modules)
+        if has_extra(rule, modules[path])
     ]
-    found: list[tuple[ColwiseRowwise, nn.Module]] = []
-    for pair, module in pairs:
-        layers = {id(p) for name in pair.layers for p in module.get_submodule(name).parameters()}
-        entered = () if pair.input_module == "*" else module.get_submodule(pair.input_module).parameters()
-        if any(id(parameter) not in layers for parameter in entered):
-            found.append((pair, module))
-    return found
 
 
 def runs_with_shards(rules: Iterable[Rule], count: int, model: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
-    """Whether ``model`` runs with such pairs as one of ``count`` ranks has them: what lies between stays whole, and a norm of
-    all heads together (OLMo 2), other than one of single heads (Qwen3), does not fit to some of them."""
+    """Whether ``model`` runs with the shards that one of ``count`` ranks has of such pairs.
+
+    Parameters between the layers are replicated: a norm of single heads (Qwen3) fits a part of the heads, one over all heads
+    together (OLMo 2) does not.
+    """
     with ExitStack() as parts:
         for pair, module in pairs_with_extra_parameters(rules, model):
             few = attrgetter(pair.num_kv_heads_attr)(module) if pair.num_kv_heads_attr else 0
@@ -126,14 +130,8 @@ def runs_with_shards(rules: Iterable[Rule], count: int, model: nn.Module, inputs
     return True
 
 
-class NoRule(str):
-    """Why there is no rule."""
-
-    __slots__ = ()
-
-
 def common_parent(names: tuple[str, ...]) -> str:
-    """The innermost module that all modules of these names are in."""
+    """The innermost module that contains all modules of these names."""
     common: list[str] = []
     for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
         if len(set(parts)) > 1:
@@ -147,8 +145,8 @@ def _width(model: nn.Module, name: str, group: LayerGroup) -> int:
     return layer.out_features // (3 if name in group.fused else 1)
 
 
-def _entrance(group: LayerGroup, path: str, model: nn.Module, seen: Trace) -> str | NoRule:
-    """The outermost module in ``path`` whose first argument only the columns read, or each column by itself."""
+def _find_input_module(group: LayerGroup, path: str, model: nn.Module, seen: Trace) -> str | None:
+    """The outermost module in ``path`` whose first argument only the columns read, else "*"; None if neither is possible."""
     fed = {group.fed[name] for name in group.columns}
     for call in sorted(seen.calls, key=lambda call: len(call.module)):
         inside = call.module == path or call.module.startswith(path + ".")
@@ -161,19 +159,19 @@ def _entrance(group: LayerGroup, path: str, model: nn.Module, seen: Trace) -> st
         if readers == set(group.columns) and plain == group.between:
             return call.module[len(path) + 1 :]
     if group.between:
-        return NoRule(f"no module holds its layers and {', '.join(sorted(group.between))} alone")
+        return None
     return group.columns[0][len(path) + 1 :] if len(group.columns) == 1 else "*"
 
 
 def _counts(sizes: list[int], few: int) -> list[int]:
-    """Numbers of ranks to try: the smallest that divides all, and where heads are shared as many as there are of them."""
+    """Numbers of ranks to try: the smallest that divides all sizes, and with key/value heads the number of query heads."""
     common = gcd(*(size for size in sizes if size))
     smallest = next((n for n in range(2, common + 1) if common % n == 0), 0)
     return [n for n in (smallest, sizes[0] if few else 0) if n > 1]
 
 
-def _holding(module: nn.Module, value: int) -> list[str]:
-    """Attributes of the module, of those in it and of its configuration that are ``value``."""
+def _attributes_of_value(module: nn.Module, value: int) -> list[str]:
+    """Names of the attributes of the module, its submodules and its configuration that equal ``value``."""
     owners = [*module.named_modules(), *([("config", config)] if (config := getattr(module, "config", None)) else [])]
     return [
         f"{path}.{name}" if path else name
@@ -184,7 +182,7 @@ def _holding(module: nn.Module, value: int) -> list[str]:
 
 
 def _likely(names: list[str], *signs: str, against: str = "^$") -> list[str]:
-    """The three whose names have most of ``signs``; a configuration's come behind those of modules."""
+    """The three names that match most of ``signs``; those of a configuration come after those of modules."""
 
     def rank(name: str) -> tuple[Any, ...]:
         doubt = bool(re.search(against, name))
@@ -193,30 +191,36 @@ def _likely(names: list[str], *signs: str, against: str = "^$") -> list[str]:
     return sorted(names, key=rank)[:3]
 
 
-def _fillings(
+def _with_attributes(
     plain: ColwiseRowwise, module: nn.Module, heads: int, few: int, sizes: set[int]
 ) -> Iterator[ColwiseRowwise]:
-    """``plain`` with attributes that could be meant, those first that change least."""
-    units = _likely(_holding(module, heads), "head", against="kv|key") if heads else [""]
-    of_few = _likely(_holding(module, few), "head", "kv|key") if few else [""]
-    ratios = [""]
+    """``plain`` with combinations of candidate attributes, fewest size attributes first."""
+    head_attrs = _likely(_attributes_of_value(module, heads), "head", against="kv|key") if heads else [""]
+    kv_attrs = _likely(_attributes_of_value(module, few), "head", "kv|key") if few else [""]
+    group_attrs = [""]
     if few:
-        held = [name for name in _holding(module, heads // few) if _belongs(name)]
-        ratios = sorted(["", *held], key=lambda name: 1 if not name else 0 if re.search("group|rep", name) else 2)
-    numbers = [name for size in sorted(sizes) for name in _holding(module, size) if _belongs(name)]
+        names = [name for name in _attributes_of_value(module, heads // few) if _is_own_size(name)]
+        group_attrs = sorted(["", *names], key=lambda name: 1 if not name else 0 if re.search("group|rep", name) else 2)
+    numbers = [name for size in sorted(sizes) for name in _attributes_of_value(module, size) if _is_own_size(name)]
     for length in range(min(3, len(numbers)) + 1):
-        for one, other, ratio in itertools.product(units, of_few, ratios[:3]):
-            if len({name for name in (one, other, ratio) if name}) < sum(map(bool, (one, other, ratio))):
+        for attrs in itertools.product(head_attrs, kv_attrs, group_attrs[:3]):
+            named = [name for name in attrs if name]
+            if len(set(named)) < len(named):
                 continue
-            free = [name for name in dict.fromkeys(numbers) if name not in (one, other, ratio)]
-            for divided in itertools.combinations(free, length):
+            heads_attr, kv_attr, group_attr = attrs
+            free = [name for name in dict.fromkeys(numbers) if name not in attrs]
+            for size_attrs in itertools.combinations(free, length):
                 yield replace(
-                    plain, num_heads_attr=one, num_kv_heads_attr=other, kv_group_size_attr=ratio, size_attrs=divided
+                    plain,
+                    num_heads_attr=heads_attr,
+                    num_kv_heads_attr=kv_attr,
+                    kv_group_size_attr=group_attr,
+                    size_attrs=size_attrs,
                 )
 
 
-def _belongs(name: str) -> bool:
-    """A layer's own sizes follow from its weight, and a configuration belongs to the whole model."""
+def _is_own_size(name: str) -> bool:
+    """Not of a configuration, which belongs to the whole model, nor of a layer, whose sizes follow from its weight."""
     return not name.startswith("config.") and name.rpartition(".")[2] not in ("in_features", "out_features")
 
 
@@ -229,46 +233,40 @@ def _works(
     inputs: Mapping[str, Tensor],
     seen: Trace,
 ) -> bool:
-    """Whether the model computes the same of a rank's part, as far as shapes and written numbers show it."""
+    """Whether the model computes the same on a rank's part, judged by shapes and by constant factors."""
     with _as_one_of(count, few, pair, model.get_submodule(pair.module)):
         try:
             again = trace(model, inputs)
         except _MISFITS:
             return False
-    if few and few % count:  # a branch for fewer key/value heads than query heads may be taken no more
-        rows = [[op.shapes for op in each.ops if op.module == group.row] for each in (seen, again)]
-        return rows[0] == rows[1] and _same_scales(pair, seen, again) and not any(map(_lopsided, again.ops))
-    return (
-        len(seen.ops) == len(again.ops)
-        and all(
-            there.name == here.name and here.shapes == tuple(_shapes(there, group, count))
-            for there, here in zip(seen.ops, again.ops, strict=True)
-        )
-        and _same_scales(pair, seen, again)
+    if _constants(seen, pair.module) != _constants(again, pair.module):  # a scale must not depend on a rank's sizes
+        return False
+    if few and few % count:  # the model may no longer take its branch for fewer key/value heads than query heads
+        rows = [[op.shapes for op in run.ops if op.module == group.row] for run in (seen, again)]
+        return rows[0] == rows[1] and not any(map(_has_uneven_heads, again.ops))
+    return len(seen.ops) == len(again.ops) and all(
+        there.name == here.name and here.shapes == tuple(_shapes(there, group, count))
+        for there, here in zip(seen.ops, again.ops, strict=True)
     )
 
 
 def _shapes(op: TracedOp, group: LayerGroup, count: int) -> Iterator[tuple[int, ...]]:
-    """Of a rank's part of what ``op`` gave."""
+    """Shapes of one of ``count`` ranks' parts of the outputs of ``op``."""
     for value, shape in zip(op.outputs, op.shapes, strict=True):
         at = group.cuts.get(value)
         yield shape if at is None else (*shape[:at], shape[at] // count, *shape[at + 1 :])
 
 
-def _lopsided(op: TracedOp) -> bool:
-    """Attention with nothing, or with numbers of heads that were only made to fit by broadcasting."""
+def _has_uneven_heads(op: TracedOp) -> bool:
+    """Whether ``op`` is attention without key heads, or with numbers of heads that fit by broadcasting only."""
     if op.name != "scaled_dot_product_attention":
         return False
-    query, key, *_ = (each.shape[-3] for each in op.operands())
+    query, key, *_ = (operand.shape[-3] for operand in op.operands())
     return not key or query % key > 0 or (query != key and not op.keywords.get("enable_gqa"))
 
 
-def _same_scales(pair: ColwiseRowwise, seen: Trace, again: Trace) -> bool:
-    """Numbers that scale something must not depend on a rank's sizes."""
-    return _fractions(seen, pair.module) == _fractions(again, pair.module)
-
-
-def _fractions(seen: Trace, path: str) -> set[float]:
+def _constants(seen: Trace, path: str) -> set[float]:
+    """Float arguments of the operations in the module ``path``."""
     leaves = [
         leaf
         for op in seen.ops
@@ -280,7 +278,7 @@ def _fractions(seen: Trace, path: str) -> set[float]:
 
 @contextmanager
 def _as_one_of(count: int, few: int, pair: ColwiseRowwise, module: nn.Module) -> Generator[None]:
-    """The module with weights (without values) and counts of one of ``count`` ranks."""
+    """Inside, the module has the weights (without values) and sizes of one of ``count`` ranks."""
     undo: list[tuple[Any, str, Any]] = []
 
     def change(owner: Any, name: str, value: Any) -> None:
@@ -304,10 +302,7 @@ def _as_one_of(count: int, few: int, pair: ColwiseRowwise, module: nn.Module) ->
         last: Any = module.get_submodule(pair.rowwise)
         narrow(last, "weight", 1, count)
         change(last, "in_features", last.in_features // count)
-        local = {name: max(1, attrgetter(name)(module) // count) for name in pair.local_attrs}
-        if pair.kv_group_size_attr:
-            local[pair.kv_group_size_attr] = local[pair.num_heads_attr] // local[pair.num_kv_heads_attr]
-        for name, value in local.items():
+        for name, value in local_sizes(pair, module, count).items():
             path, _, attribute = name.rpartition(".")
             if path != "config":
                 change(attrgetter(path)(module) if path else module, attribute, value)

@@ -1,12 +1,12 @@
-"""What a model computes, seen once: its operations, the parameters they read, the modules they are in.
+"""Traces a model: the operations of one forward pass, the parameters they read, and the modules that they are in.
 
-The model's own forward runs on fake tensors (shapes and dtypes, no values), so it costs no memory and next to no time.
-Where a pipeline may be cut, or which layers form a pair, is read from what is recorded, not from names.
+The forward pass runs on fake tensors (shapes and dtypes, no values), so it costs no memory and little time. Pipeline partition
+and tensor-parallel rules are inferred from the trace, not from names of modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # has no public name; torch 2.13 tested
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree  # the same: it goes through whatever a module returns
+from torch.utils import _pytree as pytree  # has no public name either
 
 from unisono.models.moe import balanced_routing
 
 
 class Operand(NamedTuple):
-    """A tensor among an operation's arguments: the number of a value, or the name of a parameter and -1."""
+    """A tensor among an operation's arguments: the number of a value, or -1 and the name of a parameter."""
 
     value: int
     parameter: str
@@ -29,9 +29,12 @@ class Operand(NamedTuple):
 
 
 class TracedOp(NamedTuple):
-    """One call of a torch function. ``module`` is the innermost module it is in, "" the model itself; ``parameters`` are those
-    among its arguments, ``inputs`` and ``outputs`` numbers of values, ``shapes`` those of the outputs. ``arguments`` and
-    ``keywords`` are all it was given, with an ``Operand`` in place of each tensor."""
+    """One call of a torch function.
+
+    ``module`` is the innermost module around it, "" the model itself. ``inputs`` and ``outputs`` are numbers of values,
+    ``parameters`` the parameters among the arguments, ``shapes`` those of the outputs. ``arguments`` and ``keywords`` have an
+    ``Operand`` in place of each tensor.
+    """
 
     name: str
     module: str
@@ -43,14 +46,17 @@ class TracedOp(NamedTuple):
     keywords: Mapping[str, Any]
 
     def operands(self) -> list[Operand]:
-        """All of them, in order."""
-        leaves = pytree.tree_leaves((self.arguments, self.keywords), is_leaf=lambda each: isinstance(each, Operand))
-        return [each for each in leaves if isinstance(each, Operand)]
+        """The tensors among the arguments, in order."""
+        leaves = pytree.tree_leaves((self.arguments, self.keywords), is_leaf=lambda leaf: isinstance(leaf, Operand))
+        return [leaf for leaf in leaves if isinstance(leaf, Operand)]
 
 
 class TracedCall(NamedTuple):
-    """One call of a module. ``arguments`` by position or name, in order, each with the numbers of the values in it; ``outputs``
-    likewise of what it returned, one for each member where that is a tuple; ``first`` and ``end`` bound its operations."""
+    """One call of a module.
+
+    ``arguments`` are (position or name, numbers of the values in it), in order; ``outputs`` has the values of each member of the
+    returned tuple, or of the single output. Its operations are ``ops[first:end]``.
+    """
 
     module: str
     arguments: tuple[tuple[str, tuple[int, ...]], ...]
@@ -62,8 +68,8 @@ class TracedCall(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """Operations in order; calls in the order in which they ended; the values and the parameters that the model returned.
-    ``inputs`` are the values that it was given."""
+    """Operations in order, module calls in the order of their ends; ``inputs`` are the values given to the model, ``outputs`` and
+    ``returned`` the values and parameters that it returned."""
 
     inputs: tuple[int, ...]
     ops: tuple[TracedOp, ...]
@@ -73,47 +79,53 @@ class Trace:
 
     def parameter_dependent(self) -> frozenset[int]:
         """The values that depend on any parameter."""
-        found: set[int] = set()
+        dependent: set[int] = set()
         for op in self.ops:
-            if op.parameters or not found.isdisjoint(op.inputs):
-                found.update(op.outputs)
-        return frozenset(found)
+            if op.parameters or not dependent.isdisjoint(op.inputs):
+                dependent.update(op.outputs)
+        return frozenset(dependent)
 
 
 def trace(model: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
-    """Run ``model(**inputs)`` once on fake tensors like ``inputs`` and record what it does. No state of it changes. What
-    the model has on another device, also on the meta device, is as if it were where the inputs are."""
+    """Run ``model(**inputs)`` once on fake tensors like ``inputs`` and record its operations. The model's state does not change.
+    Parameters and buffers on another device, also the meta device, are treated as if on the device of the inputs."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     given = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
-    moved = _elsewhere(model, {tensor.device for tensor in given.values()}, fake)
-    recorder = _Recorder({name: moved.get(name, parameter) for name, parameter in model.named_parameters()})
+    moved = _fakes_on_device(model, {tensor.device for tensor in given.values()}, fake)
+    recorder = _OpRecorder({name: moved.get(name, parameter) for name, parameter in model.named_parameters()})
     handles = recorder.watch(model)
     try:
         with balanced_routing(model), fake, torch.no_grad(), recorder:
-            recorder.given(given.values())
+            input_values = recorder.values(given)
             returned = functional_call(model, moved, (), given)
     finally:
         for handle in handles:
             handle.remove()
-    return recorder.result(returned)
+    return Trace(
+        inputs=input_values,
+        ops=tuple(recorder.ops),
+        calls=tuple(recorder.calls),
+        outputs=recorder.values(returned),
+        returned=recorder.parameters(returned),
+    )
 
 
-def _elsewhere(model: nn.Module, devices: set[torch.device], fake: FakeTensorMode) -> dict[str, Tensor]:
-    """Parameters and buffers that are not where the inputs are, made up there."""
+def _fakes_on_device(model: nn.Module, devices: set[torch.device], fake: FakeTensorMode) -> dict[str, Tensor]:
+    """Fake tensors on the single device of the inputs, for parameters and buffers on other devices."""
     if len(devices) != 1:
         return {}
     (device,) = devices
-    found: dict[str, Tensor] = {}
+    fakes: dict[str, Tensor] = {}
     with fake:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.device != device:
                 new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-                found[name] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-    return found
+                fakes[name] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+    return fakes
 
 
-class _Recorder(TorchFunctionMode):
-    """Numbers values as they appear and keeps them, as an address may only be used again once its value is gone."""
+class _OpRecorder(TorchFunctionMode):
+    """Records operations and module calls. Values are numbered as they appear, and kept so that no address is reused."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -121,16 +133,11 @@ class _Recorder(TorchFunctionMode):
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
         self._within = [""]
-        self._ops: list[TracedOp] = []
-        self._calls: list[TracedCall] = []
-        self._inputs: tuple[int, ...] = ()
-
-    def given(self, tensors: Iterable[Tensor]) -> None:
-        """What the model is about to be called with."""
-        self._inputs = tuple(self._number(each) for each in tensors)
+        self.ops: list[TracedOp] = []
+        self.calls: list[TracedCall] = []
 
     def watch(self, model: nn.Module) -> list[Any]:
-        """Hooks that tell which module is running."""
+        """Register hooks that record the calls of modules; returns their handles."""
         handles: list[Any] = []
         for name, module in model.named_modules():
             if module is not model:
@@ -144,15 +151,15 @@ class _Recorder(TorchFunctionMode):
 
         def before(_module: nn.Module, _args: Any) -> None:
             self._within.append(name)
-            starts.append(len(self._ops))
+            starts.append(len(self.ops))
 
         def after(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             self._within.pop()
-            named = [*((str(place), each) for place, each in enumerate(args)), *kwargs.items()]
-            arguments = tuple((argument, self._values(each)) for argument, each in named)
-            several = isinstance(output, tuple)
-            outputs = tuple(self._values(each) for each in (output if several else (output,)))
-            self._calls.append(TracedCall(name, arguments, outputs, several, starts.pop(), len(self._ops)))
+            named = [*((str(place), value) for place, value in enumerate(args)), *kwargs.items()]
+            arguments = tuple((argument, self.values(value)) for argument, value in named)
+            is_tuple = isinstance(output, tuple)
+            outputs = tuple(self.values(member) for member in (output if is_tuple else (output,)))
+            self.calls.append(TracedCall(name, arguments, outputs, is_tuple, starts.pop(), len(self.ops)))
 
         return before, after
 
@@ -161,14 +168,19 @@ class _Recorder(TorchFunctionMode):
         result = _grouped(*args[:2]) if _name(func) == "_grouped_mm" else func(*args, **(kwargs or {}))
         outputs = _tensors(result)
         if outputs:
-            given = _tensors((args, kwargs))
-            parameters = dict.fromkeys(self._names[id(each)] for each in given if id(each) in self._names)
-            inputs = tuple(self._number(each) for each in given if id(each) not in self._names)
-            made = tuple(self._number(each) for each in outputs)
-            shapes = tuple(tuple(each.shape) for each in outputs)
-            arguments, keywords = pytree.tree_map_only(Tensor, self._operand, (tuple(args), dict(kwargs or {})))
-            op = TracedOp(_name(func), self._within[-1], tuple(parameters), inputs, made, shapes, arguments, keywords)
-            self._ops.append(op)
+            given = tuple(args), dict(kwargs or {})
+            arguments, keywords = pytree.tree_map_only(Tensor, self._operand, given)
+            op = TracedOp(
+                name=_name(func),
+                module=self._within[-1],
+                parameters=self.parameters(given),
+                inputs=self.values(given),
+                outputs=tuple(map(self._number, outputs)),
+                shapes=tuple(tuple(output.shape) for output in outputs),
+                arguments=arguments,
+                keywords=keywords,
+            )
+            self.ops.append(op)
         return result
 
     def _operand(self, tensor: Tensor) -> Operand:
@@ -181,23 +193,17 @@ class _Recorder(TorchFunctionMode):
             self._alive.append(value)
         return self._numbers[id(value)]
 
-    def _values(self, tree: Any) -> tuple[int, ...]:
-        return tuple(self._number(each) for each in _tensors(tree) if id(each) not in self._names)
+    def values(self, tree: Any) -> tuple[int, ...]:
+        """Numbers of the tensors in ``tree`` that are no parameters."""
+        return tuple(self._number(tensor) for tensor in _tensors(tree) if id(tensor) not in self._names)
 
-    def result(self, returned: Any) -> Trace:
-        """What was recorded of a run that returned ``returned``."""
-        parameters = dict.fromkeys(self._names[id(each)] for each in _tensors(returned) if id(each) in self._names)
-        return Trace(
-            inputs=self._inputs,
-            ops=tuple(self._ops),
-            calls=tuple(self._calls),
-            outputs=self._values(returned),
-            returned=tuple(parameters),
-        )
+    def parameters(self, tree: Any) -> tuple[str, ...]:
+        """Names of the parameters in ``tree``, each once."""
+        return tuple(dict.fromkeys(self._names[id(leaf)] for leaf in _tensors(tree) if id(leaf) in self._names))
 
 
 def _grouped(rows: Tensor, stack: Tensor) -> Tensor:
-    """A result of the shape of rows [M, I] times matrices of a stack [E, I, O]."""
+    """A tensor of the shape of rows [M, I] times matrices of a stack [E, I, O]."""
     return rows.new_empty(rows.shape[0], stack.shape[-1])
 
 

@@ -1,4 +1,4 @@
-"""Validate a plan against the world size: report all problems at once. What a model adds to them, ``parallel`` checks."""
+"""Validate a plan against the world size: report all problems at once. ``parallel`` checks a plan against a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from unisono.errors import PlanError, Problem
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import BUCKET_BYTES, STAGES_PER_RANK, Plan
-from unisono.plan.rules import ParameterPlacement
 
 _COUNTS = {
     "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"),
@@ -22,40 +21,34 @@ _KIND_SETTINGS = {
 
 
 def validate_plan(plan: Plan, world_size: int) -> None:
-    """Raises PlanError with everything that keeps ``world_size`` ranks from carrying out the plan."""
-    problems = list(_counts(plan)) or [
-        *_mesh(plan, world_size),
-        *_batch(plan, world_size),
-        *_block_costs(plan),
-        *_pipeline(plan),
-        *_recompute(plan),
-        *_state(plan),
-        *_compile(plan),
-        *_offload(plan),
-        *_choices(plan),
-        *_placements(plan),
-        *_sync(plan, world_size),
-    ]
+    """Raises PlanError with all problems of the plan on ``world_size`` ranks."""
+    checks = (_mesh, _batch, _block_costs, _pipeline, _recompute, _state, _compile, _choices, _placements, _sync)
+    problems = list(_counts(plan)) or [problem for check in checks for problem in check(plan, world_size)]
     if problems:
         raise PlanError(*problems)
 
 
 def _inert(given: str, rule: str, nearest: str) -> Problem:
-    """A setting that would act on nothing is an error everywhere."""
+    """The problem of a setting that no part of the plan reads."""
     return Problem(given=given, rule=rule, consequence="it would change nothing", nearest=nearest)
 
 
+def _above_one(plan: Plan, *axes: str) -> dict[str, int]:
+    """Sizes of those of the mesh ``axes`` that have more than one rank."""
+    sizes = {axis: int(getattr(plan.mesh, axis)) for axis in axes}
+    return {axis: size for axis, size in sizes.items() if size > 1}
+
+
 def _counts(plan: Plan) -> Iterator[Problem]:
-    for group, names in _COUNTS.items():
-        for name in names:
-            count: int = getattr(getattr(plan, group), name)
-            if count < 1:
-                yield Problem(
-                    given=f"{name} {count}",
-                    rule=f"{', '.join(name for names in _COUNTS.values() for name in names)} are at least 1",
-                    consequence="no rank would compute anything",
-                    nearest=f"{name}=1",
-                )
+    counts = {name: int(getattr(getattr(plan, group), name)) for group, names in _COUNTS.items() for name in names}
+    for name, count in counts.items():
+        if count < 1:
+            yield Problem(
+                given=f"{name} {count}",
+                rule=f"{', '.join(counts)} are at least 1",
+                consequence="no rank would compute anything",
+                nearest=f"{name}=1",
+            )
 
 
 def _mesh(plan: Plan, world_size: int) -> Iterator[Problem]:
@@ -63,11 +56,11 @@ def _mesh(plan: Plan, world_size: int) -> Iterator[Problem]:
     axes = {"pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "cp": mesh.cp, "tp": mesh.tp}
     if mesh.world_size != world_size:
         near: dict[str, int] = {}
-        left = world_size
+        ranks = world_size
         for name in ("tp", "cp", "pp", "dp_shard"):
-            near[name] = largest_divisor(left, axes[name])
-            left //= near[name]
-        near["dp_replicate"] = left
+            near[name] = largest_divisor(ranks, axes[name])
+            ranks //= near[name]
+        near["dp_replicate"] = ranks
         given = [name for name in axes if axes[name] > 1 or name.startswith("dp_")]
         changed = [name for name in axes if near[name] > 1 or name.startswith("dp_") or axes[name] > 1]
         yield Problem(
@@ -122,7 +115,7 @@ def _batch(plan: Plan, world_size: int) -> Iterator[Problem]:
         )
 
 
-def _block_costs(plan: Plan) -> Iterator[Problem]:
+def _block_costs(plan: Plan, _world_size: int) -> Iterator[Problem]:
     costs, layers = plan.pipeline.block_costs, plan.pipeline.layers_per_stage
     given = f"block_costs {list(costs)}"
     if costs and (plan.mesh.pp == 1 or layers):
@@ -132,7 +125,7 @@ def _block_costs(plan: Plan) -> Iterator[Problem]:
             consequence="they would change nothing",
             nearest="layers_per_stage or block_costs" if layers else "no block_costs, or pp above 1",
         )
-    if costs and (not all(0 <= cost < math.inf for cost in costs) or not any(costs)):
+    if costs and not (all(0 <= cost < math.inf for cost in costs) and any(costs)):
         yield Problem(
             given=given,
             rule="block_costs are relative costs of the parts of a model: finite, 0 or more, and not all 0",
@@ -141,7 +134,7 @@ def _block_costs(plan: Plan) -> Iterator[Problem]:
         )
 
 
-def _pipeline(plan: Plan) -> Iterator[Problem]:
+def _pipeline(plan: Plan, _world_size: int) -> Iterator[Problem]:
     """Rules of the schedules; ``pipeline_schedule`` has their orders."""
     pp, batch = plan.mesh.pp, plan.batch
     schedule, layers = plan.pipeline.schedule, plan.pipeline.layers_per_stage
@@ -200,65 +193,55 @@ def _pipeline(plan: Plan) -> Iterator[Problem]:
         )
 
 
-def _recompute(plan: Plan) -> Iterator[Problem]:
+def _recompute(plan: Plan, _world_size: int) -> Iterator[Problem]:
     mode, blocks = plan.recompute.mode, list(plan.recompute.blocks_per_stage)
-    modules = f"recompute.modules {list(plan.recompute.modules)}"
-    if plan.recompute.modules and mode == "none":
-        yield _inert(
-            f"{modules} with recompute 'none'",
-            "it names the modules that are recomputed",
-            "recompute='full', or no recompute.modules",
-        )
+    readers = {
+        "modules": (mode != "none", "full", "it names the modules that are recomputed"),
+        "blocks_per_stage": (mode != "none", "full", "it is the number of blocks that are recomputed"),
+        "saved_ops": (
+            mode == "selective",
+            "selective",
+            "it names the operators whose results selective recompute keeps",
+        ),
+    }
+    for name, (is_read, reader, rule) in readers.items():
+        value = list(getattr(plan.recompute, name))
+        if value and not is_read:
+            given, nearest = f"recompute.{name} {value} with recompute {mode!r}", f"recompute={reader!r}"
+            yield _inert(given, rule, f"{nearest}, or no recompute.{name}")
     if plan.recompute.modules and blocks:
         yield Problem(
-            given=f"{modules} with recompute.blocks_per_stage {blocks}",
+            given=f"recompute.modules {list(plan.recompute.modules)} with recompute.blocks_per_stage {blocks}",
             rule="recomputed modules are named, or counted in blocks",
             consequence="it would be unclear which of the two counts",
             nearest="names of blocks in recompute.modules, or no recompute.modules",
         )
     stages = plan.mesh.pp * plan.stages_per_rank if plan.mesh.pp > 1 else 1
-    if mode == "none" and blocks:
-        yield _inert(
-            f"recompute.blocks_per_stage {blocks} with recompute 'none'",
-            "it is the number of blocks that are recomputed",
-            "recompute='full', or no recompute.blocks_per_stage",
-        )
-    elif blocks and (len(blocks) != stages or min(blocks) < 0 or not any(blocks)):
+    if mode != "none" and blocks and (len(blocks) != stages or min(blocks) < 0 or not any(blocks)):
         yield Problem(
             given=f"recompute.blocks_per_stage {blocks} for {stages} {'stage' if stages == 1 else 'stages'}",
             rule="one number of blocks, 0 or more, for each stage, and not all 0",
             consequence="it would be unclear what is recomputed, or nothing would be",
             nearest=f"{[1] * stages}, or none: then all blocks are recomputed",
         )
-    if plan.recompute.saved_ops and mode != "selective":
-        yield _inert(
-            f"recompute.saved_ops {list(plan.recompute.saved_ops)} with recompute {mode!r}",
-            "it names the operators whose results selective recompute keeps",
-            "recompute='selective', or no recompute.saved_ops",
-        )
-
-
-def _offload(plan: Plan) -> Iterator[Problem]:
-    if not plan.recompute.offload:
-        return
-    if plan.mesh.device == "cpu":
+    if plan.recompute.offload and plan.mesh.device == "cpu":
         yield Problem(
             given="offload on the device 'cpu'",
             rule="it moves activations from an accelerator to the host",
             consequence="they would be copied to where they are",
             nearest="offload=False, and recompute to save memory",
         )
-    if plan.recompute.mode != "none" or plan.backend.compile != "off":
+    if plan.recompute.offload and (mode != "none" or plan.backend.compile != "off"):
         yield Problem(
-            given=f"offload with recompute {plan.recompute.mode!r}, compile {plan.backend.compile!r}",
+            given=f"offload with recompute {mode!r}, compile {plan.backend.compile!r}",
             rule="it moves what a block keeps; recomputed blocks keep next to nothing, compiled graphs choose for themselves",
             consequence="little or nothing would be moved",
             nearest="offload=False, or recompute='none' and compile='off'",
         )
 
 
-def _state(plan: Plan) -> Iterator[Problem]:
-    """How the state is sharded and gradients are bucketed."""
+def _state(plan: Plan, _world_size: int) -> Iterator[Problem]:
+    """Sharding of the state, and buckets of gradients."""
     mesh = f"dp_shard {plan.mesh.dp_shard} x cp {plan.mesh.cp}"
     for name in ("shard_threshold_numel", "prefetch_blocks"):
         number: int = getattr(plan.fsdp, name)
@@ -280,28 +263,25 @@ def _state(plan: Plan) -> Iterator[Problem]:
         )
 
 
-def _compile(plan: Plan) -> Iterator[Problem]:
-    if plan.backend.compile == "off":
-        return
-    break_each = "the graph would break at each of them"
-    reasons = {
-        "tp": ("sums inside a layer between ranks", break_each),
-        "cp": ("gathering keys and values between ranks", break_each),
-        "pp": ("passing between stages between ranks", break_each),
-        "ep": ("sending tokens to experts on other ranks", "the graph would break in every block"),
-    }
-    for axis, (operation, consequence) in reasons.items():
-        size: int = getattr(plan.mesh, axis)
-        if size > 1:
-            yield Problem(
-                given=f"{axis} {size} with compile {plan.backend.compile!r}",
-                rule=f"{operation} cannot be traced by the compiler",
-                consequence=consequence,
-                nearest="compile='off'",
-            )
+_UNTRACEABLE = {
+    "tp": "sums inside a layer between ranks",
+    "cp": "gathering keys and values between ranks",
+    "pp": "passing between stages between ranks",
+    "ep": "sending tokens to experts on other ranks",
+}
 
 
-def _choices(plan: Plan) -> Iterator[Problem]:
+def _compile(plan: Plan, _world_size: int) -> Iterator[Problem]:
+    for axis, size in _above_one(plan, *_UNTRACEABLE).items() if plan.backend.compile != "off" else ():
+        yield Problem(
+            given=f"{axis} {size} with compile {plan.backend.compile!r}",
+            rule=f"{_UNTRACEABLE[axis]} cannot be traced by the compiler",
+            consequence="the graph would break " + ("in every block" if axis == "ep" else "at each of them"),
+            nearest="compile='off'",
+        )
+
+
+def _choices(plan: Plan, _world_size: int) -> Iterator[Problem]:
     zbv = plan.pipeline.schedule == "zbv" and plan.mesh.pp > 1
     if plan.tensor_parallel.sequence_parallel and plan.mesh.tp == 1:
         yield _inert(
@@ -325,24 +305,27 @@ def _choices(plan: Plan) -> Iterator[Problem]:
         )
 
 
-def _placements(plan: Plan) -> Iterator[Problem]:
-    """What cannot be combined with placements, and why."""
-    mesh, parallel = plan.mesh, plan.tensor_parallel
+# settings that act on plain tensors, and why DTensors do not fit
+_NO_PLACEMENTS = {
+    "dp_shard": "FSDP2 would shard each parameter again, along dims that DTensor has sharded",
+    "cp": "attention over shared sequences runs on plain tensors, not on DTensors",
+    "pp": "stages pass on plain tensors, and each has some of the modules only",
+    "ep": "tokens are sent to experts as plain tensors",
+    "sequence_parallel": "DTensor decides how activations are sharded",
+}
+
+
+def _placements(plan: Plan, _world_size: int) -> Iterator[Problem]:
+    """Settings that cannot be combined with placements, and placements without effect."""
+    parallel = plan.tensor_parallel
     if not parallel.placements:
         return
-    reasons: dict[str, tuple[int, str]] = {
-        "dp_shard": (mesh.dp_shard, "FSDP2 would shard each parameter again, along dims that DTensor has sharded"),
-        "cp": (mesh.cp, "attention over shared sequences runs on plain tensors, not on DTensors"),
-        "pp": (mesh.pp, "stages pass on plain tensors, and each has some of the modules only"),
-        "ep": (mesh.ep, "tokens are sent to experts as plain tensors"),
-    }
-    conflicts = {name: (str(size), reason) for name, (size, reason) in reasons.items() if size > 1}
-    if parallel.sequence_parallel:
-        conflicts["sequence_parallel"] = ("True", "DTensor decides how activations are sharded")
-    for name, (value, reason) in conflicts.items():
+    conflicts = _above_one(plan, "dp_shard", "cp", "pp", "ep")
+    conflicts |= {"sequence_parallel": True} if parallel.sequence_parallel else {}
+    for name, value in conflicts.items():
         yield Problem(
             given=f"placements with {name} {value}",
-            rule=reason,
+            rule=_NO_PLACEMENTS[name],
             consequence="the model could not be sharded both ways",
             nearest=f"no {name}, or tensor_parallel.rules in place of placements",
         )
@@ -356,24 +339,20 @@ def _placements(plan: Plan) -> Iterator[Problem]:
     for placement in parallel.placements:
         redistributes = bool(placement.inputs) or placement.outputs is not None
         if bool(placement.parameter) == redistributes or bool(placement.parameter) != bool(placement.dims):
+            fields = [name for name in ("parameter", "dims", "inputs", "outputs") if getattr(placement, name)]
             yield Problem(
-                given=f"a placement in {placement.module or 'the model'!r} with {_fields_set(placement)}",
+                given=f"a placement in {placement.module or 'the model'!r} with {', '.join(fields) or 'nothing else'}",
                 rule="a placement has parameter and dims, or inputs and outputs (one of them at least)",
                 consequence="it would be unclear which tensors are placed",
                 nearest='{"module": …, "parameter": …, "dims": […]}, and another for inputs and outputs',
             )
-    if mesh.tp == 1:
+    if plan.mesh.tp == 1:
         yield Problem(
             given="placements with plan.tp=1",
             rule="they shard parameters over the ranks of tp",
             consequence="they would act on nothing",
             nearest="plan.tp=2, or no placements",
         )
-
-
-def _fields_set(placement: ParameterPlacement) -> str:
-    names = [name for name in ("parameter", "dims", "inputs", "outputs") if getattr(placement, name)]
-    return ", ".join(names) or "nothing else"
 
 
 # ---------------------------------------------------------------------------------------------- synchronisation
@@ -388,7 +367,13 @@ def _sync(plan: Plan, world_size: int) -> Iterator[Problem]:
             consequence="ranks would train different models",
             nearest="plan.sync='dist_sync' (or leave it at 'auto')",
         )
-    yield from _inert_sync(plan)
+    defaults = PlanOptions()
+    for kind, names in _KIND_SETTINGS.items():
+        for name in names if sync.kind != kind else ():
+            value = getattr(sync, name)
+            if value != getattr(defaults, name):
+                given, nearest = f"{name} {value} with sync {sync.kind!r}", f"leave it out, or plan.sync={kind!r}"
+                yield _inert(given, f"{name} is read by {kind}", nearest)
     if sync.kind in _KIND_SETTINGS:
         yield from _divergent_ranks(plan)
     if sync.compression != "none":
@@ -398,20 +383,10 @@ def _sync(plan: Plan, world_size: int) -> Iterator[Problem]:
         yield from round_problems(sync.local_steps, sync.num_fragments, sync.outer_delay_steps)
 
 
-def _inert_sync(plan: Plan) -> Iterator[Problem]:
-    defaults = PlanOptions()
-    for kind, names in _KIND_SETTINGS.items():
-        for name in names:
-            value = getattr(plan.sync, name)
-            if plan.sync.kind != kind and value != getattr(defaults, name):
-                given, nearest = f"{name} {value} with sync {plan.sync.kind!r}", f"leave it out, or plan.sync={kind!r}"
-                yield _inert(given, f"{name} is read by {kind}", nearest)
-
-
 def _divergent_ranks(plan: Plan) -> Iterator[Problem]:
     """Ranks whose parameters diverge between synchronisations cannot share a model, a sequence or a state."""
     kind = plan.sync.kind
-    axes = {name: getattr(plan.mesh, name) for name in ("pp", "dp_shard", "cp", "tp") if getattr(plan.mesh, name) > 1}
+    axes = _above_one(plan, "pp", "dp_shard", "cp", "tp")
     if axes:
         yield Problem(
             given=f"sync {kind!r} with {', '.join(f'{name} {size}' for name, size in axes.items())}",
@@ -479,7 +454,7 @@ def _codec_of_kind(plan: Plan) -> Iterator[Problem]:
 
 
 def round_problems(local_steps: int, num_fragments: int, outer_delay_steps: int) -> Iterator[Problem]:
-    """What keeps rounds of ``local_steps`` from being averaged in fragments, each of which is applied after the delay."""
+    """Problems of rounds of ``local_steps`` that are averaged in fragments, each applied ``outer_delay_steps`` later."""
     if not 1 <= num_fragments <= max(local_steps, 1):
         yield Problem(
             given=f"num_fragments {num_fragments} with local_steps {local_steps}",

@@ -1,6 +1,6 @@
 """The loop of a ``dist_async`` worker, which computes the batch shards that servers hand out (docs/adr/0010).
 
-start   one worker brings the model as built, or a checkpoint, to the servers; the others take what the servers have
+start   one worker sends the model as built, or a checkpoint, to the servers; the others pull it from them
 shard   forward and backward of one worker's share of a step, push the gradients, pull the values
 save    all shards before a step are done: one worker evaluates and saves the values that the servers hold then
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 
-from unisono.data.loading.device_prefetch import to_device
-from unisono.data.loading.loader import Loader, StepBatch
+from unisono.data.loading.loader import Loader, StepBatch, to_device
 from unisono.train.async_worker import AsyncWorker
 from unisono.train.loop import StepRunner
 from unisono.train.options import is_due
@@ -27,7 +26,7 @@ class AsyncLoop:
     worker: AsyncWorker
 
     def __iter__(self) -> Generator[Step]:
-        """See ``Loop``. Ends when the servers end the run."""
+        """See ``SyncLoop``. Ends when the servers end the run."""
         runner, timers = self.runner, self.runner.timers
         runner.begin()
         while True:
@@ -66,7 +65,7 @@ class AsyncLoop:
             worker.pull_model()
         if worker.work_item.kind != "save":
             return False
-        evaluates = is_due(runner.options.eval_every, worker.step) or worker.step == runner.options.steps
+        evaluates = is_due(runner.options.eval_every_steps, worker.step) or worker.step == runner.options.steps
         if runner.evaluator.held_out is not None and evaluates:
             runner.evaluator.run()
         if runner.evaluator.stopped_early:
@@ -82,7 +81,7 @@ class AsyncLoop:
         return False
 
     def save(self, *, wait: bool) -> None:
-        """See ``Loop``. Servers send the optimizer's state for it."""
+        """See ``SyncLoop.save``. Servers send the optimizer's state for it."""
         runner = self.runner
         if runner.checkpoints.saved_step != runner.state.step:
             with self.worker.optimizer_state():
@@ -92,7 +91,7 @@ class AsyncLoop:
 
     @property
     def preempted(self) -> bool:
-        """Decided by the servers, once a worker was told to stop."""
+        """Whether the servers ended the run because a worker was asked to stop."""
         return self.worker.work_item.kind == "stopped"
 
     @property

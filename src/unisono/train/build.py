@@ -66,12 +66,12 @@ def build_data(config: RunConfig) -> RunData:
             ),
             prepared=prepared,
         )
-    made: Any = _find_component("data", config, {TOKENS: None})(config)
-    pair = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
-    if len(pair) != 2 or not all(isinstance(each, Dataset | Sized) for each in pair):
-        kinds = ", ".join(type(each).__name__ for each in pair)
+    result: Any = _find_component("data", config, {TOKENS: None})(config)
+    pair = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
+    if len(pair) != 2 or not all(isinstance(data, Dataset | Sized) for data in pair):
+        kinds = ", ".join(type(data).__name__ for data in pair)
         raise ConfigError(
-            given=f"components.data returned {f'({kinds})' if pair else type(made).__name__}",
+            given=f"components.data returned {f'({kinds})' if pair else type(result).__name__}",
             rule="it returns a pair (training data, held-out data), each a Dataset or indexable with a length",
             consequence="there is nothing to train on",
             nearest="return train, held_out",
@@ -181,7 +181,7 @@ def build_metrics(config: RunConfig) -> dict[str, Metric]:
     return metrics
 
 
-# parts.<field> -> the group of entry points that may stand there
+# components.<field> -> the group of entry points that may stand there
 _GROUPS = {
     "model": "models",
     "objective": "objectives",
@@ -209,7 +209,7 @@ def _resolve(group: str, key: str, part: Any, built_in: Mapping[str, Any]) -> An
         given=f"{key} = {part!r}",
         rule=f"it is built in ({', '.join(sorted(built_in)) or 'nothing is'}), an installed entry point of the group "
         f"'unisono.{group}' ({', '.join(sorted(plugins)) or 'none here'}), or a callable of a Python file",
-        consequence="the run has no such part, and nothing was started",
+        consequence="the run lacks this component, and nothing was started",
         nearest=nearest_name(part, known) if known else "give a callable in a Python configuration file",
     )
 
@@ -222,6 +222,6 @@ def _load(plugin: EntryPoint, key: str) -> Any:
             given=f"{key} = {plugin.name!r}, entry point {plugin.value!r} of "
             f"{plugin.dist.name if plugin.dist else 'an unnamed package'}: {type(error).__name__}: {error}",
             rule="an entry point names something that can be imported",
-            consequence="the run has no such part, and nothing was started",
+            consequence="the run lacks this component, and nothing was started",
             nearest="repair or reinstall that package",
         ) from error

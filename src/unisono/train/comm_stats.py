@@ -18,10 +18,12 @@ from unisono.observe.events import EventLog
 _EVENT_EVERY_STEPS = 100
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PeerTraffic:
-    """Bytes exchanged with one peer since the start. ``peer`` is a server's address or the transport of sums; ``facts`` are added
-    to the event."""
+    """Bytes exchanged with one peer since the start. ``peer`` is a server's address or the transport of sums.
+
+    ``facts`` are added to the event.
+    """
 
     peer: str
     sent_bytes: int

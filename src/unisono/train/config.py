@@ -1,4 +1,4 @@
-"""The configuration of a run: every room's options side by side. Torch-free."""
+"""The configuration of a run: the options of all packages, as sections. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Component = str | Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Components:
-    """What a run is made of: a built-in name, the name of an installed entry point, or your own callable.
+    """The components of a run: each a built-in name, the name of an installed entry point, or your own callable.
 
     Callables come from a Python configuration file only; text can name code, never load it.
     """
@@ -47,7 +47,7 @@ class Components:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """One run, whole. ``unisono config explain KEY`` tells about each field."""
+    """The configuration of one run. ``unisono config explain KEY`` describes each field."""
 
     run: RunOptions = field(default_factory=RunOptions)
     components: Components = field(default_factory=Components)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +25,25 @@ class WeightAverage:
         for name, average in self._averages.items():
             average.lerp_(self._weights[name].detach().to(average.dtype), step.to(average.dtype))
 
-    @contextmanager
-    def swapped_in(self) -> Generator[None]:
+    def swapped_in(self) -> AbstractContextManager[None]:
         """Inside, the model has the averaged weights."""
-        with torch.no_grad():
-            current = {name: p.detach().clone() for name, p in self._weights.items()}
-            for name, p in self._weights.items():
-                p.copy_(self._averages[name])
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, p in self._weights.items():
-                    p.copy_(current[name])
+        return swapped_values(self._weights, self._averages)
 
     def state(self) -> dict[str, Tensor]:
         """Named tensors of the mutable state."""
         return {f"ema/{name}": average for name, average in self._averages.items()}
+
+
+@contextmanager
+def swapped_values(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Generator[None]:
+    """Inside, each of ``parameters`` holds the value of its name; afterwards its own again."""
+    with torch.no_grad():
+        own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(own[name])

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from unisono.data.dataset import Dataset
-from unisono.data.loading.device_prefetch import to_device
-from unisono.data.loading.loader import eval_batches, rank_range
+from unisono.data.loading.loader import eval_batches, rank_range, to_device
 from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter
 from unisono.parallel.fsdp import reshard

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import cast
 
@@ -24,6 +24,7 @@ from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.tensor.dtensor_placements import DTensorGradients
 from unisono.plan.plan import Plan
 from unisono.train.comm_stats import CommStats, PeerTraffic, ReportsTraffic
+from unisono.train.ema import swapped_values
 from unisono.train.options import TrainOptions, is_due
 from unisono.train.state import SyncState
 
@@ -44,20 +45,15 @@ def check_sync_options(plan: Plan, options: TrainOptions) -> None:
 
 def open_store(plan: Plan, world: World) -> KVStore:
     """Create the store of the plan's kind; an asynchronous worker has a local one, for its model's start."""
-    if plan.sync.kind == "dist_async":
-        return create_kvstore("local", world)
-    if plan.sync.kind == "dist_local":
-        return create_kvstore(plan.sync.kind, world, local_sgd=local_sgd_config(plan))
-    return create_kvstore(plan.sync.kind, world)
+    kind = "local" if plan.sync.kind == "dist_async" else plan.sync.kind
+    return create_kvstore(kind, world, local_sgd=local_sgd_config(plan) if kind == "dist_local" else None)
 
 
 def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: float) -> World:
     """Join all ranks of the job; an asynchronous worker is a world of one (docs/adr/0010)."""
-    return (
-        World.alone(job)
-        if plan.sync.kind == "dist_async"
-        else join_world(job, device_type=device_type, timeout_s=timeout_s)
-    )
+    if plan.sync.kind == "dist_async":
+        return World.alone(job)
+    return join_world(job, device_type=device_type, timeout_s=timeout_s)
 
 
 def local_sgd_config(plan: Plan) -> LocalSGDConfig:
@@ -82,7 +78,7 @@ def build_gradient_sync(
     step: Callable[[], int],
     events: EventLog,
 ) -> tuple[GradientSync, SyncState | None]:
-    """Create what sums the gradients of ``sharded`` over data ranks, and the state it keeps, if any.
+    """Create the synchronisation of gradients of ``sharded`` over data ranks, and the state it keeps, if any.
 
     ``optimizer`` is its kind; ``step()`` returns the number of finished steps.
     """
@@ -127,12 +123,11 @@ def compression_reason(codec: str, optimizer: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class CompressionState:
+class CompressionState(SyncState):
     """The part of this rank's gradients that a codec has not sent yet (error feedback), and factors of low-rank codecs."""
 
     sync: BucketedAllReduce
     events: EventLog
-    params_diverge: bool = False
 
     def after_step(self, step: int, good: Tensor) -> None:
         """Keep the residuals of this step if it counted. Every hundred steps emit bytes and residual norms."""
@@ -147,10 +142,6 @@ class CompressionState:
                 residual_norms={name: key["residual"] for name, key in stats.items()},
             )
 
-    def global_state(self) -> dict[str, Tensor]:
-        """See ``SyncState``: there is none."""
-        return {}
-
     def rank_state(self) -> dict[str, Tensor]:
         """See ``SyncState``: residuals and factors."""
         return self.sync.state_dict()
@@ -160,34 +151,16 @@ class CompressionState:
         if tensors:
             self.sync.load_state_dict(tensors)
 
-    def consensus_parameters(self) -> AbstractContextManager[None]:
-        """See ``SyncState``: parameters do not diverge."""
-        return nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class _AllReduceTraffic:
-    """Traffic of ``sync`` with all other ranks, as one peer."""
-
-    sync: BucketedAllReduce
-
-    def peer_traffic(self) -> list[PeerTraffic]:
-        """See ``ReportsTraffic``."""
-        sync = self.sync
-        return [PeerTraffic(peer=sync.path, sent_bytes=sync.sent_bytes, received_bytes=sync.received_bytes)]
-
 
 def build_comm_stats(events: EventLog, sync: GradientSync | ReportsTraffic) -> CommStats | None:
     """The statistics of ``sync``; None where torch sends the gradients, or nothing is sent."""
-    if isinstance(sync, BucketedAllReduce):
-        if sync.num_workers == 1:
-            return None
-        sync = _AllReduceTraffic(sync)
+    if isinstance(sync, BucketedAllReduce) and sync.num_workers > 1:
+        return CommStats(events, lambda: [PeerTraffic(sync.path, sync.sent_bytes, sync.received_bytes)])
     return CommStats(events, sync.peer_traffic) if isinstance(sync, ReportsTraffic) else None
 
 
-class LocalSGDSync:
-    """``dist_local``: every rank makes steps of its own, and parameters are averaged now and then (``kvstore.LocalSGD``).
+class LocalSGDSync(SyncState):
+    """``dist_local``: every rank makes its own steps, and parameters are averaged periodically (``kvstore.LocalSGD``).
 
     Loss, gradient norm and clipping are per rank. A rank that was asked to stop tells the others when they next average.
     """
@@ -228,9 +201,7 @@ class LocalSGDSync:
     def peer_traffic(self) -> list[PeerTraffic]:
         """See ``ReportsTraffic``: all other ranks are one peer."""
         sent_bytes, received_bytes = self._rounds.sent_bytes, self._rounds.received_bytes
-        return [
-            PeerTraffic(peer=transport_name(self._world.group), sent_bytes=sent_bytes, received_bytes=received_bytes)
-        ]
+        return [PeerTraffic(transport_name(self._world.group), sent_bytes, received_bytes)]
 
     def global_state(self) -> dict[str, Tensor]:
         """See ``SyncState``: the averaged parameters, in place of this rank's, and the outer momentum."""
@@ -254,17 +225,6 @@ class LocalSGDSync:
             for name, parameter in self._parameters.items():
                 parameter.copy_(outer[name])
 
-    @contextmanager
-    def consensus_parameters(self) -> Generator[None]:
+    def consensus_parameters(self) -> AbstractContextManager[None]:
         """Inside, the model has the averaged parameters."""
-        outer = self._rounds.outer_state()
-        with torch.no_grad():
-            local = {name: p.detach().clone() for name, p in self._parameters.items()}
-            for name, p in self._parameters.items():
-                p.copy_(outer[name])
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, p in self._parameters.items():
-                    p.copy_(local[name])
+        return swapped_values(self._parameters, self._rounds.outer_state())

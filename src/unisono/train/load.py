@@ -1,4 +1,4 @@
-"""A trained model back from its run's folder, for evaluation, generation and export."""
+"""Loads a trained model from its run's folder, for evaluation, generation and export."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_model(config: RunConfig, tokenizer: Tokenizer | None, snapshot: Checkpo
 
 
 def empty_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
-    """The model without its values, for what reads them a tensor at a time. One whose construction reads values is whole."""
+    """The model on the meta device, to be read a tensor at a time; with values if its construction reads them."""
     build = partial(build_model, config, tokenizer)
     try:
         return deferred_init(build).model
@@ -66,8 +66,10 @@ def open_run_checkpoint(config: RunConfig, world: World, checkpoint: str | None)
 
 
 def tensor_reader(model: nn.Module, snapshot: CheckpointReader) -> Callable[[str, Tensor], None]:
-    """``read(name, out)`` overwrites ``out`` with what was saved of the model's tensor ``name``, averaged where the run kept
-    averages. ``model`` may be on the meta device. Raises CheckpointError when the checkpoint holds another model."""
+    """``read(name, out)`` copies the saved tensor ``name`` of the model into ``out``, averaged if the run kept averages.
+
+    ``model`` may be on the meta device. Raises CheckpointError if the checkpoint holds another model.
+    """
     names = set(snapshot.names())
     targets = {f"model/{name}": tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     wrong = [

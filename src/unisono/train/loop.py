@@ -9,12 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from unisono.data.loading.device_prefetch import prefetch_to_device
-from unisono.data.loading.loader import Loader, StepBatch
+from unisono.data.loading.loader import Loader, StepBatch, prefetch_to_device
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.dist import StopNotice
 from unisono.observe.events import EventLog
@@ -28,40 +26,9 @@ from unisono.train.state import TrainState
 from unisono.train.step import Step, TrainStep
 
 
-class Loop(Protocol):
-    """The steps of a run, and how they ended."""
-
-    def __iter__(self) -> Generator[Step]:
-        """Make and yield the steps from ``state.step`` to the end of the run, or to where it is stopped."""
-        ...
-
-    def evaluates_after(self, step: int) -> bool:
-        """Whether ``fit`` evaluates after this finished step."""
-        ...
-
-    def save(self, *, wait: bool) -> None:
-        """Save the state of the last finished step; with ``wait`` return when it is committed. Raises CheckpointError."""
-        ...
-
-    @property
-    def preempted(self) -> bool:
-        """Whether a signal to any rank ended the loop."""
-        ...
-
-    @property
-    def stopped_early(self) -> bool:
-        """Whether early stopping ended the loop."""
-        ...
-
-    @property
-    def owns_final_state(self) -> bool:
-        """Whether this process evaluates and saves the state that the loop ended with."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRunner:
-    """Makes steps and reports them as events: what both loops are made of."""
+    """Makes steps and reports them as events, for both loops."""
 
     train_step: TrainStep
     reader: MetricsReader
@@ -76,7 +43,7 @@ class StepRunner:
     stop: StopNotice | None
 
     def begin(self) -> None:
-        """Start measuring speed."""
+        """Start to measure the speed of steps."""
         self.rates.start()
         self.timers.take()
 
@@ -104,13 +71,15 @@ class StepRunner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncLoop:
-    """Every rank makes every step, each with its part of the global batch; all stop after the same one."""
+    """Every rank makes every step, each with its part of the global batch; all stop after the same one.
+
+    Iterating makes and yields the steps from ``state.step`` to the end of the run, or to where it is stopped.
+    """
 
     runner: StepRunner
     loader: Loader | StreamLoader
 
     def __iter__(self) -> Generator[Step]:
-        """See ``Loop``."""
         runner = self.runner
         state, checkpoints = runner.state, runner.checkpoints
         runner.begin()
@@ -123,7 +92,7 @@ class SyncLoop:
                 step = runner.run(batch)
                 yield step
                 if runner.train_step.plan.uses_fsdp:
-                    reshard(state.model)  # what the loop's body computed left parameters gathered
+                    reshard(state.model)  # forward passes in the loop's body left parameters gathered
                 with runner.timers.phase("ckpt_stall"), runner.rates.paused():
                     checkpoints.poll()
                     if checkpoints.is_due(step.index):
@@ -135,26 +104,26 @@ class SyncLoop:
             runner.report_preemption()
 
     def evaluates_after(self, step: int) -> bool:
-        """Every ``train.eval_every`` steps."""
-        return is_due(self.runner.options.eval_every, step)
+        """Whether ``fit`` evaluates after this finished step."""
+        return is_due(self.runner.options.eval_every_steps, step)
 
     def save(self, *, wait: bool) -> None:
-        """See ``Loop``. A collective."""
+        """Save the state of the last finished step; with ``wait`` until it is committed. A collective. Raises CheckpointError."""
         self.runner.checkpoints.save(score=self.runner.evaluator.current_loss)
         if wait:
             self.runner.checkpoints.wait()
 
     @property
     def preempted(self) -> bool:
-        """Known to all ranks since the last reading of metrics, which sums their signals."""
+        """Whether a signal to any rank ended the loop; all ranks know it from the last reading of metrics."""
         return self.runner.reader.stop_requested
 
     @property
     def stopped_early(self) -> bool:
-        """Decided by all ranks alike in an evaluation."""
+        """Whether early stopping ended the loop, which all ranks decide alike in an evaluation."""
         return self.runner.evaluator.stopped_early
 
     @property
     def owns_final_state(self) -> bool:
-        """Always: all ranks evaluate and save together."""
+        """Whether this process evaluates and saves the state that the loop ended with: always, all ranks do it together."""
         return True

@@ -87,7 +87,7 @@ class MetricsReader:
             self._give_up(steps[-1], rows[-1])
 
     def finish(self) -> None:
-        """No step follows: read what is pending, and tell of links what was not told."""
+        """Read the pending steps of a loop that has ended, and emit the remaining communication statistics."""
         self.read()
         if self.comm_stats is not None:
             self.comm_stats.emit()
@@ -143,7 +143,7 @@ class GradientStats:
         self._every = every
 
     def __call__(self, step: int, gradients: list[Tensor], divisor: Tensor) -> None:
-        """``step`` is 0-based; ``divisor`` turns the piled-up gradients into those of the mean loss."""
+        """``step`` is 0-based; ``divisor`` turns the accumulated gradients into those of the mean loss."""
         if not self._every or (step + 1) % self._every:
             return
         trained = [p for p in self._pieces.parameters.values() if p.requires_grad]

@@ -20,13 +20,15 @@ Objective = Callable[[Any, Batch], tuple[Tensor, Tensor]]
 
 
 def next_token(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats over tokens; ``outputs`` is a ``models.loss.Head``, batch has targets and weights [B, T]."""
+    """Cross-entropy in nats over tokens; ``outputs`` is a ``models.loss.LazyLogits``, batch has targets and weights [B, T]."""
     return cross_entropy_sum(outputs, batch["targets"], batch["weights"])
 
 
 def masked_token(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The same over masked tokens; ``outputs`` is the Head of ``models.bert`` at the P places of each text that ``data.masking``
-    chose, batch has their targets and weights [B, P]."""
+    """Cross-entropy in nats over the P tokens of each text that ``data.text.masking`` chose.
+
+    ``outputs`` is a ``models.loss.LazyLogits`` at these tokens; batch has their targets and weights [B, P].
+    """
     return cross_entropy_sum(outputs, batch["targets"], batch["weights"])
 
 

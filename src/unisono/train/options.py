@@ -10,7 +10,7 @@ from unisono.errors import Problem
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether what happens every so many steps (0: never) happens after finished step ``step``."""
+    """Whether an action every ``every`` steps (0: never) is due after finished step ``step``."""
     return bool(every) and step % every == 0
 
 
@@ -40,10 +40,10 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
-    """The step loop."""
+    """Length of the run, evaluations, and the numerical guard."""
 
     steps: int = option(300, "Optimizer updates in the whole run.", ge=1)
-    eval_every: int = option(100, "Steps between evaluations; 0 = only at the end.", ge=0)
+    eval_every_steps: int = option(100, "Steps between evaluations; 0 = only at the end.", ge=0)
     num_eval_samples: int = option(256, "Samples per evaluation; 0 = all.", ge=0)
     early_stop_patience: int = option(0, "Evaluations without a better loss before the run ends; 0 = never.", ge=0)
     ema_decay: float = option(
@@ -56,4 +56,4 @@ class TrainOptions:
     loss_scale: float = option(
         4096.0, "First loss scale under fp16; multiplies the loss summed over a step / global_batch.", gt=0.0
     )
-    gradient_stats_every: int = option(0, "Steps between per-layer gradient statistics; 0 = never.", ge=0)
+    gradient_stats_every_steps: int = option(0, "Steps between per-layer gradient statistics; 0 = never.", ge=0)

@@ -1,8 +1,8 @@
-"""The checkpoints of a run: what it resumes from and which differences are allowed then, and when it saves.
+"""The checkpoints of a run: the one it resumes from, the differences allowed then, and when it saves.
 
 ``auto`` takes the newest checkpoint that verifies, or starts a new run where there is none. ``strict`` also refuses a
 change of anything bit-exactness depends on. ``never`` starts a new run and refuses a folder that already holds one. A
-path names a checkpoint. What would change the samples of a step (data, seed, global batch) is refused always.
+path names a checkpoint. A change of the samples of a step (data, seed, global batch) is always refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from unisono.train.state import TrainState
 
 
 def run_environment(world: World, plan: Plan) -> dict[str, Any]:
-    """What a bit-exact resume depends on besides the state; stored in every checkpoint."""
+    """Facts besides the state that a bit-exact resume depends on; stored in every checkpoint."""
     return {
         "world": world.world_size,
         "plan": plan.decisions(),
@@ -50,8 +50,8 @@ def run_environment(world: World, plan: Plan) -> dict[str, Any]:
 class RunCheckpoints:
     """Restores and saves the state of one run under ``root``. All ranks call each method together.
 
-    ``resume`` is the mode of run.resume. ``meta`` is stored with every checkpoint: ``order`` (what decides the samples of a
-    step), ``environment`` (see ``run_environment``) and ``provenance``. Raises CheckpointError.
+    ``resume`` is the mode of run.resume. ``meta`` is stored with every checkpoint: ``order`` (settings that decide the samples of
+    a step), ``environment`` (see ``run_environment``) and ``provenance``. Raises CheckpointError.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RunCheckpoints:
                 given=f"resume 'strict' from {path} with " + "; ".join(differences),
                 rule="strict resumes only where every bit can be the same",
                 consequence="nothing was loaded and nothing was changed",
-                nearest="restore what differs, or run.resume='auto' to go on with the weaker promise",
+                nearest="restore what differs, or run.resume='auto' to resume without bit-exactness",
             )
         differences += self._state.restore(reader, rank=self._dims.rng_rank, seed=self._seed)
         if mode not in ("auto", "strict") and self._world.rank == 0 and path.resolve().parent == self._root.resolve():
@@ -138,7 +138,7 @@ class RunCheckpoints:
                 given=f"the checkpoint of the last step, {step}, could not be written to {self._root.parent}",
                 rule="a run ends with its state committed",
                 consequence="the newest committed state is "
-                + (f"that of step {committed}" if committed is not None else "what was there before"),
+                + (f"that of step {committed}" if committed is not None else "that of an earlier run"),
                 nearest="free space in that folder and start again: the steps since then are repeated",
             )
 

@@ -1,4 +1,4 @@
-"""Parts of a run that are set up before its first step: device and plan, event log, loader, what the model adds to the plan."""
+"""Parts of a run that are set up before its first step: device and plan, event log, loader, plan of this model."""
 
 from __future__ import annotations
 
@@ -89,8 +89,9 @@ def resolve_for_model(
 ) -> tuple[Plan, PipelinePartition | None, ContextParallel | None]:
     """The final plan, with the rules and stages that the model and a micro-batch of the first step show.
 
-    Also returns the partition of a pipeline, and what shards sequences. ``dims`` gets the plan of one worker. Raises
-    PlanError with everything that keeps the plan from being applied to this model, CommError where ranks infer other rules.
+    Also returns the partition of a pipeline and the sharding of sequences, if any. ``dims`` gets the plan of one worker.
+
+    Raises PlanError with all problems of the plan for this model, CommError if ranks infer other rules.
     """
     problems: list[Problem] = []
     layout = None
@@ -105,7 +106,7 @@ def resolve_for_model(
             dims.plan = plan
     if context is not None:
         with _collect_problems(problems):
-            context.shard_batch(batch())  # what cannot be shared is said here, not in the first step
+            context.shard_batch(batch())  # entries that cannot be sharded are reported here, not in the first step
     if plan.recompute.modules:
         with _collect_problems(problems):
             check_called(find_recomputed_modules(plan, model, repeated_blocks(model)), model, inputs(batch()))
@@ -136,13 +137,13 @@ def find_peak(device: torch.device, plan: Plan, world: World) -> PeakFlops:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputPipeline:
-    """What the trainer is given to make batches of: a data set or stream, and how to read it (see ``Loader``)."""
+    """A data set or stream, and how the trainer makes batches of it (see ``Loader``)."""
 
     data: Dataset | Iterable[Any]
     options: LoaderOptions
     transform: Transform | None
-    pair: PairTransform | None
-    finish: BatchTransform | None
+    pair_transform: PairTransform | None
+    batch_transform: BatchTransform | None
     shuffle_block: int
 
 
@@ -178,16 +179,17 @@ def build_loader(
             data,
             options=options,
             shuffle_block=pipeline.shuffle_block,
-            pair_transform=pipeline.pair,
-            batch_transform=pipeline.finish,
+            pair_transform=pipeline.pair_transform,
+            batch_transform=pipeline.batch_transform,
             **common,
         )
     defaults = LoaderOptions(num_workers=min(options.num_workers, 0))  # 0: no thread, which a stream can do
-    if (options, pipeline.pair, pipeline.finish, pipeline.shuffle_block) != (defaults, None, None, 0):
+    transforms = pipeline.pair_transform, pipeline.batch_transform
+    if (options, *transforms, pipeline.shuffle_block) != (defaults, None, None, 0):
         raise DataError(
-            given=f"a stream ({type(data).__name__}) with loader settings, pair, finish or shuffle_block",
+            given=f"a stream ({type(data).__name__}) with loader settings, pair_transform, batch_transform or shuffle_block",
             rule="a stream is read from its beginning by one thread, in its own order",
-            consequence="they would act on nothing",
+            consequence="they would have no effect",
             nearest="leave them out, or a data set with a length",
         )
     return StreamLoader(data, prefetch_depth=0 if options.num_workers == 0 else 2, **common)

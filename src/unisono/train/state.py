@@ -1,7 +1,7 @@
 """The whole mutable state of a run in one object; nothing else survives a step.
 
 Global state is the same on every rank, or split over ranks; a checkpoint holds it once. Rank state belongs to one rank: its
-random generators, and what its gradient synchronisation keeps. Step and best score are plain JSON.
+random generators, and the state of its gradient synchronisation. Step and best score are plain JSON.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -31,12 +31,10 @@ _RANK_PREFIXES, _OUTER_PREFIX = ("rng/", "sync/"), "outer/"
 
 
 class SyncState(Protocol):
-    """State that a gradient synchronisation keeps from step to step."""
+    """State that a gradient synchronisation keeps from step to step; by default none."""
 
-    @property
-    def params_diverge(self) -> bool:
-        """Whether each rank has its own parameters and optimizer state, which are averaged now and then."""
-        ...
+    # whether each rank has its own parameters and optimizer state, which are averaged periodically
+    params_diverge: bool = False
 
     def after_step(self, step: int, good: Tensor) -> None:
         """Called after step ``step`` (from 1); ``good`` [] bool: whether the guard accepted it."""
@@ -44,11 +42,11 @@ class SyncState(Protocol):
 
     def global_state(self) -> dict[str, Tensor]:
         """Live tensors replicated on all ranks, by checkpoint path; ``model/...`` replaces the rank's own parameters."""
-        ...
+        return {}
 
     def rank_state(self) -> dict[str, Tensor]:
         """Tensors of this rank alone, by name."""
-        ...
+        return {}
 
     def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
         """Load ``rank_state`` after ``global_state``; None: none was saved for this rank, which starts from the global state."""
@@ -56,7 +54,7 @@ class SyncState(Protocol):
 
     def consensus_parameters(self) -> AbstractContextManager[Any]:
         """Where parameters diverge: inside, the model has those that ranks agree on."""
-        ...
+        return nullcontext()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,7 +79,7 @@ class TrainState:
     evaluations_without_gain: int = 0
 
     def averaged_weights(self) -> AbstractContextManager[Any]:
-        """Inside, the model has the weights that evaluation and export use: a moving average, or what ranks agree on."""
+        """Inside, the model has the weights that evaluation and export use: a moving average, or the consensus of all ranks."""
         if self.sync_state is not None and self.sync_state.params_diverge:
             return self.sync_state.consensus_parameters()
         return self.average.swapped_in() if self.average is not None else torch.no_grad()
@@ -126,8 +124,10 @@ class TrainState:
         return tensors
 
     def rank_state(self, rank: int) -> dict[str, Tensor]:
-        """State of this rank alone, by path under ``rank``, its ``ParallelDims.rng_rank``: the generators of torch, Python and
-        numpy as byte tensors, and that of ``sync_state``."""
+        """State of this rank alone, by path under ``rank``, its ``ParallelDims.rng_rank``.
+
+        It has the generators of torch, Python and numpy as byte tensors, and the rank state of ``sync_state``.
+        """
         states = {"torch": torch.get_rng_state(), "python": _to_bytes(random.getstate())}
         name, keys, *rest = np.random.get_state(legacy=True)
         states["numpy"] = _to_bytes([name, np.asarray(keys).tolist(), *rest])
@@ -148,15 +148,13 @@ class TrainState:
 
     def meta(self) -> dict[str, Any]:
         """State that is no tensor."""
-        return {
-            "step": self.step,
-            "best_loss": self.best_loss,
-            "evaluations_without_gain": self.evaluations_without_gain,
-        }
+        return {name: getattr(self, name) for name in ("step", "best_loss", "evaluations_without_gain")}
 
     def restore(self, reader: CheckpointReader, *, rank: int, seed: int) -> list[str]:
-        """Take everything over, bit by bit; returns what was not there to take. Raises CheckpointError when names, shapes or
-        dtypes are another model's."""
+        """Load the whole state, bit for bit; returns the differences: tensors that are new or not used.
+
+        Raises CheckpointError if names, shapes or dtypes are those of another model.
+        """
         mine, shards = self.global_state(), self.shards()
         saved = _check_names(reader, mine, shards)
         differences = [f"{name} is not used" for name in sorted(saved - mine.keys())]
@@ -197,7 +195,7 @@ class TrainState:
     def _restore_generators(self, reader: CheckpointReader, *, rank: int, seed: int) -> None:
         prefix = f"rng/rank-{rank:05d}/"
         if f"{prefix}torch" not in set(reader.names()):
-            # More ranks than before: the new one's generators are as fresh as its past, but reproducible.
+            # more ranks than before: this one has no generators to restore, and gets reproducible new ones
             seed_generators(seed, rank, self.step)
             return
         torch.set_rng_state(reader.tensor(f"{prefix}torch"))
@@ -256,7 +254,7 @@ def seed_generators(seed: int, rank: int, step: int = 0) -> None:
 
 
 def _check_names(reader: CheckpointReader, mine: dict[str, Tensor], shards: Mapping[str, TensorShard]) -> set[str]:
-    """The names of what all ranks share. Raises where names, shapes and dtypes are not the same, with the first differences."""
+    """The names of the saved global state. Raises CheckpointError with the first differences in names, shapes and dtypes."""
     saved = {name for name in reader.names() if not name.startswith(_RANK_PREFIXES)}
     differences = [
         f"{name} is only in {where}"

@@ -30,7 +30,7 @@ from unisono.optim import clip_coefficient
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.device import autocast
 from unisono.parallel.pipeline.executor import PipelineExecutor
-from unisono.parallel.replicated_grads import ReplicatedGradients
+from unisono.parallel.sharding import GradGroups
 from unisono.plan.plan import Plan
 from unisono.train.objectives import Batch, Objective
 from unisono.train.state import TrainState
@@ -73,7 +73,7 @@ class TrainStep:
     plan: Plan
     state: TrainState
     sync: GradientSync
-    replicated_grads: ReplicatedGradients
+    replicated_grad_groups: GradGroups
     timers: StepTimers
     stop: StopNotice | None
     observe_gradients: Callable[[int, list[Tensor], Tensor], None]
@@ -96,7 +96,7 @@ class TrainStep:
         totals[2] = float(self.stop is not None and self.stop.requested)
         with timers.phase("comm_exposed"):
             self.sync.wait(totals)
-            self.replicated_grads.reduce(state.sharded)
+            state.sharded.sum_replicated_grads(self.replicated_grad_groups)
         fault_point("all_reduce", state.step)
         with timers.phase("optimizer"):
             lr, stats = self._update(totals)
@@ -108,10 +108,8 @@ class TrainStep:
     def _update(self, totals: Tensor) -> tuple[float, Tensor]:
         """Guard, clip and update; returns the learning rate and ``Step.stats``."""
         state = self.state
-        loss, weight = (
-            totals[0] / totals[1],
-            totals[1] / self.plan.mesh.tp,
-        )  # tensor-parallel ranks saw the same samples
+        # tensor-parallel ranks saw the same samples
+        loss, weight = totals[0] / totals[1], totals[1] / self.plan.mesh.tp
         gradients = self.sync.gradients()
         # gradients are d(loss_sum · scale / global_batch); dividing by this makes them d(loss_sum / weight), or d(loss_sum)
         share = weight if self.plan.sync.reduction == "mean" else torch.ones_like(weight)
@@ -132,9 +130,8 @@ class TrainStep:
             state.average.update(good)
         counted = weight.nan_to_num(nan=0.0, posinf=0.0)  # a poisoned weight must not outlive its step
         if state.sync_state is not None and state.sync_state.params_diverge:
-            counted = (
-                counted * self.plan.mesh.dp_world_size
-            )  # the other ranks made as large a step and did not send its weight
+            # the other ranks made as large a step and did not send its weight
+            counted = counted * self.plan.mesh.dp_world_size
         state.weight_total += counted
         self.sync.zero_grad()
         if state.sync_state is not None:
@@ -213,7 +210,7 @@ class ForwardBackward:
 
 
 class _StagePasses:
-    """What a pipeline calls during one step or evaluation, by this rank's part of each micro-batch."""
+    """Passes of one step or evaluation that a pipeline calls, by this rank's part of each micro-batch."""
 
     def __init__(self, passes: ForwardBackward, micro_batches: Sequence[Batch]) -> None:
         self.sharded = [passes.shard_sequences(micro_batch) for micro_batch in micro_batches]

@@ -46,7 +46,6 @@ from unisono.parallel.memory_ledger import MemoryLedger, build_ledger, check_led
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.executor import PipelineExecutor
 from unisono.parallel.precision import LossScale
-from unisono.parallel.replicated_grads import ReplicatedGradients
 from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.tensor.dtensor_placements import parameter_placements
 from unisono.parallel.transforms import parallelize
@@ -101,12 +100,13 @@ class Trainer:
     """Trains ``model`` on ``data`` as ``plan`` says. A context manager and an iterator; ``fit()`` is the whole run.
 
     ``model`` is a module, of which rank 0's values count, or a callable that builds one, the same on all ranks. Where the
-    plan spreads the model, what a callable builds is never whole on any rank (``parallel.deferred``). From entering on the
+    plan spreads the model, what a callable builds is never whole on any rank (``parallel.deferred_init``). From entering on the
     module is ``self.model``. ``flops_per_token`` may be asked of the whole model, whose values it must not read.
 
     ``objective(outputs, batch) -> (loss_sum, weight)``. ``schedule`` is ScheduleOptions or ``step (from 0) -> learning
-    rate``. The batch entries whose names are parameters of ``model.forward`` are passed to it. Without ``world`` the
-    environment of the process says which rank this is.
+    rate``. The batch entries whose names are parameters of ``model.forward`` are passed to it. ``transform``,
+    ``pair_transform``, ``batch_transform`` and ``shuffle_block`` are those of ``Loader``. Without ``world`` the environment
+    of the process says which rank this is.
 
     Raises PlanError, DataError, CheckpointError before the first step; NumericsError and CommError during it.
     """
@@ -128,8 +128,8 @@ class Trainer:
         eval_data: Dataset | None = None,
         metrics: Mapping[str, Metric] | None = None,
         transform: Transform | None = None,
-        pair: PairTransform | None = None,
-        finish: BatchTransform | None = None,
+        pair_transform: PairTransform | None = None,
+        batch_transform: BatchTransform | None = None,
         loader: LoaderOptions | None = None,
         shuffle_block: int = 0,
         flops_per_token: float | Callable[[nn.Module], float] = 0.0,
@@ -155,8 +155,8 @@ class Trainer:
             data=self.data,
             options=loader or LoaderOptions(),
             transform=transform,
-            pair=pair,
-            finish=finish,
+            pair_transform=pair_transform,
+            batch_transform=batch_transform,
             shuffle_block=shuffle_block,
         )
         self._asked_flops = flops_per_token
@@ -256,20 +256,19 @@ class Trainer:
         self._optimizer = build_optimizer(
             self.model,
             self._optim,
-            pieces=sharded.parameters,
+            sharded_params=sharded.parameters,
             named_roles=self._roles,
-            whole_norms=sharded.global_norms if sharded.is_sharded else None,
+            global_norms=sharded.global_norms if sharded.is_sharded else None,
         )
         self._ledger = self._check_memory()
         total_dtype = torch.float64 if self.device.type != "mps" else torch.float32
-        initial = options.loss_scale if self.plan.precision.uses_loss_scale else None
+        scales = self.plan.precision.uses_loss_scale
+        loss_scale = LossScale.create(self.device, initial=options.loss_scale if scales else 1.0, dynamic=scales)
         self.state = TrainState(
             model=self.model,
             sharded=sharded,
             optimizer=self._optimizer,
-            loss_scale=LossScale.off(self.device)
-            if initial is None
-            else LossScale.create(self.device, initial=initial),
+            loss_scale=loss_scale,
             guard=StepGuard(self.device, sigmas=options.spike_sigmas),
             average=WeightAverage(sharded.parameters, options.ema_decay) if options.ema_decay else None,
             weight_total=torch.zeros((), dtype=total_dtype, device=self.device),
@@ -324,7 +323,7 @@ class Trainer:
                 self.state,
                 optimizer=optim.kind,
                 steps=options.steps,
-                save_every=math.gcd(self._checkpoint.every_steps, options.eval_every),
+                save_every=math.gcd(self._checkpoint.every_steps, options.eval_every_steps),
                 labels={"plan": self.plan.hash, "configuration": str(self._provenance.get("config_hash"))},
             ),
             # a push brings its learning rate, and gradients are clipped here
@@ -373,9 +372,8 @@ class Trainer:
             held_bytes={
                 "parameters": self._ledger.parameter_bytes,
                 "gradients": self._ledger.gradient_bytes,
-                "optimizer": 0
-                if self.plan.sync.kind == "dist_async"
-                else self._ledger.state_bytes,  # the servers have it
+                # under dist_async the servers have it
+                "optimizer": 0 if self.plan.sync.kind == "dist_async" else self._ledger.state_bytes,
             },
             steps_total=self.options.steps,
             epoch=self.world.job.restart_count,
@@ -388,9 +386,11 @@ class Trainer:
 
     def _build_runner(self, traffic: GradientSync | ReportsTraffic) -> StepRunner:
         """One step of this run and everything that reports it; ``traffic`` counts what is sent for it."""
-        plan, options, model, schedule = self._dims.plan, self.options, self.model, self._asked_schedule
+        plan, options, schedule = self._dims.plan, self.options, self._asked_schedule
+        if isinstance(schedule, ScheduleOptions):
+            schedule = build_schedule(schedule, options.steps, self._optim.lr)
         passes = ForwardBackward(
-            model=model,
+            model=self.model,
             inputs=self._inputs,
             plan=plan,
             world=self.world,
@@ -401,19 +401,15 @@ class Trainer:
         train_step = TrainStep(
             forward_backward=passes,
             objective=self._objective,
-            schedule=build_schedule(schedule, options.steps, self._optim.lr)
-            if isinstance(schedule, ScheduleOptions)
-            else schedule,
+            schedule=schedule,
             clip_norm=self._optim.clip_norm,
             plan=plan,
             state=self.state,
             sync=self._sync,
-            replicated_grads=ReplicatedGradients(
-                [*self._shard_table.replicated_grad_groups, *stage_groups], self.world
-            ),
+            replicated_grad_groups=[*self._shard_table.replicated_grad_groups, *stage_groups],
             timers=self._timers,
             stop=self._stop,
-            observe_gradients=GradientStats(self._sharded, self.events, options.gradient_stats_every),
+            observe_gradients=GradientStats(self._sharded, self.events, options.gradient_stats_every_steps),
         )
         rates = RateMeter(steps_total=options.steps, devices=self.world.world_size)
         return StepRunner(
@@ -512,7 +508,7 @@ class Trainer:
         return self._loop.preempted
 
     def fit(self) -> Result:
-        """Train to the end, evaluating every ``eval_every`` steps and at the end."""
+        """Train to the end, evaluating every ``eval_every_steps`` steps and at the end."""
         loop, evaluator = self._loop, self._loop.runner.evaluator
         for step in loop:
             if self.eval_data is not None and loop.evaluates_after(step.index):

@@ -63,7 +63,7 @@ def test_csv_takes_types_from_all_of_a_column(tmp_path: Path) -> None:
         ('a,b\n1,x"y"\n', "offset 4: line 2: field 2 has a quote or a line end where none can be"),
         ('a,b\n"x"y,1\n', "offset 4: line 2: field 1 has a quote"),
         ("a,b\n1,x\ry\n", "offset 4: line 2: field 2 has a quote or a line end"),
-        ("a,b\n1,2", "offset 4: line 2 does not end"),
+        ("a,b\n1,2", "offset 4: line 2 has no line end"),
     ],
 )
 def test_csv_that_is_none(tmp_path: Path, content: str, what: str) -> None:
@@ -292,7 +292,7 @@ def test_records_that_are_no_examples(tmp_path: Path, caplog: pytest.LogCaptureF
         (example(a=part(3, part(1, b"\x80" * 3))), "an integer that does not end"),
         (example(a=part(3, part(1, b"\xff" * 10 + b"\x01"))), "an integer of more than 64 bits"),
         (example(a=part(3, part(1, b"\xff" * 9 + b"\x02"))), "an integer of more than 64 bits"),
-        (example(a=part(2, part(1, b"123"))), "a list of floats that is none"),
+        (example(a=part(2, part(1, b"123"))), "a malformed list of floats"),
         (part(2, b""), "field 2 of wire type 2, where only field 1"),
         (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "where 0 are left"),
         (b"\x0b", "wire type 3"),

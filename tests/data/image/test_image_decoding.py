@@ -185,7 +185,7 @@ def test_corrupt_jpeg_is_named(photo: Photo, saved: Saved) -> None:
     assert str(caught.value) == (
         f"a JPEG of 64x64 pixels in {len(data) // 2} bytes: Premature end of JPEG file\n"
         "  rule: an image is whole, in a format that is read here (JPEG, PNG, WebP, GIF, BMP, PPM)\n"
-        "  so:   it was not decoded, and no pixel was made up\n"
+        "  so:   it was not decoded\n"
         "  try:  a whole copy of the image, or leave the record out when packing"
     )
 

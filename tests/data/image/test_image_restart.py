@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +13,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unisono.data.image import add_restart_markers, decode, encode_jpeg, probe, tile_grid
-from unisono.data.image.restart_markers import jpegtran_path
 from unisono.errors import DataError, ExtraError
 
 Photo = Callable[..., NDArray[np.uint8]]
 Saved = Callable[..., bytes]
 
-needs_jpegtran = pytest.mark.skipif(jpegtran_path() is None, reason="jpegtran: apt install libjpeg-turbo-progs")
+needs_jpegtran = pytest.mark.skipif(
+    shutil.which("jpegtran") is None, reason="jpegtran: apt install libjpeg-turbo-progs"
+)
 
 
 @needs_jpegtran
@@ -59,7 +61,7 @@ def test_tiles_already_there_need_no_program(photo: Photo, monkeypatch: pytest.M
 
 def test_without_jpegtran(photo: Photo, saved: Saved, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert jpegtran_path() is None
+    assert shutil.which("jpegtran") is None
     with pytest.raises(ExtraError) as caught:
         add_restart_markers(saved(photo(60, 90), "JPEG"))
     assert str(caught.value) == (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Callable
 
 import numpy as np
@@ -14,14 +15,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unisono.data.image import TileGrid, add_restart_markers, decode, decode_region, encode_jpeg, tile_grid
-from unisono.data.image.restart_markers import jpegtran_path
 from unisono.data.image.tiles import cut_tiles
 from unisono.errors import DataError
 
 Photo = Callable[..., NDArray[np.uint8]]
 Saved = Callable[..., bytes]
 
-needs_jpegtran = pytest.mark.skipif(jpegtran_path() is None, reason="jpegtran: apt install libjpeg-turbo-progs")
+needs_jpegtran = pytest.mark.skipif(
+    shutil.which("jpegtran") is None, reason="jpegtran: apt install libjpeg-turbo-progs"
+)
 
 
 def cropped_by_rule(data: bytes, box: tuple[int, int, int, int], factor: int, color: str) -> NDArray[np.uint8]:
@@ -214,7 +216,7 @@ def test_a_column_that_lies_is_an_error(changes: list[tuple[int, int]], shift_ba
     lied = np.clip(column, 0, 65535).astype(np.uint16)
     if np.array_equal(lied, grid.to_column()):
         return
-    with pytest.raises(DataError, match="a column of tile sizes is what to_column"):
+    with pytest.raises(DataError, match="a column of tile sizes is the result of to_column"):
         TileGrid.from_column(data, lied)
 
 
@@ -245,7 +247,7 @@ def test_columns_of_other_kinds_and_images(photo: Photo) -> None:
     for wrong in (column.astype(np.int32), column[None], column[:-1], np.zeros_like(column), huge, swapped):
         with pytest.raises(DataError):
             TileGrid.from_column(data, wrong)
-    with pytest.raises(DataError, match="a column of tile sizes is what"):
+    with pytest.raises(DataError, match="a column of tile sizes is the result of"):
         TileGrid.from_column(encode_jpeg(photo(64, 128, seed=1), tile_px=64), column)
     with pytest.raises(
         DataError, match=rf"tile 0, which should end in its marker at byte {grid.offsets[0] + column[1] - 2}"
@@ -255,9 +257,9 @@ def test_columns_of_other_kinds_and_images(photo: Photo) -> None:
         TileGrid.from_column(data, column[:-1])
     assert str(caught.value) == (
         "a column of uint16[7] tile sizes for a JPEG of 4x2 tiles\n"
-        "  rule: a column of tile sizes is what to_column() gave for this very JPEG\n"
-        "  so:   nothing was decoded, for it could have been another part of the picture\n"
-        "  try:  tile_grid(jpeg).to_column() makes it anew"
+        "  rule: a column of tile sizes is the result of to_column() for this JPEG\n"
+        "  so:   nothing was decoded, because it could have been another part of the image\n"
+        "  try:  tile_grid(jpeg).to_column() computes it"
     )
 
 

@@ -170,7 +170,7 @@ def test_a_column_of_another_image_is_an_error(photo: Photo) -> None:
     grid = tile_grid(encode_jpeg(photo(120, 170)))
     assert grid is not None
     wrong = sample(encode_jpeg(photo(120, 170, seed=1)), tiles=grid.to_column())
-    with pytest.raises(DataError, match="a column of tile sizes is what to_column"):
+    with pytest.raises(DataError, match="a column of tile sizes is the result of to_column"):
         ImageTransform(augment=Augment())(wrong, np.random.default_rng(0))
 
 

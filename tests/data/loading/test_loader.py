@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.data.dataset import from_map_style
-from unisono.data.loading.device_prefetch import prefetch_to_device
-from unisono.data.loading.loader import Loader, eval_batches, rank_range
+from unisono.data.loading.loader import Loader, eval_batches, prefetch_to_device, rank_range
 from unisono.data.options import LoaderOptions
 from unisono.data.order.permutation import Permutation
 from unisono.data.tokens.shards import TokenSet
@@ -212,7 +211,7 @@ def test_a_reading_error_names_the_sample(depth: int) -> None:
         f"reading sample {data.broken} of step 3 failed with ValueError: sample {data.broken} is rotten\n"
         "  rule: every sample of a step is readable\n"
         "  so:   step 3 cannot run\n"
-        "  try:  mend or leave out what is named; loader.max_bad_sample_frac lets some bad samples weigh 0 instead"
+        "  try:  repair or leave out what is named; loader.max_bad_sample_frac lets some bad samples weigh 0 instead"
     )
     assert isinstance(caught.value.__cause__, ValueError)
 

@@ -89,8 +89,8 @@ def test_errors_name_the_step() -> None:
     assert str(caught.value) == (
         "reading step 2 from a stream failed with OSError: the line is dead\n"
         "  rule: every sample of a step is readable\n"
-        "  so:   step 2 cannot run, and a stream cannot go on behind its error\n"
-        "  try:  mend the stream, or make it leave out what it cannot read, alike each time"
+        "  so:   step 2 cannot run, and a stream cannot continue after an error\n"
+        "  try:  repair the stream, or make it skip the same unreadable samples each time"
     )
     for stream, epoch in ((iter([]), 0), (iter([{"x": 1}] * 10), 1)):
         with pytest.raises(DataError, match=f"a stream that gave no sample in epoch {epoch}"):
@@ -129,5 +129,5 @@ def test_a_trainer_resumes_a_stream_exactly(tmp_path: Path) -> None:
     second = tiny.complete(tmp_path / "parts", steps=6, data=TokenStream())
     assert first["losses"] + second["losses"] == whole["losses"]
     assert second["digest"] == whole["digest"]
-    with pytest.raises(DataError, match="they would act on nothing"):
+    with pytest.raises(DataError, match="they would have no effect"):
         tiny.complete(tmp_path / "other", steps=2, data=TokenStream(), last_batch="drop")

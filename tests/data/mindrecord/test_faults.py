@@ -35,7 +35,7 @@ REFUSED: list[tuple[int, Any, Any, Any, str, str, str]] = [
         {"a": "1"},
         "'1', a str",
         "field type int32 takes integers",
-        "int(…), where that is meant",
+        "int(…), if that is the intended value",
     ),
     (
         2,
@@ -44,7 +44,7 @@ REFUSED: list[tuple[int, Any, Any, Any, str, str, str]] = [
         {"a": True},
         "True, a bool",
         "field type int32 takes integers",
-        "int(…), where that is meant",
+        "int(…), if that is the intended value",
     ),
     (
         2,
@@ -53,7 +53,7 @@ REFUSED: list[tuple[int, Any, Any, Any, str, str, str]] = [
         {"a": 1.0},
         "1.0, a float",
         "field type int64 takes integers",
-        "int(…), where that is meant",
+        "int(…), if that is the intended value",
     ),
     (
         2,
@@ -71,7 +71,7 @@ REFUSED: list[tuple[int, Any, Any, Any, str, str, str]] = [
         {"a": b"x"},
         "b'x', a bytes",
         "field type string takes str",
-        "str(…), where that is meant",
+        "str(…), if that is the intended value",
     ),
     (
         2,
@@ -178,8 +178,8 @@ REFUSED: list[tuple[int, Any, Any, Any, str, str, str]] = [
         {"a": np.ones((2, 1), np.int32)},
         {"a": np.ones((2, 0), np.int32)},
         "an array of shape [2, 0]",
-        "MindSpore drops rows with an array of nothing",
-        "one value at least",
+        "MindSpore drops rows with an empty array",
+        "at least one value",
     ),
     (
         7,
@@ -188,7 +188,7 @@ REFUSED: list[tuple[int, Any, Any, Any, str, str, str]] = [
         {"a": b""},
         "no bytes",
         "where it is the only blob, MindSpore reads back four zero bytes for none",
-        "a field beside it, or a byte that stands for none",
+        "another blob field, or a byte that means no bytes",
     ),
 ]
 
@@ -396,9 +396,7 @@ def test_fault_11_an_index_that_lies_is_seen_when_it_is_opened(
     write(tmp_path / "a", {"image": "bytes", "label": "int32"}, [{"image": b"12345678", "label": n} for n in range(4)])
     with closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as index:
         index.execute(f"UPDATE INDEXES SET {column} = {column} + 16 WHERE ROW_ID = {row}")
-    with pytest.raises(
-        DataError, match=f"{tmp_path}/a: row [0-3] at offset 16384: a.db says otherwise than the header"
-    ):
+    with pytest.raises(DataError, match=f"{tmp_path}/a: row [0-3] at offset 16384: a.db contradicts the header"):
         MindRecordFile(tmp_path / "a")
 
 

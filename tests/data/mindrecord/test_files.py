@@ -234,7 +234,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path, write: Write) -> None:
         f"{tmp_path}/a0, which exists\n"
         "  rule: files are written once, under a new name\n"
         "  so:   it was left as it is\n"
-        "  try:  another name, or overwrite=True to take the place of what is there"
+        "  try:  another name, or overwrite=True to replace the existing file"
     )
     assert len(write(tmp_path / "a", SCHEMA, labelled(7), shards=2, overwrite=True)) == 7
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a0", "a0.db", "a1", "a1.db"]

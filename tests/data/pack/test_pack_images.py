@@ -251,8 +251,8 @@ def test_every_problem_of_a_list_is_said_at_once(album: Path, tmp_path: Path) ->
     with pytest.raises(DataError) as caught:
         pack_images(tmp_path / "a.lst", tmp_path / "a.rec", root=root)
     bad = [
-        ("a.lst:5", "index 7 is there twice"),
-        ("a.lst:6", "cat/01.jpg is there twice"),
+        ("a.lst:5", "index 7 appears twice"),
+        ("a.lst:6", "cat/01.jpg appears twice"),
         ("a.lst:7", "a line is index, tab, labels, tab, path: could not convert string to float: 'x'"),
         ("a.lst:8", f"../out.jpg lies outside of {root}; --follow-links takes it"),
         ("gone.jpg", "it cannot be read: No such file or directory"),
@@ -265,7 +265,7 @@ def test_every_problem_of_a_list_is_said_at_once(album: Path, tmp_path: Path) ->
         + "".join(f"\n    {path}: {reason}" for path, reason in bad)
         + "\n  rule: every input is packed, unless --on-error skip\n"
         "  so:   the target was not written; finished shards, if any, are kept for a next run\n"
-        "  try:  mend or remove them; or --on-error skip packs the rest and lists them in the report"
+        "  try:  repair or remove them; or --on-error skip packs the rest and lists them in the report"
     )
     report = json.loads((tmp_path / "a.rec.report.json").read_text())
     assert report["bad"] == [{"path": path, "reason": reason} for path, reason in bad]
@@ -419,7 +419,7 @@ def test_other_options_do_not_take_over(many: Path, tmp_path: Path, caplog: pyte
     process.kill()
     process.wait()
     pack_images(many, tmp_path / "x.rec", ImageOptions(resize=32), pack=PackOptions(shards=4))
-    assert "what is there is of other inputs or options, and is made anew" in caplog.text
+    assert "its files belong to other inputs or options; they are deleted and written again" in caplog.text
     pack_images(many, tmp_path / "y.rec", ImageOptions(resize=32), pack=PackOptions(shards=4))
     assert [path.read_bytes() for path in sorted(tmp_path.glob("x-*"))] == [
         path.read_bytes() for path in sorted(tmp_path.glob("y-*"))
@@ -454,7 +454,7 @@ def test_one_process_at_a_time(many: Path, tmp_path: Path) -> None:
     wait_for(tmp_path / "x.rec.part/all-00001.json", process)
     process.send_signal(signal.SIGSTOP)
     try:
-        with pytest.raises(DataError, match=r"x\.rec\.part: another process is at it"):
+        with pytest.raises(DataError, match=r"x\.rec\.part: another process is packing to it"):
             pack_images(many, tmp_path / "x.rec", ImageOptions(resize=64), pack=PackOptions(shards=24))
     finally:
         process.send_signal(signal.SIGCONT)

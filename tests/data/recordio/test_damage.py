@@ -200,7 +200,7 @@ def test_a_sidecar_of_another_file_is_refused(path: Path) -> None:
         f"{path} does not begin or end with the bytes that its sidecar says\n"
         "  rule: a sidecar is of exactly the file beside it\n"
         "  so:   one of the two was changed or damaged, and nothing of the file is used\n"
-        f"  try:  unisono data verify {path} tells which records are as written; "
+        f"  try:  unisono data verify {path} lists the damaged records; "
         f"unisono data reindex {path} trusts the file as it is"
     )
     assert path.with_suffix(".uidx").exists()

@@ -205,7 +205,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
         f"{tmp_path}/a.rec, which exists\n"
         "  rule: a file is written once, under a new name ending in .rec, each record with the same side columns\n"
         "  so:   it was left as it is\n"
-        "  try:  another name, or overwrite=True to take the place of what is there"
+        "  try:  another name, or overwrite=True to replace the existing file"
     )
     assert list(write(tmp_path / "a.rec", [b"new"], overwrite=True)) == [b"new"]
 

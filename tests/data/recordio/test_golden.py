@@ -115,4 +115,4 @@ def test_a_record_that_is_no_image_record_says_so(record: bytes) -> None:
     with pytest.raises(DataError) as caught:
         unpack_header(record)
     assert f"a record of {len(record)} bytes" in str(caught.value)
-    assert "label and image cannot be told apart" in str(caught.value)
+    assert "it is not known where the image begins" in str(caught.value)

@@ -82,7 +82,7 @@ def test_settings_and_samples_that_make_no_sense() -> None:
     assert str(caught.value) == (
         "2 problems\n"
         "1. rate = 1.0\n"
-        "  rule: some tokens are hidden, and some are left to tell what they were\n"
+        "  rule: some tokens are hidden, and the others are left to predict them from\n"
         "  so:   there would be nothing to learn\n"
         "  try:  rate=0.15\n"
         "2. token ids 257 with vocab_size 257\n"

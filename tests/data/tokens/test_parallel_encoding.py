@@ -22,7 +22,6 @@ from tokenizers import models, pre_tokenizers, trainers
 from unisono.data.options import DataOptions
 from unisono.data.tokens import encoding
 from unisono.data.tokens import tokenized_cache as module
-from unisono.data.tokens.corpus import Corpus, SourceFile
 from unisono.data.tokens.encoding import encode_documents
 from unisono.data.tokens.shards import TokenWriter
 from unisono.data.tokens.tokenized_cache import prepare_corpus
@@ -192,7 +191,7 @@ def test_prepared_shards_do_not_depend_on_processes(
     want = content(prepare_corpus(options(corpus, tokenizer), tmp_path / "one").folder)
     assert len(want) > 12
     monkeypatch.setattr(encoding, "_REQUEST_CHARS", 50)
-    monkeypatch.setattr(module, "_workers", lambda *_: 2)
+    monkeypatch.setattr(module, "default_workers", lambda *_: 2)
     assert content(prepare_corpus(options(corpus, tokenizer), tmp_path / "two").folder) == want
 
 
@@ -240,7 +239,7 @@ from unisono.data.tokens import encoding, tokenized_cache
 from unisono.data.options import DataOptions
 corpus, tokenizer, cache = sys.argv[1:]
 tokenized_cache.TokenWriter = partial(tokenized_cache.TokenWriter, shard_tokens=150)
-tokenized_cache._workers = lambda *_: 2
+tokenized_cache.default_workers = lambda *_: 2
 encoding._REQUEST_CHARS = 50
 real = tokenized_cache.encode_documents
 def killed(*arguments, **keywords):
@@ -320,10 +319,6 @@ def test_progress_is_logged(
 
 def test_how_many_processes(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
-
-    def corpus_of(megabytes: int) -> Corpus:
-        file = SourceFile(path="a", size=megabytes * 10**6, mtime_ns=0, ctime_ns=0)
-        return Corpus(name="a", root=Path(), files=(file,), skip_undecodable=False)
-
-    assert [module._workers(tokenizer, corpus_of(size)) for size in (1, 9, 17, 30, 1000)] == [0, 0, 2, 3, 6]
-    assert module._workers(ByteTokenizer(), corpus_of(1000)) == 0
+    megabytes = (1, 9, 17, 30, 1000)
+    assert [encoding.default_workers(tokenizer, size * 10**6) for size in megabytes] == [0, 0, 2, 3, 6]
+    assert encoding.default_workers(ByteTokenizer(), 1000 * 10**6) == 0

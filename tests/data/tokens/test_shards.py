@@ -98,8 +98,8 @@ def test_missing_and_cut_files(make_tokens: MakeTokens) -> None:
     with pytest.raises(DataError) as caught:
         open_tokens([path])
     assert str(caught.value) == (
-        f"{path} has 100 bytes where its sidecar says 102\n"
-        "  rule: a shard is its payload and its sidecar, both complete\n"
+        f"{path}: it has 100 bytes where its sidecar says 102\n"
+        "  rule: a shard and its sidecar are read as they were written, every byte\n"
         "  so:   nothing of this shard is used\n"
         "  try:  write the shard again; prepared corpora are rebuilt when their folder is deleted"
     )

@@ -158,7 +158,7 @@ def test_a_stride_that_leaves_tokens_out(make_tokens: MakeTokens, stride: int, n
     assert str(caught.value) == (
         f"train windows of 8 tokens every {stride}\n"
         "  rule: a stride is at least 1 and at most seq_len\n"
-        "  so:   tokens would be left out, or no window would be another\n"
+        "  so:   tokens would be skipped, or all windows would be the same\n"
         f"  try:  stride={nearest}"
     )
 

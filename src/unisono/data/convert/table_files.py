@@ -98,7 +98,7 @@ def write_table(path: Path, table: Table, *, base64: Collection[str] = ()) -> in
     suffix = format_of(path)
     if suffix not in _WRITTEN:
         raise _no_format(path, suffix, _WRITTEN)
-    if is_shard(path) or (suffix == ".mindrecord" and path.suffix != suffix):
+    if _OF.fullmatch(path.name) or (suffix == ".mindrecord" and path.suffix != suffix):
         raise unwritable_error(
             f"{path}, a name of one of several files", "rows are written to one file", "a name without a number"
         )
@@ -171,11 +171,6 @@ def format_of(path: Path) -> str:
     if name.endswith(".tar.gz"):
         return ".tar.gz"
     return Path(name).suffix
-
-
-def is_shard(path: Path) -> bool:
-    """Whether the name is that of one of several files."""
-    return _OF.fullmatch(path.name) is not None
 
 
 def files_of(path: Path) -> list[Path]:

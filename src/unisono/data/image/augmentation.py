@@ -38,6 +38,7 @@ PARAM_NAMES: Final = (
     "erase_height",  # 0 for none
     "erase_width",
 )
+JITTER_FACTORS: Final = ("brightness", "contrast", "saturation", "hue")
 JITTER_ORDERS: Final = tuple(permutations(range(4)))
 
 _TRIES: Final = 10
@@ -108,38 +109,29 @@ class Augment:
             ranges += [("crop.scale", crop.scale, 1.0), ("crop.ratio", crop.ratio, math.inf)]
         else:
             shares["crop.share"] = crop.share
-        problems = [
-            *(_unfit(name, value, "0 <= p <= 1") for name, value in shares.items() if not 0 <= value <= 1),
+        spreads = [(name, getattr(jitter, name), 0.5 if name == "hue" else math.inf) for name in JITTER_FACTORS]
+        grey_colors = self.color == "gray" and bool(jitter.saturation or jitter.hue)
+        lengths = [None if values is None else len(values) for values in (self.mean, self.std)]
+        checks: list[tuple[bool, str, object, str]] = [  # valid, name, value, rule
+            *((0 <= value <= 1, name, value, "0 <= p <= 1") for name, value in shares.items()),
             *(
-                _unfit(name, span, f"0 < low <= high <= {top:g}")
-                for name, span, top in ranges
-                if not 0 < span[0] <= span[1] <= top
+                (0 < low <= high <= top, name, (low, high), f"0 < low <= high <= {top:g}")
+                for name, (low, high), top in ranges
             ),
-            *(
-                _unfit(f"jitter.{name}", value, f"0 <= x <= {top}")
-                for name, value, top in (
-                    ("brightness", jitter.brightness, math.inf),
-                    ("contrast", jitter.contrast, math.inf),
-                    ("saturation", jitter.saturation, math.inf),
-                    ("hue", jitter.hue, 0.5),
-                )
-                if not 0 <= value <= top
+            *((0 <= value <= top, f"jitter.{name}", value, f"0 <= x <= {top}") for name, value, top in spreads),
+            (min(self.size) >= 1, "size", self.size, "(height, width), each at least 1 pixel"),
+            (shares.get("crop.share") != 0, "crop.share", shares.get("crop.share"), "0 < share <= 1"),
+            (0 <= self.rotate <= 180, "rotate", self.rotate, "0 <= degrees <= 180"),
+            (not grey_colors, "jitter", jitter, "a grey image has no saturation and no hue to change"),
+            (
+                lengths in ([channels, channels], [None, None]),
+                "mean, std",
+                (self.mean, self.std),
+                f"both with {channels} values, or neither",
             ),
+            (min(self.std or (1,)) > 0, "std", self.std, "above 0"),
         ]
-        if min(self.size) < 1:
-            problems.append(_unfit("size", self.size, "(height, width), each at least 1 pixel"))
-        if isinstance(crop, CenterCrop) and crop.share == 0:
-            problems.append(_unfit("crop.share", crop.share, "0 < share <= 1"))
-        if not 0 <= self.rotate <= 180:
-            problems.append(_unfit("rotate", self.rotate, "0 <= degrees <= 180"))
-        if self.color == "gray" and (jitter.saturation or jitter.hue):
-            problems.append(_unfit("jitter", jitter, "a grey image has no saturation and no hue to change"))
-        if (self.mean is None) != (self.std is None) or any(
-            values is not None and len(values) != channels for values in (self.mean, self.std)
-        ):
-            problems.append(_unfit("mean, std", (self.mean, self.std), f"both with {channels} values, or neither"))
-        elif self.std is not None and min(self.std) <= 0:
-            problems.append(_unfit("std", self.std, "above 0"))
+        problems = [_unfit(name, value, rule) for valid, name, value, rule in checks if not valid]
         if problems:
             raise ConfigError(*problems)
 

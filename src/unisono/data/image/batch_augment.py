@@ -14,11 +14,10 @@ from typing import Final, cast
 import torch
 import torch.nn.functional as F
 
-from unisono.data.image.augmentation import JITTER_ORDERS, PARAM_NAMES, Augment, Jitter
+from unisono.data.image.augmentation import JITTER_FACTORS, JITTER_ORDERS, PARAM_NAMES, Augment, Jitter
 from unisono.errors import DataError
 
 _LUMA: Final = (0.2989, 0.587, 0.114)
-_FACTORS: Final = ("brightness", "contrast", "saturation", "hue")
 
 
 def augment_on_device(
@@ -95,9 +94,9 @@ def _rotated(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
 
 def _jittered(x: torch.Tensor, drawn: _BatchParams, jitter: Jitter) -> torch.Tensor:
     orders = [JITTER_ORDERS[int(number)] for number in drawn.numbers("order")]
-    used = [bool(getattr(jitter, name)) for name in _FACTORS]
-    factors = [drawn.column(name) for name in _FACTORS]
-    for turn in range(len(_FACTORS)):
+    used = [bool(getattr(jitter, name)) for name in JITTER_FACTORS]
+    factors = [drawn.column(name) for name in JITTER_FACTORS]
+    for turn in range(len(JITTER_FACTORS)):
         for number, operation in enumerate(_OPERATIONS):
             rows = [row for row, order in enumerate(orders) if order[turn] == number] if used[number] else []
             if len(rows) == len(orders):

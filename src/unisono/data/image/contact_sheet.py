@@ -31,7 +31,7 @@ def contact_sheet(
             f"{columns} columns",
             rule=f"1 to {_MAX_CELLS} images, as many labels or none, at least 1 column",
             consequence="no sheet was drawn",
-            nearest="a sample of the images: what does not fit on a screen is not looked at",
+            nearest="a sample of the images",
         )
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)

@@ -53,17 +53,17 @@ class ImageInfo:
 
 def probe(data: Encoded) -> ImageInfo:
     """Read the header of an encoded image without decoding pixels. Raises DataError for an unknown format."""
-    seen = as_view(data)
-    if is_jpeg(seen):
-        header = read_header(seen)
+    view = as_view(data)
+    if is_jpeg(view):
+        header = read_header(view)
         mode = {1: "L", 3: "RGB", 4: "CMYK"}.get(len(header.sampling), f"{len(header.sampling)} components")
         return ImageInfo(format="JPEG", width=header.width, height=header.height, mode=mode, jpeg=header)
-    name, width, height = _size(seen)
+    name, width, height = _size(view)
     if name == "WebP":  # Pillow allocates the canvas when it opens the file
         return ImageInfo(
-            format=name, width=width, height=height, mode="RGBA" if _webp_alpha(bytes(seen[:30])) else "RGB"
+            format=name, width=width, height=height, mode="RGBA" if _webp_alpha(bytes(view[:30])) else "RGB"
         )
-    with _opened(seen, name) as image:
+    with _opened(view, name) as image:
         return ImageInfo(format=name, width=image.width, height=image.height, mode=image.mode)
 
 
@@ -78,18 +78,18 @@ def decode(
     DCT is scaled, which is faster. Other formats are decoded in full size. ``max_pixels`` is checked before anything is
     allocated. Raises DataError for images that are larger, truncated, detectably corrupt, or of an unsupported format.
     """
-    seen = as_view(data)
-    if is_jpeg(seen):
-        header = read_header(seen)
+    view = as_view(data)
+    if is_jpeg(view):
+        header = read_header(view)
         check_pixels(header.width, header.height, max_pixels)
         factor = 1 if min_size is None else dct_factor(header.height, header.width, min_size)
-        check_scans(seen, header)
-        return decode_jpeg(seen, header.height, header.width, color, factor)
-    name, width, height = _size(seen)
+        check_scans(view, header)
+        return decode_jpeg(view, header.height, header.width, color, factor)
+    name, width, height = _size(view)
     check_pixels(width, height, max_pixels)
     if name == "PNG":
-        _check_png(seen)
-    with _opened(seen, name) as image:
+        _check_png(view)
+    with _opened(view, name) as image:
         check_pixels(image.width, image.height, max_pixels)  # the first image of a GIF may be larger than its canvas
         return _pillow_pixels(image, name, color)
 

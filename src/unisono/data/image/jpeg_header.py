@@ -49,10 +49,10 @@ class JpegHeader:
 
 def as_view(data: Encoded) -> memoryview:
     """The bytes without a copy. Raises DataError for arrays that are not one-dimensional contiguous uint8."""
-    seen = memoryview(cast("bytes", data))  # numpy's stubs do not say that arrays are buffers
-    if seen.ndim != 1 or seen.itemsize != 1 or not seen.contiguous:
-        raise unreadable_jpeg_error(f"an encoded image as {seen.ndim} dims of {seen.itemsize}-byte values")
-    return seen if seen.format == "B" else seen.cast("B")
+    view = memoryview(cast("bytes", data))  # numpy's stubs do not say that arrays are buffers
+    if view.ndim != 1 or view.itemsize != 1 or not view.contiguous:
+        raise unreadable_jpeg_error(f"an encoded image as {view.ndim} dims of {view.itemsize}-byte values")
+    return view if view.format == "B" else view.cast("B")
 
 
 def is_jpeg(data: memoryview) -> bool:
@@ -124,7 +124,7 @@ def unreadable_jpeg_error(
     return DataError(
         given=given,
         rule="an image is whole, in a format that is read here (JPEG, PNG, WebP, GIF, BMP, PPM)",
-        consequence="it was not decoded, and no pixel was made up",
+        consequence="it was not decoded",
         nearest=nearest,
     )
 

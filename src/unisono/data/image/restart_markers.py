@@ -22,11 +22,6 @@ from unisono.errors import ExtraError, missing_extra
 _TIMEOUT_S = 120  # for one image below the pixel cap
 
 
-def jpegtran_path() -> str | None:
-    """Path of jpegtran, if this machine has it."""
-    return shutil.which("jpegtran")
-
-
 def add_restart_markers(jpeg: Encoded, *, tile_px: int = 32, max_pixels: int = MAX_PIXELS) -> bytes:
     """The same coefficients as a baseline JPEG with a restart marker about every ``tile_px`` pixels.
 
@@ -35,15 +30,15 @@ def add_restart_markers(jpeg: Encoded, *, tile_px: int = 32, max_pixels: int = M
     preserved. A JPEG that already has this interval is returned unchanged. Raises ExtraError if jpegtran is not installed,
     DataError for an incomplete JPEG or one larger than ``max_pixels``.
     """
-    seen = as_view(jpeg)
-    header = read_header(seen)
+    view = as_view(jpeg)
+    header = read_header(view)
     check_pixels(header.width, header.height, max_pixels)
-    check_scans(seen, header)
+    check_scans(view, header)
     interval = _interval(header.width, header.mcu[1], tile_px)
-    old = tile_grid(seen)
+    old = tile_grid(view)
     if old is not None and old.header.restart_interval == interval:
-        return bytes(seen)
-    program = jpegtran_path()
+        return bytes(view)
+    program = shutil.which("jpegtran")
     if program is None:
         raise ExtraError(
             given="restart markers for a JPEG, and no jpegtran on the PATH",
@@ -54,15 +49,16 @@ def add_restart_markers(jpeg: Encoded, *, tile_px: int = 32, max_pixels: int = M
         )
     command = [program, "-restart", f"{interval}B", "-optimize", "-copy", "all"]
     try:
-        done = subprocess.run(command, input=seen, capture_output=True, timeout=_TIMEOUT_S, check=False)
+        result = subprocess.run(command, input=view, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise unreadable_jpeg_error(f"a JPEG of {len(seen)} bytes on which jpegtran spent {_TIMEOUT_S} s") from None
-    said = done.stderr.decode(errors="replace").strip()
-    if done.returncode or tile_grid(done.stdout) is None:  # it exits with 2 after a warning, as for a truncated image
+        raise unreadable_jpeg_error(f"a JPEG of {len(view)} bytes on which jpegtran spent {_TIMEOUT_S} s") from None
+    message = result.stderr.decode(errors="replace").strip()
+    # it exits with 2 after a warning, as for a truncated image
+    if result.returncode or tile_grid(result.stdout) is None:
         raise unreadable_jpeg_error(
-            f"a JPEG of {len(seen)} bytes that jpegtran does not take: {said or f'exit {done.returncode}'}"
+            f"a JPEG of {len(view)} bytes that jpegtran does not take: {message or f'exit {result.returncode}'}"
         )
-    return done.stdout
+    return result.stdout
 
 
 def encode_jpeg(pixels: Pixels, *, quality: int = 90, subsampling: str = "4:2:0", tile_px: int = 32) -> bytes:

@@ -63,8 +63,8 @@ class TileGrid:
         Each tile must end in the expected restart marker, and the last one in the end of the image. There are as many markers as
         tiles, so no other column can pass.
         """
-        seen = as_view(jpeg)
-        header = read_header(seen)
+        view = as_view(jpeg)
+        header = read_header(view)
         shape = _grid_shape(header)
         if shape is None or column.ndim != 1 or column.dtype.kind != "u" or column.size != shape[0] * shape[1]:
             raise _unlike(
@@ -75,9 +75,9 @@ class TileGrid:
         offsets[0] = header.scan_at
         offsets[1:] = column
         np.cumsum(offsets, out=offsets)
-        if offsets[-1] > len(seen):
-            raise _unlike(f"tile sizes that end at byte {offsets[-1]} of {len(seen)}")
-        content = np.frombuffer(seen, np.uint8)
+        if offsets[-1] > len(view):
+            raise _unlike(f"tile sizes that end at byte {offsets[-1]} of {len(view)}")
+        content = np.frombuffer(view, np.uint8)
         last = offsets[1:] - 1
         wrong = content.take(last) != _markers(column.size)
         wrong |= content.take(last - 1) != 0xFF
@@ -94,14 +94,14 @@ def tile_grid(jpeg: Encoded) -> TileGrid | None:
     does not divide the rows evenly, or with markers other than the header announces (damage, which a full decode reports).
     Raises DataError for an invalid header.
     """
-    seen = as_view(jpeg)
-    if not is_jpeg(seen):
+    view = as_view(jpeg)
+    if not is_jpeg(view):
         return None
-    header = read_header(seen)
+    header = read_header(view)
     shape = _grid_shape(header)
     if shape is None:
         return None
-    scan = np.frombuffer(seen, np.uint8)[header.scan_at :]
+    scan = np.frombuffer(view, np.uint8)[header.scan_at :]
     escapes = np.flatnonzero(scan[:-1] == 0xFF)
     markers = escapes[scan[escapes + 1] != 0]  # FF 00 is the value FF; all else is a marker, or padding before one
     tiles = shape[0] * shape[1]
@@ -124,7 +124,7 @@ def cut_tiles(jpeg: Encoded, grid: TileGrid, box: Box) -> tuple[bytearray, tuple
     top, left, height, width = box
     first_row, last_row = top // grid.tile_height, (top + height - 1) // grid.tile_height
     first, last = left // grid.tile_width, (left + width - 1) // grid.tile_width
-    seen = as_view(jpeg)
+    view = as_view(jpeg)
     # [rows, tiles + 1] offsets, a view of the grid's: the tiles of a row are contiguous
     spans: NDArray[np.int64] = np.ndarray(
         (last_row - first_row + 1, last - first + 2),
@@ -134,7 +134,7 @@ def cut_tiles(jpeg: Encoded, grid: TileGrid, box: Box) -> tuple[bytearray, tuple
         strides=(8 * grid.columns, 8),
     )
     lows, highs = cast("tuple[list[int], list[int]]", (spans[:, 0].tolist(), spans[:, -1].tolist()))
-    small = bytearray().join([header.tables, *(seen[low:high] for low, high in zip(lows, highs, strict=True))])
+    small = bytearray().join([header.tables, *(view[low:high] for low, high in zip(lows, highs, strict=True))])
     origin = first_row * grid.tile_height, first * grid.tile_width
     size = (
         min((last_row + 1) * grid.tile_height, header.height) - origin[0],
@@ -164,19 +164,19 @@ def decode_region(
     is the image decoded at 1/f and cropped to rows ⌊top/f⌋ to ⌈(top + height)/f⌉, and columns likewise. Raises DataError as
     ``decode`` does, and for a box that is not inside the image.
     """
-    seen = as_view(data)
-    if not is_jpeg(seen):
-        pixels = decode(seen, max_pixels=max_pixels, color=color)
+    view = as_view(data)
+    if not is_jpeg(view):
+        pixels = decode(view, max_pixels=max_pixels, color=color)
         _check_box(box, *pixels.shape[:2])
         return _cropped(pixels, box, (0, 0), 1)
-    header = grid.header if grid is not None else read_header(seen)
+    header = grid.header if grid is not None else read_header(view)
     check_pixels(header.width, header.height, max_pixels)
     _check_box(box, header.height, header.width)
     factor = 1 if min_size is None else dct_factor(box[2], box[3], min_size)
     if grid is None:
-        check_scans(seen, header)
-        return _cropped(decode_jpeg(seen, header.height, header.width, color, factor), box, (0, 0), factor)
-    small, origin = cut_tiles(seen, grid, _with_margin(box, header, factor))
+        check_scans(view, header)
+        return _cropped(decode_jpeg(view, header.height, header.width, color, factor), box, (0, 0), factor)
+    small, origin = cut_tiles(view, grid, _with_margin(box, header, factor))
     height, width = _SIZE.unpack_from(small, header.size_at)
     return _cropped(decode_jpeg(small, height, width, color, factor), box, origin, factor)
 
@@ -236,7 +236,7 @@ def _check_box(box: Box, height: int, width: int) -> None:
 def _unlike(given: str) -> DataError:
     return DataError(
         given=given,
-        rule="a column of tile sizes is what to_column() gave for this very JPEG",
-        consequence="nothing was decoded, for it could have been another part of the picture",
-        nearest="tile_grid(jpeg).to_column() makes it anew",
+        rule="a column of tile sizes is the result of to_column() for this JPEG",
+        consequence="nothing was decoded, because it could have been another part of the image",
+        nearest="tile_grid(jpeg).to_column() computes it",
     )

@@ -13,23 +13,15 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch, Dataset, check_sample, collate
+from unisono.data.dataset import Batch, Dataset, Ids, check_batch, check_sample, collate, read_samples
 from unisono.data.order.permutation import pair_generator, sample_generator, sample_generators
 from unisono.errors import DataError, UnisonoError
 
-Ids = NDArray[np.int64]
 Transform = Callable[[Batch, np.random.Generator], Batch]
 PairTransform = Callable[[Batch, Batch, np.random.Generator], tuple[Batch, Batch]]
 BatchTransform = Callable[[Batch], Batch]
 
 _MAX_REPLACEMENTS = 64  # samples after a bad one that are tried in its place
-
-
-@runtime_checkable
-class PerSampleDataset(Protocol):
-    """A data set that can return samples of different shapes, which a transform makes equal."""
-
-    def samples(self, indices: Ids) -> list[Batch]: ...
 
 
 @runtime_checkable
@@ -148,28 +140,14 @@ class BatchBuilder:
         try:
             return check_batch(self.dataset.read(spec.sample_ids), spec.sample_ids.size)
         except Exception as error:
-            rows = self._read_one_by_one(spec, bad, progress, error)
-        return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-
-    def _read_one_by_one(
-        self, spec: MicroBatchSpec, bad: dict[int, Exception], progress: ProgressMarker, error: Exception
-    ) -> list[Batch]:
-        """Rows [1, …], read one by one because reading them together failed, to find the bad samples."""
-        rows: list[Batch] = []
-        for row, sample in enumerate(spec.sample_ids.tolist()):
-            progress.mark(sample)
-            try:
-                rows.append(check_batch(self.dataset.read(spec.sample_ids[row : row + 1]), 1))
-            except Exception as row_error:
-                replacement = self._replacement(spec, row, row_error, bad)
-                rows.append({name: array[None] for name, array in replacement.items()})
-        if not bad:
-            raise unreadable_error(spec, None, error) from error
-        return rows
+            samples = self._samples(spec, bad, progress)
+            if not bad:
+                raise unreadable_error(spec, None, error) from error
+        return _name_step(spec, lambda: collate(samples, spec.sample_ids.tolist()))
 
     def _samples(self, spec: MicroBatchSpec, bad: dict[int, Exception], progress: ProgressMarker) -> list[Batch]:
         try:
-            raw = self._read_samples(spec.sample_ids)
+            raw = read_samples(self.dataset, spec.sample_ids)
         except Exception:  # some sample is bad: read each by itself to find it
             raw = None
         samples: list[Batch] = []
@@ -177,7 +155,7 @@ class BatchBuilder:
         for row, (sample, rng) in enumerate(zip(spec.sample_ids.tolist(), rngs, strict=True)):
             progress.mark(sample)
             try:
-                raw_sample = self._read_samples(spec.sample_ids[row : row + 1])[0] if raw is None else raw[row]
+                raw_sample = read_samples(self.dataset, spec.sample_ids[row : row + 1])[0] if raw is None else raw[row]
                 samples.append(self._transformed(raw_sample, rng))
             except Exception as error:
                 samples.append(self._replacement(spec, row, error, bad))
@@ -191,7 +169,7 @@ class BatchBuilder:
         bad[sample] = error
         for other in range(sample + 1, sample + 1 + min(_MAX_REPLACEMENTS, size - 1)):
             try:
-                raw_sample = self._read_samples(np.array([other % size]))[0]
+                raw_sample = read_samples(self.dataset, np.array([other % size]))[0]
                 return self._transformed(raw_sample, sample_generator(self.seed, occurrence, other % size))
             except Exception:  # the error of the requested sample is the one to report
                 continue
@@ -200,12 +178,6 @@ class BatchBuilder:
     def _transformed(self, sample: Batch, rng: np.random.Generator) -> Batch:
         transform = self._sample_transform
         return sample if transform is None else check_sample(transform(sample, rng))
-
-    def _read_samples(self, ids: Ids) -> list[Batch]:
-        if isinstance(self.dataset, PerSampleDataset):
-            return self.dataset.samples(ids)
-        batch = check_batch(self.dataset.read(ids), ids.size)
-        return [{name: array[row] for name, array in batch.items()} for row in range(ids.size)]
 
     def _transform_pairs(
         self, transform: PairTransform, samples: list[Batch], spec: MicroBatchSpec, progress: ProgressMarker
@@ -226,19 +198,6 @@ class BatchBuilder:
         return mixed
 
 
-def check_batch(batch: Batch, count: int) -> Batch:
-    """Return ``batch``. Raises DataError if an array's first dim is not ``count``."""
-    for name, array in batch.items():
-        if array.ndim == 0 or len(array) != count:
-            raise DataError(
-                given=f"{name!r} of shape {list(array.shape)} from reading {count} samples",
-                rule="the first dim of each array is the number of samples asked for",
-                consequence="samples and values cannot be matched",
-                nearest=f"return {name!r} with shape [{count}, …]",
-            )
-    return batch
-
-
 def unreadable_error(spec: MicroBatchSpec, sample: int | None, error: Exception) -> DataError:
     """The error for a micro-batch that could not be built; ``sample`` is None if no single sample caused it."""
     ids = spec.sample_ids[: spec.num_rows]
@@ -249,7 +208,7 @@ def unreadable_error(spec: MicroBatchSpec, sample: int | None, error: Exception)
         given=f"reading {who} of step {spec.step} failed with {type(error).__name__}: {what}",
         rule="every sample of a step is readable",
         consequence=f"step {spec.step} cannot run",
-        nearest="mend or leave out what is named; loader.max_bad_sample_frac lets some bad samples weigh 0 instead"
+        nearest="repair or leave out what is named; loader.max_bad_sample_frac lets some bad samples weigh 0 instead"
         if sample is not None
         else f"loader.batch({spec.step}) raises the same error in the calling thread",
     )

@@ -3,7 +3,7 @@
 Which samples a step has is a function of the step (``micro_batch_specs``). The content of a batch is a function of its samples
 (``batch_builder``). Workers decide only when it is built (``worker_pool``). The state of a loader is therefore one step number.
 
-Not here: copies to the device (``device_prefetch``), streams without a computable order (``stream_loader``).
+Not here: streams without a computable order (``stream_loader``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from unisono.data.combined import OrderedDataset
-from unisono.data.dataset import Dataset
+from unisono.data.dataset import Dataset, Ids, check_batch
 from unisono.data.loading.batch_builder import (
     BatchBuilder,
     BatchTransform,
@@ -32,10 +32,9 @@ from unisono.data.loading.batch_builder import (
     PairTransform,
     ThreadProgress,
     Transform,
-    check_batch,
 )
-from unisono.data.loading.micro_batch_specs import Ids, SpecSource, rank_range
-from unisono.data.loading.worker_pool import Job, WorkerPool, usable_cores
+from unisono.data.loading.micro_batch_specs import SpecSource, rank_range
+from unisono.data.loading.worker_pool import Job, PoolWorker, WorkerPool, usable_cores
 from unisono.data.loading.worker_process import ProcessWorker
 from unisono.data.loading.worker_tuning import WorkerSetting, WorkerTuner
 from unisono.data.options import LoaderOptions
@@ -210,7 +209,7 @@ class Loader:
                 self._next_step = batch.step + 1
 
     def __len__(self) -> int:
-        """Steps per epoch."""
+        """The number of steps of one epoch."""
         return self.schedule.steps_per_epoch
 
     def state_dict(self) -> dict[str, int]:
@@ -272,21 +271,15 @@ class Loader:
         )
 
 
-class ThreadWorker:
+class ThreadWorker(PoolWorker[MicroBatchSpec, _Delivered]):
     """Builds micro-batches in the pool's thread: for code that releases the interpreter lock."""
 
     def __init__(self, builder: BatchBuilder, deliver: Callable[[BuiltBatch], _Delivered]) -> None:
         self._builder, self._deliver = builder, deliver
         self.progress = ThreadProgress()
 
-    def __call__(self, spec: MicroBatchSpec) -> _Delivered:
-        return self._deliver(self._builder.build(spec, self.progress))
-
-    def interrupt(self) -> None:
-        """A thread cannot be interrupted."""
-
-    def close(self) -> None:
-        """A thread holds nothing."""
+    def __call__(self, request: MicroBatchSpec, /) -> _Delivered:
+        return self._deliver(self._builder.build(request, self.progress))
 
 
 class _LoaderWorkers:
@@ -338,6 +331,45 @@ def eval_batches(
         places = np.arange(low, min(low + micro_batch, share.stop), dtype=np.int64)
         ids = places * len(dataset) // total
         yield {name: _tensor(name, array) for name, array in check_batch(dataset.read(ids), ids.size).items()}
+
+
+def to_device(micro_batch: Mapping[str, torch.Tensor], device: torch.device) -> Tensors:
+    """Copy a micro-batch to ``device``; from pinned memory the copy is asynchronous."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in micro_batch.items()}
+
+
+def prefetch_to_device(
+    batches: Generator[StepBatch, None, None], device: torch.device
+) -> Generator[StepBatch, None, None]:
+    """``batches`` with their tensors on ``device``, copied on a side stream while the previous batch is in use.
+
+    Reads one batch ahead. The copy is asynchronous if the loader pinned the batch. On a CPU the batches are unchanged.
+    """
+    with closing(batches):
+        if device.type == "cpu":
+            yield from batches
+            return
+        side = torch.Stream(device=device)
+        next_batch: tuple[StepBatch, torch.Event] | None = None
+        for batch in batches:
+            with side:
+                parts = [to_device(part, device) for part in batch.micro_batches]
+            copied = replace(batch, micro_batches=parts), side.record_event()
+            if next_batch is not None:
+                yield _after_copy(*next_batch, device)
+            next_batch = copied
+        if next_batch is not None:
+            yield _after_copy(*next_batch, device)
+
+
+def _after_copy(batch: StepBatch, copied: torch.Event, device: torch.device) -> StepBatch:
+    """The batch, once the current stream waits for its copy."""
+    current = torch.accelerator.current_stream(device)
+    current.wait_event(copied)
+    for part in batch.micro_batches:
+        for tensor in part.values():
+            tensor.record_stream(current)  # the side stream must not reuse its memory before this stream is done
+    return batch
 
 
 def needs_pinned_memory(device: torch.device | None) -> bool:

@@ -8,13 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from unisono.data.dataset import Ids
 from unisono.data.loading.batch_builder import MicroBatchSpec
 from unisono.data.order.samplers import SampleOrder
 from unisono.data.order.step_schedule import StepSchedule
-
-Ids = NDArray[np.int64]
 
 _CACHED_SAMPLES, _CACHED_STEPS = 4096, 256  # limits of what one call of the sample order computes
 _NO_IDS, _NO_FLAGS = np.empty(0, np.int64), np.empty(0, np.bool_)

@@ -25,10 +25,8 @@ from typing import Any, Final
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
-from unisono.data.combined import read_samples
-from unisono.data.dataset import Batch, Dataset, MapStyle, as_dataset, collate
+from unisono.data.dataset import Batch, Dataset, Ids, MapStyle, PerSampleDataset, as_dataset, read_samples
 from unisono.errors import DataError
 
 _MEMORY: Final = Path("/dev/shm")
@@ -49,7 +47,7 @@ def cached(dataset: Dataset | MapStyle, *, budget_bytes: int, folder: Path | str
     return _CachedDataset(as_dataset(dataset), budget_bytes, _MEMORY if folder is None else Path(folder))
 
 
-class _CachedDataset:
+class _CachedDataset(PerSampleDataset):
     def __init__(self, base: Dataset, budget_bytes: int, folder: Path) -> None:
         self.fingerprint = base.fingerprint  # the samples are the same
         self._base, self._budget_bytes, self._folder = base, budget_bytes, folder
@@ -67,10 +65,7 @@ class _CachedDataset:
         """Number of samples in the cache."""
         return self._store.num_cached
 
-    def read(self, indices: NDArray[np.int64]) -> Batch:
-        return collate(self.samples(indices), indices.tolist())
-
-    def samples(self, indices: NDArray[np.int64]) -> list[Batch]:
+    def samples(self, indices: Ids) -> list[Batch]:
         """Samples from the cache; missing ones are read from the data set and added."""
         samples = [self._store.get(number) for number in indices.tolist()]
         missing = [row for row, sample in enumerate(samples) if sample is None]

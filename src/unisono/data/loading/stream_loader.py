@@ -107,8 +107,8 @@ class StreamLoader:
                 raise DataError(
                     given=f"reading step {step} from a stream failed with {type(error).__name__}: {error}",
                     rule="every sample of a step is readable",
-                    consequence=f"step {step} cannot run, and a stream cannot go on behind its error",
-                    nearest="mend the stream, or make it leave out what it cannot read, alike each time",
+                    consequence=f"step {step} cannot run, and a stream cannot continue after an error",
+                    nearest="repair the stream, or make it skip the same unreadable samples each time",
                 ) from error
             yield StepBatch(
                 step=step,

@@ -21,7 +21,7 @@ Tag = TypeVar("Tag")
 
 
 def subprocess_map(
-    requests: Iterable[tuple[Tag, bytes]],
+    requests: Iterable[tuple[Tag, bytes | None]],
     command: Sequence[str],
     *,
     workers: int,
@@ -31,21 +31,23 @@ def subprocess_map(
 ) -> Generator[tuple[Tag, bytes]]:
     """(tag, answer) of each request, in order, by ``workers`` processes of ``command``.
 
-    At most ``ahead`` requests per worker are in flight, which bounds the memory of waiting answers. Closing the generator
-    kills the processes. Raises ``ended(tag, exit code)`` if a process ends by itself.
+    A request of None is not sent, and its answer is empty. At most ``ahead`` requests per worker are in flight, which bounds the
+    memory of waiting answers. Closing the generator kills the processes. Raises ``ended(tag, exit code)`` if a process ends by
+    itself.
     """
     # Output of the processes goes to stderr, away from the parent's own.
     processes = [Subprocess(command, stdout=2, environ=environ) for _ in range(workers)]
     unclaimed = iter(processes)
 
-    def make_worker() -> FunctionWorker[tuple[Tag, bytes], bytes]:
+    def make_worker() -> FunctionWorker[tuple[Tag, bytes | None], bytes]:
         process = next(unclaimed)
 
-        def ask(request: tuple[Tag, bytes]) -> bytes:
+        def ask(request: tuple[Tag, bytes | None]) -> bytes:
+            tag, content = request
             try:
-                return process.ask(request[1])
+                return b"" if content is None else process.ask(content)
             except (EOFError, OSError) as error:
-                raise ended(request[0], process.close()) from error
+                raise ended(tag, process.close()) from error
 
         return FunctionWorker(ask)
 

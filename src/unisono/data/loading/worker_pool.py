@@ -17,14 +17,14 @@ from typing import Generic, Literal, Protocol, TypeVar
 WorkerKind = Literal["thread", "process"]
 Request = TypeVar("Request")
 Result = TypeVar("Result")
-RequestT = TypeVar("RequestT", contravariant=True)
-ResultOut = TypeVar("ResultOut", covariant=True)
+Request_contra = TypeVar("Request_contra", contravariant=True)
+Result_co = TypeVar("Result_co", covariant=True)
 
 
-class Worker(Protocol[RequestT, ResultOut]):
+class PoolWorker(Protocol[Request_contra, Result_co]):
     """Computes results for one thread of a pool, which creates it, calls it and closes it."""
 
-    def __call__(self, request: RequestT, /) -> ResultOut: ...
+    def __call__(self, request: Request_contra, /) -> Result_co: ...
 
     def interrupt(self) -> None:
         """Called by another thread: make a call in progress raise, if the worker can."""
@@ -33,20 +33,14 @@ class Worker(Protocol[RequestT, ResultOut]):
         """Release what the worker holds."""
 
 
-class FunctionWorker(Generic[Request, Result]):
+class FunctionWorker(PoolWorker[Request, Result]):
     """Runs a function in the pool's thread."""
 
     def __init__(self, function: Callable[[Request], Result]) -> None:
         self._function = function
 
-    def __call__(self, request: Request) -> Result:
+    def __call__(self, request: Request, /) -> Result:
         return self._function(request)
-
-    def interrupt(self) -> None:
-        """A running function cannot be interrupted."""
-
-    def close(self) -> None:
-        """A function holds nothing."""
 
 
 class Job(Generic[Request, Result]):
@@ -54,7 +48,7 @@ class Job(Generic[Request, Result]):
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.worker: Worker[Request, Result] | None = None
+        self.worker: PoolWorker[Request, Result] | None = None
         self.future: Future[Result] = Future()
 
 
@@ -67,7 +61,7 @@ class WorkerPool(Generic[Request, Result]):
 
     def __init__(
         self,
-        make_worker: Callable[[], Worker[Request, Result]],
+        make_worker: Callable[[], PoolWorker[Request, Result]],
         *,
         name: str,
         initialize: Callable[[], None] | None = None,
@@ -76,7 +70,7 @@ class WorkerPool(Generic[Request, Result]):
         self._initialized = threading.Semaphore(0)
         self._jobs: queue.SimpleQueue[Job[Request, Result] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._workers: set[Worker[Request, Result]] = set()
+        self._workers: set[PoolWorker[Request, Result]] = set()
         self._lock = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
@@ -131,7 +125,7 @@ class WorkerPool(Generic[Request, Result]):
         self._threads = []
 
     def _run(self) -> None:
-        worker: Worker[Request, Result] | None = None
+        worker: PoolWorker[Request, Result] | None = None
         if self._initialize is not None:
             self._initialize()
         self._initialized.release()

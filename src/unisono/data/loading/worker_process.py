@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from types import FunctionType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ import numpy as np
 from unisono.data.dataset import Batch
 from unisono.data.loading.batch_builder import BatchBuilder, BuiltBatch, MicroBatchSpec
 from unisono.data.loading.subprocess_map import Subprocess, serve_requests
+from unisono.data.loading.worker_pool import PoolWorker
 from unisono.errors import DataError, Problem, UnisonoError
 
 Delivered = TypeVar("Delivered")
@@ -45,7 +46,7 @@ _SPEC_ARRAYS = {
 _BOOT = "import sys; from unisono.data.loading.worker_process import main; main(*map(int, sys.argv[1:]))"
 
 
-class ProcessWorker(Generic[Delivered]):
+class ProcessWorker(PoolWorker[MicroBatchSpec, Delivered]):
     """Builds micro-batches in a process of its own, started with the first spec. Raises DataError."""
 
     def __init__(self, builder: BatchBuilder, deliver: Callable[[BuiltBatch], Delivered]) -> None:
@@ -60,8 +61,8 @@ class ProcessWorker(Generic[Delivered]):
         self._child: Subprocess | None = None
         self._interrupted = False
 
-    def __call__(self, spec: MicroBatchSpec) -> Delivered:
-        return self._deliver(self._build(spec))
+    def __call__(self, request: MicroBatchSpec, /) -> Delivered:
+        return self._deliver(self._build(request))
 
     def _build(self, spec: MicroBatchSpec) -> BuiltBatch:
         for attempt in range(1, 2 + _MAX_RESTARTS):

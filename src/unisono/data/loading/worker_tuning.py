@@ -58,12 +58,11 @@ class WorkerTuner:
             start = WorkerSetting(
                 kind=remembered.kind, workers=min(remembered.workers, _counts(remembered.kind, self._limit)[-1])
             )
-        self._untried = [
-            WorkerSetting(kind=kind, workers=n)
-            for kind in kinds
-            for n in ([options.num_workers] if options.num_workers > 0 else _counts(kind, self._limit))
-        ]
-        self._untried = [setting for setting in self._untried if setting != start]
+        counts = {
+            kind: [options.num_workers] if options.num_workers > 0 else _counts(kind, self._limit) for kind in kinds
+        }
+        settings = [WorkerSetting(kind=kind, workers=count) for kind in kinds for count in counts[kind]]
+        self._untried = [setting for setting in settings if setting != start]
         self.setting = start
         self._best: tuple[WorkerSetting, float] | None = None
         self._begin_window(settling=0)

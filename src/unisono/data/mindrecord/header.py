@@ -79,10 +79,10 @@ class IndexEntry(Struct, frozen=True):
 
 
 class FieldEntry(Struct, frozen=True, omit_defaults=True):
-    """A field in the JSON header."""
+    """A ``FieldType`` in the JSON header, without a shape if it has none."""
 
     type: str
-    shape: list[int] | None = None
+    shape: tuple[int, ...] | None = None
 
 
 class SchemaEntry(Struct, frozen=True):
@@ -114,10 +114,8 @@ class MindRecordHeader(Struct, frozen=True):
     @property
     def fields(self) -> dict[str, FieldType]:
         """All fields, in the order of the header."""
-        return {
-            name: FieldType(type=entry.type, shape=None if entry.shape is None else tuple(entry.shape))
-            for name, entry in self.schema[0].schema.items()
-        }
+        entries = self.schema[0].schema
+        return {name: FieldType(type=entry.type, shape=entry.shape) for name, entry in entries.items()}
 
     @property
     def packed(self) -> bool:

@@ -55,7 +55,7 @@ class RowLocations:
 
 
 def index_path(path: Path) -> Path:
-    """``name.db`` of ``name``."""
+    """The path of a file's index, ``name.db`` beside ``name``."""
     return path.with_name(f"{path.name}.db")
 
 
@@ -66,21 +66,23 @@ def locate_rows(
 
     ``decrypted``: the content of the index, if the file on disk is encrypted.
     """
-    beside = index_path(path)
-    if not beside.exists():
-        _LOG.warning("%s is missing: the rows of %s are found by reading its pages", beside, path.name)
+    index_file = index_path(path)
+    if not index_file.exists():
+        _LOG.warning("%s is missing: the rows of %s are found by reading its pages", index_file, path.name)
         return scan_rows(path, head, groups, data)
     try:
-        with closing(_open(beside, decrypted)) as index:
+        with closing(_open(index_file, decrypted)) as index:
             query = "SELECT name, type FROM sqlite_master WHERE name IN ('INDEXES', 'SHARD_NAME') LIMIT 3"
             if sorted(index.execute(query)) != [("INDEXES", "table"), ("SHARD_NAME", "table")]:
                 raise ValueError("it has no tables INDEXES and SHARD_NAME")  # a view could compute forever
             names = [row[0] for row in index.execute("SELECT NAME FROM SHARD_NAME LIMIT 2")]
             table = _table(index, groups.total_rows) if names == [path.name] else None
     except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
-        raise _bad_index(beside, str(error)) from error
+        raise _bad_index(index_file, str(error)) from error
     if table is None:
-        _LOG.warning("%s is the index of %s: the rows of %s are found by reading its pages", beside, names, path.name)
+        _LOG.warning(
+            "%s is the index of %s: the rows of %s are found by reading its pages", index_file, names, path.name
+        )
         return scan_rows(path, head, groups, data)
     return _compared(path, head, groups, table)
 
@@ -131,7 +133,7 @@ def _compared(path: Path, head: MindRecordHeader, groups: RowGroups, table: NDAr
     blob_bases = head.header_size + head.page_size * np.repeat(groups.blob_pages, counts)
     if not good.all():
         row = int(np.argmin(good))
-        what = f"{index_path(path).name} says otherwise than the header and the rows before where the row is"
+        what = f"{index_path(path).name} contradicts the header and the rows before about the row's location"
         raise damaged_error(path, int(blob_bases[row]), what, row=row)
     return RowLocations(
         raw_begins=raw_bases + raw_begins,

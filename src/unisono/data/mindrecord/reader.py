@@ -41,22 +41,19 @@ class MindRecordFile:
 
     def __init__(self, path: Path | str | Sequence[Path | str], *, key: str | None = None, check: bool = True) -> None:
         self._path, self._key, self._check = path, key, check
-        alone = isinstance(path, Path | str)
+        names_set = isinstance(path, Path | str)
         paths = [Path(path)] if isinstance(path, Path | str) else [Path(file) for file in path]
         if not paths:
             raise _unfit("no files", "name the files, or one of a set")
         first = _ShardReader(paths[0], key)
-        if alone and (paths := _set_of(paths[0], first.head)) != [first.path]:
-            shards = [first if file == first.path else _ShardReader(file, key) for file in paths]
-            for number, shard in enumerate(shards):
-                _same_set(shards[0], shard)
-                if shard.head.shard_id != number:
-                    what = f"{shard.path}, which says it is file {shard.head.shard_id} of its set, as file {number}"
-                    raise _unfit(what, "the names that the files were written with")
-        else:
-            shards = [first, *(_ShardReader(file, key) for file in paths[1:])]
-            for shard in shards:
-                _same_set(first, shard)
+        if names_set:
+            paths = _set_of(first.path, first.head)
+        shards = [first if file == first.path else _ShardReader(file, key) for file in paths]
+        for number, shard in enumerate(shards):
+            _same_set(shards[0], shard)
+            if names_set and len(shards) > 1 and shard.head.shard_id != number:
+                what = f"{shard.path}, which says it is file {shard.head.shard_id} of its set, as file {number}"
+                raise _unfit(what, "the names that the files were written with")
         self._shards = shards
         # The first row of each file among all rows, [files + 1].
         self._starts = list(itertools.accumulate((shard.rows for shard in shards), initial=0))
@@ -126,8 +123,8 @@ class _ShardReader:
         self.head = read_header(path, self._data)
         groups = read_row_groups(path, self.head, len(self._data))
         self.rows = groups.total_rows
-        beside = index_path(path)
-        decrypted = open_bytes(beside, key) if key is not None and beside.exists() else None
+        index_file = index_path(path)
+        decrypted = open_bytes(index_file, key) if key is not None and index_file.exists() else None
         places = locate_rows(path, self.head, groups, self._data, decrypted)
         self._raw_begins, self._raw_ends = view_of(places.raw_begins), view_of(places.raw_ends)
         self._blob_begins, self._blob_ends = view_of(places.blob_begins), view_of(places.blob_ends)

@@ -96,7 +96,7 @@ class _Refused(Exception):
 def _integer(value: Any, kind: str) -> int:
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise _Refused(
-            f"{value!r}, a {_type(value)}", f"field type {kind} takes integers", "int(…), where that is meant"
+            f"{value!r}, a {_type(value)}", f"field type {kind} takes integers", "int(…), if that is the intended value"
         )
     limit = INT_LIMITS[kind]
     if not -limit <= value < limit:
@@ -124,7 +124,9 @@ def _float(value: Any, kind: str, *, indexed: bool) -> float:
 
 def _string(value: Any, *, indexed: bool) -> str:
     if not isinstance(value, str):
-        raise _Refused(f"{value!r}, a {_type(value)}", "field type string takes str", "str(…), where that is meant")
+        raise _Refused(
+            f"{value!r}, a {_type(value)}", "field type string takes str", "str(…), if that is the intended value"
+        )
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -148,7 +150,7 @@ def _blob(value: Any, *, only: bool) -> bytes:
         raise _Refused(
             "no bytes",
             "where it is the only blob, MindSpore reads back four zero bytes for none",
-            "a field beside it, or a byte that stands for none",
+            "another blob field, or a byte that means no bytes",
         )
     return content
 
@@ -172,8 +174,8 @@ def _array(value: Any, kind: FieldType, *, packed: bool) -> bytes:
     if not array.size:
         raise _Refused(
             f"an array of shape {list(array.shape)}",
-            "MindSpore drops rows with an array of nothing",
-            "one value at least",
+            "MindSpore drops rows with an empty array",
+            "at least one value",
         )
     return array_bytes(array, kind, packed=packed)
 
@@ -199,16 +201,16 @@ def _field(kind: Kind) -> FieldType | None:
 def _schema_problems(given: Mapping[str, Kind], fields: Mapping[str, FieldType | None]) -> Iterator[Problem]:
     if not 0 < len(fields) <= _MAX_FIELDS:
         yield _bad(f"a schema of {len(fields)} fields", f"a row has 1 to {_MAX_FIELDS} fields", "name the fields")
-    seen: dict[str, str] = {}
+    by_lower_case: dict[str, str] = {}
     for name, field in fields.items():
         if not _NAME.fullmatch(name):
             yield _bad(f"field {name!r}", "names have letters of a to z, digits and _ only", "another name")
-        if name.lower() in seen:
+        if name.lower() in by_lower_case:
             rule = (
                 "names differ by more than case: they are columns of an SQL table, and MindSpore fails at the very end"
             )
-            yield _bad(f"fields {seen[name.lower()]!r} and {name!r}", rule, "another name for one of them")
-        seen[name.lower()] = name
+            yield _bad(f"fields {by_lower_case[name.lower()]!r} and {name!r}", rule, "another name for one of them")
+        by_lower_case[name.lower()] = name
         if field is None:
             rule = "a field is its type, or a mapping of type and shape"
             yield _bad(f"field {name!r}: {given[name]!r}", rule, '{"type": "int32", "shape": [-1]}')

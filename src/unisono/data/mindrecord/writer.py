@@ -7,7 +7,6 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import msgspec
@@ -73,35 +72,17 @@ class MindRecordWriter:
             raise DataError(*problems)
         digits = len(str(shards - 1))
         self.paths = [path.with_name(f"{path.name}{n:0{digits}}") for n in range(shards)] if shards > 1 else [path]
-        there = [file for name in self.paths for file in (name, index_path(name)) if file.exists()]
-        if there and not overwrite:
+        existing = [file for name in self.paths for file in (name, index_path(name)) if file.exists()]
+        if existing and not overwrite:
             raise DataError(
-                given=f"{there[0]}, which exists",
+                given=f"{existing[0]}, which exists",
                 rule="files are written once, under a new name",
                 consequence="it was left as it is",
-                nearest="another name, or overwrite=True to take the place of what is there",
+                nearest="another name, or overwrite=True to replace the existing file",
             )
         self._encoder = RowEncoder(schema, index_fields)
         self._room = page_bytes
-        head = MindRecordHeader(
-            header_size=header_bytes,
-            index_fields=[IndexEntry(schema_id=0, index_field=name) for name in self._encoder.indexed] or None,
-            page=None,
-            page_size=page_bytes,
-            schema=[
-                SchemaEntry(
-                    desc="",
-                    blob_fields=self._encoder.blobs,
-                    schema={
-                        name: FieldEntry(type=field.type, shape=None if field.shape is None else list(field.shape))
-                        for name, field in self._encoder.fields.items()
-                    },
-                )
-            ],
-            shard_addresses=[shard_path.name for shard_path in self.paths],
-            shard_id=shards - 1,
-            version=VERSION,
-        )
+        head = _empty_header(self._encoder, self.paths, header_bytes, page_bytes)
         size = LENGTH_BYTES + len(msgspec.json.encode(head))
         if size + 2 * _page_room(page_bytes) > header_bytes:
             raise DataError(_header_full(f"a header of {size} bytes before any page", header_bytes))
@@ -122,9 +103,7 @@ class MindRecordWriter:
     def __enter__(self) -> MindRecordWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self._commit()
@@ -297,6 +276,21 @@ class _ShardWriter:
                 page_size=page.used,
             )
         )
+
+
+def _empty_header(encoder: RowEncoder, paths: Sequence[Path], header_bytes: int, page_bytes: int) -> MindRecordHeader:
+    """The header of the last file of a set, without pages."""
+    fields = {name: FieldEntry(type=field.type, shape=field.shape) for name, field in encoder.fields.items()}
+    return MindRecordHeader(
+        header_size=header_bytes,
+        index_fields=[IndexEntry(schema_id=0, index_field=name) for name in encoder.indexed] or None,
+        page=None,
+        page_size=page_bytes,
+        schema=[SchemaEntry(desc="", blob_fields=encoder.blobs, schema=fields)],
+        shard_addresses=[path.name for path in paths],
+        shard_id=len(paths) - 1,
+        version=VERSION,
+    )
 
 
 def _page_room(page_bytes: int) -> int:

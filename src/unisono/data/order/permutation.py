@@ -15,7 +15,7 @@ finaliser); Lemire 2019 (scaling a hash to a range by multiplication).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -113,29 +113,27 @@ class Permutation:
             places = places + behind * np.uint64(self.block_size - short)
         turn, inside = np.divmod(places, np.uint64(self.block_size))
         block = _permute(turn, self._num_blocks, block_keys)
-        return block * np.uint64(self.block_size) + self._inside(epochs, block, inside, _permute)
+        return block * np.uint64(self.block_size) + self._inside(epochs, block, inside)
 
     def _place(self, epochs: Words, samples: Words) -> Words:
         if not self._blockwise:
-            return _unpermute(samples, self.size, _round_keys(self.size, self.seed, _SAMPLES, epochs))
+            return _permute(samples, self.size, _round_keys(self.size, self.seed, _SAMPLES, epochs), inverse=True)
         block_keys = _round_keys(self._num_blocks, self.seed, _BLOCKS, epochs)
         block, inside = np.divmod(samples, np.uint64(self.block_size))
-        turn = _unpermute(block, self._num_blocks, block_keys)
+        turn = _permute(block, self._num_blocks, block_keys, inverse=True)
         missing = self._num_blocks * self.block_size - self.size
         behind = turn > self._turn_of_last(epochs, block_keys)
         return (
             turn * np.uint64(self.block_size)
-            + self._inside(epochs, block, inside, _unpermute)
+            + self._inside(epochs, block, inside, inverse=True)
             - behind * np.uint64(missing)
         )
 
     def _turn_of_last(self, epochs: Words, block_keys: Words) -> Words:
         last = np.full(block_keys.shape[1], self._num_blocks - 1, np.uint64)
-        return np.broadcast_to(_unpermute(last, self._num_blocks, block_keys), epochs.shape)
+        return np.broadcast_to(_permute(last, self._num_blocks, block_keys, inverse=True), epochs.shape)
 
-    def _inside(
-        self, epochs: Words, block: Words, inside: Words, permute: Callable[[Words, int, Words], Words]
-    ) -> Words:
+    def _inside(self, epochs: Words, block: Words, inside: Words, *, inverse: bool = False) -> Words:
         in_last = block == np.uint64(self._num_blocks - 1)
         out = np.empty_like(inside)
         for members, size in (
@@ -144,7 +142,7 @@ class Permutation:
         ):
             if members.size:
                 keys = _round_keys(size, self.seed, _INSIDE, epochs[members], block[members])
-                out[members] = permute(inside[members], size, keys)
+                out[members] = _permute(inside[members], size, keys, inverse=inverse)
         return out
 
 
@@ -215,52 +213,35 @@ def _round_keys(size: int, seed: int, purpose: int, *parts: Words) -> Words:
     return np.repeat(keys, np.diff(heads, append=parts[0].size), axis=1)
 
 
-def _permute(values: Words, size: int, keys: Words) -> Words:
-    """The image of each value under the bijection of ``[0, size)`` given by its key column."""
-    return _walk(values, size, keys, inverse=False)
-
-
-def _unpermute(values: Words, size: int, keys: Words) -> Words:
-    """The inverse of ``_permute``: the same rounds, last first."""
-    return _walk(values, size, keys, inverse=True)
-
-
-def _walk(values: Words, size: int, keys: Words, *, inverse: bool) -> Words:
-    network = _unfeistel if inverse else _feistel
+def _permute(values: Words, size: int, keys: Words, *, inverse: bool = False) -> Words:
+    """The image of each value under the bijection of ``[0, size)`` given by its key column, or under its inverse."""
     high_size = math.isqrt(size - 1) + 1
     low_size = -(-size // high_size)
-    out = network(values, high_size, low_size, keys)
+    out = _feistel(values, high_size, low_size, keys, inverse=inverse)
     outside = np.flatnonzero(out >= np.uint64(size))
     while outside.size:
-        walked = network(out[outside], high_size, low_size, keys if keys.shape[1] == 1 else keys[:, outside])
+        outside_keys = keys if keys.shape[1] == 1 else keys[:, outside]
+        walked = _feistel(out[outside], high_size, low_size, outside_keys, inverse=inverse)
         out[outside] = walked
         outside = outside[walked >= np.uint64(size)]
     return out
 
 
-def _feistel(values: Words, high_size: int, low_size: int, keys: Words) -> Words:
-    """A bijection of ``[0, high_size · low_size)``: even rounds add to the upper half, odd ones to the lower half."""
-    high, low = _halves(values, low_size)
-    for number, key in enumerate(keys):
-        source, target, size = (high, low, low_size) if number % 2 else (low, high, high_size)
-        target += _scramble(source, key, size)
-        np.minimum(target, target - np.uint64(size), out=target)  # modulo: below zero wraps to above everything
-    return high * np.uint64(low_size) + low
-
-
-def _unfeistel(values: Words, high_size: int, low_size: int, keys: Words) -> Words:
-    """The inverse of ``_feistel``."""
-    high, low = _halves(values, low_size)
-    for number in range(len(keys) - 1, -1, -1):
-        source, target, size = (high, low, low_size) if number % 2 else (low, high, high_size)
-        target -= _scramble(source, keys[number], size)
-        np.minimum(target, target + np.uint64(size), out=target)
-    return high * np.uint64(low_size) + low
-
-
-def _halves(values: Words, low_size: int) -> tuple[Words, Words]:
+def _feistel(values: Words, high_size: int, low_size: int, keys: Words, *, inverse: bool) -> Words:
+    """A bijection of ``[0, high_size · low_size)``: even rounds add to the upper half, odd ones to the lower half. Its inverse
+    subtracts, in the last round first."""
     high = values // np.uint64(low_size)
-    return high, values - high * np.uint64(low_size)
+    low = values - high * np.uint64(low_size)
+    for number in range(len(keys))[:: -1 if inverse else 1]:
+        source, target, size = (high, low, low_size) if number % 2 else (low, high, high_size)
+        shift = _scramble(source, keys[number], size)
+        if inverse:
+            target -= shift
+            np.minimum(target, target + np.uint64(size), out=target)
+        else:
+            target += shift
+            np.minimum(target, target - np.uint64(size), out=target)  # modulo: below zero wraps to above everything
+    return high * np.uint64(low_size) + low
 
 
 def _scramble(source: Words, key: Words, size: int) -> Words:

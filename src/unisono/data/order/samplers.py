@@ -13,10 +13,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.data.dataset import Ids
 from unisono.data.order.permutation import Permutation, keyed_uniform
 from unisono.errors import DataError
-
-Ids = NDArray[np.int64]
 
 MIXTURE_PERIOD = 4096  # positions after which a mixture's pattern repeats; weights are rounded to multiples of 1/4096
 
@@ -25,7 +24,7 @@ class SampleOrder(Protocol):
     """Samples by global position; both results are int64 of the shape of ``positions``."""
 
     def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
-        """(sample ids, occurrences)."""
+        """The sample ids and the occurrences."""
         ...
 
 
@@ -184,7 +183,7 @@ def _integer_shares(sizes: Sequence[int], weights: Sequence[float]) -> Ids:
             given=f"sources of {list(sizes)} samples with weights {given.tolist()}",
             rule=f"each source has samples and a weight of at least 1/{MIXTURE_PERIOD} of the sum",
             consequence="no mixture can be made",
-            nearest="leave out what should not come; weights are relative to each other",
+            nearest="leave out sources that are not to be drawn; weights are relative to each other",
         )
     shares = np.floor(exact).astype(np.int64)
     short = MIXTURE_PERIOD - int(shares.sum())

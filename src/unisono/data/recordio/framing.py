@@ -7,11 +7,14 @@ All integers are little-endian, and every part starts at a multiple of 4. A payl
 of 4 is cut there and the word left out; the reader reinserts it between parts. A magic word at a multiple of 4 therefore always
 starts a part, and parts can be found from any position.
 
+The payload of an image record is MXNet's header of 24 bytes (``ImageHeader``) and the image.
+
 Format: dmlc-core ``recordio.h`` (Apache MXNet's ``.rec`` files). Not here: files, indexes, checksums.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +30,8 @@ MAGIC_BYTES: Final = struct.pack("<I", MAGIC)
 HEAD_BYTES: Final = 8
 MAX_PAYLOAD_BYTES: Final = (1 << 29) - 1
 WHOLE, FIRST, MIDDLE, LAST = range(4)
-_HEAD: Final = struct.Struct("<II")
+PART_HEAD: Final = struct.Struct("<II")  # magic, flag << 29 | bytes
+_IMAGE_HEADER: Final = struct.Struct("<IfQQ")
 _SCAN_WORDS: Final = 1 << 22  # words per comparison: 16 MiB of the file
 
 
@@ -60,28 +64,17 @@ def frame_payload(payload: bytes) -> list[bytes]:
             nearest="cut it into several records, or store it in a file of its own and its path here",
         )
     if MAGIC_BYTES not in payload:
-        return [_HEAD.pack(MAGIC, len(payload)), payload, bytes(-len(payload) % 4)]
-    cuts = _cuts(payload)
+        return [PART_HEAD.pack(MAGIC, len(payload)), payload, bytes(-len(payload) % 4)]
+    cuts = [match.start() for match in re.finditer(re.escape(MAGIC_BYTES), payload) if match.start() % 4 == 0]
     pieces: list[bytes] = []
     begin = 0
     for number, cut in enumerate([*cuts, len(payload)]):
         last = number == len(cuts)
         flag = (LAST if last else MIDDLE) if number else (WHOLE if last else FIRST)
-        pieces += [_HEAD.pack(MAGIC, flag << 29 | cut - begin), payload[begin:cut]]
+        pieces += [PART_HEAD.pack(MAGIC, flag << 29 | cut - begin), payload[begin:cut]]
         begin = cut + 4
     pieces.append(bytes(-len(pieces[-1]) % 4))
     return pieces
-
-
-def _cuts(payload: bytes) -> list[int]:
-    """Offsets of the magic word in the payload at multiples of 4."""
-    cuts: list[int] = []
-    at = payload.find(MAGIC_BYTES)
-    while at >= 0:
-        if at % 4 == 0:
-            cuts.append(at)
-        at = payload.find(MAGIC_BYTES, at + 1)
-    return cuts
 
 
 def join_parts(data: memoryview, offset: int) -> bytes:
@@ -91,7 +84,7 @@ def join_parts(data: memoryview, offset: int) -> bytes:
     while True:
         if offset < 0 or offset + HEAD_BYTES > len(data):
             raise ValueError(f"a part should begin at offset {offset} of {len(data)} bytes")
-        magic, head = _HEAD.unpack_from(data, offset)
+        magic, head = PART_HEAD.unpack_from(data, offset)
         flag, length = head >> 29, head & MAX_PAYLOAD_BYTES
         end = offset + HEAD_BYTES + length
         if magic != MAGIC or end > len(data) or flag not in ((MIDDLE, LAST) if pieces else (WHOLE, FIRST)):
@@ -234,3 +227,40 @@ def _bad_part(data: NDArray[np.uint8], parts: FrameParts, number: int, total: in
     if flag in (MIDDLE, LAST) and offset == begin:
         return f"the part at offset {offset} goes on with a record (flag {flag}) whose beginning is missing"
     return f"the record at offset {begin} has no last part: the next record, or the end, comes first"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageHeader:
+    """``label`` is one number, or [n] float32 for several labels (or one stored as an array).
+
+    MXNet's ``IRHeader``: flag 0 and the label in the header, or flag n, label 0 and n float32 after the header.
+    """
+
+    label: float | NDArray[np.float32]
+    id: int = 0
+    id2: int = 0
+
+
+def pack_header(header: ImageHeader, payload: bytes) -> bytes:
+    """The payload of an image record, as ``mx.recordio.pack`` makes it."""
+    if isinstance(header.label, float | int):
+        return _IMAGE_HEADER.pack(0, header.label, header.id, header.id2) + payload
+    labels = np.ascontiguousarray(header.label, "<f4").reshape(-1)
+    return _IMAGE_HEADER.pack(len(labels), 0.0, header.id, header.id2) + labels.tobytes() + payload
+
+
+def unpack_header(record: bytes | memoryview) -> tuple[ImageHeader, memoryview]:
+    """The header, and a view of the image after it. Raises DataError if the record is shorter than its header says."""
+    view = memoryview(record)
+    flag, label, first, second = _IMAGE_HEADER.unpack_from(view) if len(view) >= _IMAGE_HEADER.size else (-1, 0.0, 0, 0)
+    begin = _IMAGE_HEADER.size + 4 * flag
+    if flag < 0 or begin > len(view):
+        raise DataError(
+            given=f"a record of {len(view)} bytes"
+            + (f" that says it has {flag} labels" if flag > 0 else ", read as an image record"),
+            rule=f"an image record begins with {_IMAGE_HEADER.size} bytes of header and 4 bytes for each of several labels",
+            consequence="it is not known where the image begins",
+            nearest="read the payload itself; records that im2rec or pack_header did not write have no such header",
+        )
+    labels = label if flag == 0 else np.frombuffer(view, "<f4", count=flag, offset=_IMAGE_HEADER.size)
+    return ImageHeader(label=labels, id=first, id2=second), view[begin:]

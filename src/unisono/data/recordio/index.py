@@ -29,7 +29,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.data.recordio.framing import FramingDamage, RecordExtents, assemble_records, find_parts, join_parts
-from unisono.data.sidecar import PayloadInfo, Sidecar, map_array, open_sidecar, view_of, write_sidecar
+from unisono.data.sidecar import COLUMN_DTYPES, PayloadInfo, Sidecar, map_array, open_sidecar, view_of, write_sidecar
 from unisono.errors import DataError
 
 KIND: Final = "recordio"
@@ -38,7 +38,6 @@ ENDS_BYTES: Final = 4096
 _LOG: Final = logging.getLogger("unisono.data")
 SIDE_PREFIX: Final = "side."
 ENDS_PREFIX: Final = "ends."
-_DTYPES: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")
 
 
 class RaggedColumn:
@@ -56,7 +55,7 @@ class RaggedColumn:
             raise DataError(
                 given=f"side column {self._name!r}: record {number} has values {low} to {high} of {len(self._values)}",
                 rule="the values of the records follow each other inside the column",
-                consequence="the sidecar is damaged, and this record's values cannot be told",
+                consequence="the sidecar is damaged, and this record's values are unknown",
                 nearest="unisono data verify FILE; a sidecar made anew by reindex has no side columns",
             )
         return self._values[low:high]
@@ -84,7 +83,7 @@ def encode_side_columns(side: Mapping[str, Sequence[Any]]) -> dict[str, NDArray[
 
 
 def decode_side_columns(columns: Mapping[str, NDArray[Any]]) -> dict[str, SideColumn]:
-    """The inverse of ``stored``."""
+    """The inverse of ``encode_side_columns``."""
     names = [name.removeprefix(SIDE_PREFIX) for name in columns if name.startswith(SIDE_PREFIX)]
     return {
         name: RaggedColumn(name, columns[SIDE_PREFIX + name], columns[ENDS_PREFIX + name])
@@ -97,7 +96,7 @@ def decode_side_columns(columns: Mapping[str, NDArray[Any]]) -> dict[str, SideCo
 def _stored_arrays(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:
     arrays = [np.asarray(value) for value in values]
     kinds = {(array.dtype.newbyteorder("<").str, array.ndim) for array in arrays}
-    if len(kinds) != 1 or next(iter(kinds))[1] != 1 or next(iter(kinds))[0] not in _DTYPES:
+    if len(kinds) != 1 or next(iter(kinds))[1] != 1 or next(iter(kinds))[0] not in COLUMN_DTYPES:
         raise _refused(f"side values {name!r} of {sorted(kinds)} (dtype, dimensions)")
     ends = np.cumsum([len(array) for array in arrays], dtype=np.uint64)
     return {SIDE_PREFIX + name: np.concatenate(arrays), ENDS_PREFIX + name: ends}
@@ -106,7 +105,7 @@ def _stored_arrays(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:
 def _refused(given: str) -> DataError:
     return DataError(
         given=given,
-        rule=f"a side value is a number, or for every record a 1-d array of one of {', '.join(_DTYPES)}",
+        rule=f"a side value is a number, or for every record a 1-d array of one of {', '.join(COLUMN_DTYPES)}",
         consequence="the file was not written",
         nearest="flatten it, or make it part of the payload",
     )
@@ -127,12 +126,12 @@ class RecordIndex:
 
 
 def sidecar_path(path: Path) -> Path:
-    """``name.uidx`` of ``name.rec``."""
+    """The path of a file's sidecar, ``name.uidx`` beside ``name.rec``."""
     return path.with_suffix(".uidx")
 
 
 def text_index_path(path: Path) -> Path:
-    """``name.idx`` of ``name.rec``."""
+    """The path of a file's text index, ``name.idx`` beside ``name.rec``."""
     return path.with_suffix(".idx")
 
 
@@ -292,7 +291,7 @@ def _stale(path: Path, what: str) -> DataError:
         given=f"{path} {what}",
         rule="a sidecar is of exactly the file beside it",
         consequence="one of the two was changed or damaged, and nothing of the file is used",
-        nearest=f"unisono data verify {path} tells which records are as written; "
+        nearest=f"unisono data verify {path} lists the damaged records; "
         f"unisono data reindex {path} trusts the file as it is",
     )
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from unisono.data.recordio.framing import (
     HEAD_BYTES,
     MAGIC,
+    PART_HEAD,
     FramingDamage,
     RecordExtents,
     assemble_records,
@@ -39,7 +40,7 @@ from unisono.data.recordio.index import (
 )
 from unisono.data.recordio.reader import RecordFile
 from unisono.data.recordio.writer import RecordWriter, SideValues, write_text_index
-from unisono.data.sidecar import Sidecar, digest_of, open_sidecar, view_of
+from unisono.data.sidecar import Sidecar, damaged_columns, open_sidecar, view_of
 from unisono.errors import DataError
 
 
@@ -48,10 +49,10 @@ class Finding:
     """Damaged bytes ``offset`` to ``end`` of ``path``; ``record`` is -1 if unknown."""
 
     path: Path
-    record: int
     offset: int
     end: int
     what: str
+    record: int = -1
 
     def __str__(self) -> str:
         record = "" if self.record < 0 else f" record {self.record}"
@@ -81,7 +82,7 @@ def verify(path: Path) -> VerifyReport:
     """Read every byte of a file and its indexes and report all damage. Raises DataError only if there is no file."""
     data = map_file(path)
     records, damage = assemble_records(data, find_parts(data))
-    findings = [Finding(path=path, record=-1, offset=d.offset, end=d.end, what=d.what) for d in damage]
+    findings = [Finding(path=path, offset=d.offset, end=d.end, what=d.what) for d in damage]
     sidecar, broken = _sidecar(path)
     findings += broken
     checksums = ""
@@ -95,9 +96,7 @@ def verify(path: Path) -> VerifyReport:
                 f for f in findings if f.path != path or not any(a < f.end and f.offset < b for a, b in known)
             ]
             if not findings:
-                findings.append(
-                    Finding(path=path, record=-1, offset=0, end=len(data), what="bytes between records have changed")
-                )
+                findings.append(Finding(path=path, offset=0, end=len(data), what="bytes between records have changed"))
     # a line that points into damaged bytes may be right; with a sidecar the starts of records are known
     known_offsets = records.offsets if sidecar is None else sidecar.columns["offset"]
     stretches = [(d.offset, d.end) for d in damage] if sidecar is None else []
@@ -141,8 +140,8 @@ def reindex(path: Path) -> list[str]:
         if not text_index_path(path).exists() or not str(error).startswith(str(text_index_path(path))):
             raise
         dropped.append(f"keys: {error.problems[0].given}")
-        aside = text_index_path(path).with_suffix(".idx.old")
-        text_index_path(path).rename(aside)
+        backup = text_index_path(path).with_suffix(".idx.old")
+        text_index_path(path).rename(backup)
         columns, payload = read_columns(path, data)
     if old is not None and np.array_equal(old.columns["offset"], columns["offset"]):
         columns |= {
@@ -198,27 +197,21 @@ def _rows(file: RecordFile, names: set[str]) -> Iterator[tuple[bytes, Mapping[st
 
 def _sidecar(path: Path) -> tuple[Sidecar | None, list[Finding]]:
     """The sidecar if it exists and is undamaged, and its damage otherwise."""
-    beside = sidecar_path(path)
-    if not beside.exists():
+    sidecar_file = sidecar_path(path)
+    if not sidecar_file.exists():
         return None, []
     try:
-        sidecar = open_sidecar(beside, kind=KIND)
+        sidecar = open_sidecar(sidecar_file, kind=KIND)
     except DataError as error:
         return None, [
-            Finding(path=beside, record=-1, offset=0, end=beside.stat().st_size, what=error.problems[0].given)
+            Finding(path=sidecar_file, offset=0, end=sidecar_file.stat().st_size, what=error.problems[0].given)
         ]
-    bad = [
-        Finding(
-            path=beside, record=-1, offset=c.offset, end=c.offset + sidecar.columns[name].nbytes, what=_column(name)
-        )
-        for name, c in sidecar.head.columns.items()
-        if digest_of(sidecar.columns[name]) != c.xxh3_128
-    ]
+    bad: list[Finding] = []
+    for name in damaged_columns(sidecar):
+        begin = sidecar.head.columns[name].offset
+        what = f"column {name!r} does not match its digest, so the checksums cannot be used"
+        bad.append(Finding(path=sidecar_file, offset=begin, end=begin + sidecar.columns[name].nbytes, what=what))
     return (None if bad else sidecar), bad
-
-
-def _column(name: str) -> str:
-    return f"column {name!r} does not match its digest, so the checksums cannot be used"
 
 
 def _payload(data: memoryview, offset: int, length: int, split: bool) -> bytes | memoryview | None:
@@ -253,15 +246,11 @@ def _bad_records(path: Path, data: NDArray[np.uint8], sidecar: Sidecar) -> Itera
         if payload is None:
             what = "the bytes do not have their checksum" if end <= len(data) else f"the file ends at {len(data)}"
             yield Finding(path=path, record=number, offset=offset, end=min(end, len(data)), what=what)
-        elif number not in split and data[offset : offset + 8].tobytes() != _head(len(payload)):
+        elif number not in split and data[offset : offset + 8].tobytes() != PART_HEAD.pack(MAGIC, len(payload)):
             yield Finding(path=path, record=number, offset=offset, end=offset + 8, what="its head has changed")
         elif number not in split and data[offset + 8 + len(payload) : end].any():
             begin = offset + 8 + len(payload)
             yield Finding(path=path, record=number, offset=begin, end=end, what="its padding has changed")
-
-
-def _head(length: int) -> bytes:
-    return MAGIC.to_bytes(4, "little") + length.to_bytes(4, "little")
 
 
 def _repair_by_checksum(
@@ -291,7 +280,7 @@ def _repair_by_checksum(
             lost.append(Finding(path=path, record=number, offset=offset, end=end, what=what))
             continue
         mended += in_place is None or (
-            number not in parted and data[offset : offset + 8].tobytes() != _head(len(in_place))
+            number not in parted and data[offset : offset + 8].tobytes() != PART_HEAD.pack(MAGIC, len(in_place))
         )
         values = {name: column[number] for name, column in side.items()}
         writer.write(bytes(payload), key=int(keys[number]), side=values)
@@ -323,12 +312,12 @@ def _repair_by_framing(
                 save(offset, payload)
             mended += len(restored)
             if not restored:
-                lost.append(Finding(path=path, record=-1, offset=gap.offset, end=gap.end, what=gap.what))
+                lost.append(Finding(path=path, offset=gap.offset, end=gap.end, what=gap.what))
             at = gap.end
             continue
         offset, length = next(places)
         payload = _payload(view, offset, length, number in split)
-        assert payload is not None, "the framing of this record was looked at"
+        assert payload is not None, "the framing of this record was checked"
         save(offset, bytes(payload))
         at, number = int(records.ends[number]), number + 1
     return RepairReport(saved=len(writer), mended=mended, lost=lost)
@@ -368,9 +357,9 @@ def _text_index_findings(path: Path, known: set[int], unknown: Sequence[tuple[in
         key, _, offset = line.strip().partition(b"\t")
         if not (key.removeprefix(b"-").isdigit() and offset.isdigit()):
             what = f"line {number} is not a key, a tab and an offset"
-            findings.append(Finding(path=source, record=-1, offset=at, end=at + len(line), what=what))
+            findings.append(Finding(path=source, offset=at, end=at + len(line), what=what))
         elif int(offset) not in known and not any(begin <= int(offset) < end for begin, end in unknown):
             what = f"line {number} says offset {int(offset)}, where no record begins"
-            findings.append(Finding(path=source, record=-1, offset=at, end=at + len(line), what=what))
+            findings.append(Finding(path=source, offset=at, end=at + len(line), what=what))
         at += len(line)
     return findings

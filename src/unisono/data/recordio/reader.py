@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from unisono.data.dataset import Batch, check_sample, collate
 from unisono.data.options import default_cache_dir
-from unisono.data.recordio.framing import HEAD_BYTES, MAGIC, join_parts
+from unisono.data.recordio.framing import HEAD_BYTES, MAGIC, PART_HEAD, join_parts
 from unisono.data.recordio.index import ENDS_BYTES, SideColumn, map_file, open_index, sidecar_path, text_index_path
 from unisono.data.recordio.remote_file import RemoteFile, is_url
 from unisono.data.sidecar import view_of
@@ -24,7 +23,6 @@ from unisono.errors import DataError, UnisonoError
 
 ChecksumPolicy = Literal["first", "always", "never"]
 _LOG: Final = logging.getLogger("unisono.data")
-_HEAD: Final = struct.Struct("<II")
 # states of a record: not checked yet, or checked and in one part
 _UNSEEN, _PLAIN = 0, 1
 _STRETCH: Final = 4096  # records looked up at once when reading in order
@@ -120,7 +118,7 @@ class RecordFile:
         if (
             self._checks_here
             and xxhash.xxh3_64_intdigest(payload) == self._digests[number]
-            and self._map[begin - HEAD_BYTES : begin] == _HEAD.pack(MAGIC, length)
+            and self._map[begin - HEAD_BYTES : begin] == PART_HEAD.pack(MAGIC, length)
         ):
             if self._check == "first":
                 self._state[number] = _PLAIN
@@ -234,7 +232,7 @@ class RecordFile:
                 payload = memoryview(join_parts(self._view, offset))
             except ValueError as error:
                 raise self._damaged(number, str(error)) from None
-        elif end > len(self._view) or _HEAD.unpack_from(self._view, offset) != (MAGIC, length):
+        elif end > len(self._view) or PART_HEAD.unpack_from(self._view, offset) != (MAGIC, length):
             raise self._damaged(number, "its head is not where and what the index says")
         else:
             payload = self._view[offset + HEAD_BYTES : end]

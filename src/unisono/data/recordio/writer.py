@@ -6,7 +6,6 @@ import os
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -47,9 +46,7 @@ class RecordWriter:
     def __enter__(self) -> RecordWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self._commit()
@@ -117,5 +114,5 @@ def _refused(given: str, consequence: str) -> DataError:
         given=given,
         rule="a file is written once, under a new name ending in .rec, each record with the same side columns",
         consequence=consequence,
-        nearest="another name, or overwrite=True to take the place of what is there",
+        nearest="another name, or overwrite=True to replace the existing file",
     )

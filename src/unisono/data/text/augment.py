@@ -62,7 +62,7 @@ class TextAugment:
                     given=f"replace = {self.replace} with {len(self.synonyms)} words that have synonyms and "
                     f"{len(self.stopwords)} stopwords",
                     rule="replace, synonyms and, optionally, stopwords act together",
-                    consequence="what was given would act on nothing",
+                    consequence="the settings would have no effect",
                     nearest='synonyms=load_synonyms("synonyms.tsv") and replace=0.1, or none of them',
                 )
             )
@@ -92,9 +92,9 @@ class TextAugment:
 
     def _put_synonyms(self, words: list[str], rng: np.random.Generator) -> None:
         keys = [word.lower() for word in words]
-        able = [i for i, key in enumerate(keys) if self.synonyms.get(key) and key not in self.stopwords]
-        chosen = rng.permutation(len(able))[: _times(self.replace, len(words))]
-        for i in (able[place] for place in chosen.tolist()):
+        eligible = [i for i, key in enumerate(keys) if self.synonyms.get(key) and key not in self.stopwords]
+        chosen = rng.permutation(len(eligible))[: _times(self.replace, len(words))]
+        for i in (eligible[place] for place in chosen.tolist()):
             synonyms = self.synonyms[keys[i]]
             synonym = synonyms[int(rng.integers(len(synonyms)))]
             words[i] = synonym[:1].upper() + synonym[1:] if words[i][:1].isupper() else synonym

@@ -46,20 +46,20 @@ class MaskTokens:
             problems.append(
                 Problem(
                     given=f"rate = {self.rate}",
-                    rule="some tokens are hidden, and some are left to tell what they were",
+                    rule="some tokens are hidden, and the others are left to predict them from",
                     consequence="there would be nothing to learn",
                     nearest="rate=0.15",
                 )
             )
-        strange = [token for token in (self.mask_id, *self.special) if not 0 <= token < self.vocab_size]
-        if strange:
+        outside = [token for token in (self.mask_id, *self.special) if not 0 <= token < self.vocab_size]
+        if outside:
             problems.append(
                 Problem(
-                    given=f"token ids {', '.join(map(str, strange))} with vocab_size {self.vocab_size}",
+                    given=f"token ids {', '.join(map(str, outside))} with vocab_size {self.vocab_size}",
                     rule="mask_id and special are ids of the vocabulary",
                     consequence="a token would have no embedding",
-                    nearest=f"vocab_size={max(strange) + 1}, in the model too"
-                    if max(strange) >= self.vocab_size
+                    nearest=f"vocab_size={max(outside) + 1}, in the model too"
+                    if max(outside) >= self.vocab_size
                     else f"ids of 0..{self.vocab_size - 1}",
                 )
             )
@@ -79,14 +79,14 @@ class MaskTokens:
                 nearest="before=TextTransform(…) for samples with 'text'",
             )
         padding = sample["mask"] if "mask" in sample else np.ones(tokens.size, np.bool_)
-        able = np.flatnonzero(padding & ~np.isin(tokens, self.special))
+        eligible = np.flatnonzero(padding & ~np.isin(tokens, self.special))
         most = self._share(tokens.size)
-        chosen = np.sort(rng.permutation(able)[: self._share(able.size)])
+        chosen = np.sort(rng.permutation(eligible)[: self._share(eligible.size)])
         hidden = tokens.copy()
         draw = rng.random(chosen.size)
         hidden[chosen[draw < _MASKED]] = self.mask_id
-        strange = chosen[(draw >= _MASKED) & (draw < _MASKED + _RANDOM)]
-        hidden[strange] = rng.integers(0, self.vocab_size, strange.size)
+        randomized = chosen[(draw >= _MASKED) & (draw < _MASKED + _RANDOM)]
+        hidden[randomized] = rng.integers(0, self.vocab_size, randomized.size)
         predicted, targets = np.zeros(most, np.int64), np.zeros(most, np.int64)
         predicted[: chosen.size], targets[: chosen.size] = chosen, tokens[chosen]
         rest = {name: value for name, value in sample.items() if name != "mask"}

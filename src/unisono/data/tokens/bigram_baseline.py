@@ -32,9 +32,9 @@ def bigram_bits_per_byte(train: TokenWindows, evaluation: TokenWindows, *, add: 
             nearest="prepare the same corpus with tokenizer 'bytes'",
         )
     counts, _ = _count_pairs(train, vocab)
-    seen, text_bytes = _count_pairs(evaluation, vocab)
+    eval_counts, text_bytes = _count_pairs(evaluation, vocab)
     log_probs = np.log2(counts + add) - np.log2(counts.sum(axis=1, keepdims=True) + add * vocab)
-    return float(-(seen * log_probs).sum() / text_bytes)
+    return float(-(eval_counts * log_probs).sum() / text_bytes)
 
 
 def _count_pairs(windows: TokenWindows, vocab: int) -> tuple[NDArray[np.int64], float]:

@@ -17,13 +17,15 @@ import msgspec
 import numpy as np
 
 from unisono.data.loading.subprocess_map import serve_requests, subprocess_map
-from unisono.data.tokens.tokenizer import Encoded, Tokenizer, load_tokenizer
+from unisono.data.loading.worker_pool import allowed_cores
+from unisono.data.tokens.tokenizer import BYTES, Encoded, Tokenizer, load_tokenizer
 from unisono.errors import UnisonoError
 
 Document = tuple[str, str]  # (label, text)
 
 _HERE_CHARS = 1 << 23  # text per call in this process: enough for the tokenizer's own threads
 _REQUEST_CHARS = 1 << 20
+_WORKER_BYTES = 1 << 23  # text per worker that is worth starting a process, about a third of a second
 
 
 def encode_documents(
@@ -52,6 +54,12 @@ def encode_documents(
             yield from _labelled(batch, _unpacked(answer, len(batch)))
 
 
+def default_workers(tokenizer: Tokenizer, text_bytes: int) -> int:
+    """Encoding processes: none for bytes, which are copied faster than sent, or for little text."""
+    workers = 0 if tokenizer.name == BYTES else min(allowed_cores(), text_bytes // _WORKER_BYTES)
+    return workers if workers > 1 else 0
+
+
 def _unpacked(answer: bytes, texts: int) -> list[Encoded]:
     numbers = np.frombuffer(answer, "<u4")
     counts, ids, sizes = np.split(numbers, [texts, (texts + numbers.size) // 2])
@@ -65,13 +73,13 @@ def _labelled(batch: list[Document], encoded: list[Encoded]) -> Iterator[tuple[s
 
 def _batches(documents: Iterable[Document], chars: int) -> Iterator[list[Document]]:
     batch: list[Document] = []
-    held = 0
+    size = 0
     for document in documents:
         batch.append(document)
-        held += len(document[1])
-        if held >= chars:
+        size += len(document[1])
+        if size >= chars:
             yield batch
-            batch, held = [], 0
+            batch, size = [], 0
     if batch:
         yield batch
 

@@ -22,17 +22,14 @@ from bisect import bisect_left, insort
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch
+from unisono.data.dataset import Batch, Ids
 from unisono.data.options import Boundaries
-from unisono.data.sidecar import Sidecar, digest_of, open_sidecar, write_sidecar
+from unisono.data.sidecar import Sidecar, damaged_columns, open_sidecar, read_facts, write_sidecar
 from unisono.data.tokens.shards import TokenSet, TokenShard, check_token_bytes
 from unisono.errors import DataError
-
-Ids = NDArray[np.int64]
 
 BLOCK_DOCUMENTS = 4096
 
@@ -196,7 +193,7 @@ class PackedWindows:
         if len(touched) <= 1:
             return self._read(touched[0] if touched else 0, indices)
         rows = [np.flatnonzero(shard_of == number) for number in touched]
-        parts = [self._read(number, indices[mine]) for number, mine in zip(touched, rows, strict=True)]
+        parts = [self._read(number, indices[own_rows]) for number, own_rows in zip(touched, rows, strict=True)]
         order = np.argsort(np.concatenate(rows))
         return {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
 
@@ -302,10 +299,7 @@ def _open(shard: TokenShard, offset: int, seq_len: int) -> _PackingIndex:
     columns = sidecar.columns
     if {name: column.dtype.str for name, column in columns.items()} != _COLUMNS:
         raise _unusable(f"{path} has columns {sorted(columns)}, not those of packed documents")
-    try:
-        facts = msgspec.convert(sidecar.head.facts, _PackingFacts)
-    except msgspec.ValidationError as error:
-        raise _unusable(f"{path} has unexpected facts: {error}") from error
+    facts = read_facts(sidecar, _PackingFacts)
     made_from = (facts.shard, facts.offset, facts.seq_len, facts.block_documents)
     if made_from != (shard.sidecar.digest, offset, seq_len, BLOCK_DOCUMENTS):
         raise _unusable(f"{path} was made from another shard or with other settings")
@@ -321,9 +315,8 @@ def _verify(packed: _PackingIndex) -> None:
     """Raise DataError for a damaged column; large indices are not read."""
     if sum(column.nbytes for column in packed.sidecar.columns.values()) > _VERIFY_BYTES:
         return
-    for name, column in packed.sidecar.columns.items():
-        if digest_of(column) != packed.sidecar.head.columns[name].xxh3_128:
-            raise _unusable(f"{packed.sidecar.path}: column {name!r} does not match its digest")
+    if names := damaged_columns(packed.sidecar):
+        raise _unusable(f"{packed.sidecar.path}: column {names[0]!r} does not match its digest")
 
 
 def _unusable(given: str) -> DataError:

@@ -13,15 +13,22 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
-import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.sidecar import PayloadInfo, Sidecar, map_array, open_sidecar, verify_sidecar, write_sidecar
+from unisono.data.sidecar import (
+    PayloadInfo,
+    Sidecar,
+    damaged_sidecar_error,
+    map_array,
+    open_sidecar,
+    read_facts,
+    verify_sidecar,
+    write_sidecar,
+)
 from unisono.errors import DataError, Problem
 from unisono.storage.files import sync_folder
 
@@ -31,7 +38,7 @@ _SHARD_TOKENS = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenShardFacts:
-    """What a token shard's sidecar holds besides its columns; the field names are stored."""
+    """The facts in a token shard's sidecar; the field names are stored."""
 
     vocab_size: int
     end_of_document: int
@@ -84,7 +91,7 @@ def open_tokens(paths: Sequence[Path]) -> TokenSet:
         raise DataError(
             given=f"shards of {len(vocabularies)} vocabularies: {sorted(vocabularies)} (size, end of document)",
             rule="shards of one set are written by one tokenizer",
-            consequence="the same id would mean different text",
+            consequence="the same id would stand for different text",
             nearest="open them as separate sets",
         )
     return TokenSet(
@@ -146,9 +153,7 @@ class TokenWriter:
     def __enter__(self) -> TokenWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._open is not None:
             if kind is None:
                 self._commit(self._open)
@@ -215,34 +220,21 @@ def _open_shard(path: Path) -> TokenShard:
     payload = sidecar.head.payload
     size = path.stat().st_size if path.exists() else None
     if size is None:
-        raise _unusable(f"{path} is missing, its sidecar is there")
+        raise damaged_sidecar_error(path, "it is missing, its sidecar is there")
     if size != payload.bytes:
-        raise _unusable(f"{path} has {size} bytes where its sidecar says {payload.bytes}")
+        raise damaged_sidecar_error(path, f"it has {size} bytes where its sidecar says {payload.bytes}")
     tokens = map_array(path, payload.dtype, count=payload.bytes // np.dtype(payload.dtype).itemsize)
     dtypes = {name: (column.dtype.str, column.size) for name, column in sidecar.columns.items()}
     if dtypes.get("starts", ("", 0))[0] != "<u8" or dtypes.get("token_bytes", ("<u4", tokens.size)) != (
         "<u4",
         tokens.size,
     ):
-        raise _unusable(f"{sidecar.path} has columns {dtypes}, not those of a token shard")
-    try:
-        facts = msgspec.convert(sidecar.head.facts, TokenShardFacts)
-    except msgspec.ValidationError as error:
-        raise _unusable(f"{sidecar.path} has unexpected facts: {error}") from error
+        raise damaged_sidecar_error(sidecar.path, f"it has columns {dtypes}, not those of a token shard")
     return TokenShard(
         tokens=tokens,
         # The same bits as signed integers: to compare uint64 with int64, numpy would copy the column to float64.
         starts=sidecar.columns["starts"].view("<i8"),
         token_bytes=sidecar.columns.get("token_bytes"),
-        facts=facts,
+        facts=read_facts(sidecar, TokenShardFacts),
         sidecar=sidecar,
-    )
-
-
-def _unusable(given: str) -> DataError:
-    return DataError(
-        given=given,
-        rule="a shard is its payload and its sidecar, both complete",
-        consequence="nothing of this shard is used",
-        nearest="write the shard again; prepared corpora are rebuilt when their folder is deleted",
     )

@@ -29,7 +29,6 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from unisono.data.loading.worker_pool import allowed_cores
 from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.tokens.corpus import (
     Corpus,
@@ -43,10 +42,10 @@ from unisono.data.tokens.corpus import (
     undecodable_error,
     unreadable_file_error,
 )
-from unisono.data.tokens.encoding import Document, encode_documents
+from unisono.data.tokens.encoding import Document, default_workers, encode_documents
 from unisono.data.tokens.packing import PackedWindows, PackingStats, pack_tokens
 from unisono.data.tokens.shards import TokenSet, TokenWriter, open_tokens, shard_path
-from unisono.data.tokens.tokenizer import BYTES, Tokenizer, load_tokenizer
+from unisono.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from unisono.errors import DataError
 from unisono.storage.directory import commit_directory
 from unisono.storage.files import write_atomically
@@ -54,7 +53,6 @@ from unisono.storage.files import write_atomically
 _FORMAT = 1
 _SPLITS = ("train", "eval")
 _VERIFY_BYTES = 1 << 28  # sets up to this size are verified completely when opened, in some tens of milliseconds
-_WORKER_BYTES = 1 << 23  # text per worker that is worth starting a process, about a third of a second
 _PROGRESS_S = 5.0
 _FRESH_NS = 2_000_000_000  # a file changed this shortly before it was read may change again within its time stamp
 _LOG = logging.getLogger("unisono")
@@ -62,7 +60,7 @@ _LOG = logging.getLogger("unisono")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusReport:
-    """What became of a corpus."""
+    """The outcome of preparing a corpus: its documents, tokens and bytes of text, and the files left out."""
 
     corpus: str
     tokenizer: str
@@ -184,20 +182,20 @@ def _digests(corpus: Corpus, cache: Path) -> dict[str, str]:
     path = cache / f"listing-{xxhash.xxh3_64_hexdigest(os.fsencode(corpus.root.absolute()))}.json"
     known: dict[str, _FileDigest] = {}
     with suppress(FileNotFoundError, msgspec.DecodeError):  # no listing, or not one of ours: take every digest anew
-        known = {seen.file.path: seen for seen in msgspec.json.decode(path.read_bytes(), type=list[_FileDigest])}
+        known = {entry.file.path: entry for entry in msgspec.json.decode(path.read_bytes(), type=list[_FileDigest])}
     settled_ns = time.time_ns() - _FRESH_NS
-    seen_now: list[_FileDigest] = []
+    entries: list[_FileDigest] = []
     for file in corpus.files:
         before = known.get(file.path)
         if before is not None and before.file == file:
-            seen_now.append(before)
+            entries.append(before)
         else:
-            seen_now.append(_FileDigest(file=file, digest=xxhash.xxh3_128_hexdigest(_read(corpus, file.path))))
-    settled = [seen for seen in seen_now if max(seen.file.mtime_ns, seen.file.ctime_ns) < settled_ns]
+            entries.append(_FileDigest(file=file, digest=xxhash.xxh3_128_hexdigest(_read(corpus, file.path))))
+    settled = [entry for entry in entries if max(entry.file.mtime_ns, entry.file.ctime_ns) < settled_ns]
     if settled != list(known.values()):
         with suppress(OSError):  # only speed is lost; a folder that cannot be written is reported when it matters
             write_atomically(path, msgspec.json.encode(settled))
-    return {seen.file.path: seen.digest for seen in seen_now}
+    return {entry.file.path: entry.digest for entry in entries}
 
 
 def _build(folder: Path, inputs: _Inputs, exclusive: bool) -> None:
@@ -245,9 +243,10 @@ def _write_shards(folder: Path, inputs: _Inputs) -> tuple[dict[str, list[Path]],
             for split in _SPLITS
         }
         done = {split: open_tokens(paths).num_documents if paths else 0 for split, paths in finished.items()}
-        progress = _EncodingProgress(sum(file.size for file in inputs.corpus.files))
+        text_bytes = sum(file.size for file in inputs.corpus.files)
+        progress = _EncodingProgress(text_bytes)
         documents = progress.leave_out(_documents(inputs, skipped), done)
-        encoded = encode_documents(documents, tokenizer, workers=_workers(tokenizer, inputs.corpus))
+        encoded = encode_documents(documents, tokenizer, workers=default_workers(tokenizer, text_bytes))
         stack.enter_context(closing(encoded))
         for split, document in encoded:
             writers[split].add(document.ids, document.token_bytes)
@@ -291,21 +290,13 @@ def _finished_shards(folder: Path) -> dict[str, list[Path]]:
     return finished
 
 
-def _workers(tokenizer: Tokenizer, corpus: Corpus) -> int:
-    """Encoding processes: none for bytes, which are copied faster than sent, or for little text."""
-    if tokenizer.name == BYTES:
-        return 0
-    workers = min(allowed_cores(), sum(file.size for file in corpus.files) // _WORKER_BYTES)
-    return workers if workers > 1 else 0
-
-
 class _EncodingProgress:
     """Logs the progress of encoding every few seconds: documents, MB of text, MB/s, time left."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
         self._documents = self._bytes = self._kept_bytes = 0
-        self._begin = self._said = time.monotonic()
+        self._begin = self._last_log_s = time.monotonic()
 
     def leave_out(self, documents: Iterator[Document], done: dict[str, int]) -> Iterator[Document]:
         """``documents`` without the first ``done`` of each split, which are counted as encoded."""
@@ -321,9 +312,9 @@ class _EncodingProgress:
         self._documents += 1
         self._bytes += text_bytes
         now = time.monotonic()
-        if now - self._said < _PROGRESS_S:
+        if now - self._last_log_s < _PROGRESS_S:
             return
-        self._said = now
+        self._last_log_s = now
         rate = max(1.0, self._bytes / (now - self._begin))
         done = self._bytes + self._kept_bytes
         _LOG.info(

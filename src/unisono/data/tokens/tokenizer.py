@@ -149,10 +149,10 @@ def _token_bytes(text: str, offsets: Sequence[tuple[int, int]]) -> NDArray[np.ui
         return np.zeros(0, np.uint32)
     code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     widths = 1 + (code_points > 0x7F) + (code_points > 0x7FF) + (code_points > 0xFFFF)
-    upto = np.concatenate([[0], np.cumsum(widths)])
+    byte_ends = np.concatenate([[0], np.cumsum(widths)])
     ends = np.maximum.accumulate(np.array([end for _, end in offsets], np.int64))
     ends[-1] = code_points.size
-    return np.diff(upto[ends], prepend=0).astype(np.uint32)
+    return np.diff(byte_ends[ends], prepend=0).astype(np.uint32)
 
 
 def _no_tokenizer(given: str) -> DataError:

@@ -28,12 +28,10 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch
+from unisono.data.dataset import Batch, Ids
 from unisono.data.options import Boundaries
 from unisono.data.tokens.shards import TokenSet, TokenShard, check_token_bytes
 from unisono.errors import DataError
-
-Ids = NDArray[np.int64]
 
 _NONE = np.empty(0, np.int64)
 
@@ -60,7 +58,7 @@ class TokenWindows:
             raise DataError(
                 given=f"{name} windows of {seq_len} tokens every {stride}",
                 rule="a stride is at least 1 and at most seq_len",
-                consequence="tokens would be left out, or no window would be another",
+                consequence="tokens would be skipped, or all windows would be the same",
                 nearest=f"stride={min(max(stride, 1), seq_len)}",
             )
         if tokens.num_tokens < seq_len + 1:
@@ -147,9 +145,6 @@ class TokenWindows:
             edges.append(row * self.seq_len + begins[begins > 0] - 1)
         return batch, np.concatenate(edges)
 
-    def _shard_of(self, token: int) -> int:
-        return int(np.searchsorted(self._ends, token, side="right"))
-
     def _assemble(self, start: int) -> tuple[Ids, NDArray[np.float32], Ids]:
         """One window across the end of a shard or of the stream: T + 1 tokens, their bytes, and the starts of documents."""
         length = self.seq_len + 1
@@ -158,7 +153,7 @@ class TokenWindows:
         begins: list[Ids] = []
         filled = 0
         while filled < length and start + filled < self.tokens.num_tokens:
-            number = self._shard_of(start + filled)
+            number = int(np.searchsorted(self._ends, start + filled, side="right"))
             shard = self.tokens.shards[number]
             local = start + filled - (int(self._ends[number]) - shard.tokens.size)
             part = shard.tokens[local : local + length - filled]

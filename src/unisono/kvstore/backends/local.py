@@ -21,10 +21,7 @@ HOST = torch.device("cpu")
 
 
 class LocalBackend:
-    """Values on the host, or on the devices of ``init``'s values.
-
-    Also the base of the kinds whose workers hold the values: they override what sends something.
-    """
+    """Values on the host, or on the devices of ``init``'s values."""
 
     def __init__(self, *, on_host: bool = False) -> None:
         self._on_host = on_host

@@ -27,10 +27,11 @@ from torch import Tensor
 
 from unisono.dist import World
 from unisono.errors import CheckpointError, ConfigError, Problem
-from unisono.kvstore.backends.local import LocalBackend
 from unisono.kvstore.compression import Codec, PowerSGD, compressed_sum, find_codec
 from unisono.kvstore.compression.registry import codec_is_fixed, no_traffic_to_compress
-from unisono.kvstore.keys import Future, PushValue
+from unisono.kvstore.keys import Future, PushValue, SparseRows
+from unisono.kvstore.value_store import ValueStore
+from unisono.optim.options import OptimOptions
 from unisono.plan.validate import round_problems
 
 _RESIDUAL = "compression/"
@@ -293,14 +294,14 @@ def _by_kind(names: Sequence[str], parameters: Mapping[str, Tensor]) -> list[tup
     return [(what, list(run)) for what, run in groupby(sorted(names, key=kind), key=kind)]
 
 
-class LocalSGDBackend(LocalBackend):
+class LocalSGDBackend:
     """A push updates this worker's copy; after every ``local_steps``-th push of all keys the copies are averaged.
 
     A step is one push of every key. ``set_optimizer`` sets the inner optimizer.
     """
 
     def __init__(self, world: World, config: LocalSGDConfig) -> None:
-        super().__init__()
+        self._values = ValueStore()
         self._world, self._config = world, config
         self._steps = 0
         self._pushed: set[str] = set()
@@ -340,8 +341,20 @@ class LocalSGDBackend(LocalBackend):
                 self._steps += 1
         return Future(lambda: None)
 
+    def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
+        return self._values.copy_to(items)
+
+    def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
+        return self._values.pull_rows(key, ids)
+
     def barrier(self) -> None:
         self._world.barrier()
+
+    def set_optimizer(self, options: OptimOptions) -> None:
+        self._values.set_optimizer(options)
+
+    def set_learning_rate(self, lr: float) -> None:
+        self._values.set_learning_rate(lr)
 
     def set_compression(self, codec: str | None) -> None:
         if self._local is not None:
@@ -357,6 +370,9 @@ class LocalSGDBackend(LocalBackend):
 
     def stats(self) -> dict[str, dict[str, float]]:
         return {} if self._local is None else self._local.stats()
+
+    def step(self) -> None:
+        pass
 
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's values and optimizer, the step, and the outer state. Raises ConfigError in the middle of a
@@ -390,7 +406,7 @@ class LocalSGDBackend(LocalBackend):
         self._local, self._steps = local, int(steps)
 
     def close(self) -> None:
-        super().close()
+        self._values = ValueStore()
         self._local = None
 
     def _between_steps(self) -> None:

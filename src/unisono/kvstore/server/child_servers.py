@@ -19,8 +19,7 @@ from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from unisono.errors import LaunchError
-from unisono.launch.exit_report import FATAL, USER_ERROR
+from unisono.errors import FATAL, USER_ERROR, LaunchError
 from unisono.launch.resources import TUNED_ALLOCATOR
 from unisono.launch.secret import secret_pipe
 

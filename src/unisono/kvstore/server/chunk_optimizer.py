@@ -94,7 +94,7 @@ class ChunkOptimizer:
 
     def _build(self, value: nn.Parameter) -> torch.optim.Optimizer:
         roles = {self._key: self.spec.roles[self._key]}
-        return build_optimizer(nn.Module(), self.spec.options, pieces={self._key: value}, named_roles=roles)
+        return build_optimizer(nn.Module(), self.spec.options, sharded_params={self._key: value}, named_roles=roles)
 
     def _state_of(self, value: nn.Parameter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """The optimizer's tensors by state name."""

@@ -1,7 +1,7 @@
-"""Where a model can be cut into pipeline stages, found by watching it run once (``plan.trace``), not by rules of names.
+"""Splits a model into pipeline stages between its blocks, from a trace of one forward pass (``plan.trace``).
 
-Between two stages only one tensor travels, the hidden state: a block's first argument, which is the first output of the
-block before it. What else depends on parameters may not get from one stage to another, and a model where it does is refused.
+Stages pass on one tensor, the hidden state: a block's first argument, which is the first output of the block before it. A model
+in which any other value that depends on parameters reaches another stage is rejected.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from unisono.errors import PlanError, Problem
-from unisono.plan.pipeline_split import balance_stages
+from unisono.plan.pipeline_schedule import balance_stages
 from unisono.plan.trace import Trace, TracedCall, trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelinePartition:
-    """Where a model is cut: the names of its blocks, how many each stage has, and the stages that use each parameter."""
+    """Names of a model's blocks, the number of blocks of each stage, and the stages that use each parameter."""
 
     blocks: tuple[str, ...]
     layers_per_stage: tuple[int, ...]
     stages_of_parameter: Mapping[str, tuple[int, ...]]
-    num_block_outputs: int  # of the tuple that a block returns, the hidden state first; 0 where it returns that alone
+    num_block_outputs: int  # length of the tuple that a block returns; 0 if it returns the hidden state alone
 
     @property
     def shared_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Parameters of several stages, whose gradients are parts of a sum over these."""
+        """Parameters that several stages use, with these stages; their gradients must be summed over them."""
         return {name: stages for name, stages in self.stages_of_parameter.items() if len(stages) > 1}
 
     def blocks_of_stage(self, stage: int) -> range:
@@ -44,98 +44,101 @@ def partition_model(
     layers_per_stage: tuple[int, ...] = (),
     block_costs: Sequence[float] = (),
 ) -> PipelinePartition:
-    """How to cut ``model`` into ``pieces`` stages; ``inputs`` are those of any micro-batch; nothing is computed or changed.
+    """Choose how to split ``model`` into stages. The model does not change.
 
-    Empty ``layers_per_stage`` are balanced by ``block_costs`` (what comes before the blocks, each block, what follows them);
-    without those, by the multiplications counted there.
+    Args:
+        inputs: Those of any micro-batch, for the trace.
+        pieces: Number of stages.
+        layers_per_stage: Number of blocks of each stage; empty balances the stages by cost.
+        block_costs: Costs of what comes before the blocks, of each block, and of what follows them; empty counts the elements of
+            the matrices that are multiplied there.
 
-    Raises PlanError with everything about the model that keeps it from being cut.
+    Raises:
+        PlanError: With all properties of the model that prevent the split.
     """
     names = {id(module): name for name, module in model.named_modules()}
     paths = tuple(names[id(block)] for block in blocks)
-    if not paths:
-        raise PlanError(
-            given=f"plan.pp for {type(model).__name__}, which has no repeated blocks",
-            rule="a pipeline cuts a model between the members of a ModuleList or Sequential of like modules",
-            consequence="there is no place to cut",
-            nearest="plan.pp=1 with plan.dp_shard to spread the state",
-        )
-    if layers_per_stage and (sum(layers_per_stage) != len(paths) or len(layers_per_stage) != pieces):
-        raise PlanError(
-            given=f"layers_per_stage {list(layers_per_stage)} for {type(model).__name__} with {len(paths)} blocks "
-            f"in {pieces} stages",
-            rule="layers_per_stage has the number of blocks of each stage",
-            consequence=f"{sum(layers_per_stage)} blocks would be on a stage",
-            nearest="numbers that add up, or none (stages are balanced by cost)",
-        )
-    if block_costs and len(block_costs) != len(paths) + 2:
-        raise PlanError(
-            given=f"{len(block_costs)} block_costs for {type(model).__name__} with {len(paths)} blocks",
-            rule="one cost for what comes before the blocks, one for each block, one for what follows them",
-            consequence="it would be unclear what each of them is the cost of",
-            nearest=f"{len(paths) + 2} numbers, or none (they are counted)",
-        )
+    _check_numbers(type(model).__name__, len(paths), pieces, layers_per_stage, block_costs)
     seen = trace(model, inputs)
     calls = {path: [call for call in seen.calls if call.module == path] for path in paths}
-    _raise(_not_in_a_row(paths, calls))
+    problems = _chain_problems(paths, calls)
+    if problems:
+        raise PlanError(*problems)
     ordered = [calls[path][0] for path in paths]
     users = _users(seen, ordered)
-    _raise(_ways_around(seen, ordered) + _shared_from_inside(model, paths, users))
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    before, *inside, behind = block_costs or _counted(seen, ordered, model)
-    layers_per_stage = layers_per_stage or balance_stages(inside, before, behind, pieces)
-    of_block = [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
-    places = [0, *of_block, pieces - 1]
-    homes: dict[str, tuple[int, ...]] = {}
-    for name in sizes:
-        inside = [number for number, path in enumerate(paths, 1) if name.startswith(f"{path}.")]
-        homes[name] = tuple(sorted({places[place] for place in (inside or users.get(name) or [0])}))
+    problems = _bypass_problems(seen, ordered) + _shared_block_parameters(model, paths, users)
+    if problems:
+        raise PlanError(*problems)
+    before, *inside, after = block_costs or _matrix_sizes(seen, ordered, model)
+    layers_per_stage = layers_per_stage or balance_stages(inside, before, after, pieces)
+    stages = [0, *(stage for stage, count in enumerate(layers_per_stage) for _ in range(count)), pieces - 1]
+    stages_of_parameter: dict[str, tuple[int, ...]] = {}
+    for name, _ in model.named_parameters():
+        owner = [number for number, path in enumerate(paths, 1) if name.startswith(f"{path}.")]
+        stages_of_parameter[name] = tuple(sorted({stages[section] for section in (owner or users.get(name) or [0])}))
     return PipelinePartition(
         blocks=paths,
         layers_per_stage=layers_per_stage,
-        stages_of_parameter=homes,
+        stages_of_parameter=stages_of_parameter,
         num_block_outputs=len(ordered[0].outputs) * ordered[0].returns_tuple,
     )
 
 
-def _raise(problems: Sequence[Problem]) -> None:
-    if problems:
-        raise PlanError(*problems)
+def _check_numbers(
+    model: str, num_blocks: int, pieces: int, layers_per_stage: tuple[int, ...], block_costs: Sequence[float]
+) -> None:
+    if not num_blocks:
+        raise PlanError(
+            given=f"plan.pp for {model}, which has no repeated blocks",
+            rule="a pipeline cuts a model between the members of a ModuleList or Sequential of like modules",
+            consequence="there is no place to cut",
+            nearest="plan.pp=1 with plan.dp_shard to spread the state",
+        )
+    if layers_per_stage and (sum(layers_per_stage) != num_blocks or len(layers_per_stage) != pieces):
+        raise PlanError(
+            given=f"layers_per_stage {list(layers_per_stage)} for {model} with {num_blocks} blocks in {pieces} stages",
+            rule="layers_per_stage has the number of blocks of each stage",
+            consequence=f"{sum(layers_per_stage)} blocks would be on a stage",
+            nearest="numbers that add up, or none (stages are balanced by cost)",
+        )
+    if block_costs and len(block_costs) != num_blocks + 2:
+        raise PlanError(
+            given=f"{len(block_costs)} block_costs for {model} with {num_blocks} blocks",
+            rule="one cost for what comes before the blocks, one for each block, one for what follows them",
+            consequence="it would be unclear what each of them is the cost of",
+            nearest=f"{num_blocks + 2} numbers, or none (they are counted)",
+        )
 
 
-def _bounds(seen: Trace, ordered: Sequence[TracedCall]) -> list[tuple[int, int]]:
-    """The operations before the blocks, in each, and behind them. Those between two blocks are in none."""
+def _sections(seen: Trace, ordered: Sequence[TracedCall]) -> list[tuple[int, int]]:
+    """Ranges of operations: before the blocks, in each block, and after them. Those between two blocks are in no section."""
     return [(0, ordered[0].first), *((call.first, call.end) for call in ordered), (ordered[-1].end, len(seen.ops))]
 
 
-def _counted(seen: Trace, ordered: Sequence[TracedCall], model: nn.Module) -> list[int]:
-    """What is before the blocks, each block, and what is behind them weigh: the numbers of their matrices."""
-    used = [_multiplied(seen, *bounds, model) for bounds in _bounds(seen, ordered)]
-    used[-1] |= {name for name in seen.returned if model.get_parameter(name).dim() > 1}
-    return [sum(model.get_parameter(name).numel() for name in names) for names in used]
-
-
-def _multiplied(seen: Trace, first: int, end: int, model: nn.Module) -> set[str]:
-    """Parameters that go into matrix products or convolutions: the more numbers, the longer it takes. Look-ups cost nothing."""
-    used = {name for op in seen.ops[first:end] if op.name != "embedding" for name in op.parameters}
-    return {name for name in used if model.get_parameter(name).dim() > 1}
+def _matrix_sizes(seen: Trace, ordered: Sequence[TracedCall], model: nn.Module) -> list[int]:
+    """Number of elements of the matrices that each section multiplies or convolves with; look-ups cost nothing."""
+    sections = [seen.ops[first:end] for first, end in _sections(seen, ordered)]
+    used = [{name for op in ops if op.name != "embedding" for name in op.parameters} for ops in sections]
+    used[-1].update(seen.returned)
+    parameters = [[model.get_parameter(name) for name in names] for names in used]
+    return [sum(parameter.numel() for parameter in section if parameter.dim() > 1) for section in parameters]
 
 
 def _users(seen: Trace, ordered: Sequence[TracedCall]) -> dict[str, list[int]]:
-    """By parameter, the places that read it: 0 before the blocks, then each block from 1, then behind them."""
+    """The sections that read each parameter."""
     users: dict[str, list[int]] = {}
-    bounds = _bounds(seen, ordered)
-    for place, (first, end) in enumerate(bounds):
+    sections = _sections(seen, ordered)
+    for section, (first, end) in enumerate(sections):
         for name in {name for op in seen.ops[first:end] for name in op.parameters}:
-            users.setdefault(name, []).append(place)
+            users.setdefault(name, []).append(section)
     for name in seen.returned:
-        if len(bounds) - 1 not in (places := users.setdefault(name, [])):
-            places.append(len(bounds) - 1)
+        if len(sections) - 1 not in users.setdefault(name, []):
+            users[name].append(len(sections) - 1)
     return users
 
 
-def _not_in_a_row(paths: tuple[str, ...], calls: Mapping[str, list[TracedCall]]) -> list[Problem]:
-    """Blocks that do not hand one hidden state to the next."""
+def _chain_problems(paths: tuple[str, ...], calls: Mapping[str, list[TracedCall]]) -> list[Problem]:
+    """Problems of blocks that do not pass one hidden state to the next block."""
     problems: list[Problem] = []
     before: tuple[int, ...] | None = None
     end = 0
@@ -166,39 +169,36 @@ def _not_in_a_row(paths: tuple[str, ...], calls: Mapping[str, list[TracedCall]])
     return problems
 
 
-def _ways_around(seen: Trace, ordered: Sequence[TracedCall]) -> list[Problem]:
-    """Values that depend on parameters and come to a block, or behind the blocks, by another way than the hidden state."""
-    weighed = seen.parameter_dependent()
-    bounds = _bounds(seen, ordered)
-    place = {number: index for index, (first, end) in enumerate(bounds) for number in range(first, end)}
-    origin: dict[int, int] = {}  # value: place of the operation that made it; -1 between two blocks
+def _bypass_problems(seen: Trace, ordered: Sequence[TracedCall]) -> list[Problem]:
+    """Problems of values, other than the hidden state, that depend on parameters and are used in another section."""
+    dependent = seen.parameter_dependent()
+    sections = _sections(seen, ordered)
+    section_of = {number: index for index, bounds in enumerate(sections) for number in range(*bounds)}
+    origin: dict[int, int] = {}  # value -> section of the operation that computed it; -1 between two blocks
     for number, op in enumerate(seen.ops):
         for value in op.outputs:
-            origin.setdefault(value, place.get(number, -1))
+            origin.setdefault(value, section_of.get(number, -1))
     violations: dict[str, None] = {}
     for call in ordered:
         for name, values in call.arguments[1:]:
-            if not weighed.isdisjoint(values):
-                violations[f"{call.module} is given {_argument(name)}, which depends on parameters outside it"] = None
-    incoming = [(), *(call.arguments[0][1] for call in ordered), ordered[-1].outputs[0]]
-    for index in range(1, len(bounds)):
-        allowed = {
-            *incoming[index],
-            *(value for call in ordered[index - 1 : index] for _, v in call.arguments for value in v),
-        }
-        uses = [(op.module, op.inputs) for op in seen.ops[slice(*bounds[index])]]
-        if index == len(bounds) - 1:
+            if not dependent.isdisjoint(values):
+                argument = f"argument {name}" if name.isdigit() else f"{name!r}"
+                violations[f"{call.module} is given {argument}, which depends on parameters outside it"] = None
+    allowed = [{value for _, values in call.arguments for value in values} for call in ordered]
+    allowed.append(set(ordered[-1].outputs[0]))
+    for index in range(1, len(sections)):
+        uses = [(op.module, op.inputs) for op in seen.ops[slice(*sections[index])]]
+        if index == len(sections) - 1:
             uses.append(("", seen.outputs))
-            allowed = set(incoming[index])
         for module, values in uses:
-            if any(value in weighed and origin[value] != index and value not in allowed for value in values):
+            if any(v in dependent and origin[v] != index and v not in allowed[index - 1] for v in values):
                 violations[
                     f"{module or 'the model itself'} uses what another block, or what is before the blocks, computed"
                 ] = None
     return [
         Problem(
             given=f"plan.pp for a model where {violation}",
-            rule="between stages only the hidden state travels; the rest is made from the inputs on every stage",
+            rule="stages pass on only the hidden state; each stage computes all else from the inputs",
             consequence="it would be computed from zeros, and get no gradient",
             nearest="plan.pp=1, or hand it on inside the hidden state",
         )
@@ -206,11 +206,7 @@ def _ways_around(seen: Trace, ordered: Sequence[TracedCall]) -> list[Problem]:
     ]
 
 
-def _argument(name: str) -> str:
-    return f"argument {name}" if name.isdigit() else f"{name!r}"
-
-
-def _shared_from_inside(model: nn.Module, paths: tuple[str, ...], users: Mapping[str, list[int]]) -> list[Problem]:
+def _shared_block_parameters(model: nn.Module, paths: tuple[str, ...], users: Mapping[str, list[int]]) -> list[Problem]:
     problems: list[Problem] = []
     for name, _ in model.named_parameters():
         owner = next((place for place, path in enumerate(paths, 1) if name.startswith(f"{path}.")), 0)

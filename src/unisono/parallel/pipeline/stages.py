@@ -1,11 +1,11 @@
-"""Splits a model into pipeline stages; the model's own forward pass runs on every stage, with the same inputs.
+"""Splits a model into pipeline stages; every stage runs the model's own forward pass, with the same inputs.
 
-- A block of another stage is replaced by a pass-through without parameters. The one before the stage's first block returns the
+- A block of another stage is replaced by a placeholder without parameters. The one before the stage's first block returns the
   received hidden state; the one after its last block ends the forward pass with the hidden state to send.
 - A parameter that the stage does not use is replaced by a zero that takes no memory; results computed with it are dropped.
 
-The model itself computes a block's other arguments (angles, masks) on every stage; ``partition`` has checked that this is
-right. Parameter names do not change. A parameter that several stages use (a tied embedding) is on each of them.
+The model computes a block's other arguments (angles, masks) on every stage; ``partition`` has checked that this is correct.
+Parameter names do not change. A parameter that several stages use (a tied embedding) is on each of them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from unisono.parallel.pipeline.partition import PipelinePartition
 
 
 class PipelineStages:
-    """This rank's stages of a model, which is split in place: ``stage_ids`` in ascending order, of ``num_stages`` in all.
+    """This rank's stages of a model, which is split in place: ``stage_ids`` in ascending order, of ``num_stages`` in total.
 
-    A call of the model runs the stage that ``activate`` named last. It returns the hidden state, or on the last stage the output
-    of the model.
+    A call of the model runs the stage set by ``activate``. It returns the hidden state, or on the last stage the model's output.
     """
 
     def __init__(self, model: nn.Module, layout: PipelinePartition, numbers: Sequence[int]) -> None:
@@ -36,14 +35,12 @@ class PipelineStages:
         local = {number for stage in self.stage_ids for number in layout.blocks_of_stage(stage)}
         self._homes = [_home(model, path) for path in layout.blocks]
         self._own = {number: self._homes[number][0][self._homes[number][1]] for number in sorted(local)}
-        self._passes = [_Pass(self._skip(number), parent[key]) for number, (parent, key) in enumerate(self._homes)]
+        self._placeholders = [_Placeholder(self._skip(n), parent[key]) for n, (parent, key) in enumerate(self._homes)]
         for number, (parent, key) in enumerate(self._homes):
             if number not in local:
-                parent[key] = self._passes[number]
-        _drop(
-            model,
-            {name for name, stages in layout.stages_of_parameter.items() if set(stages).isdisjoint(self.stage_ids)},
-        )
+                parent[key] = self._placeholders[number]
+        parameters = layout.stages_of_parameter.items()
+        _drop_parameters(model, {name for name, stages in parameters if set(stages).isdisjoint(self.stage_ids)})
         wrap_forward(model, self._run_stage)
 
     @property
@@ -71,52 +68,47 @@ class PipelineStages:
         try:
             with self._only_active():
                 return forward(*args, **kwargs)
-        except _Leave as leave:
-            return leave.hidden
+        except _EndOfStage as end:
+            return end.hidden
         finally:
             self._active, self._received = -1, None
 
     @contextmanager
     def _only_active(self) -> Generator[None]:
-        """Passes in place of this rank's other stages' blocks."""
+        """Inside, the blocks of this rank's other stages are replaced by placeholders."""
         span = self.partition.blocks_of_stage(self._active)
-        aside = [number for number in self._own if number not in span]
+        homes = {number: self._homes[number] for number in self._own if number not in span}
         try:
-            for number in aside:
-                parent, key = self._homes[number]
-                parent[key] = self._passes[number]
+            for number, (parent, key) in homes.items():
+                parent[key] = self._placeholders[number]
             yield
         finally:
-            for number in aside:
-                parent, key = self._homes[number]
+            for number, (parent, key) in homes.items():
                 parent[key] = self._own[number]
 
     def _skip(self, number: int) -> Callable[[Tensor], Any]:
         def skip(hidden: Tensor) -> Any:
             span = self.partition.blocks_of_stage(self._active)
             if number == span.stop:
-                raise _Leave(hidden)
+                raise _EndOfStage(hidden)
             if number == span.start - 1:
                 assert self._received is not None
                 hidden = self._received
-            return (
-                (hidden, *[None] * (self.partition.num_block_outputs - 1))
-                if self.partition.num_block_outputs
-                else hidden
-            )
+            num_outputs = self.partition.num_block_outputs
+            return (hidden, *[None] * (num_outputs - 1)) if num_outputs else hidden
 
         return skip
 
 
-class _Leave(BaseException):
-    """Carries the hidden state out of a forward pass whose rest is another stage's. No error: models must not catch it."""
+class _EndOfStage(BaseException):
+    """Ends the forward pass after the stage's last block. It is no error, and models must not catch it."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
 
-class _Pass(nn.Module):
-    """Stands where a block of another stage was. Forwards look at plain attributes of blocks (a kind of attention, say)."""
+class _Placeholder(nn.Module):
+    """Replaces a block of another stage. It has the plain attributes of the block (kind of attention), which some models read."""
 
     def __init__(self, skip: Callable[[Tensor], Any], block: nn.Module) -> None:
         super().__init__()
@@ -125,22 +117,22 @@ class _Pass(nn.Module):
         self._skip = skip
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Whatever it is called with, the hidden state comes first."""
+        """The first argument is the hidden state; the others are ignored."""
         return self._skip(args[0] if args else next(iter(kwargs.values())))
 
 
 def _home(model: nn.Module, path: str) -> tuple[dict[str, Any], str]:
-    """Where a module is kept: the children of its parent, and its name there."""
+    """The children of a module's parent, and the module's name there."""
     parent, _, key = path.rpartition(".")
     return model.get_submodule(parent)._modules, key  # pyright: ignore[reportPrivateUsage]
 
 
-def _drop(model: nn.Module, names: set[str]) -> None:
-    """Make zeros without memory of these parameters, under every name they have."""
-    gone = {id(parameter) for name, parameter in model.named_parameters() if name in names}
+def _drop_parameters(model: nn.Module, names: set[str]) -> None:
+    """Replace these parameters, under every name they have, by zeros that take no memory."""
+    dropped = {id(parameter) for name, parameter in model.named_parameters() if name in names}
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) in gone:
+            if id(parameter) in dropped:
                 zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
                 delattr(module, key)
                 setattr(module, key, zero.expand(parameter.shape))

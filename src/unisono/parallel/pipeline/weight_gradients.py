@@ -1,8 +1,8 @@
-"""Gradients of linear layers' weights, computed later than those of their inputs (Qi et al. 2023, Zero Bubble).
+"""Delays the weight gradients of linear layers in a backward pass (Qi et al. 2023, Zero Bubble).
 
-A stage waits for the gradient of its output; the stage before it, for the gradient of its input. Nobody waits for gradients of
-weights. So in a backward pass a linear layer computes ∂x = ∂y W at once and only keeps x and ∂y for ∂W = ∂yᵀ x. Everything
-else (biases, norms, embeddings) is computed at once.
+The previous stage waits for the gradient of this stage's input, but no stage waits for weight gradients. So in a backward pass a
+linear layer computes ∂x = ∂y W at once and only stores x and ∂y for ∂W = ∂yᵀ x. All other gradients (biases, norms,
+embeddings) are computed at once.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.models.precision import matmul_dtype
+from unisono.models.layers import matmul_dtype
 from unisono.parallel.hooks import wrap_forward
 
+# per layer: input [N, in], gradient of the output [N, out], weight
 PendingGradients = list[tuple[Tensor, Tensor, Tensor]]
 
 
 class WeightGradients:
-    """What backward passes inside ``collect`` still owe: (input [N, in], gradient of the output [N, out], weight) per layer."""
+    """Delayed weight gradients of the linear layers in ``blocks``, which are changed in place."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        self._owed: PendingGradients | None = None
+        self._pending: PendingGradients | None = None
         for block in blocks:
             for layer in block.modules():
-                # a layer of another class, or with a forward of its own, does more than this
+                # subclasses, and layers with a replaced forward, compute something else
                 if type(layer) is nn.Linear and "forward" not in vars(layer):
                     wrap_forward(layer, self._linear(layer))
 
@@ -40,28 +41,28 @@ class WeightGradients:
 
     @contextmanager
     def collect(self) -> Generator[PendingGradients]:
-        """Backward passes inside leave the gradients of weights to ``settle``, which wants what this yields."""
-        self._owed = owed = []
+        """Backward passes inside add their weight gradients to the yielded list, for ``accumulate``."""
+        self._pending = pending = []
         try:
-            yield owed
+            yield pending
         finally:
-            self._owed = None
+            self._pending = None
 
     def defer(self, x: Tensor, gradient: Tensor, weight: Tensor) -> bool:
-        """Take it on, if anyone collects."""
-        if self._owed is None:
+        """Delay one weight gradient; False outside of ``collect``."""
+        if self._pending is None:
             return False
-        self._owed.append((x, gradient, weight))
+        self._pending.append((x, gradient, weight))
         return True
 
     @staticmethod
-    def accumulate(owed: PendingGradients) -> None:
-        """Add the gradients to those of the weights, as autograd does, and forget the rest.
+    def accumulate(pending: PendingGradients) -> None:
+        """Compute the delayed gradients, add them to those of the weights as autograd does, and empty the list.
 
-        Hooks that wait for a weight's gradient run here, and ran in the backward pass before, which had none for it.
+        Hooks on a weight's gradient run here; they also ran in the backward pass, which had no gradient for the weight.
         """
-        while owed:
-            x, gradient, weight = owed.pop()
+        while pending:
+            x, gradient, weight = pending.pop()
             torch.autograd.backward(weight, _product(x, gradient, weight))
 
 
@@ -70,7 +71,7 @@ def _product(x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """torch's linear layer, autocast included."""
+    """torch's linear layer, with autocast, whose weight gradient can be delayed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradients) -> Tensor:
@@ -78,7 +79,7 @@ class _Linear(torch.autograd.Function):
         ctx.store, ctx.dtype, ctx.bias_dtype = store, x.dtype, None if bias is None else bias.dtype
         cast, cast_weight = x.to(compute), weight.to(compute)
         ctx.save_for_backward(cast, cast_weight)
-        ctx.weight = weight  # recompute gives saved tensors back without what they are leaves of
+        ctx.weight = weight  # with recompute, the saved tensor would not be the leaf itself
         return F.linear(cast, cast_weight, None if bias is None else bias.to(compute))
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""Placements pinned by hand, the rest by rule: tensor parallelism on torch's DTensor for models that no rule of ``tensor`` names.
+"""Tensor parallelism on torch's DTensor, for models that no rule of ``tensor`` matches: the user places some parameters.
 
-    shard(model, {"blocks.*.up.weight": ("tp", None), "blocks.*.down.weight": (None, "tp")}, grid)
+    shard_module(model, {"blocks.*.up.weight": ("tp", None), "blocks.*.down.weight": (None, "tp")}, mesh)
 
-says for parameters, by name or pattern, along which dim they are cut over the ranks of ``tp``. All other parameters and buffers
-are replicated; what each operation makes of its inputs' placements, and which sums or moves it needs, DTensor decides
-(Xu et al. 2021, GSPMD, describe such propagation). ``shard_function`` pins what goes into a function and comes out of it. Only
-``tp`` may be named: along ``dp_shard`` FSDP2 cuts everything by rows, and the ranks of other axes compute different things.
+sets for parameters, by name or pattern, the dim along which they are sharded over the ranks of ``tp``. All other parameters and
+buffers are replicated. DTensor propagates placements through operations and inserts the collectives (as GSPMD, Xu et al. 2021).
+``shard_function`` sets the placements of a function's inputs and outputs. Only ``tp`` may be named: along ``dp_shard`` FSDP2
+shards all parameters by rows, and ranks of the other axes compute different samples or layers.
 """
 
 from __future__ import annotations
@@ -37,16 +37,30 @@ Dims = tuple[str | None, ...]
 
 
 def shard_module(model: nn.Module, placements: Mapping[str, Dims], grid: ParallelDims) -> None:
-    """Cut the parameters of ``model`` that ``placements`` names (patterns as in ``fnmatch``) and replicate the rest, in place.
+    """Shard the parameters of ``model`` that ``placements`` names and replicate the others, in place.
 
-    A placement has for each dim "tp" or None. ``model``, which may be a part of a larger one, is called with plain tensors that
-    are equal on the ranks, and returns plain ones; inside all are DTensors. All ranks call it, with equal models. Raises
-    PlanError before anything is changed; an operation for which DTensor has no rule raises it when it runs.
+    Inside the model all tensors are DTensors; its inputs and outputs are plain tensors that are equal on the ranks. All ranks
+    call this, with equal models.
+
+    Args:
+        model: A model, or a part of one.
+        placements: By pattern of names (``fnmatch``): for each dim "tp" or None.
+
+    Raises:
+        PlanError: A pattern or placement does not fit; nothing was changed. In a forward pass: DTensor has no rule for an
+            operation.
     """
     names = _names(model)
     chosen, problems = _match(names, placements)
     if grid.plan.mesh.tp == 1:
-        problems.append(_inert())
+        problems.append(
+            Problem(
+                given=f"placements with plan.{AXIS}=1",
+                rule=f"they spread parameters over the ranks of {AXIS}",
+                consequence="they would act on nothing",
+                nearest=f"plan.{AXIS}=2, or no placements",
+            )
+        )
     if problems:
         raise PlanError(*problems)
     mesh = _mesh(grid)
@@ -61,13 +75,13 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], grid: Paralle
     }
     for module in model.modules():
         if any(p in chosen for p in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(_gradients_return_alike)
-            module.register_forward_hook(_sum_at_once)
+            module.register_forward_pre_hook(_reduce_gradients)
+            module.register_forward_hook(_reduce_outputs)
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, distributed[parameter])
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             setattr(module, name, distribute_tensor(buffer, mesh, [Replicate()], src_data_rank=None))
-    _enter_and_leave(model, mesh)
+    _convert_at_boundary(model, mesh)
 
 
 def resolve_placements(
@@ -75,41 +89,55 @@ def resolve_placements(
 ) -> tuple[dict[str, dict[str, Dims]], dict[str, rules.ParameterPlacement]]:
     """By module, the placements of its parameters (dims by pattern), and those of its inputs and outputs.
 
-    Raises PlanError with everything that keeps the placements of ``plan`` from being followed.
+    Raises PlanError with all problems of the placements of ``plan``.
     """
     modules = dict(model.named_modules())
-    wanted: dict[str, dict[str, Dims]] = {}
-    moved: dict[str, rules.ParameterPlacement] = {}
+    placed: dict[str, dict[str, Dims]] = {}
+    redistributed: dict[str, rules.ParameterPlacement] = {}
     problems: list[Problem] = []
     for placement in plan.tensor_parallel.placements:
         paths = match_modules(placement.module, modules)
         if not paths:
-            problems.append(_no_module(placement.module, modules))
+            problems.append(
+                Problem(
+                    given=f"a placement in {placement.module!r}",
+                    rule="it names modules of the model, by pattern",
+                    consequence="it would act on nothing",
+                    nearest=nearest_name(placement.module, modules),
+                )
+            )
         for path in paths:
             if placement.parameter:
-                twice = wanted.setdefault(path, {}).setdefault(placement.parameter, placement.dims) != placement.dims
+                twice = placed.setdefault(path, {}).setdefault(placement.parameter, placement.dims) != placement.dims
             else:
-                twice = moved.setdefault(path, placement) is not placement
+                twice = redistributed.setdefault(path, placement) is not placement
             if twice:
-                what = repr(placement.parameter) if placement.parameter else "what goes into or comes out"
-                problems.append(_placed_twice(f"{what} of {path or 'the model'!r}"))
-    problems += [*_not_apart(model, wanted), *_outside(moved, wanted)]
-    problems += [problem for path, own in wanted.items() for problem in _match(_names(modules[path]), own)[1]]
+                what = repr(placement.parameter) if placement.parameter else "the inputs and outputs"
+                problems.append(
+                    Problem(
+                        given=f"two placements of {what} of {path or 'the model'!r}",
+                        rule="a parameter has one placement, and so have the inputs and outputs of a module",
+                        consequence="it is unclear which counts",
+                        nearest="one of them, or patterns that do not overlap",
+                    )
+                )
+    problems += [*_overlapping(model, placed), *_outside(redistributed, placed)]
+    problems += [problem for path, own in placed.items() for problem in _match(_names(modules[path]), own)[1]]
     if problems:
         alike = {re.sub(r"\.\d+", ".*", problem.given): problem for problem in reversed(problems)}
         raise PlanError(*reversed(alike.values()))  # of repeated blocks those of the first
-    return wanted, moved
+    return placed, redistributed
 
 
 def apply_placements(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
-    """Shard ``model`` in place as the placements of the plan say, pin the inputs and outputs of modules, and record the shards in
-    ``table``."""
+    """Shard ``model`` in place by the placements of the plan, set those of inputs and outputs of modules, and record the shards
+    in ``table``."""
     modules = dict(model.named_modules())
-    wanted, moved = resolve_placements(model, mesh.plan)
-    for path, placements in wanted.items():
+    placed, redistributed = resolve_placements(model, mesh.plan)
+    for path, placements in placed.items():
         shard_module(modules[path], placements, mesh)
         _record(modules[path], path, mesh, table)
-    for path, placement in moved.items():
+    for path, placement in redistributed.items():
         pinned = shard_function(modules[path].forward, inputs=placement.inputs, outputs=placement.outputs)
         wrap_forward(modules[path], partial(_call, pinned))
 
@@ -118,31 +146,13 @@ def _call(pinned: Callable[..., Any], _forward: Any, *args: Any, **kwargs: Any) 
     return pinned(*args, **kwargs)
 
 
-def _no_module(pattern: str, modules: Mapping[str, nn.Module]) -> Problem:
-    return Problem(
-        given=f"a placement in {pattern!r}",
-        rule="it names modules of the model, by pattern",
-        consequence="it would act on nothing",
-        nearest=nearest_name(pattern, modules),
-    )
-
-
-def _placed_twice(what: str) -> Problem:
-    return Problem(
-        given=f"two placements of {what}",
-        rule="a parameter has one placement, and so has what a module takes and gives",
-        consequence="it is unclear which counts",
-        nearest="one of them, or patterns that do not overlap",
-    )
-
-
-def _not_apart(model: nn.Module, wanted: Collection[str]) -> Iterator[Problem]:
-    """Modules with placements that lie in each other, or share a parameter with what is outside."""
+def _overlapping(model: nn.Module, placed: Collection[str]) -> Iterator[Problem]:
+    """Problems of modules with placements inside each other, or that share a parameter with other modules."""
     holders = _names(model)
-    for path in wanted:
-        inside = [other for other in wanted if other != path and (not path or other.startswith(path + "."))]
-        outside = [n for names in holders.values() if any(_within(n, path) for n in names) for n in names]
-        outside = [name for name in outside if not _within(name, path)]
+    for path in placed:
+        inside = [other for other in placed if other != path and _within(other, path)]
+        shared = [names for names in holders.values() if any(_within(name, path) for name in names)]
+        outside = [name for names in shared for name in names if not _within(name, path)]
         if inside or outside:
             yield Problem(
                 given=f"placements in {path or 'the model'!r} beside {', '.join(inside + outside)}",
@@ -152,11 +162,11 @@ def _not_apart(model: nn.Module, wanted: Collection[str]) -> Iterator[Problem]:
             )
 
 
-def _outside(moved: Collection[str], wanted: Collection[str]) -> Iterator[Problem]:
-    for path in moved:
-        if not any(_within(path, outer) and path != outer for outer in wanted):
+def _outside(redistributed: Collection[str], placed: Collection[str]) -> Iterator[Problem]:
+    for path in redistributed:
+        if not any(_within(path, outer) and path != outer for outer in placed):
             yield Problem(
-                given=f"a placement of what goes into or comes out of {path or 'the model'!r}",
+                given=f"a placement of the inputs or outputs of {path or 'the model'!r}",
                 rule="it is of a module inside one whose parameters are placed: outside values are plain tensors",
                 consequence="there would be nothing to move",
                 nearest="a placement of parameters in a module around it",
@@ -164,7 +174,7 @@ def _outside(moved: Collection[str], wanted: Collection[str]) -> Iterator[Proble
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """All names of each parameter."""
+    """Names of each parameter."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -176,7 +186,7 @@ def _within(name: str, path: str) -> bool:
 
 
 def _record(module: nn.Module, path: str, mesh: ParallelDims, table: ShardTable) -> None:
-    """Note in ``table`` which elements of each parameter of ``module``, at ``path``, are on this rank."""
+    """Record in ``table`` which elements of each parameter of ``module``, at ``path``, are on this rank."""
     for name, parameter in module.named_parameters():
         dims = _dims(parameter)
         if AXIS in dims:
@@ -188,44 +198,38 @@ def _record(module: nn.Module, path: str, mesh: ParallelDims, table: ShardTable)
 
 
 class DTensorGradients:
-    """The gradient synchronisation of a model with placements: what DTensor left open is summed when the step ends."""
+    """The gradient synchronisation of a model with placements: completes DTensor's partial sums at the end of a step."""
 
-    def __init__(self, model: nn.Module, pieces: ShardedParameters, grid: ParallelDims) -> None:
-        self._model, self._pieces, self._grid = model, pieces, grid
+    def __init__(self, model: nn.Module, sharded: ShardedParameters, mesh: ParallelDims) -> None:
+        self._model, self._sharded, self._mesh = model, sharded, mesh
+        self.gradients, self.zero_grad = sharded.gradients, sharded.zero_grad
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
-        """Nothing leaves before the end."""
+        """Does nothing: gradients are sent at the end of the step only."""
 
     def wait(self, totals: Tensor) -> None:
-        """Sum ``totals`` [k] over all ranks and give every piece its gradient."""
-        world = self._grid.world
+        """Sum ``totals`` [k] over all ranks, and set the gradient of every shard."""
+        world = self._mesh.world
         with world.guard("gradient totals"):
             dist.all_reduce(totals, group=world.group)
         redistribute_grads(self._model)
-        self._pieces.collect_grads()
+        self._sharded.collect_grads()
         for gradient in self.gradients():
-            self._grid.sum(gradient, "dp_replicate")
-
-    def gradients(self) -> list[Tensor]:
-        """This rank's pieces, in parameter order."""
-        return [piece.grad for piece in self._pieces.parameters.values() if piece.grad is not None]
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        self._pieces.zero_grad()
+            self._mesh.sum(gradient, "dp_replicate")
 
     def close(self) -> None:
-        """Let the gradients go, and the mesh."""
-        self._pieces.zero_grad()
+        """Free the gradients, and torch's caches of the mesh."""
+        self._sharded.zero_grad()
         clear_mesh_caches()
 
 
 def shard_function(
     function: Callable[..., Any], *, inputs: Sequence[Dims | None] = (), outputs: Dims | None = None
 ) -> Callable[..., Any]:
-    """``function`` with its positional inputs, and what it returns, moved to these placements; None leaves one as it comes.
+    """``function`` with its positional inputs and its outputs redistributed to these placements; None changes nothing.
 
-    Inside a model that ``shard`` has cut. Raises PlanError, when called, for what is no DTensor or has other dims.
+    It is used inside a model that ``shard_module`` has sharded. Raises PlanError, in a call, for a value that is no DTensor or
+    has another number of dims.
     """
     for number, dims in enumerate([*inputs, outputs]):
         problem = None if dims is None else _wrong_axes(f"value {number} of {_name(function)}", dims)
@@ -234,38 +238,39 @@ def shard_function(
 
     @functools.wraps(function)
     def pinned(*args: Any, **kwargs: Any) -> Any:
-        moved = [
-            value if dims is None else _move(value, dims, f"input {number} of {_name(function)}")
+        values = [
+            value if dims is None else _redistribute(value, dims, f"input {number} of {_name(function)}")
             for number, (value, dims) in enumerate(zip(args, [*inputs, *[None] * len(args)], strict=False))
         ]
-        result = function(*moved, **kwargs)
-        return result if outputs is None else _move(result, outputs, f"the output of {_name(function)}")
+        result = function(*values, **kwargs)
+        return result if outputs is None else _redistribute(result, outputs, f"the output of {_name(function)}")
 
     return pinned
 
 
 def parameter_placements(model: nn.Module) -> dict[str, Dims]:
-    """For each parameter by what its dims are cut; all None for one that stayed replicated."""
+    """Placement of each parameter, by name; all None for a replicated one."""
     return {name: _dims(parameter) for name, parameter in model.named_parameters()}
 
 
 def redistribute_grads(model: nn.Module) -> None:
-    """Give every gradient the placement of its parameter: a replicated one's may still be a sum to be made over ranks."""
+    """Give every gradient the placement of its parameter; that of a replicated parameter may still be a partial sum."""
     for parameter in model.parameters():
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
-            wanted = cast(DTensor, parameter).placements
-            parameter.grad = gradient if gradient.placements == wanted else gradient.redistribute(placements=wanted)
+            placements = cast(DTensor, parameter).placements
+            if gradient.placements != placements:
+                parameter.grad = gradient.redistribute(placements=placements)
 
 
-def _gradients_return_alike(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Sums of gradients over ranks are made here. Left open, DTensor makes them where it likes, in parts of the batch that it
-    cannot always cut."""
+def _reduce_gradients(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Reduce the gradients of inputs here. DTensor would otherwise reduce them later, scattered along the batch, which it cannot
+    always split."""
     return pytree.tree_map_only(DTensor, lambda x: x.redistribute(placements=x.placements), args)
 
 
-def _sum_at_once(_module: nn.Module, _args: tuple[Any, ...], outputs: Any) -> Any:
-    """The same for what a module gives."""
+def _reduce_outputs(_module: nn.Module, _args: tuple[Any, ...], outputs: Any) -> Any:
+    """Reduce the outputs of a module here, for the same reason."""
 
     def summed(x: DTensor) -> DTensor:
         return x.redistribute(placements=[Replicate()]) if x.placements[0].is_partial() else x
@@ -342,16 +347,7 @@ def _wrong_length(what: str, dims: Dims, wanted: int) -> Problem:
     )
 
 
-def _inert() -> Problem:
-    return Problem(
-        given=f"placements with plan.{AXIS}=1",
-        rule=f"they spread parameters over the ranks of {AXIS}",
-        consequence="they would act on nothing",
-        nearest=f"plan.{AXIS}=2, or no placements",
-    )
-
-
-def _move(value: Any, dims: Dims, what: str) -> Any:
+def _redistribute(value: Any, dims: Dims, what: str) -> Any:
     if not isinstance(value, DTensor):
         raise PlanError(
             given=f"{what}: {type(value).__name__}",
@@ -364,13 +360,14 @@ def _move(value: Any, dims: Dims, what: str) -> Any:
     return value.redistribute(placements=_torch_placements(dims))
 
 
-def _enter_and_leave(model: nn.Module, mesh: DeviceMesh) -> None:
+def _convert_at_boundary(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Convert the inputs of ``model`` to DTensors, and its outputs to plain tensors."""
 
-    def enter(x: Tensor) -> Tensor:
+    def replicated(x: Tensor) -> Tensor:
         return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
     def with_dtensors(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = pytree.tree_map_only(Tensor, enter, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, replicated, (args, kwargs))
         try:
             outputs = forward(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:

@@ -2,7 +2,7 @@
 
 From the first to the last module that the rule names, each rank has T/tp tokens: x [B, T/tp, D]. A column-wise and row-wise pair
 gathers its input and reduce-scatters its output, at the cost of the all-reduces that these replace. Replicated parameters in
-between, such as norms, see a part of the tokens, so their gradients are summed over the ranks (``ReplicatedGradients``).
+between, such as norms, see a part of the tokens, so their gradients are summed over the ranks (``ShardTable.sum_grad``).
 Activations outside are replicated. Attention masks and positions are made outside and cover the whole sequence.
 
 Dropout between pairs draws the mask of the whole sequence on every rank and uses its own part: the generators of the ranks stay
@@ -28,7 +28,7 @@ SEQUENCE_DIM = -2  # the dim of tokens in activations [..., T, D]
 
 
 def apply_sequence_parallel(matched: list[RuleMatch], sharder: ParameterSharder) -> None:
-    """Cut activations from before the first to behind the last module that the rule names."""
+    """Split activations along the sequence from the input of the first module that the rule matches to the output of the last."""
     group = sharder.group
     between = [match.module for match in matched if isinstance(match.rule, SequenceRule)]
     map_input(between[0], lambda x: scatter_to_sp_region(_divisible(x, group), SEQUENCE_DIM, group))

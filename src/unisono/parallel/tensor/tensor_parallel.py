@@ -9,7 +9,7 @@ part, with one all-reduce after the row-wise layer forward and one before the co
     row         z = Σ_r y_r V_rᵀ + c                    ∂z replicated
 
 Experts are split along their hidden units. Where a layer has fewer key/value heads than there are ranks, several ranks hold the
-same head and their gradients are summed (``ReplicatedGradients``). So are the gradients of replicated parameters between the
+same head and their gradients are summed (``ShardTable.sum_grad``). So are the gradients of replicated parameters between the
 layers of a pair, such as norms of single heads. Modules matched by no rule are replicated. Dropout outside of pairs drops
 the same elements on every rank; between the layers of a pair each rank draws random numbers of its own (``rng``).
 """
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.parallel.expert import shard_expert_hidden
-from unisono.parallel.hooks import map_input, wrap_forward
+from unisono.parallel.hooks import map_input, replace_in_logits, wrap_forward
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharding import ParameterSharder, ShardTable
 from unisono.parallel.tensor.collectives import (
@@ -37,52 +37,44 @@ from unisono.parallel.tensor.collectives import (
 from unisono.parallel.tensor.rng import TensorParallelRNG
 from unisono.parallel.tensor.sequence_parallel import SEQUENCE_DIM, apply_sequence_parallel
 from unisono.parallel.tensor.tp_validation import RuleMatch, attribute_value, resolve_rules, weight_dims
-from unisono.parallel.tensor.vocab_parallel import VocabShard, attach_vocab_shards, shard_embedding, shard_output_layer
-from unisono.plan.rules import ColwiseRowwise, EmbeddingRule, ExpertRule, OutputRule
+from unisono.parallel.tensor.vocab_parallel import VocabShard, shard_embedding, shard_output_layer
+from unisono.plan.rules import ColwiseRowwise, EmbeddingRule, ExpertRule, OutputRule, local_sizes
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
-    """Keep this rank's part of every layer that a rule names, in place, and record it in ``table``. All ranks call it, with equal
-    models.
+    """Shard every layer that a rule matches, in place, and record the shards in ``table``. All ranks call it, with equal models.
 
-    Raises PlanError, before anything is changed, with all that keeps the rules from being followed.
+    Raises PlanError, before anything is changed, with all problems of the rules.
     """
     matched = resolve_rules(model, mesh.plan)
-    replicas = _groups_of_replicas(matched, mesh)
+    replicas = _replica_groups(matched, mesh)
     sharder = ParameterSharder(model, mesh, table)
     tables: dict[nn.Module, VocabShard] = {}
-    draws: dict[nn.Module, TensorParallelRNG] = {}
+    generators: dict[nn.Module, TensorParallelRNG] = {}
+    along_sequence = mesh.plan.tensor_parallel.sequence_parallel
     for rule_match in matched:
         match rule_match.rule:
-            case ColwiseRowwise():
-                _cut_pair(
-                    rule_match,
-                    rule_match.rule,
-                    sharder,
-                    replicas,
-                    along_sequence=mesh.plan.tensor_parallel.sequence_parallel,
-                )
-                around = _called(model, rule_match.path)
-                draws[around] = draws.get(around) or TensorParallelRNG(around, sharder.rank)
-                *first, last = map(rule_match.module.get_submodule, rule_match.rule.layers)
-                draws[around].add_pair(first, last)
+            case ColwiseRowwise() as pair:
+                _shard_pair(rule_match.module, pair, sharder, replicas, along_sequence=along_sequence)
+                region = _called_module(model, rule_match.path)
+                generators[region] = generators.get(region) or TensorParallelRNG(region, sharder.rank)
+                *first, last = map(rule_match.module.get_submodule, pair.layers)
+                generators[region].add_pair(first, last)
             case ExpertRule():
-                shard_expert_hidden(
-                    rule_match.module, sharder, along_sequence=mesh.plan.tensor_parallel.sequence_parallel
-                )
+                shard_expert_hidden(rule_match.module, sharder, along_sequence=along_sequence)
             case EmbeddingRule():
                 tables[rule_match.module] = shard_embedding(rule_match.module, sharder)
             case OutputRule():
                 tables[rule_match.module] = shard_output_layer(rule_match.module, sharder)
             case _:
                 pass
-    attach_vocab_shards(model, tables)
-    if mesh.plan.tensor_parallel.sequence_parallel:
+    replace_in_logits(model, "vocab_sharding", tables)
+    if along_sequence:
         apply_sequence_parallel(matched, sharder)
 
 
-def _called(model: nn.Module, path: str) -> nn.Module:
-    """The module at ``path``, or the nearest around it that has a forward pass."""
+def _called_module(model: nn.Module, path: str) -> nn.Module:
+    """The module at ``path``, or the nearest one around it that has a forward pass."""
     module = model.get_submodule(path)
     while isinstance(module, nn.ModuleList | nn.ModuleDict):
         path = path.rpartition(".")[0]
@@ -90,55 +82,56 @@ def _called(model: nn.Module, path: str) -> nn.Module:
     return module
 
 
-def _groups_of_replicas(matched: list[RuleMatch], grid: ParallelDims) -> dict[int, ProcessGroup]:
-    """This rank's group of ranks next to each other that hold the same block, by their number."""
-    count, counts = grid.plan.mesh.tp, set[int]()
-    for match in matched:
-        if isinstance(match.rule, ColwiseRowwise) and match.rule.num_kv_heads_attr:
-            counts.add(count // min(count, attribute_value(match, match.rule.num_kv_heads_attr)))
-    lines = {
-        str(n): torch.arange(grid.plan.mesh.world_size).view(-1, n).tolist()  # the ranks along tp are neighbours
-        for n in sorted(counts)
-        if 1 < n < count
-    }
-    groups = {int(n): group for n, group in grid.world.groups(lines).items()} if lines else {}
-    return {**groups, count: grid.group("tp")}
+def _replica_groups(matched: list[RuleMatch], mesh: ParallelDims) -> dict[int, ProcessGroup]:
+    """This rank's groups of neighbouring ranks that hold the same key/value heads, by number of ranks."""
+    tp = mesh.plan.mesh.tp
+    pairs = [(match, match.rule.num_kv_heads_attr) for match in matched if isinstance(match.rule, ColwiseRowwise)]
+    sizes = {tp // min(tp, attribute_value(match, name)) for match, name in pairs if name}
+    # the ranks along tp are neighbours
+    ranks = {str(n): torch.arange(mesh.plan.mesh.world_size).view(-1, n).tolist() for n in sorted(sizes) if 1 < n < tp}
+    groups = {int(n): group for n, group in mesh.world.groups(ranks).items()} if ranks else {}
+    return {**groups, tp: mesh.group("tp")}
 
 
-def _cut_pair(
-    match: RuleMatch,
+def _shard_pair(
+    module: nn.Module,
     pair: ColwiseRowwise,
     sharder: ParameterSharder,
     replicas: dict[int, ProcessGroup],
     *,
     along_sequence: bool,
 ) -> None:
-    module, group = match.module, sharder.group
-    parts = attribute_value(match, pair.num_kv_heads_attr) if pair.num_kv_heads_attr else 0
+    group = sharder.group
+    kv_heads = int(attrgetter(pair.num_kv_heads_attr)(module)) if pair.num_kv_heads_attr else 0
     for name in (*pair.colwise, *pair.kv_colwise, *pair.fused_colwise):
         layer = module.get_submodule(name)
-        held = parts if name in pair.kv_colwise else 0
+        parts = kv_heads if name in pair.kv_colwise else 0
         fused = 3 if name in pair.fused_colwise else 1
-        sharder.shard(layer, "weight", weight_dims(layer)[0], parts=held, fused=fused)
-        sharder.shard(layer, "bias", 0, parts=held, fused=fused)
-        if 0 < held < sharder.num_ranks:
+        sharder.shard(layer, "weight", weight_dims(layer)[0], parts=parts, fused=fused)
+        sharder.shard(layer, "bias", 0, parts=parts, fused=fused)
+        if 0 < parts < sharder.num_ranks:
             for parameter, _ in layer.named_parameters(recurse=False):
-                sharder.sum_grad(layer, parameter, replicas[sharder.num_ranks // held])
+                sharder.sum_grad(layer, parameter, replicas[sharder.num_ranks // parts])
     last = module.get_submodule(pair.rowwise)
     sharder.shard(last, "weight", weight_dims(last)[1])
     for layer in map(module.get_submodule, pair.layers):
-        _tell_sizes(layer)
-    _tell_counts(module, pair, sharder.num_ranks)
+        _set_features(layer)
+    for name, size in local_sizes(pair, module, sharder.num_ranks).items():
+        path, _, attribute = name.rpartition(".")
+        owner = attrgetter(path)(module) if path else module
+        if isinstance(owner, nn.Module):  # a configuration belongs to the whole model
+            setattr(owner, attribute, size)
     for first in map(module.get_submodule, pair.input_modules):
-        _sum_between(first, sharder, [module.get_submodule(name) for name in pair.layers])
+        _sum_grads_between(first, sharder, [module.get_submodule(name) for name in pair.layers])
         map_input(
             first,
             lambda x: gather_from_sp_region(x, SEQUENCE_DIM, group) if along_sequence else copy_to_tp_region(x, group),
         )
-    _leave_behind(last, group, along_sequence=along_sequence)
+    _make_rowwise(last, group, along_sequence=along_sequence)
 
 
-def _tell_sizes(layer: Any) -> None:
+def _set_features(layer: Any) -> None:
+    """Set the sizes that the layer reports to those of its local weight."""
     out, into = (layer.weight.shape[dim] for dim in weight_dims(layer))
     if isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = out, into
@@ -146,30 +139,16 @@ def _tell_sizes(layer: Any) -> None:
         layer.nf, layer.nx = out, into
 
 
-def _tell_counts(module: nn.Module, pair: ColwiseRowwise, count: int) -> None:
-    """Give the module the numbers of its part: heads, key/value heads, and what is derived from them."""
-    local: dict[str, int] = {}
-    for name in pair.local_attrs:
-        local[name] = max(1, int(attrgetter(name)(module)) // count)
-    if pair.kv_group_size_attr:
-        local[pair.kv_group_size_attr] = local[pair.num_heads_attr] // local[pair.num_kv_heads_attr]
-    for name, number in local.items():
-        path, _, attribute = name.rpartition(".")
-        owner = attrgetter(path)(module) if path else module
-        if isinstance(owner, nn.Module):  # a configuration belongs to the whole model
-            setattr(owner, attribute, number)
-
-
-def _sum_between(first: nn.Module, sharder: ParameterSharder, layers: list[nn.Module]) -> None:
-    """Whole parameters between the layers of a pair see this rank's heads only."""
+def _sum_grads_between(first: nn.Module, sharder: ParameterSharder, layers: list[nn.Module]) -> None:
+    """Sum the gradients of replicated parameters between the layers of a pair, which see this rank's heads only."""
     for module in first.modules():
         if module not in layers:
             for name, _ in module.named_parameters(recurse=False):
                 sharder.sum_grad(module, name, sharder.group)
 
 
-def _leave_behind(layer: Any, group: ProcessGroup, *, along_sequence: bool) -> None:
-    """Sum what the layer computes over the ranks; its bias is added once, to the sum."""
+def _make_rowwise(layer: Any, group: ProcessGroup, *, along_sequence: bool) -> None:
+    """Sum the layer's products over the ranks; its bias is added once, to the sum."""
     out, _ = weight_dims(layer)
 
     def row_parallel(_forward: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rules of tensor parallelism against a model: what they name in it, and whether it can be cut that way."""
+"""Resolves tensor-parallel rules on a model, and validates that its layers can be sharded as they say."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from unisono.plan.rules import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleMatch:
-    """A module that a rule names."""
+    """A module that a rule matches."""
 
     rule: Rule
     path: str
@@ -36,9 +36,9 @@ class RuleMatch:
 
 
 def resolve_rules(model: nn.Module, plan: Plan) -> list[RuleMatch]:
-    """What the rules of ``plan``, or the built-in ones that fit, name in ``model``.
+    """The modules of ``model`` that the rules of ``plan`` match, or the built-in ones if the plan has none.
 
-    Raises PlanError with all that cannot be cut as they say.
+    Raises PlanError with all problems of the rules and layers.
     """
     modules = {path: module for path, module in model.named_modules() if path}
     rules = plan.tensor_parallel.rules or built_in_rules(modules)
@@ -49,7 +49,7 @@ def resolve_rules(model: nn.Module, plan: Plan) -> list[RuleMatch]:
             consequence="every rank would compute the same",
             nearest="plan.rules in a strategy file, or plan.tp=1 with plan.dp_shard to spread the state",
         )
-    problems = list(_nothing_named(rules, modules))
+    problems = list(_unmatched(rules, modules))
     if not problems:
         matches = [
             RuleMatch(rule=rule, path=path, module=modules[path])
@@ -58,7 +58,7 @@ def resolve_rules(model: nn.Module, plan: Plan) -> list[RuleMatch]:
             for path in match_modules(pattern, modules)
         ]
         problems = list(_wrong_layers(matches, model, modules)) or [*_sizes(matches, plan.mesh.tp), *_widths(matches)]
-        problems += _recomputed_in_part(matches, plan, modules)
+        problems += _partly_recomputed(matches, plan, modules)
         if plan.tensor_parallel.sequence_parallel and not any(isinstance(rule, SequenceRule) for rule in rules):
             problems.append(
                 Problem(
@@ -73,13 +73,12 @@ def resolve_rules(model: nn.Module, plan: Plan) -> list[RuleMatch]:
     raise PlanError(*problems)
 
 
-def _recomputed_in_part(matches: list[RuleMatch], plan: Plan, modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
-    """Between the layers of a pair a rank draws from a stream of its own (``draws``), which begins and ends at them."""
+def _partly_recomputed(matches: list[RuleMatch], plan: Plan, modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
+    """A recomputed module contains all layers of a pair, one or none: between them a rank draws from its own stream (``rng``)."""
     named = [name for pattern in plan.recompute.modules for name in match_modules(pattern, modules)]
     for match in matches:
-        layers = (
-            [f"{match.path}.{layer}" for layer in match.rule.layers] if isinstance(match.rule, ColwiseRowwise) else []
-        )
+        pair_layers = match.rule.layers if isinstance(match.rule, ColwiseRowwise) else ()
+        layers = [f"{match.path}.{layer}" for layer in pair_layers]
         for name in named:
             inside = [layer for layer in layers if layer.startswith(f"{name}.")]
             if inside and len(inside) < len(layers):
@@ -91,20 +90,21 @@ def _recomputed_in_part(matches: list[RuleMatch], plan: Plan, modules: Mapping[s
                     consequence="dropout would draw other numbers in the backward pass",
                     nearest=f"{match.path}, or modules between those layers",
                 )
-                return  # other blocks are like it
+                return  # the other blocks have the same problem
+
+
+def attribute_value(match: RuleMatch, name: str) -> int:
+    """The value of an attribute of the module, by its dotted name."""
+    return int(attrgetter(name)(match.module))
 
 
 def weight_dims(layer: nn.Module) -> tuple[int, int]:
-    """The dims of output and of input features in a layer's weight; GPT-2's layers have them the other way round."""
+    """The dims of output and of input features in a layer's weight; those of GPT-2's ``Conv1D`` are swapped."""
     return (0, 1) if isinstance(layer, nn.Linear) else (1, 0)
 
 
-def attribute_value(matched: RuleMatch, path: str) -> int:
-    """The number that an attribute, named relative to the module, holds."""
-    return int(attrgetter(path)(matched.module))
-
-
-def _nothing_named(rules: tuple[Rule, ...], modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
+def _unmatched(rules: tuple[Rule, ...], modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
+    """Problems of rules that match no module, or whose layers or attributes a module lacks."""
     kinds = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in modules}
     for rule in rules:
         for pattern in module_patterns(rule):
@@ -120,7 +120,7 @@ def _nothing_named(rules: tuple[Rule, ...], modules: Mapping[str, nn.Module]) ->
                 yield from _incomplete(rule)
                 for path in paths:
                     missing = [layer for layer in rule.layers if f"{path}.{layer}" not in modules]
-                    absent = [name for name in _attributes(rule) if not _holds(modules[path], name)]
+                    absent = [name for name in _attributes(rule) if not _has_int(modules[path], name)]
                     if missing or absent:
                         inside = [other.removeprefix(path + ".") for other in modules if other.startswith(path + ".")]
                         yield Problem(
@@ -150,14 +150,10 @@ def _incomplete(pair: ColwiseRowwise) -> Iterator[Problem]:
 
 
 def _attributes(rule: ColwiseRowwise) -> list[str]:
-    return [
-        name
-        for name in (rule.num_heads_attr, rule.num_kv_heads_attr, rule.kv_group_size_attr, *rule.size_attrs)
-        if name
-    ]
+    return [*rule.local_attrs, *filter(None, [rule.kv_group_size_attr])]
 
 
-def _holds(module: nn.Module, path: str) -> bool:
+def _has_int(module: nn.Module, path: str) -> bool:
     try:
         return isinstance(attrgetter(path)(module), int)
     except AttributeError:
@@ -165,13 +161,13 @@ def _holds(module: nn.Module, path: str) -> bool:
 
 
 def _wrong_layers(matches: list[RuleMatch], model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
-    """Layers of a kind that cannot be cut, claimed twice, or that share a parameter with one that is not cut alike."""
+    """Problems of layers that cannot be sharded, match two rules, or share a weight with a layer that is sharded differently."""
     claims: dict[str, tuple[Rule, str]] = {}
     for match in matches:
         for path, cut in _claimed(match):
             if path in claims:
                 yield Problem(
-                    given=f"{path}, which is named by {_said(claims[path][0])} and by {_said(match.rule)}",
+                    given=f"{path}, which is named by {_describe(claims[path][0])} and by {_describe(match.rule)}",
                     rule="a layer is cut in one way",
                     consequence="it would be unclear which of the two counts",
                     nearest="leave one of them out",
@@ -225,17 +221,17 @@ def _fits(layer: nn.Module, cut: str) -> bool:
     return isinstance(layer, nn.Linear) or (cut != "vocabulary" and hasattr(layer, "nf"))
 
 
-def _said(rule: Rule) -> str:
+def _describe(rule: Rule) -> str:
     return f"the {rule.__struct_config__.tag} rule for {', '.join(map(repr, module_patterns(rule)))}"
 
 
 def _sizes(matches: list[RuleMatch], count: int) -> Iterator[Problem]:
-    said: set[tuple[str, ...]] = set()
+    reported: set[tuple[str, ...]] = set()
     for match in matches:
         for name, size, shared in _counts(match):
             legal = [n for n in range(1, count + 1) if size % n == 0 or (shared and n % size == 0)]
-            if count not in legal and (key := (*module_patterns(match.rule), name)) not in said:
-                said.add(key)
+            if count not in legal and (key := (*module_patterns(match.rule), name)) not in reported:
+                reported.add(key)
                 yield Problem(
                     given=f"plan.tp={count} for {match.path}, whose {name} is {size}",
                     rule="each rank has equally many heads and hidden units"
@@ -246,8 +242,8 @@ def _sizes(matches: list[RuleMatch], count: int) -> Iterator[Problem]:
 
 
 def _widths(matches: list[RuleMatch]) -> Iterator[Problem]:
-    """Without heads the row takes in feature by feature what the columns give."""
-    said: set[tuple[ColwiseRowwise, str]] = set()
+    """Without heads, the output features of the column-wise layers must equal the input features of the row-wise layer."""
+    reported: set[tuple[ColwiseRowwise, str]] = set()
     for match in matches:
         pair = match.rule
         if not isinstance(pair, ColwiseRowwise) or pair.num_heads_attr:
@@ -255,8 +251,8 @@ def _widths(matches: list[RuleMatch]) -> Iterator[Problem]:
         into = _width(match, pair.rowwise, 1)
         for name in (*pair.colwise, *pair.kv_colwise, *pair.fused_colwise):
             width, due = _width(match, name, 0), into * 3 if name in pair.fused_colwise else into
-            if width != due and (pair, name) not in said:
-                said.add((pair, name))
+            if width != due and (pair, name) not in reported:
+                reported.add((pair, name))
                 yield Problem(
                     given=f"{match.path}.{name}, of {width} output features, before {pair.rowwise}, of {into} input features",
                     rule="without num_heads_attr, columns give what the row takes in, and fused ones three times that",
@@ -272,7 +268,7 @@ def _width(match: RuleMatch, name: str, which: int) -> int:
 
 
 def _counts(match: RuleMatch) -> Iterator[tuple[str, int, bool]]:
-    """(name, size, whether several ranks may hold the same one): what ``tp`` has to divide."""
+    """Sizes that must be divisible by ``tp``: (name, size, whether several ranks may hold the same part)."""
     if isinstance(match.module, moe.Experts):
         yield "number of hidden units of an expert", match.module.gate.shape[1], False
     if not isinstance(match.rule, ColwiseRowwise):

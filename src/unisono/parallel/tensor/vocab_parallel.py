@@ -7,17 +7,16 @@ logits gathers them. Shards differ by one row at most, so that any vocabulary si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from unisono.models.loss import LazyLogits
 from unisono.parallel.hooks import wrap_forward
 from unisono.parallel.sharding import ParameterSharder, even_sizes
 from unisono.parallel.tensor.collectives import copy_to_tp_region, gather_from_tp_region, reduce_from_tp_region
@@ -31,18 +30,18 @@ class VocabShard:
     group: ProcessGroup
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """``hidden`` itself; its gradient, of which each rank computes the part of its rows, is summed."""
+        """The identity on ``hidden``; its gradient is summed over the ranks."""
         return copy_to_tp_region(hidden, self.group)
 
     def place(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Row numbers on this rank of ``tokens``, 0 for those of other ranks, and a mask of those that are here."""
+        """Local row of each token, 0 for a token of another rank, and whether the row is local."""
         index = self.group.rank()
         places = tokens - list(accumulate(self.sizes, initial=0))[index]
         here = (places >= 0) & (places < self.sizes[index])
         return places.where(here, 0), here
 
     def combine(self, log_norm: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The logsumexp over the vocabulary from that over this rank's rows, and ``chosen`` summed over the ranks."""
+        """Combine over the ranks: the logsumexp of the local ``log_norm``, and the sum of ``chosen``."""
         largest = log_norm.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         sums = torch.stack([(log_norm - largest).exp(), chosen])
@@ -50,7 +49,7 @@ class VocabShard:
         return largest + sums[0].log(), sums[1]
 
     def gather(self, logits: Tensor) -> Tensor:
-        """All logits [..., vocab]."""
+        """Gather local logits into all logits [..., vocab]."""
         return gather_from_tp_region(logits, -1, self.group, self.sizes)
 
 
@@ -85,17 +84,3 @@ def shard_output_layer(layer: Any, sharder: ParameterSharder) -> VocabShard:
 
     wrap_forward(layer, gathered)
     return part
-
-
-def attach_vocab_shards(model: nn.Module, tables: Mapping[Any, VocabShard]) -> None:
-    """Where ``model`` returns ``LazyLogits`` with the matrix of one of ``tables``, set its ``vocab_sharding``."""
-
-    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
-        if isinstance(output, LazyLogits):
-            for table, part in tables.items():
-                if output.weight is table.weight:
-                    return output._replace(vocab_sharding=part)
-        return output
-
-    if tables:
-        model.register_forward_hook(hook)

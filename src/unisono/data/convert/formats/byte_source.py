@@ -6,10 +6,9 @@ import gzip
 import os
 import zlib
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
-from unisono.data.convert.formats.table import MAX_RECORD_BYTES, damaged_error, unreadable_error
+from unisono.data.convert.formats.table import MAX_RECORD_BYTES, damaged_error, open_source, unreadable_error
 
 MAX_EXPANSION: Final = 200  # of gzip: real data stays far below, decompression bombs come near 1,000
 _FREE_BYTES: Final = 16 << 20  # a small file may expand to this much in any case
@@ -24,12 +23,7 @@ class ByteSource:
 
     def __init__(self, path: Path) -> None:
         self.path, self.offset = path, 0
-        try:
-            self._raw = path.open("rb")
-        except OSError as error:
-            raise unreadable_error(
-                f"{path}: {error.strerror}", "a source is a file that can be read", "the path of a file"
-            ) from error
+        self._raw = open_source(path)
         self._unpacked = gzip.GzipFile(fileobj=self._raw) if path.name.endswith(".gz") else None
         # bytes of the whole file; unknown for gzip
         self.size = None if self._unpacked else os.fstat(self._raw.fileno()).st_size
@@ -37,20 +31,18 @@ class ByteSource:
     def __enter__(self) -> ByteSource:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._raw.close()
 
     def read(self, count: int, what: str, *, record: int | None = None) -> bytes:
         """The next ``count`` bytes; ``what`` they are, and ``record``, are for errors."""
         if count > MAX_RECORD_BYTES:
-            said = f"{what} of {count:,} bytes, where {MAX_RECORD_BYTES:,} are the most"
-            raise damaged_error(self.path, self.offset, said, record=record)
+            detail = f"{what} of {count:,} bytes, where {MAX_RECORD_BYTES:,} are the most"
+            raise damaged_error(self.path, self.offset, detail, record=record)
         content = self.read_up_to(count)
         if len(content) < count:
-            said = f"the file ends {count - len(content)} bytes before the end of {what}"
-            raise damaged_error(self.path, self.offset, said, record=record)
+            detail = f"the file ends {count - len(content)} bytes before the end of {what}"
+            raise damaged_error(self.path, self.offset, detail, record=record)
         return content
 
     def read_up_to(self, count: int) -> bytes:
@@ -65,7 +57,7 @@ class ByteSource:
     def end(self, what: str) -> None:
         """Raise DataError if bytes are left; reading to the end also makes gzip check its checksum."""
         if self.read_up_to(1):
-            raise damaged_error(self.path, self.offset - 1, f"there is more behind the end of {what}")
+            raise damaged_error(self.path, self.offset - 1, f"there are bytes after the end of {what}")
 
     def _piece(self, count: int) -> bytes:
         if self._unpacked is None:
@@ -78,6 +70,6 @@ class ByteSource:
             raise unreadable_error(
                 f"{self.path}: {self._raw.tell():,} bytes of gzip, which are more than {self.offset:,} bytes unpacked",
                 f"a file expands {MAX_EXPANSION} times at most, or to {_FREE_BYTES >> 20} MiB",
-                "gunzip by hand, if that is what it should hold",
+                "gunzip it by hand, if this is its real content",
             )
         return piece

@@ -22,6 +22,7 @@ from unisono.data.convert.formats.table import (
     check_rows,
     damaged_error,
     infer_schema,
+    open_source,
     shorten,
     unreadable_error,
     unwritable_error,
@@ -52,7 +53,7 @@ def write(path: Path, table: Table, binary: Collection[str] = ()) -> int:
         if field.type == "bytes" and name not in binary:
             raise unwritable_error(
                 f"field {name!r}, which is bytes, as CSV",
-                "CSV is text: bytes are written as base64 in the fields that are said to be, here and for reading",
+                "CSV is text: bytes are base64 in the fields that are named, for writing and for reading",
                 f"--base64 {name}; a .jsonl, .parquet or .mindrecord file holds bytes",
             )
         if field.shape is not None or field.type == "bool":
@@ -148,13 +149,7 @@ def _same_width(path: Path, number: int, offset: int, cells: list[_Cell], names:
 
 def _records(path: Path) -> Iterator[tuple[int, int, list[_Cell]]]:
     """Line number and offset of each record, and its cells."""
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise unreadable_error(
-            f"{path}: {error.strerror}", "a source is a file that can be read", "the path of a file"
-        ) from error
-    with file:
+    with open_source(path) as file:
         offset, number = len(_BOM), 1
         if file.read(len(_BOM)) != _BOM:
             offset = file.seek(0)
@@ -171,7 +166,7 @@ def _records(path: Path) -> Iterator[tuple[int, int, list[_Cell]]]:
             record = b"".join(lines)
             if not record.endswith(b"\n"):
                 raise damaged_error(
-                    path, offset, f"line {number} does not end: a cut file looks so, a line ends with \\n"
+                    path, offset, f"line {number} has no line end, as in a truncated file: a line ends with \\n"
                 )
             try:
                 yield number, offset, _cells(record.decode().removesuffix("\n").removesuffix("\r"))

@@ -11,7 +11,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from unisono.data.convert.formats.table import MAX_RECORD_BYTES, Row, Table, unreadable_error, unwritable_error
+from unisono.data.convert.formats.table import (
+    MAX_RECORD_BYTES,
+    Row,
+    Table,
+    open_source,
+    unreadable_error,
+    unwritable_error,
+)
 from unisono.storage.files import new_file
 
 
@@ -47,13 +54,7 @@ def to_line(row: Row) -> str:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise unreadable_error(
-            f"{path}: {error.strerror}", "a source is a file that can be read", "the path of a file"
-        ) from error
-    with file:
+    with open_source(path) as file:
         offset = number = 0
         while line := file.readline(MAX_RECORD_BYTES + 1):
             number += 1
@@ -68,7 +69,7 @@ def _rows(path: Path) -> Iterator[Row]:
                 raise unreadable_error(
                     f"{path}: line {number} at offset {offset}: {error}",
                     'a line is one JSON object of numbers, strings, lists of numbers, and bytes as {"base64": …}',
-                    "mend or remove that line",
+                    "repair or remove that line",
                 ) from error
             offset += len(line)
 

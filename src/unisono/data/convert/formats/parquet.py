@@ -10,10 +10,9 @@ import importlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from unisono.data.convert.formats.table import (
     Row,
@@ -21,6 +20,7 @@ from unisono.data.convert.formats.table import (
     check_columns,
     check_rows,
     infer_schema,
+    row_bytes,
     unreadable_error,
     unwritable_error,
 )
@@ -89,7 +89,9 @@ def write(path: Path, table: Table) -> int:
     fields, rows = infer_schema(table)
     arrow = pa.schema([pa.field(name, _type(pa, name, field), nullable=False) for name, field in fields.items()])
     rows, count = check_rows(rows, fields, "Parquet"), 0
-    with new_file(path) as file, _writer(pq, file, arrow) as writer:
+    # the page size is checked once per batch: with the default of 1,024 values a page of images is 100 MB
+    options = {"write_page_checksum": True, "write_batch_size": 64}
+    with new_file(path) as file, pq.ParquetWriter(file, arrow, **options) as writer:
         while group := list(_group(rows)):
             columns = [_column(pa, [row[name] for row in group], field, count) for name, field in fields.items()]
             writer.write_table(pa.Table.from_arrays(columns, schema=arrow))
@@ -97,24 +99,13 @@ def write(path: Path, table: Table) -> int:
     return count
 
 
-def _writer(pq: Any, file: Any, arrow: Any) -> Any:
-    # the page size is checked once per batch: with the default of 1,024 values a page of images is 100 MB
-    return pq.ParquetWriter(file, arrow, write_page_checksum=True, write_batch_size=64)
-
-
 def _group(rows: Iterator[Row]) -> Iterator[Row]:
     size = 0
     for row in islice(rows, _GROUP_ROWS):
         yield row
-        size += sum(_bytes_of(value) for value in row.values())
+        size += row_bytes(row)
         if size >= _GROUP_BYTES:
             return
-
-
-def _bytes_of(value: Any) -> int:
-    if isinstance(value, np.ndarray):
-        return cast("NDArray[Any]", value).nbytes
-    return len(value) if isinstance(value, str | bytes) else 8
 
 
 def _field(path: Path, name: str, kind: Any) -> FieldType:

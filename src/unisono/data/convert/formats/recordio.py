@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,7 @@ from unisono.data.convert.formats.table import (
 from unisono.data.mindrecord import FieldType
 from unisono.data.recordio import ImageHeader, RecordFile, RecordWriter, pack_header
 from unisono.data.recordio.index import RaggedColumn, SideColumn
-
-_ARRAYS: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")  # the dtypes of a sidecar
+from unisono.data.sidecar import COLUMN_DTYPES
 
 
 def read(path: Path) -> Table:
@@ -96,9 +95,9 @@ def _parts(row: Row, number: int) -> tuple[bytes, int | None, dict[str, Any]]:
     numbers = {name: value for name, value in row.items() if type(value) in (int, float) or _is_list(value)}
     others = sorted(row.keys() - payloads.keys() - numbers.keys())
     if len(payloads) != 1 or others:
-        said = ", ".join(f"{name} ({type(row[name]).__name__})" for name in sorted({*payloads, *others}))
+        kinds_in_row = ", ".join(f"{name} ({type(row[name]).__name__})" for name in sorted({*payloads, *others}))
         raise unwritable_error(
-            f"row {number} with {said or 'no bytes'} as a RecordIO record",
+            f"row {number} with {kinds_in_row or 'no bytes'} as a RecordIO record",
             "a record is one payload of bytes; what else belongs to it are numbers, or short arrays of one dim",
             "a .mindrecord, .parquet or .jsonl file holds such rows, or choose columns that are a record",
         )
@@ -125,4 +124,4 @@ def _is_list(value: Any) -> bool:
     if not isinstance(value, np.ndarray):
         return False
     array = cast("NDArray[Any]", value)
-    return array.ndim == 1 and array.dtype.newbyteorder("<").str in _ARRAYS
+    return array.ndim == 1 and array.dtype.newbyteorder("<").str in COLUMN_DTYPES

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, BinaryIO, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,16 @@ class Table:
     rows: Iterable[Row]
     schema: dict[str, FieldType] | None = None
     image: str | None = None
+
+
+def open_source(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises DataError."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise unreadable_error(
+            f"{path}: {error.strerror}", "a source is a file that can be read", "the path of a file"
+        ) from error
 
 
 def unwritable_error(given: str, rule: str, nearest: str) -> DataError:
@@ -124,7 +134,7 @@ def check_rows(rows: Iterable[Row], schema: Mapping[str, FieldType], format_name
             if not _fits(row[name], field):
                 raise unwritable_error(
                     f"row {number}, field {name!r}: {shorten(row[name])}",
-                    f"in {format_name} the field is {_said(field)} in all rows",
+                    f"in {format_name} the field is {_described(field)} in all rows",
                     "a .jsonl file holds fields of any type",
                 )
         yield row
@@ -159,6 +169,12 @@ def encode_image_column(table: Table) -> Table:
     return replace(table, rows=rows(), schema=schema, image=None)
 
 
+def row_bytes(row: Row) -> int:
+    """About the bytes that a row takes: of arrays, strings and bytes their own, of any other value 8."""
+    sizes = [getattr(value, "nbytes", len(value) if isinstance(value, str | bytes) else 8) for value in row.values()]
+    return sum(sizes)
+
+
 def shorten(value: Any) -> str:
     """A value for an error text: its type, and itself if it is short."""
     if isinstance(value, np.ndarray):
@@ -168,7 +184,7 @@ def shorten(value: Any) -> str:
     return f"{text if len(text) <= 40 else text[:40] + '…'} ({type(value).__name__})"
 
 
-def _said(field: FieldType) -> str:
+def _described(field: FieldType) -> str:
     return field.type if field.shape is None else f"an array of {field.type} and shape {list(field.shape)}"
 
 

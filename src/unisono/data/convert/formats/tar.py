@@ -115,7 +115,7 @@ def _members(path: Path) -> Iterator[tuple[str, int, bytes]]:
                     raise damaged_error(path, offset, "one empty block, where two end an archive")
                 while rest := source.read_up_to(1 << 16):
                     if any(rest):
-                        raise damaged_error(path, offset, "there is more behind the end of the archive")
+                        raise damaged_error(path, offset, "there are bytes after the end of the archive")
                 return
             kind, name, size = _header(path, offset, header)
             if kind in "xL":
@@ -146,7 +146,7 @@ def _members(path: Path) -> Iterator[tuple[str, int, bytes]]:
 def _content(source: ByteSource, size: int) -> bytes:
     content = source.read(size, "a member")
     if any(source.read(-size % _BLOCK, "a member's last block")):
-        raise damaged_error(source.path, source.offset, "bytes in the room that fills a member's last block")
+        raise damaged_error(source.path, source.offset, "non-zero padding in a member's last block")
     return content
 
 
@@ -185,7 +185,7 @@ def _long_name(path: Path, offset: int, kind: str, content: bytes) -> dict[str, 
             match = _PAX.match(content, at)
             end = at + int(match[1]) if match else 0
             if not match or not match.end() < end <= len(content) or content[end - 1 : end] != b"\n":
-                raise ValueError("a pax record that is none")
+                raise ValueError("a malformed pax record")
             name = match[2].decode()
             if name.startswith("GNU.sparse"):
                 raise ValueError("a sparse file")
@@ -197,10 +197,10 @@ def _long_name(path: Path, offset: int, kind: str, content: bytes) -> dict[str, 
 
 
 def _size_of(path: Path, offset: int, extra: dict[str, str], size: int) -> int:
-    said = extra.get("size", str(size))
-    if not re.fullmatch(r"\d{1,20}", said):
-        raise damaged_error(path, offset, f"a size of {said[:40]!r}")
-    return int(said)
+    digits_text = extra.get("size", str(size))
+    if not re.fullmatch(r"\d{1,20}", digits_text):
+        raise damaged_error(path, offset, f"a size of {digits_text[:40]!r}")
+    return int(digits_text)
 
 
 def _is_path(name: str) -> bool:

@@ -58,21 +58,21 @@ def _bytes_list(content: memoryview) -> list[bytes]:
 
 
 def _float_list(content: memoryview) -> NDArray[Any]:
-    pieces: list[memoryview] = []
-    for number, kind, piece in _fields(content):
-        if number != 1 or kind not in (_BYTES, _FIXED32) or len(piece) % 4:
-            raise ValueError("a list of floats that is none")
-        pieces.append(piece)
-    return np.frombuffer(b"".join(pieces), "<f4").astype(np.float32)
+    return np.frombuffer(_numbers(content, _FIXED32, 4, "floats"), "<f4").astype(np.float32)
 
 
 def _int_list(content: memoryview) -> NDArray[Any]:
+    return _varints(np.frombuffer(_numbers(content, _VARINT, 1, "ints"), np.uint8))
+
+
+def _numbers(content: memoryview, alone: int, item_bytes: int, what: str) -> bytes:
+    """The bytes of a list of numbers, each packed with others or ``alone``, of that wire type."""
     pieces: list[memoryview] = []
     for number, kind, piece in _fields(content):
-        if number != 1 or kind not in (_BYTES, _VARINT):
-            raise ValueError("a list of ints that is none")
+        if number != 1 or kind not in (_BYTES, alone) or len(piece) % item_bytes:
+            raise ValueError(f"a malformed list of {what}")
         pieces.append(piece)
-    return _varints(np.frombuffer(b"".join(pieces), np.uint8))
+    return b"".join(pieces)
 
 
 _READERS: Final[dict[int, Callable[[memoryview], FeatureValues]]] = {1: _bytes_list, 2: _float_list, 3: _int_list}

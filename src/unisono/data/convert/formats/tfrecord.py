@@ -96,8 +96,8 @@ def _records(path: Path) -> Iterator[tuple[int, bytes]]:
             if masked_crc32c(crc32c(head[:8])) != crc:
                 raise damaged_error(path, offset, f"its length, {length}, does not have its checksum", record=number)
             if source.size is not None and length > source.size - source.offset - _CRC.size:
-                said = f"it says {length:,} bytes, and {source.size - source.offset:,} are left with its checksum"
-                raise damaged_error(path, offset, said, record=number)
+                detail = f"it says {length:,} bytes, and {source.size - source.offset:,} are left with its checksum"
+                raise damaged_error(path, offset, detail, record=number)
             payload = source.read(length, "a record", record=number)
             (crc,) = _CRC.unpack(source.read(_CRC.size, "a record's checksum", record=number))
             if masked_crc32c(crc32c(payload)) != crc:

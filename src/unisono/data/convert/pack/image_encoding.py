@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from unisono.data.convert.pack.pack_job import RecordAnswer
 from unisono.data.image.decoding import MAX_PIXELS, Color, ImageInfo, Pixels, check_pixels, decode, probe
 from unisono.data.image.restart_markers import add_restart_markers, encode_jpeg
 from unisono.data.image.tiles import tile_grid
@@ -45,17 +45,7 @@ class ImageOptions:
         return not (self.resize or self.center_crop or self.quality or self.encoding or self.color)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncodedImage:
-    """The image of a record. ``tiles``: bytes per tile, empty if it has none, None if not requested."""
-
-    data: bytes
-    width: int
-    height: int
-    tiles: NDArray[np.uint32] | None = None
-
-
-def encode_image(raw: bytes, options: ImageOptions) -> EncodedImage:
+def encode_image(raw: bytes, options: ImageOptions) -> RecordAnswer:
     """Process an image. Raises DataError for an invalid image: checks all of it if it is encoded again, else its header and, of
     JPEG and PNG, its end."""
     info = probe(raw)
@@ -68,7 +58,7 @@ def encode_image(raw: bytes, options: ImageOptions) -> EncodedImage:
         pixels = _pixels(raw, info, options)
         data = _encoded(pixels, options)
         height, width = pixels.shape[:2]
-    return EncodedImage(data=data, width=width, height=height, tiles=_tiles(data) if options.tiles else None)
+    return RecordAnswer(records=[data], width=width, height=height, tiles=_tiles(data) if options.tiles else None)
 
 
 def _check_end(raw: bytes, info: ImageInfo) -> None:
@@ -146,10 +136,10 @@ def _encoded(pixels: Pixels, options: ImageOptions) -> bytes:
     return simplejpeg.encode_jpeg(pixels, quality, *kind)
 
 
-def _tiles(data: bytes) -> NDArray[np.uint32]:
+def _tiles(data: bytes) -> bytes:
     """Bytes per tile as uint32, because a side column has one dtype and ``to_column`` may return uint16."""
     grid = tile_grid(data)
-    return np.empty(0, np.uint32) if grid is None else grid.to_column().astype(np.uint32)
+    return b"" if grid is None else grid.to_column().astype("<u4").tobytes()
 
 
 def _pillow() -> Any:

@@ -21,6 +21,7 @@ from typing import Final
 import xxhash
 
 from unisono.data.convert.formats.table import MAX_RECORD_BYTES, unreadable_error
+from unisono.data.convert.pack.pack_job import BadInput
 
 IMAGE_SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm"})
 _BEGINNINGS: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"RIFF", b"BM", b"P")
@@ -29,21 +30,16 @@ _MAX_INTEGER: Final = 1 << 24  # up to which a 32-bit float holds every integer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BadInput:
-    """An input that cannot be packed, and why."""
-
-    path: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ListedImage:
-    """An image to pack; ``name`` is its path from the root, with forward slashes."""
+    """An image to pack; ``name`` is its path from the root, with forward slashes, or its table and row."""
 
     name: str
     labels: tuple[float, ...]
     key: int
-    stamp: tuple[int, int]  # size and mtime_ns, to detect a change
+    stamp: tuple[int, int] = (0, 0)  # size and mtime_ns of a file, to detect a change
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,6 +51,10 @@ class ImageListing:
     classes: list[str] = field(default_factory=list[str])
     bad: list[BadInput] = field(default_factory=list[BadInput])
     left_out: int = 0  # files of a folder without an image suffix
+
+    def refuse(self, path: str, reason: str) -> None:
+        """Add a bad input."""
+        self.bad.append(BadInput(path=path, reason=reason))
 
 
 def list_images(source: Path, *, root: Path | None = None, follow_links: bool = False) -> ImageListing:
@@ -107,27 +107,27 @@ def _walk(listing: ImageListing, parts: tuple[str, ...], above: set[str], follow
     folder = listing.root.joinpath(*parts)
     real = os.path.realpath(folder)
     if real in above:
-        listing.bad.append(BadInput(path="/".join(parts), reason="a link to a folder that it lies in"))
+        listing.refuse("/".join(parts), "a link to a folder that it lies in")
         return
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
-        listing.bad.append(BadInput(path="/".join(parts) or ".", reason=f"the folder cannot be read: {error.strerror}"))
+        listing.refuse("/".join(parts) or ".", f"the folder cannot be read: {error.strerror}")
         return
     for entry in entries:
         here = (*parts, entry.name)
         printable = entry.name.encode("utf-8", "backslashreplace").decode()
         if printable != entry.name:  # bytes that are not UTF-8 appear as lone surrogates
-            listing.bad.append(BadInput(path="/".join((*parts, printable)), reason="its name is not UTF-8"))
+            listing.refuse("/".join((*parts, printable)), "its name is not UTF-8")
         elif entry.is_dir():
             if entry.is_symlink() and not follow:
-                listing.bad.append(BadInput(path="/".join(here), reason="a link to a folder; --follow-links takes it"))
+                listing.refuse("/".join(here), "a link to a folder; --follow-links takes it")
             else:
                 yield from _walk(listing, here, above | {real}, follow)
         elif Path(entry.name).suffix.lower() not in IMAGE_SUFFIXES:
             listing.left_out += 1
         elif entry.is_symlink() and not follow and not _inside(listing.root, Path(entry.path)):
-            listing.bad.append(BadInput(path="/".join(here), reason="a link that leads out; --follow-links takes it"))
+            listing.refuse("/".join(here), "a link that leads out; --follow-links takes it")
         else:
             yield here
 
@@ -149,10 +149,10 @@ def _lst_entries(source: Path, listing: ImageListing) -> Iterator[ListEntry]:
             if not 0 <= key < 1 << 63:
                 raise ValueError(f"index {key}")
         except ValueError as error:
-            listing.bad.append(BadInput(path=where, reason=f"a line is index, tab, labels, tab, path: {error}"))
+            listing.refuse(where, f"a line is index, tab, labels, tab, path: {error}")
             continue
         if key in keys:
-            listing.bad.append(BadInput(path=where, reason=f"index {key} is there twice"))
+            listing.refuse(where, f"index {key} appears twice")
             continue
         keys.add(key)
         yield parts[-1].strip(), labels, key, where
@@ -168,9 +168,7 @@ def _csv_entries(source: Path, listing: ImageListing) -> Iterator[ListEntry]:
         )
     body = [(number, row) for number, row in enumerate(rows[1:], 2) if row]
     for number, row in [line for line in body if len(line[1]) != len(rows[0])]:
-        listing.bad.append(
-            BadInput(path=f"{source.name}:{number}", reason=f"{len(row)} cells under {len(rows[0])} names")
-        )
+        listing.refuse(f"{source.name}:{number}", f"{len(row)} cells under {len(rows[0])} names")
     body = [line for line in body if len(line[1]) == len(rows[0])]
     named = len(rows[0]) == 2 and not all(_is_number(row[1]) for _, row in body)
     if named:
@@ -179,7 +177,7 @@ def _csv_entries(source: Path, listing: ImageListing) -> Iterator[ListEntry]:
     for key, (number, row) in enumerate(body):
         where = f"{source.name}:{number}"
         if not named and not all(map(_is_number, row[1:])):
-            listing.bad.append(BadInput(path=where, reason="several labels are numbers, all of them"))
+            listing.refuse(where, "several labels are numbers, all of them")
             continue
         yield row[0], (numbers[row[1]],) if named else tuple(map(float, row[1:])), key, where
 
@@ -188,11 +186,9 @@ def _take(listing: ImageListing, entries: Iterator[ListEntry], follow_links: boo
     names: set[str] = set()
     for name, labels, key, where in entries:
         if name in names:
-            listing.bad.append(BadInput(path=where, reason=f"{name} is there twice"))
+            listing.refuse(where, f"{name} appears twice")
         elif not follow_links and not _inside(listing.root, listing.root / name):
-            listing.bad.append(
-                BadInput(path=where, reason=f"{name} lies outside of {listing.root}; --follow-links takes it")
-            )
+            listing.refuse(where, f"{name} lies outside of {listing.root}; --follow-links takes it")
         else:
             names.add(name)
             _add(listing, name, labels, key)
@@ -201,23 +197,23 @@ def _take(listing: ImageListing, entries: Iterator[ListEntry], follow_links: boo
 def _add(listing: ImageListing, name: str, labels: tuple[float, ...], key: int) -> None:
     path = listing.root / name
     if (reason := label_problem(labels)) is not None:
-        listing.bad.append(BadInput(path=name, reason=reason))
+        listing.refuse(name, reason)
         return
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait
-            listing.bad.append(BadInput(path=name, reason="not a file"))
+            listing.refuse(name, "not a file")
             return
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             begin = file.read(8)
     except OSError as error:
-        listing.bad.append(BadInput(path=name, reason=f"it cannot be read: {error.strerror}"))
+        listing.refuse(name, f"it cannot be read: {error.strerror}")
         return
     if not begin.startswith(_BEGINNINGS):
         what = f"begins with {begin.hex(' ')}" if begin else "is empty"
-        listing.bad.append(BadInput(path=name, reason=f"not an image that is read here: it {what}"))
+        listing.refuse(name, f"not an image that is read here: it {what}")
     elif status.st_size > MAX_RECORD_BYTES:
-        listing.bad.append(BadInput(path=name, reason=f"{status.st_size:,} bytes, more than {MAX_RECORD_BYTES:,}"))
+        listing.refuse(name, f"{status.st_size:,} bytes, more than {MAX_RECORD_BYTES:,}")
     else:
         listing.samples.append(
             ListedImage(name=name, labels=labels, key=key, stamp=(status.st_size, status.st_mtime_ns))

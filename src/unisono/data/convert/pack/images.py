@@ -11,8 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections import deque
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from fractions import Fraction
@@ -28,7 +27,6 @@ from numpy.typing import NDArray
 from unisono.data.convert.formats.table import encode_image_column, shorten, unwritable_error
 from unisono.data.convert.pack.image_encoding import ImageOptions
 from unisono.data.convert.pack.image_listing import (
-    BadInput,
     ImageListing,
     ListedImage,
     label_problem,
@@ -37,23 +35,20 @@ from unisono.data.convert.pack.image_listing import (
 )
 from unisono.data.convert.pack.pack_job import (
     UNSPLIT,
+    BadInput,
+    PackedInput,
     PackJob,
     PackOptions,
     PackResult,
+    RecordAnswer,
+    ShardSeries,
     check_suffix,
     cut_by_bytes,
     cut_by_count,
     file_stamps,
     run_pack_job,
 )
-from unisono.data.convert.pack.resumable_shards import PackedInput, ShardSeries
-from unisono.data.convert.pack.worker import (
-    RecordAnswer,
-    image_bytes_maker,
-    image_maker,
-    make_records,
-    worker_count,
-)
+from unisono.data.convert.pack.worker import make_records, worker_count
 from unisono.data.convert.table_files import open_table
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
 from unisono.errors import missing_extra
@@ -94,7 +89,7 @@ def pack_images(
     if pack.shard_bytes is None and any(len(part) < pack.shards for part in parts.values()) and pack.shards > 1:
         raise unwritable_error(
             f"{pack.shards} shards of {min(map(len, parts.values()))} images",
-            "a shard has an image at least",
+            "a shard has at least one image",
             "fewer --shards",
         )
     identity = {
@@ -104,7 +99,6 @@ def pack_images(
         "samples": {name: _samples_digest(part) for name, part in parts.items()},
         "shards": [pack.shards, pack.shard_bytes],
         "bad": [asdict(bad) for bad in listing.bad],
-        "on_error": pack.on_error,
     }
     job = PackJob(
         source=str(source),
@@ -160,73 +154,48 @@ def pack_image_rows(
         "options": asdict(options),
         "fields": [field, label, *sorted(base64)],
         "shard_bytes": pack.shard_bytes,
-        "on_error": pack.on_error,
     }
-    job = PackJob(source=str(source), target=target, identity=identity, on_error=pack.on_error)
+
+    def rows() -> Iterator[Any]:
+        table = open_table(source, columns=[field, label], base64=base64)
+        return iter(encode_image_column(table).rows)
+
+    def packed(start: int) -> Generator[PackedInput]:
+        first = next(rows(), None)
+        kind = None if first is None else _kind(first[label])
+        requests = (
+            _image_request(f"{source.name}: row {number}", number, row, field, label, kind)
+            for number, row in enumerate(islice(rows(), start, None), start)
+        )
+        return _packed_images(
+            requests, "image-bytes", options, workers=workers, several=kind == "labels", whole=kind == "int"
+        )
+
+    workers = _num_workers(options, pack, _MANY)
     series = ShardSeries(
-        name=UNSPLIT,
-        source=_ImageRows(source, field, label, base64, options, _num_workers(options, pack, _MANY)).packed,
+        source=packed,
         file=lambda _: "part.rec",
         write=_write_records,
         cut=cut_by_bytes(pack.shard_bytes),
     )
-    return run_pack_job(job, [series])
+    return run_pack_job(PackJob(source=str(source), target=target, identity=identity, on_error=pack.on_error), [series])
 
 
-class _ImageRows:
-    """The rows of a table as packed inputs."""
+_ImageRequest = tuple[ListedImage | BadInput, bytes | None]  # and its path or content; None for a bad input
 
-    def __init__(
-        self, source: Path, field: str, label: str, base64: Collection[str], options: ImageOptions, workers: int
-    ) -> None:
-        self._source, self._field, self._label, self._base64 = source, field, label, base64
-        self._options, self._workers = options, workers
 
-    def packed(self, start: int) -> Generator[PackedInput]:
-        """The rows from number ``start`` on."""
-        first = next(self._rows(), None)
-        kind = None if first is None else _kind(first[self._label])
-        # what was read and is not answered yet: a row's number and labels, or its outcome if it was not sent
-        pending: deque[tuple[int, Sequence[float]] | PackedInput] = deque()
-        arguments = ["image-bytes", msgspec.json.encode(self._options).decode()]
-        make = image_bytes_maker(self._options)
-        with closing(
-            make_records(self._requests(start, kind, pending), make, arguments, workers=self._workers)
-        ) as answers:
-            for name, answer in answers:
-                while isinstance(head := pending.popleft(), PackedInput):
-                    yield head
-                if answer.reason:
-                    yield PackedInput(bad=BadInput(path=name, reason=answer.reason))
-                else:
-                    yield _packed_image(answer, head[0], head[1], several=kind == "labels", whole=kind == "int")
-        for head in pending:
-            assert isinstance(head, PackedInput)
-            yield head
-
-    def _rows(self) -> Iterator[Any]:
-        table = open_table(self._source, columns=[self._field, self._label], base64=self._base64)
-        return iter(encode_image_column(table).rows)
-
-    def _requests(
-        self, start: int, kind: str | None, pending: deque[tuple[int, Sequence[float]] | PackedInput]
-    ) -> Iterator[tuple[str, bytes]]:
-        """(name, image) of each row to encode; appends an entry for every row to ``pending``."""
-        field, label = self._field, self._label
-        for number, row in enumerate(islice(self._rows(), start, None), start):
-            name = f"{self._source.name}: row {number}"
-            labels = _labels(row[label])
-            if not isinstance(row[field], bytes):
-                reason = f"field {field!r} is {shorten(row[field])}, no image"
-            elif labels is None or _kind(row[label]) != kind:
-                reason = f"field {label!r} is {shorten(row[label])}, not a label as that of the first row"
-            else:
-                reason = label_problem(labels)
-            if reason is not None or labels is None:
-                pending.append(PackedInput(bad=BadInput(path=name, reason=reason or "")))
-            else:
-                pending.append((number, labels))
-                yield name, row[field]
+def _image_request(
+    name: str, number: int, row: Mapping[str, Any], field: str, label: str, kind: str | None
+) -> _ImageRequest:
+    """The image of a row; ``kind`` is that of the first row's label."""
+    labels = _labels(row[label])
+    if not isinstance(row[field], bytes):
+        reason = f"field {field!r} is {shorten(row[field])}, no image"
+    elif labels is None or _kind(row[label]) != kind:
+        reason = f"field {label!r} is {shorten(row[label])}, not a label as that of the first row"
+    elif (reason := label_problem(labels)) is None:
+        return ListedImage(name=name, labels=tuple(labels), key=number), row[field]
+    return BadInput(path=name, reason=reason), None
 
 
 def _series(
@@ -237,14 +206,8 @@ def _series(
     workers = _num_workers(options, pack, len(listing.samples))
 
     def source(start: int) -> Generator[PackedInput]:
-        arguments = ["images", msgspec.json.encode(options).decode()]
-        inputs = ((sample.name, os.fsencode(listing.root / sample.name)) for sample in samples[start:])
-        with closing(make_records(inputs, image_maker(options), arguments, workers=workers)) as answers:
-            for sample, (_, answer) in zip(samples[start:], answers, strict=True):
-                if answer.reason:
-                    yield PackedInput(bad=BadInput(path=sample.name, reason=answer.reason))
-                else:
-                    yield _packed_image(answer, sample.key, sample.labels, several=several, whole=whole)
+        requests = ((sample, os.fsencode(listing.root / sample.name)) for sample in samples[start:])
+        return _packed_images(requests, "images", options, workers=workers, several=several, whole=whole)
 
     cut = cut_by_count(len(samples), pack.shards) if pack.shard_bytes is None else cut_by_bytes(pack.shard_bytes)
     return ShardSeries(
@@ -258,21 +221,34 @@ def _num_workers(options: ImageOptions, pack: PackOptions, inputs: int) -> int:
     return worker_count(0 if pack.workers is None and copies else pack.workers, inputs)
 
 
-def _packed_image(
-    answer: RecordAnswer, key: int, labels: Sequence[float], *, several: bool, whole: bool
-) -> PackedInput:
+def _packed_images(
+    requests: Iterable[_ImageRequest], kind: str, options: ImageOptions, *, workers: int, several: bool, whole: bool
+) -> Generator[PackedInput]:
+    """The outcome of each image. ``kind``: see ``worker``; ``several``, ``whole``: see ``_packed_image``."""
+    arguments = [kind, msgspec.json.encode(options).decode()]
+    with closing(make_records(requests, arguments, workers=workers)) as answers:
+        for image, answer in answers:
+            if isinstance(image, BadInput):
+                yield PackedInput(bad=image)
+            elif answer.reason:
+                yield PackedInput(bad=BadInput(path=image.name, reason=answer.reason))
+            else:
+                yield _packed_image(image, answer, several=several, whole=whole)
+
+
+def _packed_image(image: ListedImage, answer: RecordAnswer, *, several: bool, whole: bool) -> PackedInput:
     """The record of an image. ``several``: its side column has all labels; else one, an integer if ``whole``."""
-    values = np.array(labels, np.float32)
+    values = np.array(image.labels, np.float32)
     side: dict[str, Any] = {
-        "label": values if several else int(labels[0]) if whole else float(labels[0]),
+        "label": values if several else int(image.labels[0]) if whole else float(image.labels[0]),
         "width": answer.width,
         "height": answer.height,
     }
     if answer.tiles is not None:
         side["tiles"] = np.frombuffer(answer.tiles, "<u4")
     label = values if len(values) > 1 else float(values[0])
-    payload = pack_header(ImageHeader(label=label, id=key), answer.records[0])
-    return PackedInput(records=((payload, key, side),), size=len(payload))
+    payload = pack_header(ImageHeader(label=label, id=image.key), answer.records[0])
+    return PackedInput(records=((payload, image.key, side),), size=len(payload))
 
 
 def _write_records(path: Path, records: Iterator[Any]) -> None:

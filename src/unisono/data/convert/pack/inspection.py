@@ -63,9 +63,9 @@ def record_stats(file: Path) -> RecordStats:
         label = records.side["label"]
         columns["label"] = np.concatenate(label.tolist()) if isinstance(label, RaggedColumn) else label
         columns |= {"width px": np.asarray(records.side["width"]), "height px": np.asarray(records.side["height"])}
-    elif (seen := _sampled(records)) is not None:
-        sampled = len(seen["width px"])
-        columns |= seen
+    elif (from_sample := _sampled(records)) is not None:
+        sampled = len(from_sample["width px"])
+        columns |= from_sample
     spreads = {name: _spread(values) for name, values in columns.items() if len(values)}
     values, counts = np.unique(columns.get("label", np.empty(0)), return_counts=True)
     labels = dict(zip(values.tolist(), counts.tolist(), strict=True)) if len(values) <= _CLASSES else {}

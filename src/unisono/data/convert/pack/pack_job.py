@@ -1,11 +1,26 @@
-"""Pack jobs of any kind: options, ends and names of shards, the report, and resuming after a kill."""
+"""Pack jobs of any kind: options, shards, the report. A killed job loses only its current shard.
+
+    DST.part/job.json            identity of the job: options, inputs with sizes and times
+    DST.part/SERIES-NNNNN/       a shard's files
+    DST.part/SERIES-NNNNN.json   journal of a finished shard: its inputs, bad ones, digests of its files
+    DST.part/ending.json         all shards are finished; their files are being renamed
+
+A journal is written atomically, after its shard's files. The next run keeps the shards whose files match their journal's digests,
+writes the others again, and ends with the same bytes.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -13,23 +28,23 @@ import msgspec
 import xxhash
 
 from unisono.data.convert.formats.table import unwritable_error
-from unisono.data.convert.pack.image_listing import BadInput
-from unisono.data.convert.pack.resumable_shards import (
-    BadInputError,
-    CommitPlan,
-    PackProgress,
-    PartialTarget,
-    ShardCut,
-    ShardJournal,
-    ShardSeries,
-    bad_inputs_error,
-    open_partial_target,
-)
 from unisono.data.convert.table_files import files_of
-from unisono.storage.files import write_atomically
+from unisono.errors import DataError
+from unisono.storage.files import file_digest, sync_folder, write_atomically
 
 UNSPLIT: Final = "all"  # the series of inputs without a split
 OnError = Literal["fail", "skip"]
+_PROGRESS_S = 5.0
+_SHOWN = 20
+_LOG = logging.getLogger("unisono")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadInput:
+    """An input that cannot be packed, and why."""
+
+    path: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +78,7 @@ class PackResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackJob:
-    """``identity``: everything that determines the bytes of the target. ``side_files``: small files written beside it, by suffix.
+    """``identity``: all else that determines the bytes of the target. ``side_files``: small files written beside it, by suffix.
     ``bad``, ``left_out``: from the listing."""
 
     source: str
@@ -92,7 +107,7 @@ def run_pack_job(job: PackJob, series: Sequence[ShardSeries], *, numbered: bool 
     if job.on_error == "fail" and job.bad:
         _write_report(job, job.bad, None)
         raise bad_inputs_error(job.bad)
-    identity = xxhash.xxh3_128_hexdigest(msgspec.json.encode(job.identity))
+    identity = xxhash.xxh3_128_hexdigest(msgspec.json.encode({**job.identity, "on_error": job.on_error}))
     with open_partial_target(part, f"{identity} of {job.source}\n".encode()) as partial:
         plan = partial.planned()
         if plan is None:
@@ -151,7 +166,7 @@ def _refuse_existing(target: Path, series: Sequence[str]) -> None:
     ours = re.compile(rf"{re.escape(target.stem)}({parts})?(-[0-9]{{5}}(-of-[0-9]{{5}})?)?{re.escape(target.suffix)}")
     if not target.parent.is_dir():
         raise unwritable_error(
-            f"{target}, in a folder that is not there", "a target's folder exists", f"mkdir -p {target.parent}"
+            f"{target}, in a folder that does not exist", "a target's folder exists", f"mkdir -p {target.parent}"
         )
     existing = sorted(path for path in target.parent.iterdir() if ours.fullmatch(path.name))
     if existing:
@@ -208,3 +223,234 @@ def _write_report(job: PackJob, bad: Sequence[BadInput], result: PackResult | No
     report["written"] = result is not None
     report["bad"] = [{"path": entry.path, "reason": entry.reason} for entry in bad]
     write_atomically(job.report, json.dumps(report, indent=1, ensure_ascii=False).encode() + b"\n")
+
+
+class RecordAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's answer: the records of one input, or the reason why it has none. Of an image also width, height and ``tiles``:
+    bytes per tile as little-endian uint32, empty if it has none, None if not requested."""
+
+    records: list[bytes] = []
+    reason: str = ""
+    width: int = 0
+    height: int = 0
+    tiles: bytes | None = None
+
+
+class PackedInput(msgspec.Struct, frozen=True):
+    """The outcome of one input: records to write and their size in bytes, or the reason why it is bad."""
+
+    records: Sequence[Any] = ()
+    size: int = 0
+    bad: BadInput | None = None
+
+
+class ShardJournal(msgspec.Struct):
+    """A shard, counted while it is written: inputs ``start`` to ``stop``, numbers of records and of inputs without any that are
+    not bad, and the digests of its files (xxh3-128)."""
+
+    start: int
+    stop: int
+    records: int
+    empty: int
+    bad: list[BadInput]
+    files: dict[str, str]
+
+
+class CommitPlan(msgspec.Struct, frozen=True):
+    """Finished shards by series, and the final names of their files: SERIES-NNNNN/FILE → name beside the target."""
+
+    journals: dict[str, list[ShardJournal]]
+    moves: dict[str, str]
+
+
+ShardCut = Callable[[int, int], bool]  # (inputs of the series so far, bytes of the shard) -> whether the shard ends
+InputSource = Callable[[int], Generator[PackedInput]]  # outcomes of the inputs from this number on
+ShardWriter = Callable[[Path, Iterator[Any]], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardSeries:
+    """Inputs that share shards: all, or one part of a split. ``file``: the name of shard n."""
+
+    name: str = UNSPLIT
+    source: InputSource
+    file: Callable[[int], str]
+    write: ShardWriter
+    cut: ShardCut
+    total: int | None = None
+
+
+class PackProgress:
+    """Logs progress every few seconds: inputs, records, MB, inputs/s and, if the total is known, the time left."""
+
+    def __init__(self, total: int | None) -> None:
+        self._total = total
+        self._taken_over = self._inputs = self._records = self._bytes = 0
+        self._begin = self._last_log_s = time.monotonic()
+
+    def take_over(self, journal: ShardJournal) -> None:
+        self._taken_over += journal.stop - journal.start
+
+    def add(self, outcome: PackedInput) -> None:
+        self._inputs += 1
+        self._records += len(outcome.records)
+        self._bytes += outcome.size
+        now = time.monotonic()
+        if now - self._last_log_s < _PROGRESS_S:
+            return
+        self._last_log_s = now
+        rate = self._inputs / max(1e-9, now - self._begin)
+        done = self._taken_over + self._inputs
+        left = "" if self._total is None else f", {(self._total - done) / rate:.0f} s left"
+        of = "" if self._total is None else f" of {self._total}"
+        _LOG.info("packing: %d%s inputs, %d records, %.1f MB, %.0f inputs/s%s", done, of, self._records,
+                  self._bytes / 1e6, rate, left)  # fmt: skip
+
+
+class BadInputError(Exception):
+    """An input that ends the job."""
+
+    def __init__(self, bad: BadInput) -> None:
+        super().__init__(bad)
+        self.bad = bad
+
+
+class PartialTarget:
+    """The folder of a job's shards until all are finished. ``open_partial_target`` opens it exclusively."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def build(self, series: ShardSeries, progress: PackProgress, *, fail: bool) -> list[ShardJournal]:
+        """Write the missing shards of ``series``. Raises BadInputError for the first bad input if ``fail``."""
+        done = self._finished(series.name)
+        for journal in done:
+            progress.take_over(journal)
+        outcomes = series.source(done[-1].stop if done else 0)
+        try:
+            first = next(outcomes, None)
+            while first is not None or not done:  # a series without inputs is one shard without records
+                folder = self.folder / f"{series.name}-{len(done):05d}"
+                if folder.exists():
+                    shutil.rmtree(folder)
+                folder.mkdir()
+                inputs = chain(() if first is None else (first,), outcomes)
+                start = done[-1].stop if done else 0
+                journal = ShardJournal(start=start, stop=start, records=0, empty=0, bad=[], files={})
+                records = _shard_records(inputs, journal, series.cut, progress, fail)
+                series.write(folder / series.file(len(done)), records)
+                journal.files = {path.name: file_digest(path) for path in sorted(folder.iterdir())}
+                done.append(journal)
+                _write_json(self.folder / f"{folder.name}.json", journal)
+                first = next(outcomes, None)
+        finally:
+            outcomes.close()
+        return done
+
+    def planned(self) -> CommitPlan | None:
+        """The commit plan of an interrupted commit, if there was one."""
+        try:
+            return msgspec.json.decode((self.folder / "ending.json").read_bytes(), type=CommitPlan)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+    def plan(self, plan: CommitPlan) -> None:
+        """Store the plan: all shards are finished, and their files may be moved."""
+        _write_json(self.folder / "ending.json", plan)
+
+    def commit(self, plan: CommitPlan, folder: Path) -> None:
+        """Move the remaining files to their names in ``folder`` and remove this folder."""
+        for old, new in plan.moves.items():
+            if (self.folder / old).exists():
+                (self.folder / old).replace(folder / new)
+        sync_folder(folder)
+        shutil.rmtree(self.folder)
+
+    def _finished(self, series: str) -> list[ShardJournal]:
+        done: list[ShardJournal] = []
+        while (journal := self._journal(f"{series}-{len(done):05d}", done[-1].stop if done else 0)) is not None:
+            done.append(journal)
+        if done:
+            _LOG.info("%s: %d finished shards of %s are taken over", self.folder, len(done), series)
+        return done
+
+    def _journal(self, name: str, start: int) -> ShardJournal | None:
+        try:
+            journal = msgspec.json.decode((self.folder / f"{name}.json").read_bytes(), type=ShardJournal)
+            valid = journal.start == start and all(
+                Path(file).name == file and file_digest(self.folder / name / file) == digest
+                for file, digest in journal.files.items()
+            )
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+        return journal if valid else None
+
+
+def _shard_records(
+    outcomes: Iterator[PackedInput], journal: ShardJournal, cut: ShardCut, progress: PackProgress, fail: bool
+) -> Iterator[Any]:
+    """The records of one shard, counted in ``journal``."""
+    size = 0
+    for outcome in outcomes:
+        journal.stop += 1
+        progress.add(outcome)
+        if outcome.bad is not None:
+            if fail:
+                raise BadInputError(outcome.bad)
+            journal.bad.append(outcome.bad)
+        elif not outcome.records:
+            journal.empty += 1
+        journal.records += len(outcome.records)
+        size += outcome.size
+        yield from outcome.records
+        if cut(journal.stop, size):
+            return
+
+
+@contextmanager
+def open_partial_target(folder: Path, job: bytes) -> Generator[PartialTarget]:
+    """Open ``folder`` for ``job``, exclusively. Files of another job are deleted, with a warning. Raises DataError while another
+    process has it open."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DataError(
+                given=f"{folder}: another process is packing to it ({error.strerror})",
+                rule="one process at a time packs to a target",
+                consequence="nothing was done",
+                nearest="wait for it, or another target",
+            ) from error
+        path = folder / "job.json"
+        if not path.exists() or path.read_bytes() != job:
+            old = [entry for entry in folder.iterdir() if entry.name != "lock"]
+            if old:
+                _LOG.warning(
+                    "%s: its files belong to other inputs or options; they are deleted and written again", folder
+                )
+            for entry in old:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            write_atomically(path, job)
+        try:
+            yield PartialTarget(folder)
+        except (BadInputError, DataError):
+            if not any(folder.glob("*-[0-9]*.json")):
+                shutil.rmtree(folder)
+            raise
+
+
+def bad_inputs_error(bad: Sequence[BadInput]) -> DataError:
+    """The error of ``--on-error fail``."""
+    shown = "".join(f"\n    {entry.path}: {entry.reason}" for entry in bad[:_SHOWN])
+    more = f"\n    and {len(bad) - _SHOWN:,} more, all in the report" if len(bad) > _SHOWN else ""
+    return DataError(
+        given=f"{len(bad):,} bad input{'s' if len(bad) > 1 else ''}:{shown}{more}",
+        rule="every input is packed, unless --on-error skip",
+        consequence="the target was not written; finished shards, if any, are kept for a next run",
+        nearest="repair or remove them; or --on-error skip packs the rest and lists them in the report",
+    )
+
+
+def _write_json(path: Path, value: Any) -> None:
+    write_atomically(path, msgspec.json.encode(value))

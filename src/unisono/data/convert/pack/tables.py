@@ -7,29 +7,28 @@ With a schema each row is checked against it. A ``.rec`` then holds typed bytes 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
-
-from unisono.data.convert.formats.table import unreadable_error, unwritable_error
-from unisono.data.convert.pack.image_listing import BadInput
+from unisono.data.convert.formats.table import row_bytes, unreadable_error, unwritable_error
 from unisono.data.convert.pack.pack_job import (
-    UNSPLIT,
+    BadInput,
+    InputSource,
+    PackedInput,
     PackJob,
     PackOptions,
     PackResult,
+    ShardSeries,
     check_suffix,
     cut_by_bytes,
     file_stamps,
     run_pack_job,
 )
-from unisono.data.convert.pack.record_schema import RecordSchema, rows_of
-from unisono.data.convert.pack.resumable_shards import InputSource, PackedInput, ShardSeries
-from unisono.data.convert.pack.worker import find_function, function_maker, given_parts, make_records, worker_count
+from unisono.data.convert.pack.record_schema import RecordSchema
+from unisono.data.convert.pack.worker import find_function, given_parts, make_records, worker_count
 from unisono.data.convert.table_files import Row, Table, open_table, write_table
 from unisono.errors import DataError
 from unisono.storage.files import file_digest
@@ -66,31 +65,24 @@ def pack_rows(
         "schema": schema and schema.text,
         "base64": sorted(base64),
         "arrays": sorted(arrays),
-        "shard_bytes": pack.shard_bytes,
-        "on_error": pack.on_error,
     }
+
+    def packed_row(row: Row) -> PackedInput:
+        if columns:
+            row = {columns[name]: value for name, value in row.items()}
+        if schema is not None:
+            return _packed_records([schema.encode(row)], schema, target)
+        row = row if payload is None else _with_payload(row, payload)
+        return PackedInput(records=(row,), size=row_bytes(row))
 
     def packed(start: int) -> Generator[PackedInput]:
         table = open_table(source, columns=list(columns) if columns else None, base64=base64, arrays=arrays)
-        for number, row in enumerate(islice(table.rows, start, None), start):
-            if columns:
-                row = {columns[name]: value for name, value in row.items()}
-            try:
-                if schema is not None:
-                    record = schema.encode(row)
-                    yield PackedInput(records=(_target_row(record, schema, target),), size=len(record))
-                    continue
-                row = row if payload is None else _with_payload(row, payload)
-            except DataError as error:
-                yield PackedInput(bad=BadInput(path=f"{source.name}: row {number}", reason=given_parts(error)))
-            else:
-                yield PackedInput(records=(row,), size=sum(map(_size, row.values())))
+        return _packed_rows(table.rows, start, source.name, packed_row)
 
     image = open_table(source, base64=base64, arrays=arrays).image if schema is None else None
     if image is not None and columns:
         image = columns.get(image)
-    series = _series(target, packed, schema, pack, image=image)
-    return run_pack_job(_job(str(source), target, identity, schema, pack), [series])
+    return _run(str(source), target, identity, packed, schema, pack, image=image)
 
 
 def pack_function(
@@ -112,35 +104,31 @@ def pack_function(
         "function": [name, file_digest(Path(file).resolve()) if file else None],
         "items": lines,
         "schema": schema.text,
-        "shard_bytes": pack.shard_bytes,
-        "on_error": pack.on_error,
     }
 
     def mapped(start: int) -> Generator[PackedInput]:
         assert lines is not None
         inputs = ((line, line.encode()) for line in lines[start:])
         workers = worker_count(pack.workers, len(lines))
-        make = function_maker(name, schema)
-        with closing(make_records(inputs, make, ["function", name, schema.text], workers=workers)) as answers:
+        with closing(make_records(inputs, ["function", name, schema.text], workers=workers)) as answers:
             for line, answer in answers:
                 if answer.reason:
                     yield PackedInput(bad=BadInput(path=line, reason=answer.reason))
                 else:
-                    rows = [_target_row(record, schema, target) for record in answer.records]
-                    yield PackedInput(records=rows, size=sum(map(len, answer.records)))
+                    yield _packed_records(answer.records, schema, target)
+
+    def packed_row(row: Any) -> PackedInput:
+        if not isinstance(row, Mapping):
+            raise unreadable_error(
+                f"a row that is a {type(row).__name__}", "a row is a mapping of field names to values", "a dict"
+            )
+        return _packed_records([schema.encode(cast("Row", row))], schema, target)
 
     def generated(start: int) -> Generator[PackedInput]:
-        for number, row in enumerate(islice(function(), start, None), start):
-            try:
-                record = schema.encode(rows_of(row)[0] if isinstance(row, Mapping) else _no_mapping(row))
-            except DataError as error:
-                yield PackedInput(bad=BadInput(path=f"{name}: row {number}", reason=given_parts(error)))
-            else:
-                yield PackedInput(records=(_target_row(record, schema, target),), size=len(record))
+        return _packed_rows(function(), start, name, packed_row)
 
-    source, total = (generated, None) if lines is None else (mapped, len(lines))
-    series = _series(target, source, schema, pack, total=total)
-    return run_pack_job(_job(name, target, identity, schema, pack), [series])
+    packed, total = (generated, None) if lines is None else (mapped, len(lines))
+    return _run(name, target, identity, packed, schema, pack, total=total)
 
 
 def _check_payload(target: Path, payload: str | None, schema: RecordSchema | None, pack: PackOptions) -> None:
@@ -156,15 +144,17 @@ def _check_payload(target: Path, payload: str | None, schema: RecordSchema | Non
         )
 
 
-def _series(
+def _run(
+    source: str,
     target: Path,
-    source: InputSource,
+    identity: Mapping[str, Any],
+    packed: InputSource,
     schema: RecordSchema | None,
     pack: PackOptions,
     *,
     total: int | None = None,
     image: str | None = None,
-) -> ShardSeries:
+) -> PackResult:
     fields = schema.fields if schema is not None and target.suffix != ".rec" else None
 
     def file(number: int) -> str:
@@ -172,30 +162,39 @@ def _series(
             return f"part{target.suffix}"
         return target.name if pack.shard_bytes is None else f"{target.stem}-{number:05d}.mindrecord"
 
-    return ShardSeries(
-        name=UNSPLIT,
-        source=source,
+    series = ShardSeries(
+        source=packed,
         file=file,
-        write=lambda path, rows: _write(path, Table(rows=rows, schema=fields, image=image)),
+        write=lambda path, rows: write_table(path, Table(rows=rows, schema=fields, image=image)),
         cut=cut_by_bytes(pack.shard_bytes),
         total=total,
     )
+    job = PackJob(
+        source=source,
+        target=target,
+        identity={**identity, "shard_bytes": pack.shard_bytes},
+        on_error=pack.on_error,
+        side_files={".schema": f"{schema.text}\n"} if schema is not None and target.suffix == ".rec" else {},
+    )
+    return run_pack_job(job, [series])
 
 
-def _job(
-    source: str, target: Path, identity: Mapping[str, Any], schema: RecordSchema | None, pack: PackOptions
-) -> PackJob:
-    side_files = {".schema": f"{schema.text}\n"} if schema is not None and target.suffix == ".rec" else {}
-    return PackJob(source=source, target=target, identity=identity, on_error=pack.on_error, side_files=side_files)
+def _packed_rows(
+    rows: Iterable[Any], start: int, name: str, pack_row: Callable[[Any], PackedInput]
+) -> Generator[PackedInput]:
+    """The outcome of each of ``rows`` from number ``start`` on; one for which ``pack_row`` raises DataError is bad."""
+    for number, row in enumerate(islice(rows, start, None), start):
+        try:
+            outcome = pack_row(row)
+        except DataError as error:
+            outcome = PackedInput(bad=BadInput(path=f"{name}: row {number}", reason=given_parts(error)))
+        yield outcome
 
 
-def _write(path: Path, table: Table) -> None:
-    write_table(path, table)
-
-
-def _target_row(record: bytes, schema: RecordSchema, target: Path) -> Row:
-    """The row for the target's format, its values converted to the schema's types."""
-    return {"data": record} if target.suffix == ".rec" else schema.decode(record)
+def _packed_records(records: Sequence[bytes], schema: RecordSchema, target: Path) -> PackedInput:
+    """Encoded records as rows for the target's format, their values converted to the schema's types."""
+    rows = [{"data": record} if target.suffix == ".rec" else schema.decode(record) for record in records]
+    return PackedInput(records=rows, size=sum(map(len, records)))
 
 
 def _with_payload(row: Row, field: str) -> Row:
@@ -205,18 +204,6 @@ def _with_payload(row: Row, field: str) -> Row:
             f"payload {field!r}: {type(value).__name__}", "a payload is bytes or a string", "another field"
         )
     return row if isinstance(value, bytes) else {**row, field: value.encode()}
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    return len(value) if isinstance(value, str | bytes) else 8
-
-
-def _no_mapping(row: Any) -> Mapping[str, Any]:
-    raise unreadable_error(
-        f"a row that is a {type(row).__name__}", "a row is a mapping of field names to values", "a dict"
-    )
 
 
 def _item_lines(items: Path) -> Sequence[str]:

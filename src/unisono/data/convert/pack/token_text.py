@@ -5,30 +5,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from unisono.data.convert.formats.table import shorten, unreadable_error, unwritable_error
-from unisono.data.convert.pack.image_listing import BadInput
 from unisono.data.convert.pack.pack_job import (
-    UNSPLIT,
+    BadInput,
+    PackedInput,
     PackJob,
     PackOptions,
     PackResult,
+    ShardSeries,
     check_suffix,
     cut_by_bytes,
     file_stamps,
     run_pack_job,
 )
-from unisono.data.convert.pack.resumable_shards import PackedInput, ShardSeries
-from unisono.data.convert.pack.worker import worker_count
 from unisono.data.convert.table_files import format_of, open_table, read_formats
 from unisono.data.tokens.corpus import Corpus, UndecodableError, find_corpus, read_text
-from unisono.data.tokens.encoding import Document, encode_documents
+from unisono.data.tokens.encoding import Document, default_workers, encode_documents
 from unisono.data.tokens.shards import TokenWriter
 from unisono.data.tokens.tokenizer import BYTES, Encoded, Tokenizer, load_tokenizer
 
-_WORKER_BYTES = 1 << 23  # text per worker that is worth starting a process
 _SHARD_BYTES = 1 << 29  # by default
 _SHARD_TOKENS = 1 << 62  # no limit: here ``cut`` ends shards by bytes
 
@@ -53,8 +52,15 @@ def pack_text(
     check_suffix(target, (".bin",), "text")
     _check_source(source, target, lines, column)
     loaded = load_tokenizer(tokenizer)
-    corpus = find_corpus(str(source)) if column is None else None
-    stamps = file_stamps(source) if corpus is None else [(f.path, f.size, f.mtime_ns) for f in corpus.files]
+    total = None
+    if column is None:
+        corpus = find_corpus(str(source))
+        stamps = [(file.path, file.size, file.mtime_ns) for file in corpus.files]
+        texts = partial(_file_texts, corpus, lines)
+        total = None if lines else len(corpus.files)
+    else:
+        stamps = file_stamps(source)
+        texts = partial(_column_texts, source, column)
     identity = {
         "text": str(source.absolute()),
         "files": stamps,
@@ -62,21 +68,16 @@ def pack_text(
         "lines": lines,
         "column": column,
         "shard_bytes": shard_bytes,
-        "on_error": pack.on_error,
     }
     text_bytes = sum(size for _, size, _ in stamps)
-    workers = worker_count(pack.workers, 0 if loaded.name == BYTES else 64 * (text_bytes // _WORKER_BYTES))
-
-    def documents() -> Iterator[str | BadInput]:
-        return _column_texts(source, column) if column is not None else _file_texts(corpus, lines)
+    workers = default_workers(loaded, text_bytes) if pack.workers is None else pack.workers
 
     series = ShardSeries(
-        name=UNSPLIT,
-        source=lambda start: _encoded(islice(documents(), start, None), loaded, workers),
+        source=lambda start: _encoded(islice(texts(), start, None), loaded, workers),
         file=lambda _: "part.bin",
         write=lambda path, records: _write(path, records, loaded),
         cut=cut_by_bytes(shard_bytes),
-        total=None if corpus is None or lines else len(corpus.files),
+        total=total,
     )
     job = PackJob(source=str(source), target=target, identity=identity, on_error=pack.on_error)
     return run_pack_job(job, [series], numbered=True)
@@ -95,8 +96,7 @@ def _check_source(source: Path, target: Path, lines: bool, column: str | None) -
         )
 
 
-def _file_texts(corpus: Corpus | None, lines: bool) -> Iterator[str | BadInput]:
-    assert corpus is not None
+def _file_texts(corpus: Corpus, lines: bool) -> Iterator[str | BadInput]:
     for file in corpus.files:
         try:
             text = read_text((corpus.root / file.path).read_bytes(), python_source=file.path.endswith(".py"))
@@ -114,11 +114,10 @@ def _file_texts(corpus: Corpus | None, lines: bool) -> Iterator[str | BadInput]:
 def _column_texts(source: Path, column: str) -> Iterator[str | BadInput]:
     for number, row in enumerate(open_table(source, columns=[column]).rows):
         value = row[column]
-        yield (
-            value
-            if isinstance(value, str)
-            else BadInput(path=f"{source.name}: row {number}", reason=f"{shorten(value)}, no text")
-        )
+        if isinstance(value, str):
+            yield value
+        else:
+            yield BadInput(path=f"{source.name}: row {number}", reason=f"{shorten(value)}, no text")
 
 
 def _encoded(texts: Iterator[str | BadInput], tokenizer: Tokenizer, workers: int) -> Generator[PackedInput]:

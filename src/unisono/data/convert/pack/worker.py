@@ -15,11 +15,12 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from unisono.data.convert.pack.image_encoding import ImageOptions, encode_image
+from unisono.data.convert.pack.pack_job import RecordAnswer
 from unisono.data.convert.pack.record_schema import RecordSchema, rows_of
 from unisono.data.loading.subprocess_map import serve_requests, subprocess_map
 from unisono.data.loading.worker_pool import allowed_cores
@@ -28,33 +29,25 @@ from unisono.errors import DataError, UnisonoError
 _MIN_INPUTS_PER_WORKER = 64  # fewer are not worth the start of another process
 
 
-class RecordAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """The records of one input, or the reason why it has none; of an image also width, height and tile sizes."""
-
-    records: list[bytes] = []
-    reason: str = ""
-    width: int = 0
-    height: int = 0
-    tiles: bytes | None = None  # little-endian uint32
-
-
 RecordMaker = Callable[[bytes], RecordAnswer]
+Input = TypeVar("Input")
 
 
 def make_records(
-    inputs: Iterable[tuple[str, bytes]], make: RecordMaker, arguments: Sequence[str], *, workers: int
-) -> Generator[tuple[str, RecordAnswer]]:
-    """(name, answer) of each (name, request), in order; ``workers`` processes, 0 = this one.
+    requests: Iterable[tuple[Input, bytes | None]], arguments: Sequence[str], *, workers: int
+) -> Generator[tuple[Input, RecordAnswer]]:
+    """(input, answer) of each (input, request), in order; ``workers`` processes, 0 = this one.
 
-    ``arguments`` are those of a worker command that answers as ``make`` does.
+    ``arguments`` are those of the worker command. A request of None is not sent, and its answer is empty.
     """
     if workers == 0:
-        for name, request in inputs:
-            yield name, make(request)
+        make = _record_maker(*arguments)
+        for source, request in requests:
+            yield source, RecordAnswer() if request is None else make(request)
         return
     command = [sys.executable, "-m", "unisono.data.convert.pack.worker", *arguments]
-    for name, answer in subprocess_map(inputs, command, workers=workers, ahead=4, ended=_ended):
-        yield name, msgspec.msgpack.decode(answer, type=RecordAnswer)
+    for source, answer in subprocess_map(requests, command, workers=workers, ahead=4, ended=_ended):
+        yield source, msgspec.msgpack.decode(answer, type=RecordAnswer) if answer else RecordAnswer()
 
 
 def worker_count(requested: int | None, inputs: int) -> int:
@@ -65,35 +58,30 @@ def worker_count(requested: int | None, inputs: int) -> int:
     return workers if workers > 1 else 0
 
 
-def image_maker(options: ImageOptions) -> RecordMaker:
-    """Makes the record of the image at a path."""
-    make_bytes = image_bytes_maker(options)
+def _record_maker(kind: str, *arguments: str) -> RecordMaker:
+    """The function that answers the requests of a worker command with these arguments."""
+    if kind == "function":
+        return _function_maker(arguments[0], RecordSchema.parse(arguments[1]))
+    return _image_maker(msgspec.json.decode(arguments[0], type=ImageOptions), from_path=kind == "images")
+
+
+def _image_maker(options: ImageOptions, *, from_path: bool) -> RecordMaker:
+    """Makes the record of the image at a path, or of an image's bytes."""
 
     def make(request: bytes) -> RecordAnswer:
         try:
-            raw = Path(os.fsdecode(request)).read_bytes()
+            raw = Path(os.fsdecode(request)).read_bytes() if from_path else request
         except OSError as error:
             return RecordAnswer(reason=f"it cannot be read: {error.strerror}")
-        return make_bytes(raw)
-
-    return make
-
-
-def image_bytes_maker(options: ImageOptions) -> RecordMaker:
-    """Makes the record of an image given as bytes."""
-
-    def make(request: bytes) -> RecordAnswer:
         try:
-            image = encode_image(request, options)
+            return encode_image(raw, options)
         except DataError as error:
             return RecordAnswer(reason=given_parts(error))
-        tiles = None if image.tiles is None else image.tiles.astype("<u4").tobytes()
-        return RecordAnswer(records=[image.data], width=image.width, height=image.height, tiles=tiles)
 
     return make
 
 
-def function_maker(name: str, schema: RecordSchema) -> RecordMaker:
+def _function_maker(name: str, schema: RecordSchema) -> RecordMaker:
     """Makes the records of an item: ``module:function`` returns one row or several for its text."""
     function = find_function(name)
 
@@ -123,7 +111,7 @@ def find_function(name: str) -> Callable[..., Any]:
 
 
 def given_parts(error: DataError) -> str:
-    """What was wrong with an input, for the report."""
+    """The problems of an input, for the report."""
     return "; ".join(problem.given for problem in error.problems)
 
 
@@ -136,22 +124,19 @@ def _no_function(given: str) -> DataError:
     )
 
 
-def _ended(name: str, code: int) -> UnisonoError:
+def _ended(source: object, code: int) -> UnisonoError:
     return UnisonoError(
-        given=f"{name}: its packing process ended with exit code {code}",
+        given=f"{source}: its packing process ended with exit code {code}",
         rule="a worker runs until all inputs are packed; its own message, if any, is above",
         consequence="packing stopped; finished shards are kept and not made again",
         nearest="the same command again; -9 often means no memory: fewer --workers",
     )
 
 
-def _main(kind: str, *arguments: str) -> None:
-    if kind == "function":
-        make = function_maker(arguments[0], RecordSchema.parse(arguments[1]))
-    else:
-        image_options = msgspec.json.decode(arguments[0], type=ImageOptions)
-        make = {"images": image_maker, "image-bytes": image_bytes_maker}[kind](image_options)
-    serve_requests(int(arguments[-1]), lambda request: msgspec.msgpack.encode(make(request)))
+def _main(*arguments: str) -> None:
+    *about, descriptor = arguments
+    make = _record_maker(*about)
+    serve_requests(int(descriptor), lambda request: msgspec.msgpack.encode(make(request)))
 
 
 if __name__ == "__main__":

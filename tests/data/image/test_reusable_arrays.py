@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import torch
 
-from unisono.data.loading.buffer_pool import reusable_empty
+from unisono.data.image.transform import reusable_empty
 
 
 def place(array: np.ndarray) -> int:

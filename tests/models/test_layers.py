@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from unisono.models.norm import RMSNorm
+from unisono.models.layers import RMSNorm
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 16), (5, 16), (1, 1, 2, 16)])

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019), computed in float32 and returned in the dtype of the next matrix product."""
+"""Parts that several models use: the dtype of matrix products under autocast, and RMSNorm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.models.precision import matmul_dtype
+
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """Dtype of a matrix product with ``x``: autocast's if it is on for the device, else that of ``x``."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class RMSNorm(nn.Module):
