@@ -70,9 +70,10 @@ class BucketedAllReduce:
     ranks. ``reduce_dtypes``: by name the dtype to send and add in, if not the gradient's own; ``codec`` compresses
     instead. With a codec every step ends with ``commit``, and ``state_dict`` is checkpointed state of this rank.
 
-    ``transport``: "shared memory", or a torch backend and the reason for it. ``num_workers``: how many ranks sum. ``sent_bytes`` and ``received_bytes`` count what this rank gives to the sums and gets from them, not
-    the transport's traffic (a ring sends 2 (n - 1) / n of it). The constructor is a collective over all ranks of
-    ``world``. Raises ConfigError for a codec together with ``reduce_dtypes``.
+    ``transport``: "shared memory", or a torch backend and the reason for it. ``num_workers``: how many ranks sum.
+    ``sent_bytes`` and ``received_bytes`` count what this rank gives to the sums and gets from them, not the transport's
+    traffic (a ring sends 2 (n - 1) / n of it). The constructor is a collective over all ranks of ``world``. Raises
+    ConfigError for a codec together with ``reduce_dtypes``.
     """
 
     def __init__(
