@@ -116,18 +116,18 @@ def around(
     patch: pytest.MonkeyPatch, started: Callable[[int], None], finishing: Callable[[AsyncWorker, int], None]
 ) -> None:
     """Call these when a unit has begun and has the values it starts from, and when its push is acknowledged."""
-    start, finish = AsyncWorker.start_shard, AsyncWorker.finish_shard
+    start, finish = AsyncWorker.start_batch_shard, AsyncWorker.finish_batch_shard
 
-    def start_shard(async_worker: AsyncWorker, batch: StepBatch) -> None:
+    def start_batch_shard(async_worker: AsyncWorker, batch: StepBatch) -> None:
         start(async_worker, batch)
         started(batch.batch_shard)
 
-    def finish_shard(async_worker: AsyncWorker, batch_shard: int, weight: float) -> None:
+    def finish_batch_shard(async_worker: AsyncWorker, batch_shard: int, weight: float) -> None:
         finishing(async_worker, batch_shard)
         finish(async_worker, batch_shard, weight)
 
-    patch.setattr(AsyncWorker, "start_shard", start_shard)
-    patch.setattr(AsyncWorker, "finish_shard", finish_shard)
+    patch.setattr(AsyncWorker, "start_batch_shard", start_batch_shard)
+    patch.setattr(AsyncWorker, "finish_batch_shard", finish_batch_shard)
 
 
 def one_slow(job: JobSpec, *given: Any, **changes: Any) -> dict[str, Any]:

@@ -64,7 +64,8 @@ class GradientSync(Protocol):
         ...
 
     def wait(self, totals: Tensor) -> None:
-        """Block until all gradients and ``totals`` [k] hold the sum over workers. Raises CommError if a peer is lost."""
+        """Sum ``totals`` [k] over workers, and block until it and all gradients hold their sums. Raises CommError if a
+        peer is lost."""
         ...
 
     def gradients(self) -> list[Tensor]:

@@ -50,10 +50,10 @@ class AsyncLoop:
         runner = self.runner
         with runner.timers.phase("h2d"):
             micro_batches = [to_device(micro_batch, runner.device) for micro_batch in batch.micro_batches]
-        self.worker.start_shard(batch)
+        self.worker.start_batch_shard(batch)
         step = runner.run(replace(batch, micro_batches=micro_batches))
         with runner.timers.phase("comm_exposed"):
-            self.worker.finish_shard(batch.batch_shard, float(step.stats[WEIGHT]))
+            self.worker.finish_batch_shard(batch.batch_shard, float(step.stats[WEIGHT]))
             if runner.reader.stop_requested:
                 self.worker.ask_to_stop()
         return step

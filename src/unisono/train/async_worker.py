@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -31,7 +31,7 @@ from unisono.train.comm_stats import PeerTraffic
 from unisono.train.gradient_sync import compression_reason
 from unisono.train.options import is_due
 from unisono.train.parameter_servers import server_addresses
-from unisono.train.state import TrainState
+from unisono.train.state import SyncState, TrainState
 
 _EVENT_EVERY_SHARDS = 100
 _BYTE_FIELDS = ("bytes_in", "bytes_out", "pull_bytes_in", "pull_bytes_out")
@@ -107,15 +107,13 @@ def async_run_spec(
     )
 
 
-class AsyncWorker:
+class AsyncWorker(SyncState):
     """This worker's side of a ``dist_async`` run: claims work from the servers, and keeps parameters and state there.
 
-    It puts a ``RemoteOptimizer`` into ``state``, and itself as the ``SyncState`` of a codec's residuals. ``run_spec`` and
-    ``optimizer_spec`` are the same for all workers. Raises LaunchError where there are no servers, CommError when they cannot be
-    reached or serve another run.
+    It puts a ``RemoteOptimizer`` into ``state``, and itself as the ``SyncState`` of a codec's residuals: at a save the model and
+    the optimizer have the servers' values. ``run_spec`` and ``optimizer_spec`` are the same for all workers. Raises LaunchError
+    where there are no servers, CommError when they cannot be reached or serve another run.
     """
-
-    params_diverge = False
 
     def __init__(
         self,
@@ -191,13 +189,13 @@ class AsyncWorker:
         """The batch shards that this worker claims, up to a save or the end of the run, which is then ``work_item``."""
         return loader.iterate_claimed(self._claim_shard)
 
-    def start_shard(self, batch: StepBatch) -> None:
+    def start_batch_shard(self, batch: StepBatch) -> None:
         """Prepare for the shard whose gradients are pushed next."""
         self._state.step, self._optimizer.batch_shard = batch.step, batch.batch_shard
         if self._bounded:
             self._optimizer.pull()
 
-    def finish_shard(self, batch_shard: int, weight: float) -> None:
+    def finish_batch_shard(self, batch_shard: int, weight: float) -> None:
         """Tell the servers that its gradients were pushed, or that the guard refused it."""
         self._servers.mark_done(WorkItem("unit", batch_shard), weight)
         self._num_shards += 1
@@ -293,20 +291,12 @@ class AsyncWorker:
     def after_step(self, step: int, good: Tensor) -> None:
         """See ``SyncState``: a push that did not count was not made."""
 
-    def global_state(self) -> dict[str, Tensor]:
-        """See ``SyncState``: the servers' state is in the model and the optimizer when it is saved."""
-        return {}
-
     def rank_state(self) -> dict[str, Tensor]:
         """See ``SyncState``: the residuals of this worker's codec."""
         return self._servers.residuals()
 
     def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
         """See ``SyncState``: residuals start at zero, because ranks do not stay with workers."""
-
-    def consensus_parameters(self) -> AbstractContextManager[None]:
-        """See ``SyncState``: at a save the model has the servers' values."""
-        return nullcontext()
 
     def close(self) -> None:
         """Leave the servers, which hand this worker's unfinished shards to others."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import cast
@@ -100,7 +100,7 @@ def build_gradient_sync(
     sync = store.gradients(sharded.parameters, group, reduce_dtypes, plan.sync.bucket_bytes)
     if not isinstance(sync, BucketedAllReduce):
         return sync, None
-    events.emit("gradients", path=sync.path)
+    events.emit("gradients", path=sync.transport)
     return sync, CompressionState(sync, events) if codec != "none" else None
 
 
@@ -155,7 +155,7 @@ class CompressionState(SyncState):
 def build_comm_stats(events: EventLog, sync: GradientSync | ReportsTraffic) -> CommStats | None:
     """The statistics of ``sync``; None where torch sends the gradients, or nothing is sent."""
     if isinstance(sync, BucketedAllReduce) and sync.num_workers > 1:
-        return CommStats(events, lambda: [PeerTraffic(sync.path, sync.sent_bytes, sync.received_bytes)])
+        return CommStats(events, lambda: [PeerTraffic(sync.transport, sync.sent_bytes, sync.received_bytes)])
     return CommStats(events, sync.peer_traffic) if isinstance(sync, ReportsTraffic) else None
 
 
@@ -179,12 +179,22 @@ class LocalSGDSync(SyncState):
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._gradients = LocalGradientSync(self._parameters)
         self._rounds = LocalSGD(self._parameters, world, local_sgd_config(plan), codec)
-        self.prepare_last_backward, self.gradients, self.zero_grad = (
-            self._gradients.prepare_last_backward,
-            self._gradients.gradients,
-            self._gradients.zero_grad,
-        )
-        self.close = self._gradients.close
+
+    def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
+        """See ``GradientSync``."""
+        self._gradients.prepare_last_backward(part)
+
+    def gradients(self) -> list[Tensor]:
+        """See ``GradientSync``: this rank's own."""
+        return self._gradients.gradients()
+
+    def zero_grad(self) -> None:
+        """See ``GradientSync``."""
+        self._gradients.zero_grad()
+
+    def close(self) -> None:
+        """See ``GradientSync``."""
+        self._gradients.close()
 
     def wait(self, totals: Tensor) -> None:
         """Leave ``totals`` this rank's own, except requests to stop, the last: their sum where ranks average next, else 0."""

@@ -1,4 +1,4 @@
-"""Gradient sums of one host go through shared memory: the same sums, said by ``path``, bounded when a rank is gone."""
+"""Gradient sums of one host go through shared memory: the same sums, said by ``transport``, bounded when a rank is gone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def network() -> nn.Sequential:
 
 
 def sums(world, how: str, travels: str = "", bucket_bytes: int = 1 << 20) -> tuple[str, list[Array], float, int]:
-    """Path, sums of three steps, totals, and what is left of shared memory."""
+    """Transport, sums of three steps, totals, and what is left of shared memory."""
     before = mapped()
     able = shared_memory._able
     if how == "gloo":
@@ -56,9 +56,9 @@ def sums(world, how: str, travels: str = "", bucket_bytes: int = 1 << 20) -> tup
         made += [gradient.clone().numpy() for gradient in sync.gradients()]
         sync.zero_grad()
     assert threading.active_count() == threads
-    path = sync.path
+    transport = sync.transport
     sync.close()
-    return path, made, float(totals[0]), mapped() - before
+    return transport, made, float(totals[0]), mapped() - before
 
 
 def sums_by_host(world) -> tuple[str, list[Array], float, int]:
@@ -106,7 +106,7 @@ def test_three_ranks_agree_bit_for_bit_in_every_run_and_cut(pool: Pool) -> None:
     assert all(np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(want, by_gloo, strict=True))
 
 
-def paths(world) -> list[str]:
+def transports(world) -> list[str]:
     parameters = dict(network().named_parameters())
     pair = world.groups({"pair": [[0, 1], [2]]})["pair"]
     store = create_kvstore("dist_sync", world)
@@ -115,16 +115,16 @@ def paths(world) -> list[str]:
         BucketedAllReduce(parameters, world, group=pair),
         store.gradients(parameters),
     ]
-    found = [sync.path for sync in syncs]
+    found = [sync.transport for sync in syncs]
     for each in (*syncs, store):
         each.close()
     return found
 
 
-def test_the_path_is_said(pool: Pool) -> None:
+def test_the_transport_is_said(pool: Pool) -> None:
     pair = ["gloo: compressed", "gloo: a group of some of the workers", "shared memory"]
     third = [pair[0], "nothing is sent: no other rank has these parameters", pair[2]]
-    assert pool.run(paths, ranks=3) == [pair, pair, third]
+    assert pool.run(transports, ranks=3) == [pair, pair, third]
 
 
 def gone(world, folder: str) -> None:

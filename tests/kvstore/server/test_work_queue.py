@@ -77,7 +77,9 @@ class Run:
 def test_nothing_is_skipped(units: int, every: int, per_step: int, first: int, staleness: int | None, moves) -> None:
     units *= per_step
     first = min(first * per_step, units)
-    deal = begun(units, first, every=every * per_step, per_step=per_step, staleness=staleness)
+    deal = begun(
+        units, first, batch_shards_per_save=every * per_step, batch_shards_per_step=per_step, staleness=staleness
+    )
     run = Run(deal, first, per_step, staleness)
     goal = units
     for what, worker in moves:
@@ -112,7 +114,7 @@ def test_nothing_is_skipped(units: int, every: int, per_step: int, first: int, s
 
 
 def test_a_save_comes_when_all_before_it_are_done_and_holds_up_what_is_behind() -> None:
-    deal = begun(4, every=2)
+    deal = begun(4, batch_shards_per_save=2)
     assert [deal.claim(0), deal.claim(1)] == [WorkItem("unit", 0), WorkItem("unit", 1)]
     assert deal.claim(0) == WAIT
     finishing = threading.Timer(0.1, lambda: (deal.mark_done(WorkItem("unit", 0)), deal.mark_done(WorkItem("unit", 1))))
@@ -138,7 +140,7 @@ def test_one_worker_begins_and_the_others_wait_for_it() -> None:
 
 
 def test_a_stop_ends_the_run_at_a_step() -> None:
-    deal = begun(9, per_step=3)
+    deal = begun(9, batch_shards_per_step=3)
     assert [deal.claim(worker).number for worker in range(4)] == [0, 1, 2, 3]
     deal.stop()
     deal.stop()
@@ -151,7 +153,7 @@ def test_a_stop_ends_the_run_at_a_step() -> None:
 
 
 def test_a_run_that_ends_early_has_not_been_stopped() -> None:
-    deal = begun(9, per_step=3)
+    deal = begun(9, batch_shards_per_step=3)
     assert deal.claim(0) == WorkItem("unit", 0)
     deal.stop(finished=True)
     for unit in range(3):
@@ -197,7 +199,9 @@ def test_a_claim_waits_for_what_comes_back() -> None:
 
 def test_work_that_is_none_cannot_be_done() -> None:
     for work in (WorkItem("unit", -1), WorkItem("unit", 5), WorkItem("save", 6), WorkItem("wait")):
-        with pytest.raises(CommError, match=f"{work.kind} {work.number} is done\n.*has the units 0 to 4"):
+        with pytest.raises(
+            CommError, match=f"{work.kind} {work.number} is done\n.*a unit is a batch shard, 0 to 4 in this run"
+        ):
             WorkQueue(5).mark_done(work)
 
 

@@ -132,7 +132,7 @@ class Loader:
 
     @property
     def worker_setting(self) -> WorkerSetting:
-        """The current kind and number of workers; with ``workers=-1`` tuning changes it."""
+        """The current kind and number of workers; with ``num_workers=-1`` tuning changes it."""
         return self._tuner.setting
 
     def sample_ids(self, step: int) -> Ids:
@@ -145,46 +145,49 @@ class Loader:
 
     def iterate(self, start_step: int, stop_step: int) -> Generator[StepBatch, None, None]:
         """Batches of steps ``start_step`` to ``stop_step`` - 1, built ahead. An error is raised when its step is due."""
-        shards = iter(range(self._batch_shard(start_step), self._batch_shard(stop_step), self._world_size))
-        return self._iterate(lambda wait: next(shards, None), self._world_size)
+        batch_shards = iter(range(self._batch_shard(start_step), self._batch_shard(stop_step), self._world_size))
+        return self._iterate(lambda wait: next(batch_shards, None), self._world_size)
 
     def iterate_claimed(self, claim: Callable[[bool], int | None]) -> Generator[StepBatch, None, None]:
         """Batches of the batch shards that ``claim`` assigns to this process, in the order it assigns them.
 
-        Shard ``n`` has the samples of rank ``n % world_size`` in step ``n // world_size``. ``claim(wait)`` returns the next
-        shard. With ``wait`` true, None ends the iteration; else None means that none is free now, and ``claim`` is called
-        again after the next batch.
+        Batch shard ``n`` has the samples of rank ``n % world_size`` in step ``n // world_size``. ``claim(wait)`` returns the
+        next number. With ``wait`` true, None ends the iteration; else None means that none is free now, and ``claim`` is
+        called again after the next batch.
         """
         return self._iterate(claim, 1)
 
     def _iterate(self, claim: Callable[[bool], int | None], stride: int) -> Generator[StepBatch, None, None]:
+        """``stride``: from each batch shard to the next one, as ``SpecSource`` takes it."""
         if self._prefetch_depth == 0 or self.options.num_workers == 0:
-            while (shard := claim(True)) is not None:
-                yield self._build(shard, stride)
+            while (batch_shard := claim(True)) is not None:
+                yield self._build(batch_shard, stride)
             return
         pending: deque[tuple[int, list[_Job]]] = deque()
         try:
             while True:
                 begin = time.perf_counter()
                 workers = self._start_workers()
-                while len(pending) <= workers.depth and (shard := claim(not pending)) is not None:
-                    pending.append((shard, [workers.pool.submit(spec) for spec in self._specs.specs(shard, stride)]))
+                while len(pending) <= workers.depth and (batch_shard := claim(not pending)) is not None:
+                    pending.append(
+                        (batch_shard, [workers.pool.submit(spec) for spec in self._specs.specs(batch_shard, stride)])
+                    )
                 if not pending:
                     return
-                shard, jobs = pending.popleft()
+                batch_shard, jobs = pending.popleft()
                 delivered = [self._wait(job) for job in jobs]
                 wait_s = time.perf_counter() - begin
                 self._tuner.record_wait(wait_s)
-                yield self._step_batch(shard, stride, delivered, wait_s)
+                yield self._step_batch(batch_shard, stride, delivered, wait_s)
         finally:
             for _, jobs in pending:
                 for job in jobs:
                     job.future.cancel()
 
-    def _build(self, shard: int, stride: int) -> StepBatch:
+    def _build(self, batch_shard: int, stride: int) -> StepBatch:
         begin = time.perf_counter()
-        delivered = [self._inline(spec) for spec in self._specs.specs(shard, stride)]
-        return self._step_batch(shard, stride, delivered, time.perf_counter() - begin)
+        delivered = [self._inline(spec) for spec in self._specs.specs(batch_shard, stride)]
+        return self._step_batch(batch_shard, stride, delivered, time.perf_counter() - begin)
 
     def close(self) -> None:
         """End the workers. A loader that is used again starts new ones."""
@@ -248,9 +251,9 @@ class Loader:
                 nearest="look at that sample and the storage it is on; a larger loader.timeout_s",
             ) from error
 
-    def _step_batch(self, shard: int, stride: int, delivered: list[_Delivered], wait_s: float) -> StepBatch:
-        step = shard // self._world_size
-        sample_ids = self._specs.samples(shard, stride).own_ids
+    def _step_batch(self, batch_shard: int, stride: int, delivered: list[_Delivered], wait_s: float) -> StepBatch:
+        step = batch_shard // self._world_size
+        sample_ids = self._specs.samples(batch_shard, stride).own_ids
         skipped = [sample for _, ids in delivered for sample in ids]
         self._delivered += len(sample_ids)
         self._skipped += len(skipped)
@@ -263,7 +266,7 @@ class Loader:
             )
         return StepBatch(
             step=step,
-            batch_shard=shard,
+            batch_shard=batch_shard,
             sample_ids=sample_ids,
             micro_batches=[tensors for tensors, _ in delivered],
             wait_s=wait_s,

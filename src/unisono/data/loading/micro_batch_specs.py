@@ -1,6 +1,6 @@
 """Which samples a micro-batch has: arithmetic on step, rank and sample order, without reading data.
 
-A batch shard is one rank's share of one step, numbered ``step * world_size + rank``.
+A batch shard is one rank's share of one step, numbered ``step * world_size + rank``. A slot is a row of the global batch.
 """
 
 from __future__ import annotations

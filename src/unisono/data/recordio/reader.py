@@ -23,9 +23,9 @@ from unisono.errors import DataError, UnisonoError
 
 ChecksumPolicy = Literal["first", "always", "never"]
 _LOG: Final = logging.getLogger("unisono.data")
-# states of a record: not checked yet, or checked and in one part
-_UNSEEN, _PLAIN = 0, 1
-_STRETCH: Final = 4096  # records looked up at once when reading in order
+# states of a record: not checked yet; checked, and in one part
+_UNSEEN, _CHECKED_WHOLE = 0, 1
+_RECORDS_AT_ONCE: Final = 4096  # records looked up at once when reading in order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +111,7 @@ class RecordFile:
         """A copy of one payload; negative numbers count from the end."""
         begin = self._offsets[number] + HEAD_BYTES
         length = self._lengths[number]
-        if self._state[number] == _PLAIN:
+        if self._state[number] == _CHECKED_WHOLE:
             return self._map[begin : begin + length]
         payload = self._map[begin : begin + length]
         # a fast path of ``_checked`` for records of one part
@@ -121,7 +121,7 @@ class RecordFile:
             and self._map[begin - HEAD_BYTES : begin] == PART_HEAD.pack(MAGIC, length)
         ):
             if self._check == "first":
-                self._state[number] = _PLAIN
+                self._state[number] = _CHECKED_WHOLE
             return payload
         return bytes(self.view(number))
 
@@ -129,22 +129,22 @@ class RecordFile:
 
     def view(self, number: int) -> memoryview:
         """One payload as a read-only view (a copy if RecordIO split the record)."""
-        if self._state[number] != _PLAIN:
-            return self._admit(number)
+        if self._state[number] != _CHECKED_WHOLE:
+            return self._first_view(number)
         begin = self._offsets[number] + HEAD_BYTES
         return self._view[begin : begin + self._lengths[number]]
 
     def views(self, numbers: Sequence[int] | NDArray[np.integer[Any]]) -> list[memoryview]:
         """Many payloads as views, in the given order."""
-        places = self._places(numbers)
+        places = self._normalized(numbers)
         begins, ends = self._extents(places)
         view = self._view
         payloads = [view[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-        unseen = np.flatnonzero(self._states[places] != _PLAIN)
+        unseen = np.flatnonzero(self._states[places] != _CHECKED_WHOLE)
         if self._remote is not None and unseen.size:  # in one request; split records fetch their extra bytes later
             self._remote.ensure(begins[unseen] - HEAD_BYTES, ends[unseen])
         for position in unseen.tolist():
-            payloads[position] = self._admit(int(places[position]))
+            payloads[position] = self._first_view(int(places[position]))
         return payloads
 
     def read_many(self, numbers: Sequence[int] | NDArray[np.integer[Any]]) -> RecordBatch:
@@ -172,9 +172,9 @@ class RecordFile:
     def iterate(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[bytes]:
         """Copies of payloads ``start``, ``start + step``, … below ``stop``."""
         numbers = range(len(self))[start:stop:step]
-        for first in range(0, len(numbers), _STRETCH):
-            places = self._places(numbers[first : first + _STRETCH])
-            if (self._states[places] != _PLAIN).any():
+        for first in range(0, len(numbers), _RECORDS_AT_ONCE):
+            places = self._normalized(numbers[first : first + _RECORDS_AT_ONCE])
+            if (self._states[places] != _CHECKED_WHOLE).any():
                 if self._remote is not None:  # in one request
                     yield from map(bytes, self.views(places))
                 else:
@@ -193,7 +193,8 @@ class RecordFile:
     def _states(self) -> NDArray[np.uint8]:
         return np.frombuffer(self._state, np.uint8)
 
-    def _places(self, numbers: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    def _normalized(self, numbers: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """Record numbers from 0: negative ones count from the end."""
         places = np.asarray(numbers, np.int64)
         if places.ndim != 1:
             raise ValueError(f"record numbers have one dim, not shape {list(places.shape)}")
@@ -201,7 +202,7 @@ class RecordFile:
             raise IndexError(f"record numbers {places.min()} to {places.max()} of {len(self)} records")
         return places % len(self) if places.size else places
 
-    def _admit(self, number: int) -> memoryview:
+    def _first_view(self, number: int) -> memoryview:
         """The payload of a record not checked yet: check head and checksum, and join its parts."""
         if not -len(self) <= number < len(self):
             raise IndexError(f"record {number} of {len(self)}")
@@ -241,7 +242,7 @@ class RecordFile:
         if self._check != "never" and xxhash.xxh3_64_intdigest(payload) != int(self._index.digests[number]):
             raise self._damaged(number, f"its {length} bytes do not have their checksum")
         if not split and self._check != "always":
-            self._state[number] = _PLAIN
+            self._state[number] = _CHECKED_WHOLE
         return payload
 
     def _damaged(self, number: int, what: str) -> DataError:
@@ -303,11 +304,11 @@ class RecordDataset:
     def samples(self, indices: NDArray[np.int64]) -> list[Batch]:
         """Samples by number, one by one; their shapes may differ."""
         samples: list[Batch | None] = [None] * len(indices)
-        homes = np.searchsorted(self._starts, indices, side="right") - 1
-        for home in np.unique(homes).tolist():
-            rows = np.flatnonzero(homes == home)
-            file = self._files[home]
-            numbers = (indices[rows] - self._starts[home]).tolist()
+        file_of_row = np.searchsorted(self._starts, indices, side="right") - 1
+        for file_number in np.unique(file_of_row).tolist():
+            rows = np.flatnonzero(file_of_row == file_number)
+            file = self._files[file_number]
+            numbers = (indices[rows] - self._starts[file_number]).tolist()
             for row, number, view in zip(rows.tolist(), numbers, file.views(numbers), strict=True):
                 samples[row] = self._sample(file, number, view)
         return [sample for sample in samples if sample is not None]

@@ -6,7 +6,7 @@ launch order are a pure function of names, shapes and dtypes, equal in every pro
 
 Where all ranks share a host and the gradients are in host memory, they are summed through shared memory
 (``shared_memory``), in rank order; with three or more ranks this may differ from Gloo's sum in the last bit. The choice
-depends on hosts and devices only, and ``path`` reports it. These sums start after the backward pass, because they use
+depends on hosts and devices only, and ``transport`` reports it. These sums start after the backward pass, because they use
 the same cores: with 2 ranks on 2 cores a step of 4 M parameters took 70 ms with Gloo, 52 ms this way and 53 ms with an
 overlapping thread; of 21 M parameters 301, 255 and 263 ms.
 
@@ -40,25 +40,25 @@ class _Bucket:
         self.names = [name for name, _ in members]
         first = members[0][1]
         self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=_dtype(first), device=first.device)
-        # the gradients themselves, or a copy in another dtype
-        self._reduce_dtype, self.sent = reduce_dtype, self.flat
+        # what is sent: the gradients themselves, or a copy in another dtype
+        self._reduce_dtype, self.comm_buffer = reduce_dtype, self.flat
         self.views: dict[str, Tensor] = {}
         start = 0
         for name, parameter in members:
             self.views[name] = self.flat[start : start + parameter.numel()].view_as(parameter)
             start += parameter.numel()
-        self.missing = len(members)
+        self.num_pending = len(members)  # gradients that the last backward pass has not completed
 
     def pack(self) -> Tensor:
         """The tensor to sum over ranks, [elements]."""
-        self.sent = self.flat.to(self._reduce_dtype)
-        return self.sent
+        self.comm_buffer = self.flat.to(self._reduce_dtype)
+        return self.comm_buffer
 
     def unpack(self) -> None:
         """Copy the sums back into the gradients."""
-        if self.sent is not self.flat:
-            self.flat.copy_(self.sent)
-            self.sent = self.flat
+        if self.comm_buffer is not self.flat:
+            self.flat.copy_(self.comm_buffer)
+            self.comm_buffer = self.flat
 
 
 class BucketedAllReduce:
@@ -70,10 +70,10 @@ class BucketedAllReduce:
     ranks. ``reduce_dtypes``: by name the dtype to send and add in, if not the gradient's own; ``codec`` compresses
     instead. With a codec every step ends with ``commit``, and ``state_dict`` is checkpointed state of this rank.
 
-    ``path`` describes the transport: "shared memory", or a torch backend and the reason for it. ``num_workers``: how
-    many ranks sum. ``sent_bytes`` and ``received_bytes`` count what this rank gives to the sums and gets from them, not
-    the transport's traffic (a ring sends 2 (n - 1) / n of it). The constructor is a collective over all ranks of
-    ``world``. Raises ConfigError for a codec together with ``reduce_dtypes``.
+    ``transport``: "shared memory", or a torch backend and the reason for it. ``num_workers``: how many ranks sum.
+    ``sent_bytes`` and ``received_bytes`` count what this rank gives to the sums and gets from them, not the transport's
+    traffic (a ring sends 2 (n - 1) / n of it). The constructor is a collective over all ranks of ``world``. Raises
+    ConfigError for a codec together with ``reduce_dtypes``.
     """
 
     def __init__(
@@ -91,18 +91,19 @@ class BucketedAllReduce:
         self._world, self._group = world, group or world.group
         self.num_workers = self._group.size() if self._group is not None else 1
         self._parameters = dict(parameters)
-        sent = {name: (reduce_dtypes or {}).get(name, _dtype(p)) for name, p in self._parameters.items()}
+        comm_dtypes = {name: (reduce_dtypes or {}).get(name, _dtype(p)) for name, p in self._parameters.items()}
         self._buckets = [
-            _Bucket(members, sent[members[0][0]]) for members in _partition(self._parameters, bucket_bytes, sent)
+            _Bucket(members, comm_dtypes[members[0][0]])
+            for members in _partition(self._parameters, bucket_bytes, comm_dtypes)
         ]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         views = {name: self._bucket_of[name].views[name] for name in self._parameters}
         self._exchange = None if codec is None else compressed_sum(codec, views, self._group)
         self._memory: SharedMemoryAllReduce | None = None
         self._sum: Callable[[Tensor], Any] = partial(dist.all_reduce, group=self._group, async_op=True)
-        self.path = self._choose_transport() if codec is None else f"{transport_name(self._group)}: compressed"
+        self.transport = self._choose_transport() if codec is None else f"{transport_name(self._group)}: compressed"
         self.sent_bytes = self.received_bytes = 0
-        self._sending = False
+        self._is_last_backward = False
         self._next = 0
         self._pending: list[Any] = []
         self._hooks = [
@@ -121,14 +122,14 @@ class BucketedAllReduce:
                 # the view was replaced, by zero_grad(set_to_none=True) for example: copy the values and restore it
                 view.copy_(grad)
                 parameter.grad = view
-            if self._sending:
-                bucket.missing -= 1
+            if self._is_last_backward:
+                bucket.num_pending -= 1
                 self._launch(only_complete=True)
 
         return ready
 
     def _choose_transport(self) -> str:
-        """Choose the transport; returns ``path``, the same on all ranks."""
+        """Choose the transport, the same on all ranks; returns its description. Also sets ``_sum`` and ``_memory``."""
         by = transport_name(self._group)
         if self.num_workers == 1:
             return "nothing is sent: no other rank has these parameters"
@@ -148,20 +149,20 @@ class BucketedAllReduce:
         return "shared memory"
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
-        """Count the next backward pass's gradients as final. With a ``part`` nothing is sent early: buckets are sent in
-        order."""
+        """The next backward pass is the step's last: a bucket is sent once its gradients are complete and all buckets
+        before it were sent. With ``part`` (one pipeline stage) this does nothing, and ``wait`` sends all buckets."""
         if part is not None:
             return
-        self._sending, self._next = True, 0
+        self._is_last_backward, self._next = True, 0
         for bucket in self._buckets:
-            bucket.missing = len(bucket.names)
+            bucket.num_pending = len(bucket.names)
 
     def _launch(self, *, only_complete: bool) -> None:
         if only_complete and self._memory is not None:
             return
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
-            if only_complete and bucket.missing:
+            if only_complete and bucket.num_pending:
                 return
             with self._world.guard("gradient all-reduce"):
                 if self._exchange is not None:
@@ -179,13 +180,14 @@ class BucketedAllReduce:
         self.received_bytes += received_bytes
 
     def wait(self, totals: Tensor) -> None:
-        """Send the incomplete buckets (parameters that no sample of this rank used), then wait for all sums."""
+        """Send the buckets that were not sent yet (incomplete where no sample of this rank used a parameter), sum
+        ``totals`` over all ranks, and wait for everything."""
         self._launch(only_complete=False)
-        self._sending = False
+        self._is_last_backward = False
         with self._world.guard("gradient all-reduce"):
             whole = self._exchange is None and (self._group is None or self._group.size() == self._world.world_size)
-            everywhere = self._sum if whole else partial(dist.all_reduce, group=self._world.group, async_op=True)
-            self._pending.append(everywhere(totals))
+            sum_all_ranks = self._sum if whole else partial(dist.all_reduce, group=self._world.group, async_op=True)
+            self._pending.append(sum_all_ranks(totals))
             for work in self._pending:
                 work.wait()
         self._pending.clear()

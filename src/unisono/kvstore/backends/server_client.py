@@ -9,10 +9,10 @@ Values travel from and to host memory: pulls copy them on to tensors elsewhere; 
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future as Answer
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -42,7 +42,7 @@ from unisono.kvstore.wire.tls import TLSContexts, read_tls
 from unisono.launch.secret import SECRET_BYTES
 
 HEARTBEAT_S = 2.0
-_FIRST = 1 << 30
+_HEARTBEAT_PRIORITY = 1 << 30
 _WAIT_S = 5.0  # of one claim; asking again also detects a lost server
 _GOODBYE_S = 1.0
 
@@ -194,7 +194,7 @@ class ServerClient:
         shard_flag = 0 if batch_shard is None else BATCH_SHARD
         sources = self._encoded(values) if self._codec is not None else {k: raw_bytes(v) for k, v in values.items()}
         targets = _PullTargets(into or {})
-        answers: list[tuple[int, int, Answer[Frame]]] = []
+        answers: list[tuple[int, int, concurrent.futures.Future[Frame]]] = []
         for server, group in self._groups(tuple(values)):
             based = self._bases(group) if into else ()
             op, prefix = Op.PUSHPULL if into else Op.PUSH, (lr, self._versions[server])
@@ -208,7 +208,7 @@ class ServerClient:
         """Receive the current values into ``into``: straight into contiguous CPU tensors, through host memory into
         others. With compressed pulls, the approximation received so far, unless ``exact``."""
         targets = _PullTargets(into)
-        answers: list[tuple[int, Answer[Frame]]] = []
+        answers: list[tuple[int, concurrent.futures.Future[Frame]]] = []
         for server, group in self._groups(tuple(into)):
             based = () if exact else self._bases(group)
             parts = [(chunk.number, memoryview(b"")) for chunk in group]
@@ -229,7 +229,7 @@ class ServerClient:
         CPU. Other rows keep value and moments. Sent uncompressed. Raises ConfigError for a key whose chunks are not
         whole rows."""
         seq = next(self._sequence)
-        answers: list[tuple[int, int, Answer[Frame]]] = []
+        answers: list[tuple[int, int, concurrent.futures.Future[Frame]]] = []
         for chunk, local, place in self._row_parts(key, ids):
             data = memoryview(raw_bytes(local).tobytes() + raw_bytes(rows[place].contiguous()).tobytes())
             prefix = (lr, self._versions[chunk.server])
@@ -243,7 +243,7 @@ class ServerClient:
         parts, chunks = self._row_parts(key, ids), self.placement.chunks_of(key)
         dtype = chunks[0].dtype if chunks else torch.float32
         rows = torch.empty(len(ids), *self.placement.shapes[key][1:], dtype=dtype)
-        answers: list[Answer[Frame]] = []
+        answers: list[concurrent.futures.Future[Frame]] = []
         for chunk, local, place in parts:
             frame = write_chunks(Op.ROWS, [(chunk.number, raw_bytes(local))], dtype=_dtype(chunk))
             answers.append(self._connections[chunk.server].request(frame, priority, raw_bytes(rows[place])))
@@ -360,7 +360,7 @@ class ServerClient:
 
     def _push_result(
         self,
-        answers: Sequence[tuple[int, int, Answer[Frame]]],
+        answers: Sequence[tuple[int, int, concurrent.futures.Future[Frame]]],
         seq: int,
         batch_shard: int | None = None,
         targets: _PullTargets | None = None,
@@ -388,7 +388,8 @@ class ServerClient:
         return Future(finish, lambda: all(answer.done() for *_, answer in answers))
 
     def _bases(self, group: Sequence[Chunk]) -> Sequence[int]:
-        """The bases that a pull of these chunks names; none for an exact pull."""
+        """For compressed pulls, the number of the last decoded answer of each chunk (``pull_compression``); none for an
+        exact pull."""
         if self._pull_decoder is None or not group[0].dtype.is_floating_point:
             return ()
         return self._pull_decoder.bases(group)
@@ -401,7 +402,7 @@ class ServerClient:
         group: Sequence[Chunk],
         based: Sequence[int],
         targets: _PullTargets,
-    ) -> Answer[Frame]:
+    ) -> concurrent.futures.Future[Frame]:
         """Send a request whose answer's values go to ``targets``, if there are any."""
         places = [_chunk_bytes(targets.memory[chunk.key], chunk) for chunk in group] if targets else None
         if self._pull_decoder is None or places is None or not based:
@@ -411,7 +412,7 @@ class ServerClient:
         )
 
     def _encoded(self, values: Mapping[str, Tensor]) -> dict[str, memoryview]:
-        """Every chunk's code, by key and start."""
+        """Each chunk's compressed gradient, by key and start."""
         assert self._codec is not None
         assert self._feedback is not None
         codes: dict[str, memoryview] = {}
@@ -490,7 +491,7 @@ class ServerClient:
         while not self._closing.wait(HEARTBEAT_S):
             for connection in self._connections:
                 with suppress(CommError):  # a connection that was given up: its next user gets the error
-                    connection.request(Frame(Op.HEARTBEAT), priority=_FIRST)
+                    connection.request(Frame(Op.HEARTBEAT), priority=_HEARTBEAT_PRIORITY)
 
 
 class _PullTargets:
@@ -545,7 +546,7 @@ def _chunk_bytes(data: memoryview, chunk: Chunk) -> memoryview:
     return data[start : start + chunk.nbytes]
 
 
-def _wait_all(answers: Sequence[Answer[Frame]]) -> None:
+def _wait_all(answers: Sequence[concurrent.futures.Future[Frame]]) -> None:
     for answer in answers:
         answer.result()
 

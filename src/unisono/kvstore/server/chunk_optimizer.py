@@ -37,7 +37,7 @@ class ServerOptimizerSpec:
 
     def to_json(self) -> dict[str, Any]:
         options = {name: value for name, value in asdict(self.options).items() if value is not None}
-        return {
+        return {  # sent and stored names of the first release
             "options": options | {"decay_exclude": list(self.options.decay_exclude)},
             "roles": {key: role.name for key, role in self.roles.items()},
             "damped": self.staleness_lr_decay,
@@ -53,7 +53,7 @@ class ServerOptimizerSpec:
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 given=f"an optimizer for the servers that cannot be read: {error!r}",
-                rule="it is an object of options, roles (DECAY, NO_DECAY or PLAIN by key) and damped",
+                rule="it is an object of options, roles (DECAY, NO_DECAY or PLAIN by key) and damped (staleness_lr_decay)",
                 consequence="the servers have no optimizer",
                 nearest="set_optimizer of the store makes it",
             ) from error

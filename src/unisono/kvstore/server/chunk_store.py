@@ -67,64 +67,65 @@ class PushOutcome:
 
 
 @dataclass(slots=True)
-class _Cell:
+class _ChunkState:
     chunk: Chunk
     lock: threading.RLock = field(default_factory=threading.RLock)
     value: nn.Parameter | None = None
     version: int = 0  # pushes applied
     applied: dict[int, RangeSet] = field(default_factory=dict[int, RangeSet])  # by stream
-    updater: ChunkOptimizer | None = None
-    own: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # versions that a worker's pushes made
+    optimizer: ChunkOptimizer | None = None
+    # by worker: the versions that its pushes made
+    own_versions: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     def lag(self, worker: int, base_version: int) -> int:
         """The number of other workers' pushes since ``base_version``."""
-        own = [version for version in self.own.get(worker, ()) if version > base_version]
-        self.own[worker] = own
-        return max(self.version - base_version - len(own), 0)
+        own_versions = [version for version in self.own_versions.get(worker, ()) if version > base_version]
+        self.own_versions[worker] = own_versions
+        return max(self.version - base_version - len(own_versions), 0)
 
 
 class ChunkStore:
     """The chunks of one server. Thread-safe."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
-        self._cells = {chunk.number: _Cell(chunk) for chunk in chunks}
+        self._chunk_states = {chunk.number: _ChunkState(chunk) for chunk in chunks}
         self.optimizer_spec: ServerOptimizerSpec | None = None
 
     @property
     def initialised_chunks(self) -> list[int]:
         """The numbers of chunks that have a value, in order."""
-        return sorted(number for number, cell in self._cells.items() if cell.value is not None)
+        return sorted(number for number, chunk_state in self._chunk_states.items() if chunk_state.value is not None)
 
     def next_seq(self, stream: int) -> int:
         """A number above all that any chunk has applied of this stream."""
         ends = [0]
-        for cell in self._cells.values():
-            with cell.lock:
-                ends += [end for _, end in cell.applied.get(stream, RangeSet()).to_json()[-1:]]
+        for chunk_state in self._chunk_states.values():
+            with chunk_state.lock:
+                ends += [end for _, end in chunk_state.applied.get(stream, RangeSet()).to_json()[-1:]]
         return max(ends)
 
     def applied_ranges(self, stream: int) -> list[list[list[int]]]:
         """The numbers of this stream that chunks have applied, as ``RangeSet.to_json``; equal sets once, which keeps it
         short."""
         ranges: dict[str, list[list[int]]] = {}
-        for cell in self._cells.values():
-            with cell.lock:
-                spans = cell.applied.get(stream, RangeSet()).to_json()
+        for chunk_state in self._chunk_states.values():
+            with chunk_state.lock:
+                spans = chunk_state.applied.get(stream, RangeSet()).to_json()
             ranges[str(spans)] = spans
         return list(ranges.values())
 
     def chunk(self, number: int) -> Chunk:
         """Raises CommError for a chunk of another server."""
-        return self._cell(number).chunk
+        return self._chunk_state(number).chunk
 
     def init(self, number: int, value: Tensor) -> bool:
         """Set the first value [elements] of a chunk and ignore later ones; returns whether it was set."""
-        cell = self._cell(number)
-        _fits(cell.chunk, value.numel(), value.dtype)
-        with cell.lock:
-            if cell.value is not None:
+        chunk_state = self._chunk_state(number)
+        _fits(chunk_state.chunk, value.numel(), value.dtype)
+        with chunk_state.lock:
+            if chunk_state.value is not None:
                 return False
-            cell.value = nn.Parameter(value.detach().clone().flatten(), requires_grad=value.is_floating_point())
+            chunk_state.value = nn.Parameter(value.detach().clone().flatten(), requires_grad=value.is_floating_point())
             return True
 
     def set_optimizer_spec(self, spec: ServerOptimizerSpec) -> None:
@@ -139,58 +140,61 @@ class ChunkStore:
         self.optimizer_spec = spec
 
     def push(
-        self, entries: Sequence[ChunkGradient], push: PushHeader, then: Callable[[], None] | None = None
+        self, entries: Sequence[ChunkGradient], push: PushHeader, before_unlock: Callable[[], None] | None = None
     ) -> PushOutcome:
-        """Apply gradients, each once. ``then`` runs before the locks are released, also for a duplicate: a replica sees
-        pushes of a chunk in the order in which they were applied here.
+        """Apply gradients, each once. ``before_unlock`` runs before the locks are released, also for a duplicate: a replica
+        sees pushes of a chunk in the order in which they were applied here.
 
         Raises CommError for invalid gradients, before anything is changed.
         """
-        cells = [self._cell(entry.chunk) for entry in entries]
+        states = [self._chunk_state(entry.chunk) for entry in entries]
         if any(left.chunk >= right.chunk for left, right in pairwise(entries)):
             raise _unsorted("chunks")
-        for cell, entry in zip(cells, entries, strict=True):
-            self._check(cell, entry)
+        for chunk_state, entry in zip(states, entries, strict=True):
+            self._check(chunk_state, entry)
         if not all(is_finite(entry.gradient) for entry in entries):
             return PushOutcome(refused="non-finite")
-        applied = duplicates = lag = 0
+        applied = duplicates = largest_lag = 0
         with ExitStack() as locks:
-            for cell in cells:
-                locks.enter_context(cell.lock)
-            for cell in cells:
-                if len(cell.applied.get(push.stream, ())) >= _MOST_GAPS:  # memory for gaps is bounded
+            for chunk_state in states:
+                locks.enter_context(chunk_state.lock)
+            for chunk_state in states:
+                if len(chunk_state.applied.get(push.stream, ())) >= _MOST_GAPS:  # memory for gaps is bounded
                     raise refused(
                         f"push {push.sequence_number} of stream {push.stream}, which has {_MOST_GAPS:,} gaps before it",
                         "a stream counts its pushes one by one, and lost pushes are sent again",
                         "use the same release of unisono everywhere, and end other processes with the job's secret",
                     )
-            work = [(cell, self._updater(cell), cell.lag(push.worker, push.base_version)) for cell in cells]
-            rates = [effective_learning_rate(updater.spec, push.lr, late) for _, updater, late in work]
-            for (cell, updater, late), entry, rate in zip(work, entries, rates, strict=True):
-                numbers = cell.applied.setdefault(push.stream, RangeSet())
+            updates = [
+                (chunk_state, self._optimizer(chunk_state), chunk_state.lag(push.worker, push.base_version))
+                for chunk_state in states
+            ]
+            rates = [effective_learning_rate(optimizer.spec, push.lr, lag) for _, optimizer, lag in updates]
+            for (chunk_state, optimizer, lag), entry, rate in zip(updates, entries, rates, strict=True):
+                numbers = chunk_state.applied.setdefault(push.stream, RangeSet())
                 if push.sequence_number in numbers:
                     duplicates += 1
                     continue
-                updater.step(entry.gradient, rate, entry.rows)
+                optimizer.step(entry.gradient, rate, entry.rows)
                 numbers.add(push.sequence_number)
-                cell.version += 1
-                cell.own[push.worker].append(cell.version)
-                applied, lag = applied + 1, max(lag, late)
-            version = min(cell.version for cell in cells) if cells else 0
-            if then is not None:
-                then()
-        return PushOutcome(applied=applied, duplicates=duplicates, version=version, lag=lag)
+                chunk_state.version += 1
+                chunk_state.own_versions[push.worker].append(chunk_state.version)
+                applied, largest_lag = applied + 1, max(largest_lag, lag)
+            version = min(chunk_state.version for chunk_state in states) if states else 0
+            if before_unlock is not None:
+                before_unlock()
+        return PushOutcome(applied=applied, duplicates=duplicates, version=version, lag=largest_lag)
 
     def pull(self, number: int, rows: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, int]:
         """A copy of a chunk's value [elements], in ``into`` if given, or of some rows [n, row elements], and its
         version."""
-        cell = self._cell(number)
-        with cell.lock:
-            value = self._value(cell).detach()
+        chunk_state = self._chunk_state(number)
+        with chunk_state.lock:
+            value = self._value(chunk_state).detach()
             if rows is None:
-                return (value.clone() if into is None else into.copy_(value)), cell.version
-            _check_rows(cell.chunk, rows)
-            return value.view(-1, cell.chunk.row_elements)[rows], cell.version
+                return (value.clone() if into is None else into.copy_(value)), chunk_state.version
+            _check_rows(chunk_state.chunk, rows)
+            return value.view(-1, chunk_state.chunk.row_elements)[rows], chunk_state.version
 
     def state(self, numbers: Iterable[int]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The optimizer spec and the full state of chunks, each as of one moment: facts as JSON (``recipe``; ``chunks``
@@ -198,16 +202,17 @@ class ChunkStore:
         chunks: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         for number in numbers:
-            cell = self._cell(number)
-            with cell.lock:
-                if cell.value is None:
+            chunk_state = self._chunk_state(number)
+            with chunk_state.lock:
+                if chunk_state.value is None:
                     continue
-                applied = {str(stream): numbers.to_json() for stream, numbers in cell.applied.items()}
-                chunks[str(number)] = {"version": cell.version, "applied": applied}
-                tensors[f"{number}/value"] = cell.value.detach().clone()
-                state = cell.updater.state if cell.updater is not None else {}
+                applied = {str(stream): numbers.to_json() for stream, numbers in chunk_state.applied.items()}
+                chunks[str(number)] = {"version": chunk_state.version, "applied": applied}
+                tensors[f"{number}/value"] = chunk_state.value.detach().clone()
+                state = chunk_state.optimizer.state if chunk_state.optimizer is not None else {}
                 tensors |= {f"{number}/{name}": tensor.clone() for name, tensor in state.items()}
         recipe = None if self.optimizer_spec is None else self.optimizer_spec.to_json()
+        # sent and stored names of the first release
         return {"recipe": recipe, "chunks": chunks}, tensors
 
     def load_state(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -223,17 +228,19 @@ class ChunkStore:
             raise _unlike(self.chunk(min(without_facts)), "tensors without facts")
         restored = [self._restored(number, parts) for number, parts in named.items()]
         counts = [_history(chunks[str(number)]) for number in named]
-        for (number, parts), (value, updater), (version, applied) in zip(named.items(), restored, counts, strict=True):
-            cell = self._cells[number]
-            with cell.lock, torch.no_grad():
-                for name, own in updater.state.items() if updater is not None else ():
-                    own.copy_(parts[name])
-                cell.value, cell.updater, cell.own = value, updater, {}
-                cell.version, cell.applied = version, applied
+        for (number, parts), (value, optimizer), (version, applied) in zip(
+            named.items(), restored, counts, strict=True
+        ):
+            chunk_state = self._chunk_states[number]
+            with chunk_state.lock, torch.no_grad():
+                for name, tensor in optimizer.state.items() if optimizer is not None else ():
+                    tensor.copy_(parts[name])
+                chunk_state.value, chunk_state.optimizer, chunk_state.own_versions = value, optimizer, {}
+                chunk_state.version, chunk_state.applied = version, applied
 
     def _restored(self, number: int, parts: Mapping[str, Tensor]) -> tuple[nn.Parameter, ChunkOptimizer | None]:
         """Value and empty optimizer for a chunk's saved state."""
-        chunk = self._cell(number).chunk
+        chunk = self._chunk_state(number).chunk
         saved = parts.get("value")
         if saved is None:
             raise _unlike(chunk, "no value")
@@ -242,16 +249,16 @@ class ChunkStore:
         states = parts.keys() - {"value"}
         if not states:
             return value, None
-        updater = self._new_updater(chunk.key, value)
-        if states != updater.state.keys():
-            raise _unlike(chunk, f"the state {sorted(states)} where the optimizer keeps {sorted(updater.state)}")
-        for name, own in updater.state.items():
-            if (parts[name].shape, parts[name].dtype) != (own.shape, own.dtype):
+        optimizer = self._new_optimizer(chunk.key, value)
+        if states != optimizer.state.keys():
+            raise _unlike(chunk, f"the state {sorted(states)} where the optimizer keeps {sorted(optimizer.state)}")
+        for name, tensor in optimizer.state.items():
+            if (parts[name].shape, parts[name].dtype) != (tensor.shape, tensor.dtype):
                 raise _unlike(chunk, f"{name} as {parts[name].dtype} {list(parts[name].shape)}")
-        return value, updater
+        return value, optimizer
 
-    def _check(self, cell: _Cell, entry: ChunkGradient) -> None:
-        chunk = cell.chunk
+    def _check(self, chunk_state: _ChunkState, entry: ChunkGradient) -> None:
+        chunk = chunk_state.chunk
         if not chunk.dtype.is_floating_point:
             nearest = "push parameters only; buffers are set by init"
             raise refused(
@@ -268,31 +275,31 @@ class ChunkStore:
         if entry.gradient.shape != (len(entry.rows), chunk.row_elements) or entry.gradient.dtype != chunk.dtype:
             raise _unlike(chunk, f"{len(entry.rows)} rows as {entry.gradient.dtype} {list(entry.gradient.shape)}")
 
-    def _updater(self, cell: _Cell) -> ChunkOptimizer:
-        if cell.updater is None:
-            cell.updater = self._new_updater(cell.chunk.key, self._value(cell))
-        return cell.updater
+    def _optimizer(self, chunk_state: _ChunkState) -> ChunkOptimizer:
+        if chunk_state.optimizer is None:
+            chunk_state.optimizer = self._new_optimizer(chunk_state.chunk.key, self._value(chunk_state))
+        return chunk_state.optimizer
 
-    def _new_updater(self, key: str, value: nn.Parameter) -> ChunkOptimizer:
+    def _new_optimizer(self, key: str, value: nn.Parameter) -> ChunkOptimizer:
         if self.optimizer_spec is None:
             given = f"a push of {key!r} to servers without an optimizer"
             rule = "in dist_async the servers apply gradients, so their optimizer is set before the first push"
             raise refused(given, rule, "store.set_optimizer(OptimOptions(...)) on any worker, after init")
         return ChunkOptimizer(self.optimizer_spec, key, value)
 
-    def _value(self, cell: _Cell) -> nn.Parameter:
-        if cell.value is None:
-            given = f"chunk {cell.chunk.number} of {cell.chunk.key!r}, which has no value yet"
+    def _value(self, chunk_state: _ChunkState) -> nn.Parameter:
+        if chunk_state.value is None:
+            given = f"chunk {chunk_state.chunk.number} of {chunk_state.chunk.key!r}, which has no value yet"
             rule = "a key is initialised before it is pushed or pulled"
             raise refused(given, rule, "store.init with all parameters, on any worker")
-        return cell.value
+        return chunk_state.value
 
-    def _cell(self, number: int) -> _Cell:
-        cell = self._cells.get(number)
-        if cell is None:
-            rule = f"this server holds {len(self._cells)} chunks, and that is none of them"
+    def _chunk_state(self, number: int) -> _ChunkState:
+        chunk_state = self._chunk_states.get(number)
+        if chunk_state is None:
+            rule = f"this server holds {len(self._chunk_states)} chunks, and that is none of them"
             raise refused(f"chunk {number}", rule, "send it where the placement puts it")
-        return cell
+        return chunk_state
 
 
 def _history(fact: Mapping[str, Any]) -> tuple[int, dict[int, RangeSet]]:

@@ -338,7 +338,7 @@ class ParameterServer:
                 return Frame(Op.ACK, clock=run.clocks.tick(worker, restart_count, frame.clock))
             case Op.CLAIM:
                 work = self._claim(run, peer, frame)
-                more = {"weight": run.work_queue.total_weight, "last": work.number >= run.work_queue.goal}
+                more = {"weight": run.work_queue.total_weight, "last": work.number >= run.work_queue.end_shard}
                 return json_frame(Op.JSON, work._asdict() | more)
             case Op.DONE:
                 return self._done(run, frame)
@@ -417,8 +417,8 @@ class ParameterServer:
             clocks=clocks,
             work_queue=WorkQueue(
                 run_spec.num_batch_shards,
-                every=run_spec.batch_shards_per_save,
-                per_step=run_spec.batch_shards_per_step,
+                batch_shards_per_save=run_spec.batch_shards_per_save,
+                batch_shards_per_step=run_spec.batch_shards_per_step,
                 staleness=run_spec.staleness,
             ),
             barriers=NumberedBarriers(lambda: clocks.live_clocks.keys()),
@@ -433,6 +433,7 @@ class ParameterServer:
         in the chunks read after."""
         work_queue, clock = run.work_queue.to_json(), run.clocks.slowest_clock
         facts, tensors = store.state(numbers)
+        # stored names of the first release
         return {"agreed": run.run_spec.to_json(), "deal": work_queue, "clock": clock, **facts}, tensors
 
     def _restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -468,7 +469,7 @@ class ParameterServer:
                 given="a request to a server that knows no run",
                 rule="a worker says hello first",
                 consequence="nothing was done",
-                nearest="open a connection: its hello tells the table",
+                nearest="open a connection: its hello sends the run spec",
             )
         return self._run
 

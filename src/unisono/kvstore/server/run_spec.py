@@ -51,7 +51,7 @@ class RunSpec:
         return place_chunks(self.table, self.num_servers, self.chunk_bytes, self.uncut_keys)
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        return {  # sent and stored names of the first release
             "table": {
                 key: [list(shape), str(dtype).removeprefix("torch.")] for key, (shape, dtype) in self.table.items()
             },
@@ -91,7 +91,7 @@ class RunSpec:
                 labels={str(name): str(value) for name, value in given["about"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            rule = "it has table, servers, whole, chunk_bytes, staleness, units, codec and about"
+            rule = "it has table, servers, whole, chunk_bytes, staleness, units, units_per_step, units_per_save, codec and about"
             refusal = protocol_error(f"a hello that cannot be read: {error!r}", rule, "the worker was refused")
             raise refusal from error
 

@@ -1,10 +1,10 @@
 """The work of an asynchronous run: workers claim items one by one.
 
     begin 0      initialise the servers; ``mark_done`` reports the first batch shard left to do
-    unit u       compute batch shard u, a fixed share of the run's samples, a pure function of u
-    save f       all batch shards before f are done and no later one is claimed: the servers hold exactly a step
-    end g        no work is left: the run ended at batch shard g
-    stopped g    a stop was requested; all batch shards before g are done and saved
+    unit n       compute batch shard n, a fixed share of the run's samples, a pure function of n
+    save n       all batch shards before n are done and no later one is claimed: the servers hold exactly a step
+    end n        no work is left: the run ended at batch shard n
+    stopped n    a stop was requested; all batch shards before n are done and saved
 
 Any worker may compute a batch shard, and every one is computed: when a worker's lease ends, its items can be claimed
 again. A batch shard that two workers computed, because the first came back, is applied once: its pushes carry its
@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 from unisono.errors import CommError
 from unisono.kvstore.server.range_set import RangeSet
 
+# sent and stored; "unit" is the first release's name for a batch shard
 WorkKind = Literal["begin", "unit", "save", "wait", "end", "stopped"]
 
 
@@ -36,8 +37,8 @@ WAIT, BEGIN = WorkItem("wait"), WorkItem("begin")
 
 
 class WorkQueue:
-    """Batch shards ``0 .. num_batch_shards - 1``, ``per_step`` per step, with a save at every ``every``-th (0: only at
-    the end).
+    """Batch shards ``0 .. num_batch_shards - 1``, ``batch_shards_per_step`` per step, with a save at every
+    ``batch_shards_per_save``-th (0: only at the end).
 
     With a ``staleness`` of s no batch shard of step t is handed out before all steps below t - s are done: stale
     synchronous parallel (Ho et al. 2013), whichever workers are slow, join or leave. Waits use the monotonic clock
@@ -46,16 +47,16 @@ class WorkQueue:
 
     def __init__(
         self,
-        units: int,
+        num_batch_shards: int,
         *,
-        every: int = 0,
-        per_step: int = 1,
+        batch_shards_per_save: int = 0,
+        batch_shards_per_step: int = 1,
         staleness: int | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.num_batch_shards, self._every, self._per_step, self._staleness = units, every, per_step, staleness
-        self._now = now
-        self.goal = units  # the end of the run; earlier after ``stop``
+        self.num_batch_shards, self._staleness, self._now = num_batch_shards, staleness, now
+        self._batch_shards_per_save, self._batch_shards_per_step = batch_shards_per_save, batch_shards_per_step
+        self.end_shard = num_batch_shards  # where the run ends; earlier after ``stop``
         self._end_kind: WorkKind = "end"
         self.total_weight = 0.0  # of the finished batch shards, as their workers reported it
         self._is_begun = False
@@ -103,7 +104,8 @@ class WorkQueue:
     def stop(self, *, finished: bool = False) -> None:
         """End the run, with a save, at the next step that was not begun. ``finished``: the run is complete."""
         with self._changed:
-            self.goal = min(self.goal, -(-max(self._next, self._saved) // self._per_step) * self._per_step)
+            per_step = self._batch_shards_per_step
+            self.end_shard = min(self.end_shard, -(-max(self._next, self._saved) // per_step) * per_step)
             self._end_kind = "end" if finished else "stopped"
             self._changed.notify_all()
 
@@ -127,12 +129,12 @@ class WorkQueue:
     def to_json(self) -> dict[str, Any]:
         """The state that a snapshot keeps. Claimed items can be claimed again after a restart."""
         with self._changed:
-            return {
+            return {  # stored names of the first release
                 "units": self.num_batch_shards,
-                "every": self._every,
-                "per_step": self._per_step,
+                "every": self._batch_shards_per_save,
+                "per_step": self._batch_shards_per_step,
                 "staleness": self._staleness,
-                "goal": self.goal,
+                "goal": self.end_shard,
                 "early": self._end_kind,
                 "weight": self.total_weight,
                 "begun": self._is_begun,
@@ -143,12 +145,17 @@ class WorkQueue:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], *, now: Callable[[], float] = time.monotonic) -> WorkQueue:
-        shape = {name: state[name] for name in ("every", "per_step", "staleness")}
-        queue = cls(state["units"], **shape, now=now)
-        queue.goal, queue._is_begun, queue._saved = state["goal"], state["begun"], state["saved"]
+        queue = cls(
+            state["units"],
+            batch_shards_per_save=state["every"],
+            batch_shards_per_step=state["per_step"],
+            staleness=state["staleness"],
+            now=now,
+        )
+        queue.end_shard, queue._is_begun, queue._saved = state["goal"], state["begun"], state["saved"]
         queue._end_kind, queue.total_weight = state["early"], state["weight"]
         queue._done, queue._next = RangeSet(state["done"]), state["dealt"]
-        queue._returned = [unit for unit in range(queue._saved, queue._next) if unit not in queue._done]
+        queue._returned = [shard for shard in range(queue._saved, queue._next) if shard not in queue._done]
         return queue
 
     @property
@@ -158,26 +165,28 @@ class WorkQueue:
             return sum(end - first for first, end in self._done.to_json())
 
     def _next_item(self, leads: Callable[[], bool]) -> WorkItem:
-        if self.num_batch_shards == 0 or (self._is_begun and self._saved >= self.goal):
-            return WorkItem(self._end_kind if self.goal < self.num_batch_shards else "end", self.goal)
+        if self.num_batch_shards == 0 or (self._is_begun and self._saved >= self.end_shard):
+            return WorkItem(self._end_kind if self.end_shard < self.num_batch_shards else "end", self.end_shard)
         if not self._is_begun:
             return BEGIN if BEGIN not in self._claimed_by and leads() else WAIT
         while self._next in self._done:  # done by a worker that claimed it before a restart
             self._next += 1
         next_save = self._next_save()
-        unit = self._returned[0] if self._returned else self._next
-        if unit < next_save:
-            return WAIT if self._too_early(unit) else WorkItem("unit", unit)
+        batch_shard = self._returned[0] if self._returned else self._next
+        if batch_shard < next_save:
+            return WAIT if self._too_early(batch_shard) else WorkItem("unit", batch_shard)
         save = WorkItem("save", next_save)
         return save if self._done.prefix >= next_save and save not in self._claimed_by and leads() else WAIT
 
-    def _too_early(self, unit: int) -> bool:
+    def _too_early(self, batch_shard: int) -> bool:
         if self._staleness is None:
             return False
-        return self._done.prefix < (unit // self._per_step - self._staleness) * self._per_step
+        per_step = self._batch_shards_per_step
+        return self._done.prefix < (batch_shard // per_step - self._staleness) * per_step
 
     def _next_save(self) -> int:
-        return min(self.goal, (self._saved // self._every + 1) * self._every) if self._every else self.goal
+        per_save = self._batch_shards_per_save
+        return min(self.end_shard, (self._saved // per_save + 1) * per_save) if per_save else self.end_shard
 
     def _finish(self, work: WorkItem) -> bool:
         match work.kind:
@@ -196,9 +205,10 @@ class WorkQueue:
                 self._saved = max(self._saved, work.number)
                 return new
             case _:
+                end = self.num_batch_shards
                 raise CommError(
                     given=f"a report that {work.kind} {work.number} is done",
-                    rule=f"this run has the units 0 to {self.num_batch_shards - 1}, and saves up to {self.num_batch_shards}",
+                    rule=f"a unit is a batch shard, 0 to {end - 1} in this run; saves go up to {end}",
                     consequence="the report was ignored",
                     nearest="claim work from the coordinator, server 0",
                 )

@@ -119,7 +119,7 @@ class Connection:
         self._in_flight: dict[int, _Request] = {}
         self._tickets = itertools.count(1)
         self._server_restart_count = self._credits = self._num_reconnects = self._num_stray_replies = 0
-        self._sent = self._received = self._shared = self._taken = 0
+        self._sent = self._received = self._shared_sent = self._shared_received = 0
         self._no_shared_memory_reason = ""
         self._free_slots: list[Slot] = []
         self._lost: Channel | None = None
@@ -176,8 +176,8 @@ class Connection:
             return Traffic(
                 self._sent + channel.sent_bytes,
                 self._received + channel.received_bytes,
-                self._shared + channel.shared_sent_bytes,
-                self._taken + channel.shared_received_bytes,
+                self._shared_sent + channel.shared_sent_bytes,
+                self._shared_received + channel.shared_received_bytes,
                 self._no_shared_memory_reason,
                 self._num_reconnects,
                 self._num_stray_replies,
@@ -336,8 +336,8 @@ class Connection:
         with self._changed:
             self._sent += self._channel.sent_bytes
             self._received += self._channel.received_bytes
-            self._shared += self._channel.shared_sent_bytes
-            self._taken += self._channel.shared_received_bytes
+            self._shared_sent += self._channel.shared_sent_bytes
+            self._shared_received += self._channel.shared_received_bytes
             self._channel, self._lost = new, None
             self._num_reconnects += 1
             if not self._to_resend and not self._queue:

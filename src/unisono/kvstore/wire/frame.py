@@ -1,13 +1,14 @@
 """Frames: a header of 64 bytes, little endian, then the payload; and the JSON payloads of control messages and errors.
 
-    magic u32, version u8, op u8, codec u8, dtype u8, flags u8, slot u8, entries u16, epoch u32, job u64, worker u32,
-    incarnation u32, seq u64, clock u64, payload bytes u32, ticket u32, digest u64
+    magic u32, version u8, op u8, codec u8, dtype u8, flags u8, slot u8, entries u16,
+    server_restart_count u32, job u64, worker u32, worker_restart_count u32, seq u64, clock u64, payload bytes u32,
+    ticket u32, digest u64
 
-``epoch`` is the server's restart count, ``incarnation`` the worker's. The digest is xxh3_64 of the payload, seeded with
-the xxh3_64 of the header before it. It detects damage, not attacks, which ``auth`` keeps out. A reply carries the
-ticket of its request, so several requests can be in flight on one connection. With a slot other than 0 the payload does
-not follow: it is in that slot of the memory that both sides map (``shared_slots``), and is not digested. Nothing is
-allocated before ``unpack`` has checked every field against the limits.
+The digest is xxh3_64 of the payload, seeded with the xxh3_64 of the header before it. It detects damage, not attacks,
+which ``auth`` keeps out. A reply carries the ticket of its request, so several requests can be in flight on one
+connection. With a slot other than 0 the payload does not follow: it is in that slot of the memory that both sides map
+(``shared_slots``), and is not digested. Nothing is allocated before ``unpack`` has checked every field against the
+limits.
 """
 
 from __future__ import annotations

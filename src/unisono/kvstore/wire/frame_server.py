@@ -102,7 +102,7 @@ class FrameServer:
         self._admission = admission or Admission()
         self._lock = threading.Lock()
         self._threads: dict[socket.socket, threading.Thread] = {}
-        self._strangers: dict[socket.socket, None] = {}
+        self._unauthenticated: dict[socket.socket, None] = {}
         # whose handler is at work
         self._busy: set[Channel] = set()
         self._newest = restart_count
@@ -146,10 +146,10 @@ class FrameServer:
                 self.num_refused += 1
                 sock.close()
                 return
-            if len(self._strangers) >= self._admission.max_unauthenticated:
+            if len(self._unauthenticated) >= self._admission.max_unauthenticated:
                 # the one that owes its proof for longest: honest ones need milliseconds
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
+                oldest = next(iter(self._unauthenticated))
+                del self._unauthenticated[oldest]
                 self.num_refused += 1
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(oldest, socket.SHUT_RDWR)
@@ -161,7 +161,7 @@ class FrameServer:
                 sock.close()
                 return
             self.num_accepted += 1
-            self._strangers[sock] = None
+            self._unauthenticated[sock] = None
             self._threads[sock] = thread
 
     def _serve(self, sock: socket.socket, address: str) -> None:
@@ -172,7 +172,7 @@ class FrameServer:
             channel = Channel(sock, preauth_limits(self._limits), until=time.monotonic() + self._limits.handshake_s)
             peer, seen = server_handshake(channel, self._secret, self._restart_count, address, self._limits)
             with self._lock:
-                self._strangers.pop(sock, None)
+                self._unauthenticated.pop(sock, None)
             channel.limits = self._limits
             self._note_restart_count(seen)
             self._serve_requests(channel, peer)
@@ -181,7 +181,7 @@ class FrameServer:
             return
         finally:
             with self._lock:
-                self._strangers.pop(sock, None)
+                self._unauthenticated.pop(sock, None)
                 self._threads.pop(sock, None)
             sock.close()
 
@@ -190,8 +190,8 @@ class FrameServer:
         sock = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
         with self._lock:
             self._threads[sock] = self._threads.pop(plain)
-            self._strangers.pop(plain, None)
-            self._strangers[sock] = None
+            self._unauthenticated.pop(plain, None)
+            self._unauthenticated[sock] = None
         return sock
 
     # --- one peer
