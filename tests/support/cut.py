@@ -39,10 +39,10 @@ def difference(
         native_bf16=False,
     )
     plan = changed(plan, rules=rules)
-    grid = ParallelDims(plan, world)
-    parallel = parallelize(plan, model, grid)
+    dims = ParallelDims(plan, world)
+    parallel = parallelize(plan, model, dims)
     model, table = parallel.model, parallel.table
-    pieces = ShardedParameters(model, grid, table)
+    pieces = ShardedParameters(model, dims, table)
     found = loss(model)
     found.backward()
     pieces.collect_grads()

@@ -47,12 +47,12 @@ def expert_parameters(model: nn.Module) -> set[str]:
     return {f"{path}.{name}" for path, layer in expert_layers(model) for name, _ in layer.named_parameters()}
 
 
-def apply_expert_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
+def apply_expert_parallel(model: nn.Module, dims: ParallelDims, table: ShardTable) -> None:
     """Keep only this rank's experts of every layer, in place, and record them in ``table``."""
-    group, rank = mesh.group("ep"), mesh.rank_along("ep")
+    group, rank = dims.group("ep"), dims.rank_along("ep")
     for path, layer in expert_layers(model):
         for name, stack in list(layer.named_parameters()):
-            local = stack.detach().chunk(mesh.plan.mesh.ep)[rank].clone(memory_format=torch.contiguous_format)
+            local = stack.detach().chunk(dims.plan.mesh.ep)[rank].clone(memory_format=torch.contiguous_format)
             setattr(layer, name, nn.Parameter(local, requires_grad=stack.requires_grad))
             table.narrow(f"{path}.{name}", "ep", 0, rank * len(local), len(local))
         layer.compute = _exchanged(layer.compute, group)
@@ -73,12 +73,12 @@ def shard_expert_hidden(layer: Any, sharder: ParameterSharder, *, along_sequence
     map_output(layer, out)
 
 
-def sum_balance_counts(model: nn.Module, grid: ParallelDims) -> None:
+def sum_balance_counts(model: nn.Module, dims: ParallelDims) -> None:
     """If ranks share sequences, let balance losses use the loads of complete sequences."""
 
     def summed(counts: Tensor) -> Tensor:
-        counts = grid.sum(counts, "cp")
-        return grid.sum(counts, "tp") if grid.plan.tensor_parallel.sequence_parallel else counts
+        counts = dims.sum(counts, "cp")
+        return dims.sum(counts, "tp") if dims.plan.tensor_parallel.sequence_parallel else counts
 
     for module in model.modules():
         if isinstance(module, Router):

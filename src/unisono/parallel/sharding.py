@@ -151,13 +151,13 @@ class ShardTable:
         self.shards[first] = shard.narrow(dim, start, length)
         self._axes.setdefault(first, set()).add(axis)
 
-    def number_replicas(self, mesh: ParallelDims) -> None:
+    def number_replicas(self, dims: ParallelDims) -> None:
         """Number the equal parts on several ranks. Called once, after the last split."""
         for name, shard in self.shards.items():
             axes, replica = self._axes[name], 0
             for axis, splits in (("dp_replicate", set[str]()), ("shard", {"shard", "ep"}), ("tp", {"tp"})):
                 if not axes & splits:
-                    replica = replica * mesh.sizes[axis] + mesh.rank_along(axis)
+                    replica = replica * dims.sizes[axis] + dims.rank_along(axis)
             self.shards[name] = replace(shard, replica=replica + shard.replica)
 
     def split_over(self, axis: str) -> set[str]:
@@ -189,8 +189,8 @@ class ParameterSharder:
     ``rank`` and ``num_ranks`` are along ``tp``, whose process group is ``group``.
     """
 
-    def __init__(self, model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
-        self.rank, self.num_ranks, self.group = mesh.rank_along("tp"), mesh.plan.mesh.tp, mesh.group("tp")
+    def __init__(self, model: nn.Module, dims: ParallelDims, table: ShardTable) -> None:
+        self.rank, self.num_ranks, self.group = dims.rank_along("tp"), dims.plan.mesh.tp, dims.group("tp")
         self._table = table
         self._paths = {module: path for path, module in model.named_modules()}
         self._holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -241,10 +241,10 @@ class ShardedParameters:
     """
 
     def __init__(
-        self, model: nn.Module, mesh: ParallelDims, table: ShardTable, duplicated: Collection[str] = ()
+        self, model: nn.Module, dims: ParallelDims, table: ShardTable, duplicated: Collection[str] = ()
     ) -> None:
-        self._mesh, self._table = mesh, table
-        plan, first_names = mesh.plan, table.spec.first_names
+        self._dims, self._table = dims, table
+        plan, first_names = dims.plan, table.spec.first_names
         # a stage may have only a later name of a parameter that is used twice
         self._live = {first_names[name]: parameter for name, parameter in model.named_parameters()}
         self.parameters = {name: _local_parameter(parameter) for name, parameter in self._live.items()}
@@ -266,9 +266,9 @@ class ShardedParameters:
         equal = [name for name in replicated if name not in experts]
         axes = {"shard": equal, "dp_replicate": replicated}
         self.replicated_grad_groups: list[tuple[ProcessGroup, list[str]]] = [
-            (mesh.group(axis), names) for axis, names in axes.items() if names and mesh.group(axis).size() > 1
+            (dims.group(axis), names) for axis, names in axes.items() if names and dims.group(axis).size() > 1
         ]
-        first_of_shard = not plan.uses_fsdp or mesh.rank_along("shard") == 0
+        first_of_shard = not plan.uses_fsdp or dims.rank_along("shard") == 0
         self._counted_before = {self.parameters[name] for name in ([] if first_of_shard else equal)}
         self._duplicated = {self.parameters[name] for name in duplicated if name in self.parameters}
         self._duplicated |= self._counted_before
@@ -276,7 +276,7 @@ class ShardedParameters:
     @property
     def is_sharded(self) -> bool:
         """Whether any parameter is split."""
-        return self._mesh.plan.uses_fsdp or bool(self._tp_shards)
+        return self._dims.plan.uses_fsdp or bool(self._tp_shards)
 
     @property
     def num_parameters(self) -> int:
@@ -293,13 +293,13 @@ class ShardedParameters:
         """Norm [] of the gradient of the global model; ``gradients`` are this rank's, in order of the trained parameters."""
         trained = [p for p in self.parameters.values() if p.requires_grad]
         pairs = [(p, g) for p, g in zip(trained, gradients, strict=True) if p not in self._duplicated]
-        if not self.is_sharded and self._mesh.plan.mesh.pp == 1:
+        if not self.is_sharded and self._dims.plan.mesh.pp == 1:
             return global_norm([g for _, g in pairs])
         shards = self._tp_shards
         split = global_norm([g for p, g in pairs if p in shards and not shards[p].replica]).square()
         rest = global_norm([g for p, g in pairs if p not in shards]).square()
-        of_stage = self._mesh.sum(self._mesh.sum(split, "tp") + rest, "shard")
-        return self._mesh.sum(of_stage, "pp").sqrt()
+        of_stage = self._dims.sum(self._dims.sum(split, "tp") + rest, "shard")
+        return self._dims.sum(of_stage, "pp").sqrt()
 
     def sum_over_shards(self, parameters: Sequence[nn.Parameter], values: Tensor) -> Tensor:
         """``values`` [n], one of each local parameter, summed over the shards of the same global parameters."""
@@ -307,21 +307,21 @@ class ShardedParameters:
         if shards:
             split = torch.tensor([p in shards for p in parameters], device=values.device)
             counted = torch.tensor([p in shards and not shards[p].replica for p in parameters])
-            total = self._mesh.sum(torch.where(counted.to(values.device), values, 0), "tp")
+            total = self._dims.sum(torch.where(counted.to(values.device), values, 0), "tp")
             values = torch.where(split, total, values)
         if self._counted_before:
             again = torch.tensor([p in self._counted_before for p in parameters], device=values.device)
             values = torch.where(again, 0, values)
-        return self._mesh.sum(values, "shard")
+        return self._dims.sum(values, "shard")
 
     def sum_over_data_ranks(self, values: Tensor) -> Tensor:
         """``values`` computed from this rank's tokens, summed over all tokens of the step, in place."""
-        values = self._mesh.sum(self._mesh.sum(values, "dp_replicate"), "shard")
-        return self._mesh.sum(values, "tp") if self._mesh.plan.tensor_parallel.sequence_parallel else values
+        values = self._dims.sum(self._dims.sum(values, "dp_replicate"), "shard")
+        return self._dims.sum(values, "tp") if self._dims.plan.tensor_parallel.sequence_parallel else values
 
     def max_over_shards(self, values: Tensor) -> Tensor:
         """The largest of ``values`` [n] over all ranks that hold shards; NaN where one has it."""
-        return self._mesh.max(self._mesh.max(values, "tp"), "shard")
+        return self._dims.max(self._dims.max(values, "tp"), "shard")
 
     def global_norms(self, parameters: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
         """Norms [n] of global parameters, or of anything of their shapes, from ``norms`` [n] of this rank's shards."""
@@ -329,9 +329,9 @@ class ShardedParameters:
 
     def gather_stages(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """``values`` by parameter name, with those of the other stages of a pipeline, in the model's order."""
-        if self._mesh.plan.mesh.pp == 1:
+        if self._dims.plan.mesh.pp == 1:
             return dict(values)
-        merged = {name: value for stage in self._mesh.world.gather_json(values) for name, value in stage.items()}
+        merged = {name: value for stage in self._dims.world.gather_json(values) for name, value in stage.items()}
         return {name: merged[name] for name in self._table.spec.parameters if name in merged}
 
     def collect_grads(self) -> None:
@@ -364,7 +364,7 @@ class ShardedParameters:
                     by_dtype.setdefault(gradient.dtype, []).append(gradient)
             for members in by_dtype.values():
                 flat = torch.cat([member.flatten() for member in members])
-                with self._mesh.world.guard("sum of shared gradients", flat.nbytes):
+                with self._dims.world.guard("sum of shared gradients", flat.nbytes):
                     dist.all_reduce(flat, group=group)
                 for member, total in zip(members, flat.split([m.numel() for m in members]), strict=True):
                     member.copy_(total.view_as(member))

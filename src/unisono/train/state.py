@@ -211,14 +211,14 @@ class TrainState:
 class StageTensors:
     """Shape and dtype of the tensors of all pipeline stages, of which no rank holds all."""
 
-    def __init__(self, state: TrainState, mesh: ParallelDims) -> None:
+    def __init__(self, state: TrainState, dims: ParallelDims) -> None:
         """Gather the tables of all stages. A collective."""
-        self._mesh, shards = mesh, state.shards()
+        self._dims, shards = dims, state.shards()
         table = {
             path: [list(shards[path].global_shape if path in shards else t.shape), str(t.dtype).removeprefix("torch.")]
             for path, t in state.local_state().items()
         }
-        tables: list[dict[str, Any]] = mesh.world.gather_json(table)
+        tables: list[dict[str, Any]] = dims.world.gather_json(table)
         self._table = {path: spec for stage in reversed(tables) for path, spec in stage.items()}
         self._first = {path: rank for rank in reversed(range(len(tables))) for path in tables[rank]}
         self._here = table.keys()
@@ -233,7 +233,7 @@ class StageTensors:
 
     def shards(self, mine: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
         """All tensors of all stages as shards. Of one that several stages have (a tied embedding) the first stage's counts."""
-        rank, ranks_per_stage = self._mesh.world.rank, self._mesh.world.world_size // self._mesh.plan.mesh.pp
+        rank, ranks_per_stage = self._dims.world.rank, self._dims.world.world_size // self._dims.plan.mesh.pp
         shards: dict[str, TensorShard] = {}
         for path, (shape, _) in sorted(self._table.items()):
             first = self._first[path]

@@ -41,17 +41,17 @@ from unisono.parallel.tensor.vocab_parallel import VocabShard, shard_embedding, 
 from unisono.plan.rules import ColwiseRowwise, EmbeddingRule, ExpertRule, OutputRule, local_sizes
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
+def apply_tensor_parallel(model: nn.Module, dims: ParallelDims, table: ShardTable) -> None:
     """Shard every layer that a rule matches, in place, and record the shards in ``table``. All ranks call it, with equal models.
 
     Raises PlanError, before anything is changed, with all problems of the rules.
     """
-    matched = resolve_rules(model, mesh.plan)
-    replicas = _replica_groups(matched, mesh)
-    sharder = ParameterSharder(model, mesh, table)
+    matched = resolve_rules(model, dims.plan)
+    replicas = _replica_groups(matched, dims)
+    sharder = ParameterSharder(model, dims, table)
     tables: dict[nn.Module, VocabShard] = {}
     generators: dict[nn.Module, TensorParallelRNG] = {}
-    along_sequence = mesh.plan.tensor_parallel.sequence_parallel
+    along_sequence = dims.plan.tensor_parallel.sequence_parallel
     for rule_match in matched:
         match rule_match.rule:
             case ColwiseRowwise() as pair:
@@ -82,15 +82,15 @@ def _called_module(model: nn.Module, path: str) -> nn.Module:
     return module
 
 
-def _replica_groups(matched: list[RuleMatch], mesh: ParallelDims) -> dict[int, ProcessGroup]:
+def _replica_groups(matched: list[RuleMatch], dims: ParallelDims) -> dict[int, ProcessGroup]:
     """This rank's groups of neighbouring ranks that hold the same key/value heads, by number of ranks."""
-    tp = mesh.plan.mesh.tp
+    tp = dims.plan.mesh.tp
     pairs = [(match, match.rule.num_kv_heads_attr) for match in matched if isinstance(match.rule, ColwiseRowwise)]
     sizes = {tp // min(tp, attribute_value(match, name)) for match, name in pairs if name}
     # the ranks along tp are neighbours
-    ranks = {str(n): torch.arange(mesh.plan.mesh.world_size).view(-1, n).tolist() for n in sorted(sizes) if 1 < n < tp}
-    groups = {int(n): group for n, group in mesh.world.groups(ranks).items()} if ranks else {}
-    return {**groups, tp: mesh.group("tp")}
+    ranks = {str(n): torch.arange(dims.plan.mesh.world_size).view(-1, n).tolist() for n in sorted(sizes) if 1 < n < tp}
+    groups = {int(n): group for n, group in dims.world.groups(ranks).items()} if ranks else {}
+    return {**groups, tp: dims.group("tp")}
 
 
 def _shard_pair(
