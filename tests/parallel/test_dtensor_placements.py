@@ -270,10 +270,10 @@ def test_where_placements_cannot_be(modules: dict[str, str], text: str) -> None:
     """Known before any rank is asked for anything, so one process stands for two."""
     plan = derive_plan(PlanOptions(device="cpu", global_batch=2, tp=2), world_size=2, device="cpu", native_bf16=False)
     placed = tuple(ParameterPlacement(module=each, parameter=name, dims=("tp", None)) for each, name in modules.items())
-    grid: Any = SimpleNamespace(plan=changed(plan, placements=placed))
+    dims: Any = SimpleNamespace(plan=changed(plan, placements=placed))
     net = Net()
     with pytest.raises(PlanError) as caught:
-        resolve_placements(net, grid.plan)
+        resolve_placements(net, dims.plan)
     assert str(caught.value) == text
     assert not any(isinstance(p, DTensor) for p in net.parameters())
 
@@ -290,9 +290,9 @@ def test_all_that_is_wrong_with_placements_comes_at_once() -> None:
         ParameterPlacement(module="blocks.1.down", outputs=(None, None, None)),
         ParameterPlacement(module="head", outputs=(None, None, None)),
     )
-    net, grid = Net(), SimpleNamespace(plan=changed(plan, placements=placed))
+    net, dims = Net(), SimpleNamespace(plan=changed(plan, placements=placed))
     with pytest.raises(PlanError) as caught:
-        resolve_placements(net, grid.plan)
+        resolve_placements(net, dims.plan)
     assert [problem.given for problem in caught.value.problems] == [
         "a placement in 'block.*'",
         "two placements of 'up.weight' of 'blocks.0'",

@@ -109,7 +109,7 @@ def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict
         assert part.global_shape == whole[name].shape, name
         errors[name] = float((piece.grad - whole[name][block]).abs().max()) if piece.numel() else 0.0
         errors[name] /= max(float(whole[name].abs().max()), 1e-12)
-        elements += piece.numel() if part.replica == 0 else 0
+        elements += piece.numel() if part.replica_id == 0 else 0
     found = {
         "loss": float(totals) / loss,
         "errors": errors,
@@ -221,7 +221,7 @@ def test_what_cannot_be_cut_is_refused(pool: Pool) -> None:
     assert pool.run(refused, plan, {"num_experts": 5}, ranks=2)[0] == (
         "plan.ep=2 for blocks.0.ffn.experts with 5 experts\n"
         "  rule: each rank has equally many experts\n"
-        "  so:   the layer cannot be cut\n"
+        "  so:   the layer cannot be sharded\n"
         "  try:  plan.ep=1, or model.num_experts=6"
     )
 

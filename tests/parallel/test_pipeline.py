@@ -165,7 +165,7 @@ def on_ranks(
             sync.wait(totals)
         else:
             world.all_reduce(totals)
-        pieces.sum_replicated_grads(shared)
+        pieces.sum_partial_grads(shared)
         if not step:
             first = {name: p.grad.clone().numpy() for name, p in named.items()}
         for parameter in named.values():

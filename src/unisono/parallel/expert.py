@@ -58,11 +58,11 @@ def apply_expert_parallel(model: nn.Module, dims: ParallelDims, table: ShardTabl
         layer.compute = _exchanged(layer.compute, group)
 
 
-def shard_expert_hidden(layer: Any, sharder: ParameterSharder, *, along_sequence: bool) -> None:
+def shard_expert_hidden(layer: Any, sharder: ParameterSharder, *, sequence_parallel: bool) -> None:
     """Keep only this rank's hidden units of each of the experts in ``layer``, in place."""
     for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
         sharder.shard(layer, name, dim)
-    if along_sequence:
+    if sequence_parallel:
         arguments: dict[str, Any] = {"dim": -2, "group": sharder.group}  # of tokens in [B, T, D] and [B, T, k]
         into = partial(collectives.gather_from_sp_region, **arguments)
         out = partial(collectives.reduce_scatter_to_sp_region, **arguments)
@@ -102,7 +102,7 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
             raise PlanError(
                 given=f"plan.ep={ep} for {path} with {layer.num_experts} experts",
                 rule="each rank has equally many experts",
-                consequence="the layer cannot be cut",
+                consequence="the layer cannot be sharded",
                 nearest=f"plan.ep={near}, or model.num_experts={-(-layer.num_experts // ep) * ep}",
             )
 

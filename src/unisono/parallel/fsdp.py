@@ -9,7 +9,7 @@ A block's parameters are gathered before its forward pass; its gradients are red
 Experts that ``ep`` has distributed are a unit of their own, over the ranks that hold the same experts. A stack whose number of
 experts is not divisible by the ranks is sharded along its next dimension, if that is divisible; otherwise some ranks would hold
 nothing. Parameters below the plan's threshold, and experts that only one rank holds, are not sharded: their gradients are summed
-once per step (``ShardedParameters.replicated_grad_groups``).
+once per step (``ShardedParameters.unsharded_grad_groups``).
 
 With ``dp_replicate`` above 1 (hybrid sharding) the reduced shards are summed over the replicas in the last micro-batch only.
 Gradients are summed, never averaged. All ranks must run the same number of passes, which the plan ensures.
@@ -186,7 +186,7 @@ class FSDPGradients:
         with self._world.guard("gradient totals"):
             dist.all_reduce(totals, group=self._world.group)
         self._sharded.collect_grads()
-        self._sharded.sum_replicated_grads(self._sharded.replicated_grad_groups)
+        self._sharded.sum_partial_grads(self._sharded.unsharded_grad_groups)
 
     def zero_grad(self) -> None:
         """Set gradients to None; the next backward pass is not the step's last."""

@@ -162,7 +162,7 @@ def _apply_context_parallel(parallel: ParallelModel, _dims: ParallelDims | None)
     )
 
 
-def _split_into_stages(parallel: ParallelModel, dims: ParallelDims) -> None:
+def _split_stages(parallel: ParallelModel, dims: ParallelDims) -> None:
     plan = parallel.plan
     assert parallel.partition is not None
     stage_ids = [
@@ -284,7 +284,7 @@ TRANSFORMS: tuple[Transform, ...] = (
         lambda model, plan: _check_blocks(f"cp={plan.mesh.cp}", "cp=1", model),
         _apply_context_parallel,
     ),
-    Transform("pipeline", lambda plan: plan.mesh.pp > 1, _fits_any_model, _split_into_stages),
+    Transform("pipeline", lambda plan: plan.mesh.pp > 1, _fits_any_model, _split_stages),
     Transform("recompute", lambda plan: plan.recompute.mode != "none", _check_recompute, _recompute),
     # outside recompute: only what a recomputed block keeps waits on the host
     Transform(

@@ -145,7 +145,7 @@ class PipelineExecutor:
 
     @property
     def shared_parameter_groups(self) -> list[tuple[ProcessGroup, list[str]]]:
-        """Process groups and the parameters that their stages share, for ``ShardedParameters.sum_replicated_grads``."""
+        """Process groups and the parameters that their stages share, for ``ShardedParameters.sum_partial_grads``."""
         shared: dict[str, list[str]] = {}
         for name, stages in sorted(self._stages.partition.shared_parameters.items()):
             shared.setdefault(_sharers(stages), []).append(name)
