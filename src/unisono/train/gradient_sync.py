@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import cast
@@ -167,9 +167,9 @@ class LocalSGDSync(SyncState):
         self._gradients = LocalGradientSync(self._parameters)
         self._local_sgd = LocalSGD(self._parameters, world, local_sgd_config(plan), codec)
 
-    def prepare_last_backward(self) -> None:
+    def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """See ``GradientSync``."""
-        self._gradients.prepare_last_backward()
+        self._gradients.prepare_last_backward(part)
 
     def wait(self, totals: Tensor) -> None:
         """Leave ``totals`` this rank's own, except requests to stop, the last: their sum where ranks average next, else 0."""
