@@ -7,12 +7,12 @@ from states import bits, large_state, mixed_state
 
 from unisono.checkpoint.host_snapshot import PAGE_BYTES, HostBuffer, HostSnapshot
 from unisono.checkpoint.safetensors_format import parse_header
-from unisono.checkpoint.shard_assignment import lay_out_shards
+from unisono.checkpoint.shard_assignment import lay_out_shard
 
 
 def image_of(state):
-    shard = lay_out_shards(
-        {name: (tuple(each.shape), each.dtype) for name, each in state.items()}, {}, {}, rank=0, world=1
+    shard = lay_out_shard(
+        {name: (tuple(each.shape), each.dtype) for name, each in state.items()}, {}, {}, rank=0, world_size=1
     )
     return HostSnapshot(shard, state, HostBuffer())
 
@@ -39,7 +39,9 @@ def test_the_file_holds_every_bit_of_every_tensor():
 
 def test_part_of_a_tensor_is_its_rows():
     state = {"w": torch.randn(3000, 1000), "v": torch.randn(7)}
-    shard = lay_out_shards({"w": ((3000, 1000), torch.float32), "v": ((7,), torch.float32)}, {}, {}, rank=1, world=2)
+    shard = lay_out_shard(
+        {"w": ((3000, 1000), torch.float32), "v": ((7,), torch.float32)}, {}, {}, rank=1, world_size=2
+    )
     (cut,) = (piece for piece in shard.pieces if piece.name == "w")
     content, _ = read(HostSnapshot(shard, state, HostBuffer()))
     assert content[cut.begin : cut.end] == state["w"][cut.index].numpy().tobytes()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from states import DTYPES, Log, bits, make, random_bits, save_steps
 
 from unisono.checkpoint import open_checkpoint, reader, verify
-from unisono.checkpoint.shard_assignment import lay_out_shards
+from unisono.checkpoint.shard_assignment import lay_out_shard
 from unisono.errors import CheckpointError
 from unisono.parallel.sharding import TensorShard
 
@@ -29,7 +29,7 @@ class ThreadRank:
     def __init__(self, rank, slots, barrier):
         self.rank, self.world_size, self._slots, self._barrier = rank, len(slots), slots, barrier
 
-    def new_group(self, name):
+    def with_own_group(self, name):
         return self
 
     def gather_json(self, value):
@@ -113,7 +113,7 @@ def layouts(draw):
         block = box(tensor, offset, extents)
         if draw(st.booleans()) and block.dim() > 1:
             block = block.transpose(0, -1).contiguous().transpose(0, -1)
-        parts[rank] = local(block, global_shape=shape, offset=offset, replica=replica)
+        parts[rank] = local(block, global_shape=shape, offset=offset, replica_id=replica)
     return tensor, parts
 
 
@@ -182,7 +182,8 @@ def test_of_replicas_only_number_0_is_written(tmp_path):
     whole = torch.randn(40, 8)
     halves = [rows(whole, 0, 20), rows(whole, 20, 40)]
     copies = [
-        local(half[0].clone(), global_shape=half[1].global_shape, offset=half[1].offset, replica=1) for half in halves
+        local(half[0].clone(), global_shape=half[1].global_shape, offset=half[1].offset, replica_id=1)
+        for half in halves
     ]
     save_parts(tmp_path, [{"w": part} for part in (*halves, *copies)])
     headers = [int.from_bytes(shard.read_bytes()[:8], "little") for shard in shards(tmp_path)]
@@ -201,7 +202,7 @@ def test_tensors_without_dims_or_elements_have_one_owner(tmp_path):
     ranks = [
         {
             "scalar": local(scalar if rank == 1 else nothing, global_shape=(), offset=()),
-            "none": local(none[rank : rank + 1], global_shape=(3, 0), offset=(rank, 0), replica=rank),
+            "none": local(none[rank : rank + 1], global_shape=(3, 0), offset=(rank, 0), replica_id=rank),
         }
         for rank in range(3)
     ]
@@ -254,7 +255,7 @@ MISFITS = {
         "piece 'w[2:8]' of shard-00001-of-00002.safetensors has another number of dims than [4, 3]",
     ),
     "of nobody": (
-        [rows(WHOLE, 0, 4, replica=1), rows(WHOLE, 0, 4, replica=1)],
+        [rows(WHOLE, 0, 4, replica_id=1), rows(WHOLE, 0, 4, replica_id=1)],
         "its 0 pieces do not make up [4, 3]",
     ),
     "elements of a tensor that has none": (
@@ -273,9 +274,9 @@ def test_blocks_that_do_not_tile_the_whole_fail_the_save_on_all_ranks(tmp_path, 
         assert event == "checkpoint_failed"
         assert fields["error"] == (
             f"tensor 'w': {fault}\n"
-            "  rule: the blocks with replica 0 on all ranks hold each element of a tensor once, and no others\n"
+            "  rule: the blocks with replica_id 0 on all ranks hold each element of a tensor once, and no others\n"
             "  so:   the checkpoint was not written\n"
-            "  try:  compare shape, offset and replica of this part on all ranks"
+            "  try:  compare shape, offset and replica_id of this part on all ranks"
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -306,12 +307,12 @@ def test_ranks_that_disagree_about_a_part_are_told_so(tmp_path, kind):
 def test_a_tensor_replicated_here_and_a_part_there_is_a_disagreement(tmp_path):
     shared = {"w": ((4, 3), torch.float32)}
     one, other = (
-        lay_out_shards({}, {}, {"w": rows(WHOLE, 0, 4)}, rank=0, world=2),
-        lay_out_shards(shared, {}, {}, rank=1, world=2),
+        lay_out_shard({}, {}, {"w": rows(WHOLE, 0, 4)}, rank=0, world_size=2),
+        lay_out_shard(shared, {}, {}, rank=1, world_size=2),
     )
     assert one.fingerprint != other.fingerprint
     # while ranks that hold other blocks of the same agree
-    assert one.fingerprint == lay_out_shards({}, {}, {"w": rows(WHOLE, 4, 4)}, rank=1, world=2).fingerprint
+    assert one.fingerprint == lay_out_shard({}, {}, {"w": rows(WHOLE, 4, 4)}, rank=1, world_size=2).fingerprint
 
 
 def test_a_name_in_two_of_the_three_maps_and_what_no_file_holds_are_refused_at_once(tmp_path):
@@ -339,8 +340,8 @@ def test_a_name_in_two_of_the_three_maps_and_what_no_file_holds_are_refused_at_o
 def test_each_whole_counts_once_for_the_space_that_is_needed():
     parts = {"w": rows(torch.zeros(10, 3), 0, 2), "none": rows(torch.zeros(0, 3), 0, 0)}
     sizes = [
-        lay_out_shards(
-            {"s": ((5,), torch.int8)}, {f"own/{rank}": ((7,), torch.int16)}, parts, rank=rank, world=4
+        lay_out_shard(
+            {"s": ((5,), torch.int8)}, {f"own/{rank}": ((7,), torch.int16)}, parts, rank=rank, world_size=4
         ).total_bytes
         for rank in range(4)
     ]
@@ -380,7 +381,7 @@ def test_a_part_in_another_place_or_of_another_whole_is_noticed_by_the_next_save
     ]
     steps = [
         [
-            {"w": local(tensor, global_shape=shape, offset=offset, replica=replica)}
+            {"w": local(tensor, global_shape=shape, offset=offset, replica_id=replica)}
             for tensor, (shape, offset, replica) in zip((one, two), places, strict=True)
         ]
         for places, _ in saves

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.checkpoint.shard_assignment import assign_shards, lay_out_shards
+from unisono.checkpoint.shard_assignment import assign_shards, lay_out_shard
 
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 TABLES = st.dictionaries(st.text(min_size=1, max_size=4), st.tuples(SHAPES, st.sampled_from([1, 2, 4, 8])), max_size=30)
@@ -72,7 +72,7 @@ def test_a_tensor_that_is_one_huge_row_stays_whole():
 def test_the_shards_of_all_ranks_describe_every_tensor_once():
     shared = {"big": ((600, 1024), torch.float32), "scalar": ((), torch.int64), "empty": ((0, 4), torch.bool)}
     own = [{f"rng/{rank}": ((5,), torch.uint8)} for rank in range(3)]
-    shards = [lay_out_shards(shared, own[rank], {}, rank=rank, world=3) for rank in range(3)]
+    shards = [lay_out_shard(shared, own[rank], {}, rank=rank, world_size=3) for rank in range(3)]
     found = [(piece.name, piece.offset, piece.extent, piece.key) for shard in shards for piece in shard.pieces]
     assert found == [
         ("scalar", (), (), "scalar"),
@@ -92,5 +92,5 @@ def test_the_shards_of_all_ranks_describe_every_tensor_once():
         assert shard.total_bytes == 600 * 1024 * 4 + 8 + 3 * 5
         assert shard.fingerprint == shards[0].fingerprint
     assert [piece.index for piece in shards[1].pieces] == [(slice(200, 400),), ()]
-    other = lay_out_shards(shared | {"scalar": ((), torch.int32)}, {}, {}, rank=0, world=3)
+    other = lay_out_shard(shared | {"scalar": ((), torch.int32)}, {}, {}, rank=0, world_size=3)
     assert other.fingerprint != shards[0].fingerprint

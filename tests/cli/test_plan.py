@@ -43,7 +43,7 @@ def test_a_plan_file_reads_back_and_is_stable(file: Path, tmp_path: Path) -> Non
 
 def test_show_and_check(desk: Desk, file: Path) -> None:
     shown = desk.here("plan", "show", str(file))
-    assert shown.out.startswith("4 x cpu, state cut over 2 (zero 3), fp32, batch 8 = 4 ranks x 2 x 1")
+    assert shown.out.startswith("4 x cpu, state over 2 (ZeRO 3), fp32, batch 8 = 4 ranks x 2 x 1")
     lines = dict(line.split(maxsplit=1) for line in shown.out.splitlines()[2:] if " " in line)
     assert (lines["mesh.dp_replicate"], lines["mesh.dp_shard"], lines["fsdp.shard_threshold_numel"]) == ("2", "2", "0")
     assert desk.here("plan", "show", str(file), "--json").json["plan"]["batch"]["accumulation"] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 
@@ -23,8 +24,10 @@ def test_round_trip(tmp_path: Path) -> None:
     path = record_failure(tmp_path / "logs", JOB, boom("bad sample 7"), step=12)
     assert path.name == "failure-rank-1.json"
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert json.loads(path.read_text())["epoch"] == 4  # the stored name
     failure = read_failure(path.parent, 1, 4)
     assert failure is not None
+    assert failure.restart_count == 4
     assert (failure.step, failure.type, failure.message) == (12, "ValueError", "bad sample 7")
     assert "def boom" not in failure.traceback
     assert "raise ValueError(text)" in failure.traceback

@@ -34,7 +34,7 @@ def texts(error: CommError) -> str:
 def every_operation(world: World) -> dict[str, Any]:
     mine = torch.tensor([1.0, -2.0]) * (world.rank + 1)
     sent = torch.full((3,), float(world.rank), dtype=torch.bfloat16)
-    side = world.new_group("side")
+    side = world.with_own_group("side")
     side_sum = side.all_reduce(torch.tensor([world.rank]))
     side.barrier()
     world.barrier()
@@ -74,7 +74,7 @@ def test_one_process_needs_no_group_and_no_port() -> None:
     assert not torch.distributed.is_initialized()
     tensor = torch.ones(2)
     assert world.all_reduce(tensor) is tensor
-    assert world.new_group("side").gather_json((1, 2)) == [[1, 2]]
+    assert world.with_own_group("side").gather_json((1, 2)) == [[1, 2]]
     assert listening(os.getpid()) == before
     world.close()
     world.close()
@@ -102,7 +102,7 @@ def test_json_is_bounded(pool: Any) -> None:
 
 def two_threads(world: World) -> tuple[float, float]:
     """Collectives of two groups at once, as training and an asynchronous save have it, in no common order."""
-    side = world.new_group("checkpoint")
+    side = world.with_own_group("checkpoint")
     own, other = torch.ones(2), torch.ones(50_000)
 
     def save() -> None:
@@ -147,7 +147,7 @@ def footprint(job: JobSpec) -> dict[str, Any]:
         for name in ("init_process_group", "new_group"):
             patch.setattr(torch.distributed, name, noting_interface(interfaces, getattr(torch.distributed, name)))
         world = join_world(job, device_type="cpu", timeout_s=20)
-        side = world.new_group("side")
+        side = world.with_own_group("side")
     side.barrier()
     listeners = listening(os.getpid())
     world.barrier()
@@ -248,7 +248,7 @@ def one_skips(world: World) -> str:
         if world.rank != 2:
             world.all_reduce(torch.ones(8))
         else:
-            world.new_group("other").barrier()
+            world.with_own_group("other").barrier()
         world.barrier()
     except CommError as error:
         return texts(error).splitlines()[0]
@@ -259,7 +259,7 @@ def test_a_rank_that_is_elsewhere_is_named(pool: Any) -> None:
     said = pool.run(one_skips, ranks=3, comm_timeout_s=2)
     for rank in (0, 1):
         assert "all_reduce(sum) #1 of 32 bytes" in said[rank]
-        assert "rank 2 waits in new_group('other') #1" in said[rank]
+        assert "rank 2 waits in with_own_group('other') #1" in said[rank]
 
 
 def disagreeing(world: World) -> str:

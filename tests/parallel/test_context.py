@@ -32,7 +32,7 @@ from unisono.train.objectives import masked_token, next_token
 B, T, VOCAB = 2, 24, 48
 
 
-def grid_of(world: World, **axes: Any) -> ParallelDims:
+def dims_of(world: World, **axes: Any) -> ParallelDims:
     options = PlanOptions(**{"device": "cpu", "precision": "fp32", "global_batch": 4, **axes})
     return ParallelDims(derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False), world)
 
@@ -119,14 +119,14 @@ ATTENTIONS = ["causal", "full", "causal gqa scale", "causal documents", "documen
 
 
 def attentions(world: World, cases: list[str]) -> dict[str, tuple[np.ndarray, list[np.ndarray]]]:
-    grid = grid_of(world, cp=world.world_size)
+    dims = dims_of(world, cp=world.world_size)
     found = {}
     for case in cases:
         model = Stack(case).double()
-        context = ContextParallel(grid, model)
+        context = ContextParallel(dims, model)
         context.wrap_blocks(model.blocks)
         outputs, gradients = attention(attention_batch(case), context, model)
-        found[case] = (outputs.numpy(), [grid.sum(gradient, "cp").numpy() for gradient in gradients])
+        found[case] = (outputs.numpy(), [dims.sum(gradient, "cp").numpy() for gradient in gradients])
     return found
 
 
@@ -185,12 +185,12 @@ def gpts(world: World, axes: dict[str, Any], cases: list[tuple[str, bool]], drop
     """For each (recompute, packed): the loss summed over cp, and this rank's blocks of the gradients with their offsets."""
     found = []
     for recompute, packed in cases:
-        grid = grid_of(world, recompute=recompute, **axes)
+        dims = dims_of(world, recompute=recompute, **axes)
         model = gpt(dropout)
-        context = ContextParallel(grid, model)
-        pieces = ShardedParameters(model, grid, parallelize(grid.plan, model, grid, context).table)
+        context = ContextParallel(dims, model)
+        pieces = ShardedParameters(model, dims, parallelize(dims.plan, model, dims, context).table)
         torch.manual_seed(1)
-        loss = grid.sum(loss_of(model, packed, context), "cp")
+        loss = dims.sum(loss_of(model, packed, context), "cp")
         pieces.collect_grads()
         blocks = {}
         for name, piece in pieces.parameters.items():
@@ -298,15 +298,15 @@ def in_transformers(world: World, recompute: str) -> int:
         alone, model = of_transformers(name), of_transformers(name)
         if recompute != "none":  # a cache would get a block's keys twice
             alone.config.use_cache = model.config.use_cache = False
-        grid = grid_of(world, cp=world.world_size, recompute=recompute)
-        context = ContextParallel(grid, model)
-        parallelize(grid.plan, model, grid, context, transforms=[each for each in TRANSFORMS if each.name != "fsdp"])
-        loss = grid.sum(loss_of_logits(model, batch, context), "cp")
+        dims = dims_of(world, cp=world.world_size, recompute=recompute)
+        context = ContextParallel(dims, model)
+        parallelize(dims.plan, model, dims, context, transforms=[each for each in TRANSFORMS if each.name != "fsdp"])
+        loss = dims.sum(loss_of_logits(model, batch, context), "cp")
         assert float(loss) == pytest.approx(float(loss_of_logits(alone, batch)), rel=1e-6), (name, kind)
         for parameter, mine in alone.named_parameters():
             assert mine.grad is not None
             if mine.grad.norm() > 1e-12:  # a key's bias moves nothing
-                near(grid.sum(model.get_parameter(parameter).grad, "cp"), mine.grad, f"{name}, {kind}: {parameter}")
+                near(dims.sum(model.get_parameter(parameter).grad, "cp"), mine.grad, f"{name}, {kind}: {parameter}")
                 compared += 1
     return compared
 
@@ -336,9 +336,9 @@ class Pairs(TorchDispatchMode):
 
 
 def pairs(world: World) -> int:
-    grid = grid_of(world, cp=world.world_size)
+    dims = dims_of(world, cp=world.world_size)
     model = gpt()
-    context = ContextParallel(grid, model)
+    context = ContextParallel(dims, model)
     context.wrap_blocks(model.blocks)
     with Pairs() as counted:
         loss_of(model, False, context)
@@ -360,12 +360,12 @@ class Masked(Stack):
 
 def whole_masks(world: World) -> list[float]:
     """Masks that are in the batch are cut where they are needed."""
-    grid = grid_of(world, cp=2)
+    dims = dims_of(world, cp=2)
     model = Masked("full").double()
     tokens = torch.randn(B, T, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mask = (torch.rand(B, 1, T, T, generator=torch.Generator().manual_seed(2)) > 0.5) | torch.eye(T, dtype=torch.bool)
     expected = model(tokens, mask)
-    context = ContextParallel(grid, model)
+    context = ContextParallel(dims, model)
     context.wrap_blocks(model.blocks)
     found = []
     for batch in ({"tokens": tokens, "mask": mask}, {"tokens": tokens, "mask": mask.float().log().double()}):
@@ -405,7 +405,7 @@ class Narrow(nn.Module):
 
 
 def refusals(world: World) -> dict[str, str]:
-    grid = grid_of(world, cp=2)
+    dims = dims_of(world, cp=2)
     tokens = torch.randn(B, T, 16)
     crossed = Crossed("full")
     crossed.blocks = nn.ModuleList([Narrow()])
@@ -418,13 +418,13 @@ def refusals(world: World) -> dict[str, str]:
     }
     found = {}
     for name, (model, batch) in cases.items():
-        context = ContextParallel(grid, model)
+        context = ContextParallel(dims, model)
         context.wrap_blocks(model.blocks)  # type: ignore[arg-type]
         with pytest.raises(PlanError) as caught, context.micro_batch(batch):
             model(**context.shard_batch(batch))
         found[name] = str(caught.value)
     with pytest.raises(PlanError) as caught:
-        parallelize(grid.plan, nn.Linear(2, 2), grid, context)
+        parallelize(dims.plan, nn.Linear(2, 2), dims, context)
     found["no blocks"] = str(caught.value)
     return found
 
@@ -449,9 +449,9 @@ def test_what_cannot_be_is_refused(pool: Pool) -> None:
 
 
 def transformers_refusals(world: World) -> dict[str, str]:
-    grid = grid_of(world, cp=2)
+    dims = dims_of(world, cp=2)
     model = of_transformers("llama")
-    context = ContextParallel(grid, model)
+    context = ContextParallel(dims, model)
     context.wrap_blocks(model.model.layers)
     found = {}
     batch = transformers_batch("plain")
@@ -467,7 +467,7 @@ def transformers_refusals(world: World) -> dict[str, str]:
     model = of_transformers("llama")
     model.set_attn_implementation("eager")
     with pytest.raises(PlanError) as caught:
-        ContextParallel(grid, model)
+        ContextParallel(dims, model)
     found["eager"] = str(caught.value)
     return found
 

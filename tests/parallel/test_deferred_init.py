@@ -143,11 +143,11 @@ def built(world: World, axes: dict, factory: object = small_gpt) -> list[str]:
     whole = tensors(factory())
     torch.manual_seed(1)
     recipe = deferred_init(factory)
-    grid = ParallelDims(plan, world)
-    parallel = parallelize(plan, recipe.model, grid)
+    dims = ParallelDims(plan, world)
+    parallel = parallelize(plan, recipe.model, dims)
     model, table = parallel.model, parallel.table
     allocate_shards(model, torch.device("cpu"))
-    pieces = ShardedParameters(model, grid, table)
+    pieces = ShardedParameters(model, dims, table)
     materialize(recipe, model, pieces)
     assert len({recipe.fingerprint, *world.gather_json(recipe.fingerprint)}) == 1
     wrong = []

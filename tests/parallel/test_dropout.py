@@ -77,13 +77,13 @@ def masks(world: World, axes: dict[str, int], recompute: str) -> dict[str, Any]:
     options = PlanOptions(device="cpu", precision="fp32", global_batch=world.world_size, recompute=recompute, **axes)
     derived = derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False)
     plan = derived.updated(tensor_parallel={"rules": (RULE,) * ("tp" in axes)})
-    grid = ParallelDims(plan, world)
+    dims = ParallelDims(plan, world)
     net = Net()
-    context = ContextParallel(grid, net) if plan.mesh.cp > 1 else None
+    context = ContextParallel(dims, net) if plan.mesh.cp > 1 else None
     whole = torch.eye(T)[None]
     batch = {"inputs": whole}
-    parallelize(plan, net, grid, context, transforms=[each for each in TRANSFORMS if each.name != "fsdp"])
-    torch.manual_seed(grid.rng_rank)
+    parallelize(plan, net, dims, context, transforms=[each for each in TRANSFORMS if each.name != "fsdp"])
+    torch.manual_seed(dims.rng_rank)
     if context:
         with context.micro_batch(batch):
             net(context.shard_batch(batch)["inputs"]).sum().backward()

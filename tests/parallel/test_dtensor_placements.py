@@ -60,7 +60,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def grid_of(world: World, **options: object) -> ParallelDims:
+def dims_of(world: World, **options: object) -> ParallelDims:
     options = {"device": "cpu", "global_batch": world.world_size, **options}
     return ParallelDims(
         derive_plan(PlanOptions(**options), world_size=world.world_size, device="cpu", native_bf16=False), world
@@ -71,7 +71,7 @@ def trained(world: World, mode: str) -> dict[str, list]:
     """Losses and all parameters after steps of plain SGD on this rank's pieces."""
     model = Net().double()
     if mode != "alone":
-        shard_module(model, PINS, grid_of(world, tp=world.world_size))
+        shard_module(model, PINS, dims_of(world, tp=world.world_size))
     if mode == "function":
         for block in model.blocks:
             block.norm.forward = shard_function(
@@ -126,7 +126,7 @@ def gradients(world: World) -> dict[str, list]:
         columns, rows = ("tp", None), (None, "tp")
         for block in model.blocks:
             pinned = {"gate.weight": columns, "up.weight": columns, "down.weight": rows}
-            shard_module(block.ffn, pinned, grid_of(world, tp=world.world_size))
+            shard_module(block.ffn, pinned, dims_of(world, tp=world.world_size))
     tokens = torch.randint(0, 11, (3, 6))
     loss = nn.functional.cross_entropy(model(tokens).logits().flatten(0, 1), tokens.flatten(), reduction="sum")
     loss.backward()
@@ -147,7 +147,7 @@ def test_a_part_of_a_model_can_be_pinned(pool: Pool) -> None:
 
 
 def refusals(world: World) -> list[str]:
-    grid = grid_of(world, tp=world.world_size)
+    dims = dims_of(world, tp=world.world_size)
     found = []
     for placements in (
         {"blocks.*.upp.weight": ("tp", None), "table.weight": ("tp",)},
@@ -156,7 +156,7 @@ def refusals(world: World) -> list[str]:
     ):
         model = Net()
         with pytest.raises(PlanError) as caught:
-            shard_module(model, placements, grid)
+            shard_module(model, placements, dims)
         assert not any(isinstance(p, DTensor) for p in model.parameters())
         found.append(str(caught.value))
     for value in (torch.zeros(2), 3):
@@ -164,12 +164,12 @@ def refusals(world: World) -> list[str]:
             shard_function(torch.relu, inputs=[("tp",)])(value)
         found.append(str(caught.value))
     net = Net()
-    shard_module(net, PINS, grid)
+    shard_module(net, PINS, dims)
     with pytest.raises(PlanError) as caught:
         shard_function(torch.relu, inputs=[("tp",)])(net.table.weight)
     found.append(str(caught.value))
     gpt = GPT(ModelOptions(num_layers=2, dim=8, num_heads=2, num_kv_heads=2, vocab_size=11))
-    shard_module(gpt, {"blocks.*.ffn.up.weight": ("tp", None)}, grid)
+    shard_module(gpt, {"blocks.*.ffn.up.weight": ("tp", None)}, dims)
     with pytest.raises(PlanError) as caught:
         gpt(torch.zeros(1, 4, dtype=torch.int64))
     return [*found, str(caught.value)]
@@ -221,7 +221,7 @@ def test_what_cannot_apply_is_said(pool: Pool) -> None:
         "  try:  shard() on a part of the model, such as a feed-forward layer, or plan.dp_shard"
     )
     with pytest.raises(PlanError) as caught:
-        shard_module(Net(), PINS, grid_of(World(JobSpec())))
+        shard_module(Net(), PINS, dims_of(World(JobSpec())))
     assert str(caught.value) == (
         "placements with plan.tp=1\n"
         "  rule: they spread parameters over the ranks of tp\n"
@@ -270,10 +270,10 @@ def test_where_placements_cannot_be(modules: dict[str, str], text: str) -> None:
     """Known before any rank is asked for anything, so one process stands for two."""
     plan = derive_plan(PlanOptions(device="cpu", global_batch=2, tp=2), world_size=2, device="cpu", native_bf16=False)
     placed = tuple(ParameterPlacement(module=each, parameter=name, dims=("tp", None)) for each, name in modules.items())
-    grid: Any = SimpleNamespace(plan=changed(plan, placements=placed))
+    dims: Any = SimpleNamespace(plan=changed(plan, placements=placed))
     net = Net()
     with pytest.raises(PlanError) as caught:
-        resolve_placements(net, grid.plan)
+        resolve_placements(net, dims.plan)
     assert str(caught.value) == text
     assert not any(isinstance(p, DTensor) for p in net.parameters())
 
@@ -290,9 +290,9 @@ def test_all_that_is_wrong_with_placements_comes_at_once() -> None:
         ParameterPlacement(module="blocks.1.down", outputs=(None, None, None)),
         ParameterPlacement(module="head", outputs=(None, None, None)),
     )
-    net, grid = Net(), SimpleNamespace(plan=changed(plan, placements=placed))
+    net, dims = Net(), SimpleNamespace(plan=changed(plan, placements=placed))
     with pytest.raises(PlanError) as caught:
-        resolve_placements(net, grid.plan)
+        resolve_placements(net, dims.plan)
     assert [problem.given for problem in caught.value.problems] == [
         "a placement in 'block.*'",
         "two placements of 'up.weight' of 'blocks.0'",

@@ -91,16 +91,16 @@ def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict
     loss, reference = alone(sizes, batches)
     whole = {name: p.grad for name, p in reference.named_parameters()}
 
-    grid = ParallelDims(chosen, world)
-    parallel = parallelize(chosen, model(sizes), grid)
+    dims = ParallelDims(chosen, world)
+    parallel = parallelize(chosen, model(sizes), dims)
     gpt, table = parallel.model, parallel.table
-    pieces = ShardedParameters(gpt, grid, table)
-    sync = FSDPGradients(gpt, pieces, grid)
-    rank, share = grid.data_rank, chosen.batch.micro_batch
+    pieces = ShardedParameters(gpt, dims, table)
+    sync = FSDPGradients(gpt, pieces, dims)
+    rank, share = dims.data_rank, chosen.batch.micro_batch
     mine = [{name: each[rank * share : (rank + 1) * share] for name, each in batch.items()} for batch in batches]
     totals = torch.tensor([passes(gpt, mine, sync.prepare_last_backward)], dtype=torch.float64)
     sync.wait(totals)
-    update_router_biases(gpt, lambda counts: grid.sum(grid.sum(counts, "dp_replicate"), "shard"), torch.tensor(True))
+    update_router_biases(gpt, lambda counts: dims.sum(dims.sum(counts, "dp_replicate"), "shard"), torch.tensor(True))
     errors, elements = {}, 0
     for name, piece in pieces.parameters.items():
         part = pieces.shard_of(name, piece.grad)
@@ -109,7 +109,7 @@ def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict
         assert part.global_shape == whole[name].shape, name
         errors[name] = float((piece.grad - whole[name][block]).abs().max()) if piece.numel() else 0.0
         errors[name] /= max(float(whole[name].abs().max()), 1e-12)
-        elements += piece.numel() if part.replica == 0 else 0
+        elements += piece.numel() if part.replica_id == 0 else 0
     found = {
         "loss": float(totals) / loss,
         "errors": errors,
@@ -189,10 +189,10 @@ def halves(world: World) -> tuple[list, list]:
     whole = layer.router.weight.grad.clone()
     layer.zero_grad()
     options = PlanOptions(device="cpu", cp=2, global_batch=1)
-    grid = ParallelDims(derive_plan(options, world_size=2, device="cpu", native_bf16=False), world)
-    sum_balance_counts(layer, grid)
+    dims = ParallelDims(derive_plan(options, world_size=2, device="cpu", native_bf16=False), world)
+    sum_balance_counts(layer, dims)
     layer(x.chunk(2, dim=1)[world.rank]).sum().backward()
-    return grid.sum(layer.router.weight.grad, "cp").tolist(), whole.tolist()
+    return dims.sum(layer.router.weight.grad, "cp").tolist(), whole.tolist()
 
 
 def test_sequences_over_ranks_have_one_balance_loss(pool: Pool) -> None:
@@ -202,11 +202,11 @@ def test_sequences_over_ranks_have_one_balance_loss(pool: Pool) -> None:
 
 def refused(world: World, plan: dict, sizes: dict) -> str:
     options = PlanOptions(device="cpu", global_batch=8, **plan)
-    grid = ParallelDims(
+    dims = ParallelDims(
         chosen := derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False), world
     )
     with pytest.raises(PlanError) as caught:
-        parallelize(chosen, model(sizes), grid)
+        parallelize(chosen, model(sizes), dims)
     return str(caught.value)
 
 
@@ -221,7 +221,7 @@ def test_what_cannot_be_cut_is_refused(pool: Pool) -> None:
     assert pool.run(refused, plan, {"num_experts": 5}, ranks=2)[0] == (
         "plan.ep=2 for blocks.0.ffn.experts with 5 experts\n"
         "  rule: each rank has equally many experts\n"
-        "  so:   the layer cannot be cut\n"
+        "  so:   the layer cannot be sharded\n"
         "  try:  plan.ep=1, or model.num_experts=6"
     )
 

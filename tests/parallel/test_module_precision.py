@@ -49,7 +49,7 @@ def train(
         made = tiny.trainer(
             str(world.broadcast_json(folder)), world=world, steps=STEPS, kind=kind, ema_decay=0.9, **model
         )
-        made._asked_plan = plan_of(rules, world.world_size, **options)
+        made._given_plan = plan_of(rules, world.world_size, **options)
         with made as run:
             losses = [step.loss for step in run]
             held = {name: tensor.dtype for name, tensor in run.state.global_state().items()}
@@ -79,7 +79,7 @@ def test_a_run_goes_on_and_is_read_into_fp32(tmp_path: Path) -> None:
         losses.clear()
         for stop in stops:
             made = tiny.trainer(tmp_path / folder, steps=4)
-            made._asked_plan = plan_of([{"module": "blocks.*", "parameters": "bf16"}])
+            made._given_plan = plan_of([{"module": "blocks.*", "parameters": "bf16"}])
             with made as run:
                 for step in run:
                     losses.append(step.loss)

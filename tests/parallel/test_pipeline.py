@@ -105,7 +105,7 @@ def alone(kind: str, layers: int, micros: int, double: bool = False, data_ranks:
 
 
 def cut(
-    kind: str, layers: int, plan: Plan, grid: ParallelDims, double: bool = False
+    kind: str, layers: int, plan: Plan, dims: ParallelDims, double: bool = False
 ) -> tuple[nn.Module, ShardedParameters, PipelineExecutor]:
     model = build(kind, layers)
     model = model.double() if double else model
@@ -118,25 +118,25 @@ def cut(
         plan.mesh.pp * plan.stages_per_rank,
         plan.pipeline.layers_per_stage,
     )
-    parallel = parallelize(plan, model, grid, None, layout)
+    parallel = parallelize(plan, model, dims, None, layout)
     model, table, stages = parallel.model, parallel.table, parallel.stages
     assert stages is not None
     mine = [
-        stage_index(plan.pipeline.schedule, plan.mesh.pp, grid.rank_along("pp"), chunk)
+        stage_index(plan.pipeline.schedule, plan.mesh.pp, dims.rank_along("pp"), chunk)
         for chunk in range(plan.stages_per_rank)
     ]
     held = {name for name, _ in model.named_parameters()}
     assert held == {name for name in names if not set(layout.stages_of_parameter[name]).isdisjoint(mine)}
-    return model, ShardedParameters(model, grid, table), PipelineExecutor(stages, grid, torch.device("cpu"))
+    return model, ShardedParameters(model, dims, table), PipelineExecutor(stages, dims, torch.device("cpu"))
 
 
 def on_ranks(
     world: World, kind: str, layers: int, micros: int, options: dict[str, Any], double: bool = False
 ) -> dict[str, Any]:
     plan = plan_of(micros, **options)
-    grid = ParallelDims(plan, world)
-    model, pieces, pipeline = cut(kind, layers, plan, grid, double)
-    sync = FSDPGradients(model, pieces, grid) if plan.uses_fsdp else None
+    dims = ParallelDims(plan, world)
+    model, pieces, pipeline = cut(kind, layers, plan, dims, double)
+    sync = FSDPGradients(model, pieces, dims) if plan.uses_fsdp else None
     shared = pipeline.shared_parameter_groups
     optimizer = torch.optim.SGD(pieces.parameters.values(), lr=0.5)
     losses, first, armed, live = [], {}, [], []
@@ -156,7 +156,7 @@ def on_ranks(
             if sync:
                 sync.prepare_last_backward(part)
 
-        batch = micros_of(step, micros, grid.data_rank, plan.mesh.dp_world_size)
+        batch = micros_of(step, micros, dims.data_rank, plan.mesh.dp_world_size)
         pipeline.forward_backward(
             batch, lambda micro: model(**inputs_of(kind, micro)), loss, last, lambda *_: nullcontext()
         )
@@ -165,7 +165,7 @@ def on_ranks(
             sync.wait(totals)
         else:
             world.all_reduce(totals)
-        pieces.sum_replicated_grads(shared)
+        pieces.sum_partial_grads(shared)
         if not step:
             first = {name: p.grad.clone().numpy() for name, p in named.items()}
         for parameter in named.values():
@@ -308,8 +308,8 @@ def test_evaluation_ends_on_the_last_stage(pool: Pool, schedule: str, micros: in
 
 def dies(world: World, schedule: str) -> float:
     plan = plan_of(4, pp=2, schedule=schedule)
-    grid = ParallelDims(plan, world)
-    model, _, pipeline = cut("tied", 4, plan, grid)
+    dims = ParallelDims(plan, world)
+    model, _, pipeline = cut("tied", 4, plan, dims)
     calls = 0
 
     def forward(micro: dict[str, Tensor]) -> Any:
@@ -337,8 +337,8 @@ def test_a_rank_that_dies_ends_the_others(pool: Pool) -> None:
 
 def changes_its_mind(world: World) -> str:
     plan = plan_of(2, pp=2)
-    grid = ParallelDims(plan, world)
-    model, _, pipeline = cut("tied", 4, plan, grid)
+    dims = ParallelDims(plan, world)
+    model, _, pipeline = cut("tied", 4, plan, dims)
     if world.rank == 0:
         inner, calls = model.forward, iter(range(2))
         model.forward = lambda **inputs: inner(**inputs)[:, next(calls) :]  # a token fewer the second time

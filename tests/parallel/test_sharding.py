@@ -70,19 +70,19 @@ def test_a_table_knows_a_parameter_by_all_its_names() -> None:
 
 def test_replicas_are_numbered_along_the_axes_that_do_not_split() -> None:
     table = ShardTable(Tied())
-    table.select("first.weight", 0, [(0, 3)], replica=1)
+    table.select("first.weight", 0, [(0, 3)], replica_id=1)
     table.narrow("second.bias", "shard", 0, 0, 3)
     ranks = {"dp_replicate": 1, "shard": 2, "tp": 1}
-    mesh: Any = SimpleNamespace(sizes={"dp_replicate": 2, "shard": 4, "tp": 2}, rank_along=ranks.__getitem__)
-    table.number_replicas(mesh)
+    dims: Any = SimpleNamespace(sizes={"dp_replicate": 2, "shard": 4, "tp": 2}, rank_along=ranks.__getitem__)
+    table.number_replicas(dims)
     assert (
-        table.shards["first.weight"].replica == 1 * 4 + 2 + 1
+        table.shards["first.weight"].replica_id == 1 * 4 + 2 + 1
     )  # equal along dp_replicate and shard, and one before along tp
-    assert table.shards["second.bias"].replica == 1 * 2 + 1
+    assert table.shards["second.bias"].replica_id == 1 * 2 + 1
 
 
 def test_partial_gradients_come_in_the_order_of_the_model() -> None:
     table, groups = ShardTable(Tied()), [object(), object()]
     for name, group in (("second.bias", groups[0]), ("second.weight", groups[1]), ("first.bias", groups[0])):
         table.sum_grad(name, group)  # type: ignore[arg-type]
-    assert table.replicated_grad_groups == [(groups[1], ["first.weight"]), (groups[0], ["first.bias", "second.bias"])]
+    assert table.partial_grad_groups == [(groups[1], ["first.weight"]), (groups[0], ["first.bias", "second.bias"])]

@@ -234,12 +234,12 @@ def test_rules_that_cannot_be_followed() -> None:
         "steps.0.one, which is named by the colwise_rowwise rule for 'steps.*' and by the colwise_rowwise rule for 'steps.0'"
         in text
     )
-    assert "a layer is cut in one way" in text
+    assert "a layer is sharded in one way" in text
     tied = Odd()
     tied.last.weight = tied.words.weight
     text = problem((EmbeddingRule(module="words"),), tied)
     assert "words and last, which share a weight" in text
-    assert "both uses of a parameter are cut alike" in text
+    assert "both uses of a parameter are sharded alike" in text
     text = problem(OWN, sequence_parallel=True)
     assert "sequence_parallel for Odd" in text
     assert "a rule says between which modules" in text
@@ -269,7 +269,8 @@ def test_halves_of_one_layer_are_not_cut_apart() -> None:
     gated.steps[1] = nn.ModuleDict({"one": nn.Linear(8, 24), "two": nn.Linear(12, 8)})
     assert problem(OWN, gated) == (
         "steps.1.one, of 24 output features, before two, of 12 input features\n"
-        "  rule: without num_heads_attr, columns give what the row takes in, and fused ones three times that\n"
+        "  rule: without num_heads_attr, colwise layers have as many outputs as the rowwise layer has inputs "
+        "(fused ones three times)\n"
         "  so:   a rank would compute with features that do not belong together\n"
         "  try:  num_heads_attr, the attribute that counts heads; a gate and its values as two layers"
     )

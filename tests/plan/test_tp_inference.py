@@ -32,7 +32,7 @@ def test_a_gpt_gets_the_pairs_of_its_set(kv_heads: int) -> None:
     before = {name: (id(p), p.shape) for name, p in model.named_parameters()}
     found = infer_rules(model, {"tokens": BATCH})
     assert pairs(found.rules) == pairs(BUILT_IN_RULES["unisono gpt"])
-    assert found.left == {"embedding": "its table is used for more than looking up"}
+    assert found.replicated == {"embedding": "its table is used for more than looking up"}
     assert {name: (id(p), p.shape) for name, p in model.named_parameters()} == before
     assert (model.blocks[0].attention.heads, model.blocks[0].ffn.up.out_features) == (
         4,
@@ -50,8 +50,8 @@ def test_a_bert_gets_the_pairs_of_its_set() -> None:
     options = BertOptions(vocab_size=VOCAB, num_layers=2, dim=32, num_heads=4, ffn_dim=48, max_length=16)
     found = infer_rules(BERT(options), {"tokens": BATCH})
     assert pairs(found.rules) == pairs(BUILT_IN_RULES["unisono bert"])
-    assert found.left["head.dense"] == "its result goes through layer_norm along the dim that is cut"
-    assert found.left["positions"] == "what is looked up in it is no entry of the batch"
+    assert found.replicated["head.dense"] == "its result goes through layer_norm along the dim that is cut"
+    assert found.replicated["positions"] == "what is looked up in it is no entry of the batch"
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
@@ -132,7 +132,7 @@ class Counted(nn.Module):
 def test_what_is_left_has_a_reason() -> None:
     found = infer_rules(Refusing(), {"x": torch.zeros(2, 4, 8)})
     assert found.rules == ()
-    left = found.left
+    left = found.replicated
     assert left["conv"] == "there is no rule for Conv1d"
     assert left["positions"] == "it is a parameter of the model itself"
     assert left["halves"] == "its result is split unevenly"

@@ -39,14 +39,14 @@ def difference(
         native_bf16=False,
     )
     plan = changed(plan, rules=rules)
-    grid = ParallelDims(plan, world)
-    parallel = parallelize(plan, model, grid)
+    dims = ParallelDims(plan, world)
+    parallel = parallelize(plan, model, dims)
     model, table = parallel.model, parallel.table
-    pieces = ShardedParameters(model, grid, table)
+    pieces = ShardedParameters(model, dims, table)
     found = loss(model)
     found.backward()
     pieces.collect_grads()
-    pieces.sum_replicated_grads(table.replicated_grad_groups)
+    pieces.sum_partial_grads(table.partial_grad_groups)
     for piece in pieces.parameters.values():
         piece.grad /= plan.mesh.dp_world_size  # they all computed the same samples
     gradients: dict[str, Boxes] = {}
@@ -54,7 +54,7 @@ def difference(
         part = pieces.shard_of(name, piece.grad)
         if part is None:
             gradients[name] = [((0,) * piece.dim(), piece.grad.numpy())]
-        elif not part.replica:
+        elif not part.replica_id:
             gradients[name] = [(offset, piece.grad[index].numpy()) for index, offset in part.blocks()]
     trained = [p.grad for p in pieces.parameters.values()]
     return {

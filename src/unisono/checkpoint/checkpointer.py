@@ -29,8 +29,8 @@ from unisono.checkpoint.folder import step_name
 from unisono.checkpoint.host_snapshot import HostBuffer, HostSnapshot
 from unisono.checkpoint.options import CheckpointOptions
 from unisono.checkpoint.safetensors_format import dtype_code
-from unisono.checkpoint.shard_assignment import ShardContents, lay_out_shards
-from unisono.checkpoint.writer import SaveRequest, SaveWriter
+from unisono.checkpoint.shard_assignment import ShardFileLayout, lay_out_shard
+from unisono.checkpoint.writer import Save, SaveWriter
 from unisono.dist import World
 from unisono.errors import CheckpointError, Problem
 from unisono.parallel.sharding import TensorShard
@@ -63,17 +63,17 @@ class Checkpointer:
         self.committed_step: int | None = None
         self._options = options
         self._emit = emit
-        self._rank, self._world = world.rank, world.world_size
+        self._rank, self._world_size = world.rank, world.world_size
         self._buffer = HostBuffer()
-        self._layout: tuple[Any, ShardContents] | None = None
+        self._layout: tuple[Any, ShardFileLayout] | None = None
         self._failed: list[list[Problem]] = []
-        self._running: _Running | None = None
-        self._group = world.new_group("checkpoint")
-        self._writer = SaveWriter(root, group=self._group, options=options, attempt=attempt, fault=fault or _no_fault)
+        self._running: _UnfinishedSave | None = None
+        self._world = world.with_own_group("checkpoint")
+        self._writer = SaveWriter(root, world=self._world, options=options, attempt=attempt, fault=fault or _no_fault)
         try:
             self._writer.start_up()
         except BaseException:
-            self._group.close()
+            self._world.close()
             raise
         self._thread = (
             ThreadPoolExecutor(1, "checkpoint", initializer=_lower_priority) if options.asynchronous else None
@@ -105,17 +105,17 @@ class Checkpointer:
         self.wait()
         began_s = time.monotonic()
         sharded = sharded or {}
-        shard = self._shard(replicated, own, sharded)
+        layout = self._file_layout(replicated, own, sharded)
         parts = {name: tensor for name, (tensor, _) in sharded.items()}
-        save = SaveRequest(
+        save = Save(
             step=step,
-            shard=shard,
-            image=HostSnapshot(shard, {**replicated, **own, **parts}, self._buffer),
+            layout=layout,
+            snapshot=HostSnapshot(layout, {**replicated, **own, **parts}, self._buffer),
             meta=_as_json(meta),
             score=score if score is not None and math.isfinite(score) else None,
             began_s=began_s,
         )
-        self._running = _Running(save, self._writer)
+        self._running = _UnfinishedSave(save, self._writer)
         if self._thread is not None:
             self._running.start(self._thread)
         save.stall_s = time.monotonic() - began_s
@@ -131,20 +131,20 @@ class Checkpointer:
         """
         if self._running is not None and self._running.save.ended:
             self._settle()
-            if self._world == 1:
-                self._stop_if_hopeless()
+            if self._world_size == 1:
+                self._raise_after_max_failures()
 
     def wait(self) -> None:
         """Wait for an unfinished save. Raises CheckpointError if ``max_failures`` in a row have failed."""
         self._finish()
-        self._stop_if_hopeless()
+        self._raise_after_max_failures()
 
     def close(self) -> None:
         """Finish and report an unfinished save, and leave the group. May be called twice."""
         self._finish()
         if self._thread is not None:
             self._thread.shutdown()
-        self._group.close()
+        self._world.close()
 
     def _finish(self) -> None:
         if self._running is not None:
@@ -182,7 +182,7 @@ class Checkpointer:
             **fields,
         )
 
-    def _stop_if_hopeless(self) -> None:
+    def _raise_after_max_failures(self) -> None:
         if len(self._failed) < self._options.max_failures:
             return
         newest = f"step {self.committed_step}" if self.committed_step is not None else "that of an earlier run"
@@ -196,12 +196,12 @@ class Checkpointer:
             *self._failed[-1],
         )
 
-    def _shard(
+    def _file_layout(
         self,
         replicated: Mapping[str, Tensor],
         own: Mapping[str, Tensor],
         sharded: Mapping[str, tuple[Tensor, TensorShard]],
-    ) -> ShardContents:
+    ) -> ShardFileLayout:
         """The layout of this rank's file; recomputed only if a name, shape, dtype or offset has changed since the last save."""
         tensors = [*replicated.items(), *own.items(), *((name, tensor) for name, (tensor, _) in sharded.items())]
         described = (
@@ -215,18 +215,18 @@ class Checkpointer:
                 {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in group.items()}
                 for group in (replicated, own)
             )
-            layout = lay_out_shards(replicated_table, own_table, sharded, rank=self._rank, world=self._world)
+            layout = lay_out_shard(replicated_table, own_table, sharded, rank=self._rank, world_size=self._world_size)
             self._layout = described, layout
         return self._layout[1]
 
 
-class _Running:
+class _UnfinishedSave:
     """An unfinished save: begun by the background thread, finished by it or by a caller that has to wait."""
 
-    def __init__(self, save: SaveRequest, writer: SaveWriter) -> None:
+    def __init__(self, save: Save, writer: SaveWriter) -> None:
         self.save = save
         self._writer = writer
-        self._work: Iterator[None] = writer.work(save)
+        self._steps: Iterator[None] = writer.steps(save)
         self._future: Future[None] | None = None
         self._handed_over = False
 
@@ -244,7 +244,7 @@ class _Running:
         if self.save.ended:
             return
         try:
-            for _ in self._work:
+            for _ in self._steps:
                 if is_over():
                     return
         except BaseException as error:

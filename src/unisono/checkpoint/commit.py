@@ -21,7 +21,7 @@ from unisono.checkpoint.manifest import (
     shard_name,
 )
 from unisono.checkpoint.safetensors_format import dtype_code
-from unisono.checkpoint.shard_assignment import ShardContents, Table
+from unisono.checkpoint.shard_assignment import ShardFileLayout, Table
 from unisono.errors import CheckpointError, Problem, UnisonoError
 from unisono.storage.directory import commit_directory
 from unisono.storage.files import os_reason
@@ -30,21 +30,21 @@ from unisono.storage.files import os_reason
 _HEADROOM = 1.2
 
 
-def describe(shard: ShardContents) -> list[list[Any]]:
+def describe_pieces(layout: ShardFileLayout) -> list[list[Any]]:
     """The pieces of one shard as JSON: a list of ``[name, shape, dtype, key, offset, extent]``."""
     return [
         [piece.name, piece.shape, dtype_code(piece.dtype), piece.key, piece.offset, piece.extent]
-        for piece in shard.pieces
+        for piece in layout.pieces
     ]
 
 
-def tensor_table(shards: Sequence[Sequence[Sequence[Any]]], spread: Table) -> dict[str, TensorEntry]:
-    """Merge every rank's ``describe`` into the manifest's tensor table. ``spread`` are the tensors sharded over ranks.
+def tensor_table(shards: Sequence[Sequence[Sequence[Any]]], sharded: Table) -> dict[str, TensorEntry]:
+    """Merge every rank's ``describe_pieces`` into the manifest's tensor table. ``sharded`` are the tensors sharded over ranks.
 
     Raises CheckpointError if ranks contradict each other or the blocks do not cover a tensor exactly once.
     """
     tensors: dict[str, tuple[tuple[int, ...], str, list[PieceEntry]]] = {
-        name: (shape, str(dtype_code(dtype)), []) for name, (shape, dtype) in spread.items()
+        name: (shape, str(dtype_code(dtype)), []) for name, (shape, dtype) in sharded.items()
     }
     for rank, pieces in enumerate(shards):
         file = shard_name(rank, len(shards))
@@ -52,7 +52,7 @@ def tensor_table(shards: Sequence[Sequence[Sequence[Any]]], spread: Table) -> di
             entry = PieceEntry(file=file, key=key, offset=tuple(offset), shape=tuple(extent))
             known_shape, known_dtype, parts = tensors.setdefault(name, (tuple(shape), dtype, []))
             again = (known_shape, known_dtype) != (tuple(shape), dtype) or entry.shape == known_shape
-            if parts and again and name not in spread:
+            if parts and again and name not in sharded:
                 raise CheckpointError(
                     given=f"tensor {name!r} comes from {parts[0].file} and from {file}",
                     rule="a rank's own tensors have names no other rank uses",
@@ -69,14 +69,14 @@ def tensor_table(shards: Sequence[Sequence[Sequence[Any]]], spread: Table) -> di
         if fault:
             raise CheckpointError(
                 given=f"tensor {name!r}: {fault}",
-                rule="the blocks with replica 0 on all ranks hold each element of a tensor once, and no others",
+                rule="the blocks with replica_id 0 on all ranks hold each element of a tensor once, and no others",
                 consequence="the checkpoint was not written",
-                nearest="compare shape, offset and replica of this part on all ranks",
+                nearest="compare shape, offset and replica_id of this part on all ranks",
             )
     return table
 
 
-def prepare(root: Path, step: int, temporary: Path, need_bytes: int) -> None:
+def create_temporary_directory(root: Path, step: int, temporary: Path, need_bytes: int) -> None:
     """Create the temporary directory of a save that needs ``need_bytes``.
 
     Raises CheckpointError: too little free space, or step ``step`` is already committed.
@@ -104,7 +104,7 @@ def prepare(root: Path, step: int, temporary: Path, need_bytes: int) -> None:
     temporary.mkdir(mode=0o700)
 
 
-def publish(temporary: Path, final: Path, *, manifest: Manifest, fault: Callable[[str], None]) -> None:
+def commit_checkpoint(temporary: Path, final: Path, *, manifest: Manifest, fault: Callable[[str], None]) -> None:
     """Turn the temporary directory with all its shards into the committed checkpoint ``final``. Raises OSError."""
     data = encode(manifest)
     marker = encode_commit_marker(data, manifest.step)

@@ -14,14 +14,21 @@ from typing import Any, cast
 import torch
 import xxhash
 
-from unisono.checkpoint.commit import describe, prepare, problems_of, publish, shard_entries, tensor_table
+from unisono.checkpoint.commit import (
+    commit_checkpoint,
+    create_temporary_directory,
+    describe_pieces,
+    problems_of,
+    shard_entries,
+    tensor_table,
+)
 from unisono.checkpoint.folder import open_root, step_name
 from unisono.checkpoint.host_snapshot import BLOCK_BYTES
 from unisono.checkpoint.integrity import verify
 from unisono.checkpoint.manifest import shard_name, versions
 from unisono.checkpoint.reader import CheckpointReader, open_checkpoint
 from unisono.checkpoint.safetensors_format import num_bytes
-from unisono.checkpoint.shard_assignment import ShardContents, TensorPiece, lay_out_shards
+from unisono.checkpoint.shard_assignment import ShardFileLayout, TensorPiece, lay_out_shard
 from unisono.errors import CheckpointError
 
 
@@ -38,23 +45,24 @@ def convert(source: Path, root: Path, *, files: int, keep_optimizer: bool = True
     snapshot = open_checkpoint(source)
     names = _chosen(snapshot, keep_optimizer=keep_optimizer, average=average)
     table = {name: ((spec := snapshot.spec(inner)).shape, spec.dtype) for name, inner in names.items()}
-    shards = [lay_out_shards(table, {}, {}, rank=number, world=files) for number in range(files)]
+    layouts = [lay_out_shard(table, {}, {}, rank=number, world_size=files) for number in range(files)]
     open_root(root)
     final = root / step_name(snapshot.step)
     temporary = final.with_name(f"{final.name}.tmp-0")
     shutil.rmtree(temporary, ignore_errors=True)
-    prepare(root, snapshot.step, temporary, shards[0].total_bytes)
+    create_temporary_directory(root, snapshot.step, temporary, layouts[0].total_bytes)
     try:
         reports = [
-            _write(snapshot, names, shard, temporary / shard_name(number, files)) for number, shard in enumerate(shards)
+            _write(snapshot, names, layout, temporary / shard_name(number, files))
+            for number, layout in enumerate(layouts)
         ]
         manifest = replace(
             snapshot.manifest,
             versions=versions(),
             files=shard_entries(reports),
-            tensors=tensor_table([describe(shard) for shard in shards], {}),
+            tensors=tensor_table([describe_pieces(layout) for layout in layouts], {}),
         )
-        publish(temporary, final, manifest=manifest, fault=lambda _point: None)
+        commit_checkpoint(temporary, final, manifest=manifest, fault=lambda _point: None)
     except OSError as error:
         raise CheckpointError(*problems_of(error, f"converting {source} to {root}")) from error
     finally:
@@ -80,15 +88,15 @@ def _chosen(snapshot: CheckpointReader, *, keep_optimizer: bool, average: bool) 
     return {name: name for name in chosen}
 
 
-def _write(snapshot: CheckpointReader, names: dict[str, str], shard: ShardContents, path: Path) -> dict[str, Any]:
-    running = xxhash.xxh3_128(shard.header)
+def _write(snapshot: CheckpointReader, names: dict[str, str], layout: ShardFileLayout, path: Path) -> dict[str, Any]:
+    running = xxhash.xxh3_128(layout.header)
     with path.open("xb") as file:
-        file.write(shard.header)
-        for piece in shard.pieces:
+        file.write(layout.header)
+        for piece in layout.pieces:
             for block in _blocks(snapshot, names[piece.name], piece):
                 running.update(block)
                 file.write(block)
-    return {"bytes": shard.size, "digest": running.hexdigest()}
+    return {"bytes": layout.size, "digest": running.hexdigest()}
 
 
 def _blocks(snapshot: CheckpointReader, name: str, piece: TensorPiece) -> Iterator[memoryview]:

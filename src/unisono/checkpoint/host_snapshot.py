@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unisono.checkpoint.shard_assignment import ShardContents
+from unisono.checkpoint.shard_assignment import ShardFileLayout
 
 Bytes = NDArray[np.uint8]
 
@@ -53,14 +53,14 @@ class HostBuffer:
 
 
 class HostSnapshot:
-    """The content of the file that ``shard`` describes, with the current values of ``tensors``."""
+    """The content of the file that ``layout`` describes, with the current values of ``tensors``."""
 
-    def __init__(self, shard: ShardContents, tensors: Mapping[str, Tensor], buffer: HostBuffer) -> None:
-        self.size = shard.size
+    def __init__(self, layout: ShardFileLayout, tensors: Mapping[str, Tensor], buffer: HostBuffer) -> None:
+        self.size = layout.size
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
         self._staged = buffer.reserve(self.size, pinned=bool(devices))
-        _array(self._staged)[: len(shard.header)] = np.frombuffer(shard.header, dtype=np.uint8)
-        for piece in shard.pieces:
+        _array(self._staged)[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
+        for piece in layout.pieces:
             tensor = tensors[piece.name][piece.index]
             if piece.begin < piece.end:
                 # from a device this only queues the copy, on the current stream

@@ -29,9 +29,9 @@ MAX_JSON_BYTES = 256 * 2**20
 _SHARD = re.compile(r"shard-(\d{5,})-of-(\d{5,})\.safetensors")
 
 
-def shard_name(rank: int, world: int) -> str:
+def shard_name(rank: int, world_size: int) -> str:
     """The file name of a rank's shard, such as ``shard-00000-of-00002.safetensors``."""
-    return f"shard-{rank:05d}-of-{world:05d}.safetensors"
+    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def digest(data: bytes) -> str:

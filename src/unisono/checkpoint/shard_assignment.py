@@ -47,26 +47,28 @@ class TensorPiece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShardContents:
+class ShardFileLayout:
     """The layout of one rank's file: ``header``, then the pieces in order; ``size`` in bytes.
 
-    ``spread`` are the sharded tensors with their global shapes. ``fingerprint`` is equal on ranks that have the same
+    ``sharded`` are the sharded tensors with their global shapes. ``fingerprint`` is equal on ranks that have the same
     replicated and sharded tensors. ``total_bytes`` is the size of all ranks' tensors.
     """
 
     pieces: tuple[TensorPiece, ...]
     header: bytes
     size: int
-    spread: Table
+    sharded: Table
     fingerprint: str
     total_bytes: int
 
 
-def lay_out_shards(
-    replicated: Table, own: Table, sharded: Mapping[str, tuple[Tensor, TensorShard]], *, rank: int, world: int
-) -> ShardContents:
+def lay_out_shard(
+    replicated: Table, own: Table, sharded: Mapping[str, tuple[Tensor, TensorShard]], *, rank: int, world_size: int
+) -> ShardFileLayout:
     """The file layout of ``rank``: its share of the replicated tensors, all of its own, its parts of sharded ones."""
-    rows = assign_shards({name: (shape, dtype.itemsize) for name, (shape, dtype) in replicated.items()}, world)[rank]
+    rows = assign_shards({name: (shape, dtype.itemsize) for name, (shape, dtype) in replicated.items()}, world_size)[
+        rank
+    ]
     pieces = [_piece_of_rows(name, *replicated[name], rows[name]) for name in rows]
     pieces += [_piece_of_rows(name, shape, dtype, range(_num_rows(shape))) for name, (shape, dtype) in own.items()]
     pieces += [piece for name, local in sharded.items() for piece in _pieces_of_shard(name, *local, rank)]
@@ -80,19 +82,19 @@ def lay_out_shards(
         replace(piece, key=key, begin=begin, end=begin + num_bytes(piece.dtype, piece.extent))
         for piece, key, begin in zip(pieces, keys, begins, strict=True)
     )
-    spread = {name: (shard.global_shape, tensor.dtype) for name, (tensor, shard) in sharded.items()}
+    sharded_table = {name: (shard.global_shape, tensor.dtype) for name, (tensor, shard) in sharded.items()}
     described = [
         sorted((name, list(shape), str(dtype)) for name, (shape, dtype) in table.items())
-        for table in (replicated, spread)
+        for table in (replicated, sharded_table)
     ]
-    return ShardContents(
+    return ShardFileLayout(
         pieces=placed,
         header=header,
         size=placed[-1].end if placed else len(header),
-        spread=spread,
+        sharded=sharded_table,
         fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(described).encode()),
-        total_bytes=sum(num_bytes(dtype, shape) for shape, dtype in (*replicated.values(), *spread.values()))
-        + world * sum(num_bytes(dtype, shape) for shape, dtype in own.values()),
+        total_bytes=sum(num_bytes(dtype, shape) for shape, dtype in (*replicated.values(), *sharded_table.values()))
+        + world_size * sum(num_bytes(dtype, shape) for shape, dtype in own.values()),
     )
 
 
@@ -114,7 +116,7 @@ def _pieces_of_shard(name: str, tensor: Tensor, shard: TensorShard, rank: int) -
     if 0 in tensor.shape:
         if 0 in shape and rank == 0:  # a tensor without elements has one owner too
             yield TensorPiece(name=name, shape=shape, dtype=tensor.dtype, offset=(0,) * len(shape), extent=shape)
-    elif not shard.replica:
+    elif not shard.replica_id:
         for index, offset in shard.blocks():
             extent = tuple(tensor[index].shape)
             yield TensorPiece(name=name, shape=shape, dtype=tensor.dtype, offset=offset, extent=extent, index=index)
@@ -137,20 +139,20 @@ def _keys(pieces: Sequence[TensorPiece]) -> list[str]:
     return keys
 
 
-def assign_shards(shapes: Mapping[str, tuple[Sequence[int], int]], world: int) -> list[dict[str, range]]:
+def assign_shards(shapes: Mapping[str, tuple[Sequence[int], int]], world_size: int) -> list[dict[str, range]]:
     """Split tensors ``{name: (shape, bytes per element)}`` into rows of dim 0 for each rank, about equal in bytes.
 
-    The tensors in a fixed order are one sequence of bytes, split into ``world`` equal parts. A boundary inside a
+    The tensors in a fixed order are one sequence of bytes, split into ``world_size`` equal parts. A boundary inside a
     tensor moves to the nearest row, inside a small tensor to its nearer end. Every row goes to exactly one rank;
-    there are at most ``world - 1`` more pieces than tensors.
+    there are at most ``world_size - 1`` more pieces than tensors.
     """
     names = sorted(shapes, key=lambda name: (-shapes[name][1], name))
     sizes = [itemsize * math.prod(shape) for shape, itemsize in map(shapes.__getitem__, names)]
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
     starts = [(0, 0)]  # (tensor, row) at which each rank's part starts
-    for rank in range(1, world):
-        target = total * rank // world
+    for rank in range(1, world_size):
+        target = total * rank // world_size
         index = bisect_right(ends, target)
         if index == len(names):
             starts.append((index, 0))
@@ -164,7 +166,7 @@ def assign_shards(shapes: Mapping[str, tuple[Sequence[int], int]], world: int) -
     starts.append((len(names), 0))
     return [
         _between(names, [_num_rows(shapes[name][0]) for name in names], starts[rank], starts[rank + 1])
-        for rank in range(world)
+        for rank in range(world_size)
     ]
 
 

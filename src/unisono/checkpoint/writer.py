@@ -17,7 +17,14 @@ from typing import Any
 
 import xxhash
 
-from unisono.checkpoint.commit import describe, prepare, problems_of, publish, shard_entries, tensor_table
+from unisono.checkpoint.commit import (
+    commit_checkpoint,
+    create_temporary_directory,
+    describe_pieces,
+    problems_of,
+    shard_entries,
+    tensor_table,
+)
 from unisono.checkpoint.direct_io import write_blocks
 from unisono.checkpoint.folder import (
     expired_checkpoints,
@@ -32,19 +39,19 @@ from unisono.checkpoint.host_snapshot import HostSnapshot
 from unisono.checkpoint.manifest import Manifest, shard_name, versions
 from unisono.checkpoint.options import CheckpointOptions
 from unisono.checkpoint.reader import read_manifest
-from unisono.checkpoint.shard_assignment import ShardContents
+from unisono.checkpoint.shard_assignment import ShardFileLayout
 from unisono.dist import World
 from unisono.errors import CheckpointError, Problem, UnisonoError
 from unisono.storage.files import os_reason
 
 
 @dataclass(kw_only=True, slots=True)
-class SaveRequest:
-    """One save. It was committed if it ``ended`` without ``problems``. ``stall_s`` is the time training was blocked."""
+class Save:
+    """One save, and its outcome: committed if it ``ended`` without ``problems``. Training was blocked for ``stall_s``."""
 
     step: int
-    shard: ShardContents
-    image: HostSnapshot
+    layout: ShardFileLayout
+    snapshot: HostSnapshot
     meta: dict[str, Any]
     score: float | None
     began_s: float
@@ -60,10 +67,10 @@ class SaveWriter:
     """Writes this rank's shard files under ``root``; rank 0 also creates, commits and deletes directories."""
 
     def __init__(
-        self, root: Path, *, group: World, options: CheckpointOptions, attempt: int, fault: Callable[[str], None]
+        self, root: Path, *, world: World, options: CheckpointOptions, attempt: int, fault: Callable[[str], None]
     ) -> None:
         self.root = root
-        self._group = group
+        self._world = world
         self._options = options
         self._attempt = attempt
         self._fault = fault
@@ -73,17 +80,17 @@ class SaveWriter:
         """Create the folder and delete leftovers of earlier attempts. Raises CheckpointError on all ranks."""
 
         def open_and_clear() -> None:
-            if self._group.rank == 0:
+            if self._world.rank == 0:
                 open_root(self.root)
                 remove_leftovers(self.root)
 
-        self._together(open_and_clear, f"opening {self.root}")
+        self._on_all_ranks(open_and_clear, f"opening {self.root}")
 
-    def work(self, save: SaveRequest) -> Iterator[None]:
+    def steps(self, save: Save) -> Iterator[None]:
         """Do the save, yielding often. A failure on one rank raises on all ranks that can still be reached."""
         what = f"saving step {save.step} to {self.root}"
         temporary, final = self._paths(save)
-        tables = self._together(lambda: self._prepare(save), what)
+        tables = self._on_all_ranks(lambda: self._prepare(save), what)
         self._check_agreement(save, tables)
         yield
         running = xxhash.xxh3_128()
@@ -91,8 +98,8 @@ class SaveWriter:
         def halfway() -> None:
             self._fault("mid_shard")
 
-        path = temporary / shard_name(self._group.rank, self._group.world_size)
-        writing = write_blocks(path, save.image.blocks(running), save.image.size, halfway=halfway)
+        path = temporary / shard_name(self._world.rank, self._world.world_size)
+        writing = write_blocks(path, save.snapshot.blocks(running), save.snapshot.size, halfway=halfway)
         error: Exception | None = None
         try:
             self._fault("before_shard")
@@ -103,29 +110,29 @@ class SaveWriter:
         def report() -> dict[str, Any]:
             if error is not None:
                 raise error
-            return {"bytes": save.image.size, "digest": running.hexdigest(), "pieces": describe(save.shard)}
+            return {"bytes": save.snapshot.size, "digest": running.hexdigest(), "pieces": describe_pieces(save.layout)}
 
-        reports = self._together(report, what)
+        reports = self._on_all_ranks(report, what)
         yield
 
         def commit() -> None:
-            if self._group.rank == 0:
-                publish(temporary, final, manifest=self._manifest(save, reports), fault=self._fault)
+            if self._world.rank == 0:
+                commit_checkpoint(temporary, final, manifest=self._manifest(save, reports), fault=self._fault)
 
-        self._together(commit, what)
+        self._on_all_ranks(commit, what)
         save.num_bytes = sum(rank_report["bytes"] for rank_report in reports)
         save.took_s = time.monotonic() - save.began_s
         yield
-        if self._group.rank == 0:
+        if self._world.rank == 0:
             self._scores[save.step] = save.score
             try:
                 self._prune(save.step)
             except (OSError, UnisonoError) as caught:
                 save.retention_problem = os_reason(caught) if isinstance(caught, OSError) else str(caught)
 
-    def discard(self, save: SaveRequest) -> None:
+    def discard(self, save: Save) -> None:
         """Delete the files of a failed save; the next attempt deletes the rest when it starts."""
-        if self._group.rank != 0:
+        if self._world.rank != 0:
             return
         temporary, final = self._paths(save)
         with contextlib.suppress(OSError):
@@ -134,19 +141,19 @@ class SaveWriter:
             if final.is_dir() and not final.is_symlink() and not is_committed(final):
                 remove(final)
 
-    def _paths(self, save: SaveRequest) -> tuple[Path, Path]:
+    def _paths(self, save: Save) -> tuple[Path, Path]:
         final = self.root / step_name(save.step)
         return final.with_name(f"{final.name}.tmp-{self._attempt}"), final
 
-    def _prepare(self, save: SaveRequest) -> list[Any]:
-        if self._group.rank == 0:
+    def _prepare(self, save: Save) -> list[Any]:
+        if self._world.rank == 0:
             temporary, _ = self._paths(save)
             if temporary.exists():
                 shutil.rmtree(temporary)
-            prepare(self.root, save.step, temporary, save.shard.total_bytes)
-        return [save.step, save.shard.fingerprint]
+            create_temporary_directory(self.root, save.step, temporary, save.layout.total_bytes)
+        return [save.step, save.layout.fingerprint]
 
-    def _check_agreement(self, save: SaveRequest, tables: list[list[Any]]) -> None:
+    def _check_agreement(self, save: Save, tables: list[list[Any]]) -> None:
         odd = next((rank for rank, table in enumerate(tables) if table != tables[0]), None)
         if odd is not None:
             raise CheckpointError(
@@ -156,25 +163,25 @@ class SaveWriter:
                 nearest="pass what only one rank has as its own tensors",
             )
 
-    def _manifest(self, save: SaveRequest, reports: list[dict[str, Any]]) -> Manifest:
+    def _manifest(self, save: Save, reports: list[dict[str, Any]]) -> Manifest:
         return Manifest(
             step=save.step,
-            world=self._group.world_size,
+            world=self._world.world_size,
             attempt=self._attempt,
             score=save.score,
             versions=versions(),
             meta=save.meta,
             files=shard_entries(reports),
-            tensors=tensor_table([report["pieces"] for report in reports], save.shard.spread),
+            tensors=tensor_table([report["pieces"] for report in reports], save.layout.sharded),
         )
 
-    def _together(self, work: Callable[[], Any], what: str) -> list[Any]:
+    def _on_all_ranks(self, work: Callable[[], Any], what: str) -> list[Any]:
         """Do ``work`` on every rank; returns all ranks' results, or raises one CheckpointError with all problems."""
         try:
             report: dict[str, Any] = {"value": work()}
         except Exception as error:
             report = {"problems": [asdict(problem) for problem in problems_of(error, what)]}
-        reports = self._group.gather_json(report)
+        reports = self._world.gather_json(report)
         problems = dict.fromkeys(Problem(**parts) for answer in reports for parts in answer.get("problems", ()))
         if problems:
             raise CheckpointError(*problems)

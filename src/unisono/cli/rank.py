@@ -32,10 +32,9 @@ from unisono.observe.sinks import Trackers
 from unisono.storage.files import write_atomically
 from unisono.train.build import RunData, build_data, build_trainer
 from unisono.train.config import RunConfig
-from unisono.train.gradient_sync import init_distributed
 from unisono.train.load import empty_model, open_run_checkpoint, read_model, tensor_reader
 from unisono.train.parameter_servers import start_servers
-from unisono.train.setup import open_events, resolve_plan
+from unisono.train.setup import init_distributed, open_events, resolve_plan
 from unisono.train.trainer import Trainer
 
 # the text that a language model writes at the end of a run, and by default in ``unisono generate``

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from unisono.dist.jobspec import JobSpec
 from unisono.storage.files import write_atomically
@@ -20,16 +22,26 @@ from unisono.storage.files import write_atomically
 class Failure:
     """How a rank failed.
 
-    ``epoch`` is the attempt. ``step`` is None before the first step. ``at_monotonic_s`` orders one host's failures.
+    ``restart_count`` is that of the job. ``step`` is None before the first step. ``at_monotonic_s`` orders one host's failures.
     """
 
     rank: int
-    epoch: int
+    restart_count: int
     step: int | None
     type: str
     message: str
     traceback: str
     at_monotonic_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as it is stored and sent."""
+        # restart_count is stored under its name of the first release
+        return {"epoch" if name == "restart_count" else name: value for name, value in asdict(self).items()}
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> Failure:
+        """The inverse of ``to_json``. Raises TypeError or ValueError for anything else."""
+        return Failure(**{"restart_count" if name == "epoch" else name: value for name, value in dict(record).items()})
 
     def same_as(self, other: Failure) -> bool:
         """Whether both have the same step, exception type and message."""
@@ -40,7 +52,7 @@ def record_failure(folder: Path, job: JobSpec, error: BaseException, *, step: in
     """Write ``failure-rank-N.json`` into ``folder`` atomically; returns its path."""
     failure = Failure(
         rank=job.rank,
-        epoch=job.restart_count,
+        restart_count=job.restart_count,
         step=step,
         type=type(error).__name__,
         message=str(error),
@@ -49,15 +61,15 @@ def record_failure(folder: Path, job: JobSpec, error: BaseException, *, step: in
     )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"failure-rank-{job.rank}.json"
-    write_atomically(path, json.dumps(asdict(failure), indent=1).encode() + b"\n")
+    write_atomically(path, json.dumps(failure.to_json(), indent=1).encode() + b"\n")
     return path
 
 
-def read_failure(folder: Path, rank: int, epoch: int) -> Failure | None:
-    """The failure of ``rank`` in attempt ``epoch``; None if there is no readable record."""
+def read_failure(folder: Path, rank: int, restart_count: int) -> Failure | None:
+    """The failure of ``rank`` after ``restart_count`` restarts; None if there is no readable record."""
     try:
-        failure = Failure(**json.loads((folder / f"failure-rank-{rank}.json").read_text()))
+        failure = Failure.from_json(json.loads((folder / f"failure-rank-{rank}.json").read_text()))
     except (OSError, ValueError, TypeError):
         # a rank that was killed leaves no record, or half of one; its exit code remains
         return None
-    return failure if failure.epoch == epoch else None
+    return failure if failure.restart_count == restart_count else None

@@ -143,7 +143,7 @@ class World:
 
     # --- groups, errors, end ---------------------------------------------------------------------------------------
 
-    def new_group(self, name: str) -> World:
+    def with_own_group(self, name: str) -> World:
         """The same ranks with a separate Gloo group, for a background thread such as the checkpoint writer.
 
         Collectives of one group must be issued in the same order on all ranks, which two threads cannot guarantee.
@@ -152,7 +152,7 @@ class World:
             world = World(self.job, name=name)
             world.rank, world.world_size = self.rank, self.world_size
             return world
-        with self.guard(f"new_group({name!r})"), _gloo_interface(self.job):
+        with self.guard(f"with_own_group({name!r})"), _gloo_interface(self.job):
             group = cast(
                 ProcessGroup,
                 dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s), group_desc=name),
@@ -182,7 +182,7 @@ class World:
                     group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), group_desc=name)
                     if self.rank in ranks:
                         own[name] = cast(ProcessGroup, group)
-        self.barrier()  # as in new_group
+        self.barrier()  # as in with_own_group
         return own
 
     @contextmanager

@@ -172,7 +172,7 @@ class HostAgent:
         failure = read_failure(self.logs, job.rank, job.restart_count) if job.role == "worker" else None
         # monotonic clocks of two hosts are unrelated, so the age is sent
         age_s = 0.0 if failure is None else time.monotonic() - failure.at_monotonic_s
-        record = None if failure is None else asdict(failure)
+        record = None if failure is None else failure.to_json()
         self.send(event="ended", id=process.id, code=process.worker.code(), failure=record, age_s=age_s)
 
     def send(self, **message: Any) -> None:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -271,7 +271,7 @@ class HostAgentClient:
                 if message["failure"] is not None:
                     # the rank becomes part of a file name, so it is this side's own number
                     record: dict[str, Any] = {**message["failure"], "rank": worker.rank}
-                    self._save_failure(Failure(**record), message["age_s"])
+                    self._save_failure(Failure.from_json(record), message["age_s"])
                 worker.ended = message["code"]
             case _:
                 self._answers.append(message)
@@ -282,7 +282,7 @@ class HostAgentClient:
         print(f"[{self._workers[number].name}] {_terminal_text(text)}", file=self._terminal, flush=True)
 
     def _save_failure(self, failure: Failure, age_s: float) -> None:
-        here = asdict(replace(failure, at_monotonic_s=time.monotonic() - age_s))
+        here = replace(failure, at_monotonic_s=time.monotonic() - age_s).to_json()
         write_atomically(self._failures / f"failure-rank-{failure.rank}.json", json.dumps(here).encode())
 
     def _unreachable(self, reason: str) -> LaunchError:

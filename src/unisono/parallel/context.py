@@ -74,9 +74,9 @@ class ContextParallel:
         PlanError: A model of transformers does not use torch's attention.
     """
 
-    def __init__(self, grid: ParallelDims, model: nn.Module) -> None:
-        index = grid.rank_along("cp")
-        self._group, self._count = grid.group("cp"), grid.plan.mesh.cp
+    def __init__(self, dims: ParallelDims, model: nn.Module) -> None:
+        index = dims.rank_along("cp")
+        self._group, self._count = dims.group("cp"), dims.plan.mesh.cp
         self._runs = (index, 2 * self._count - 1 - index)
         self._takes = set(inspect.signature(model.forward).parameters)
         self._check_length: Callable[[int], None] | None = getattr(model, "check_length", None)

@@ -47,22 +47,22 @@ def expert_parameters(model: nn.Module) -> set[str]:
     return {f"{path}.{name}" for path, layer in expert_layers(model) for name, _ in layer.named_parameters()}
 
 
-def apply_expert_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
+def apply_expert_parallel(model: nn.Module, dims: ParallelDims, table: ShardTable) -> None:
     """Keep only this rank's experts of every layer, in place, and record them in ``table``."""
-    group, rank = mesh.group("ep"), mesh.rank_along("ep")
+    group, rank = dims.group("ep"), dims.rank_along("ep")
     for path, layer in expert_layers(model):
         for name, stack in list(layer.named_parameters()):
-            local = stack.detach().chunk(mesh.plan.mesh.ep)[rank].clone(memory_format=torch.contiguous_format)
+            local = stack.detach().chunk(dims.plan.mesh.ep)[rank].clone(memory_format=torch.contiguous_format)
             setattr(layer, name, nn.Parameter(local, requires_grad=stack.requires_grad))
             table.narrow(f"{path}.{name}", "ep", 0, rank * len(local), len(local))
         layer.compute = _exchanged(layer.compute, group)
 
 
-def shard_expert_hidden(layer: Any, sharder: ParameterSharder, *, along_sequence: bool) -> None:
+def shard_expert_hidden(layer: Any, sharder: ParameterSharder, *, sequence_parallel: bool) -> None:
     """Keep only this rank's hidden units of each of the experts in ``layer``, in place."""
     for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
         sharder.shard(layer, name, dim)
-    if along_sequence:
+    if sequence_parallel:
         arguments: dict[str, Any] = {"dim": -2, "group": sharder.group}  # of tokens in [B, T, D] and [B, T, k]
         into = partial(collectives.gather_from_sp_region, **arguments)
         out = partial(collectives.reduce_scatter_to_sp_region, **arguments)
@@ -73,12 +73,12 @@ def shard_expert_hidden(layer: Any, sharder: ParameterSharder, *, along_sequence
     map_output(layer, out)
 
 
-def sum_balance_counts(model: nn.Module, grid: ParallelDims) -> None:
+def sum_balance_counts(model: nn.Module, dims: ParallelDims) -> None:
     """If ranks share sequences, let balance losses use the loads of complete sequences."""
 
     def summed(counts: Tensor) -> Tensor:
-        counts = grid.sum(counts, "cp")
-        return grid.sum(counts, "tp") if grid.plan.tensor_parallel.sequence_parallel else counts
+        counts = dims.sum(counts, "cp")
+        return dims.sum(counts, "tp") if dims.plan.tensor_parallel.sequence_parallel else counts
 
     for module in model.modules():
         if isinstance(module, Router):
@@ -102,7 +102,7 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
             raise PlanError(
                 given=f"plan.ep={ep} for {path} with {layer.num_experts} experts",
                 rule="each rank has equally many experts",
-                consequence="the layer cannot be cut",
+                consequence="the layer cannot be sharded",
                 nearest=f"plan.ep={near}, or model.num_experts={-(-layer.num_experts // ep) * ep}",
             )
 

@@ -9,7 +9,7 @@ A block's parameters are gathered before its forward pass; its gradients are red
 Experts that ``ep`` has distributed are a unit of their own, over the ranks that hold the same experts. A stack whose number of
 experts is not divisible by the ranks is sharded along its next dimension, if that is divisible; otherwise some ranks would hold
 nothing. Parameters below the plan's threshold, and experts that only one rank holds, are not sharded: their gradients are summed
-once per step (``ShardedParameters.replicated_grad_groups``).
+once per step (``ShardedParameters.unsharded_grad_groups``).
 
 With ``dp_replicate`` above 1 (hybrid sharding) the reduced shards are summed over the replicas in the last micro-batch only.
 Gradients are summed, never averaged. All ranks must run the same number of passes, which the plan ensures.
@@ -36,9 +36,9 @@ from unisono.plan.plan import Plan
 from unisono.plan.rules import match_modules
 
 
-def apply_fsdp(model: nn.Module, blocks: list[nn.Module], mesh: ParallelDims, table: ShardTable) -> None:
+def apply_fsdp(model: nn.Module, blocks: list[nn.Module], dims: ParallelDims, table: ShardTable) -> None:
     """Shard the parameters of ``model``, in place. Each block is a unit, and the rest of the model another."""
-    plan, spec = mesh.plan, table.spec
+    plan, spec = dims.plan, table.spec
     stacks = {parameter for _, experts in expert_layers(model) for parameter in experts.parameters()}
     ranks = {
         parameter: plan.shard_degree_of(
@@ -62,11 +62,11 @@ def apply_fsdp(model: nn.Module, blocks: list[nn.Module], mesh: ParallelDims, ta
     shard_unit = partial(_shard_unit, replicated=replicated, placement=placement, reduce_dtype=reduce_dtype)
     if plan.mesh.ep > 1 and plan.mesh.shard_degree > plan.mesh.ep:
         for _, experts in expert_layers(model):
-            shard_unit(experts, mesh.expert_mesh, reshard=plan.fsdp.zero == 3)
+            shard_unit(experts, dims.expert_mesh, reshard=plan.fsdp.zero == 3)
     for block in blocks:
-        shard_unit(block, mesh.fsdp_mesh, reshard=plan.fsdp.zero == 3)
+        shard_unit(block, dims.fsdp_mesh, reshard=plan.fsdp.zero == 3)
     # it stays gathered: the loss reads the head's weight after the forward pass, and the backward pass starts with it
-    shard_unit(model, mesh.fsdp_mesh, reshard=False)
+    shard_unit(model, dims.fsdp_mesh, reshard=False)
     units: Any = blocks
     for number in range(len(blocks) if plan.fsdp.prefetch_blocks else 0):
         units[number].set_modules_to_forward_prefetch(units[number + 1 : number + 1 + plan.fsdp.prefetch_blocks])
@@ -77,10 +77,10 @@ def apply_fsdp(model: nn.Module, blocks: list[nn.Module], mesh: ParallelDims, ta
         unit.set_reduce_scatter_unused_params(True)
         # otherwise the collective multiplies by a factor, which gloo does not support
         unit.set_force_sum_reduction_for_comms(True)
-    _record(model, mesh, table)
+    _record(model, dims, table)
 
 
-def _record(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
+def _record(model: nn.Module, dims: ParallelDims, table: ShardTable) -> None:
     """Record in ``table`` which elements of each parameter are on this rank."""
     experts = table.split_over("ep")
     for name, parameter in model.named_parameters():
@@ -88,8 +88,8 @@ def _record(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
             continue
         axis, placement = "experts" if table.spec.first_names[name] in experts else "shard", parameter.placements[-1]
         dim = placement.dim if isinstance(placement, Shard) else 0
-        size = -(-parameter.shape[dim] // mesh.sizes[axis])
-        start = min(mesh.rank_along(axis) * size, parameter.shape[dim])
+        size = -(-parameter.shape[dim] // dims.sizes[axis])
+        start = min(dims.rank_along(axis) * size, parameter.shape[dim])
         table.narrow(name, "shard", dim, start, parameter.to_local().shape[dim])
 
 
@@ -164,8 +164,8 @@ def reshard(model: nn.Module) -> None:
 class FSDPGradients:
     """The gradient synchronisation of a sharded model: tells FSDP2 when to reduce."""
 
-    def __init__(self, model: nn.Module, sharded: ShardedParameters, mesh: ParallelDims) -> None:
-        self._plan, self._sharded, self._world = mesh.plan, sharded, mesh.world
+    def __init__(self, model: nn.Module, sharded: ShardedParameters, dims: ParallelDims) -> None:
+        self._plan, self._sharded, self._world = dims.plan, sharded, dims.world
         self._units = list(_units(model))
         self.gradients = sharded.gradients
         self._set(self._units, last=False)
@@ -186,7 +186,7 @@ class FSDPGradients:
         with self._world.guard("gradient totals"):
             dist.all_reduce(totals, group=self._world.group)
         self._sharded.collect_grads()
-        self._sharded.sum_replicated_grads(self._sharded.replicated_grad_groups)
+        self._sharded.sum_partial_grads(self._sharded.unsharded_grad_groups)
 
     def zero_grad(self) -> None:
         """Set gradients to None; the next backward pass is not the step's last."""

@@ -31,25 +31,28 @@ class TensorShard:
     """Where a rank's part of a tensor lies in the global tensor, of ``global_shape``.
 
     The part begins at ``offset``. Where matrices are fused along ``dim`` and each is split, the part consists of ``runs``
-    (offset, length) along ``dim``, one after the other; without runs it is one block. A tensor may be split along several dims;
-    parts may be uneven, and empty on ranks behind the end of a short tensor. ``replica`` counts the ranks before this one that
-    hold an equal part: the parts with replica 0 tile the global tensor, and a checkpoint has only those.
+    (offset, length) along ``dim``, one after the other (fused query, key and value: three runs); without runs it is one block.
+    A tensor may be split along several dims; parts may be uneven, and empty on ranks behind the end of a short tensor.
+    ``replica_id`` is the number of ranks before this one that hold an equal part: the parts with replica_id 0 tile the global
+    tensor, and a checkpoint has only those.
     """
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     dim: int = 0
     runs: tuple[tuple[int, int], ...] = ()
-    replica: int = 0
+    replica_id: int = 0
 
     @staticmethod
     def whole(shape: Sequence[int]) -> TensorShard:
         """The global tensor itself."""
         return TensorShard(global_shape=tuple(shape), offset=(0,) * len(shape))
 
-    def select(self, dim: int, runs: Sequence[tuple[int, int]], *, replica: int = 0) -> TensorShard:
+    def select(self, dim: int, runs: Sequence[tuple[int, int]], *, replica_id: int = 0) -> TensorShard:
         """The ``runs`` along ``dim`` of a tensor that is not split yet."""
-        return replace(self, offset=self._offset_with(dim, runs[0][0]), dim=dim, runs=tuple(runs), replica=replica)
+        return replace(
+            self, offset=self._offset_with(dim, runs[0][0]), dim=dim, runs=tuple(runs), replica_id=replica_id
+        )
 
     def narrow(self, dim: int, start: int, length: int) -> TensorShard:
         """Of this part, ``length`` elements along ``dim`` from the element ``start`` on."""
@@ -137,10 +140,10 @@ class ShardTable:
         self._axes: dict[str, set[str]] = {}
         self._partial_grads: dict[str, ProcessGroup] = {}
 
-    def select(self, name: str, dim: int, runs: Sequence[tuple[int, int]], *, replica: int = 0) -> None:
-        """Tensor parallelism left this rank ``runs`` of a parameter along ``dim``; ``replica`` ranks before it have the same."""
+    def select(self, name: str, dim: int, runs: Sequence[tuple[int, int]], *, replica_id: int = 0) -> None:
+        """Tensor parallelism left this rank ``runs`` of a parameter along ``dim``, as it did ``replica_id`` ranks before it."""
         first = self.spec.first_names[name]
-        shard = TensorShard.whole(self.spec.parameters[first].shape).select(dim, runs, replica=replica)
+        shard = TensorShard.whole(self.spec.parameters[first].shape).select(dim, runs, replica_id=replica_id)
         self.shards[first] = self.tensor_parallel[first] = shard
         self._axes.setdefault(first, set()).add("tp")
 
@@ -151,14 +154,14 @@ class ShardTable:
         self.shards[first] = shard.narrow(dim, start, length)
         self._axes.setdefault(first, set()).add(axis)
 
-    def number_replicas(self, mesh: ParallelDims) -> None:
+    def number_replicas(self, dims: ParallelDims) -> None:
         """Number the equal parts on several ranks. Called once, after the last split."""
         for name, shard in self.shards.items():
-            axes, replica = self._axes[name], 0
+            axes, replica_id = self._axes[name], 0
             for axis, splits in (("dp_replicate", set[str]()), ("shard", {"shard", "ep"}), ("tp", {"tp"})):
                 if not axes & splits:
-                    replica = replica * mesh.sizes[axis] + mesh.rank_along(axis)
-            self.shards[name] = replace(shard, replica=replica + shard.replica)
+                    replica_id = replica_id * dims.sizes[axis] + dims.rank_along(axis)
+            self.shards[name] = replace(shard, replica_id=replica_id + shard.replica_id)
 
     def split_over(self, axis: str) -> set[str]:
         """First names of the parameters that ``axis`` (tp, ep or shard) has split."""
@@ -169,7 +172,7 @@ class ShardTable:
         self._partial_grads[self.spec.first_names[name]] = group
 
     @property
-    def replicated_grad_groups(self) -> list[tuple[ProcessGroup, Sequence[str]]]:
+    def partial_grad_groups(self) -> list[tuple[ProcessGroup, Sequence[str]]]:
         """Groups of ranks, and the parameters whose gradients are summed over them, in the order of the model."""
         groups: dict[ProcessGroup, list[str]] = {}
         for name in self.spec.parameters:
@@ -189,8 +192,8 @@ class ParameterSharder:
     ``rank`` and ``num_ranks`` are along ``tp``, whose process group is ``group``.
     """
 
-    def __init__(self, model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
-        self.rank, self.num_ranks, self.group = mesh.rank_along("tp"), mesh.plan.mesh.tp, mesh.group("tp")
+    def __init__(self, model: nn.Module, dims: ParallelDims, table: ShardTable) -> None:
+        self.rank, self.num_ranks, self.group = dims.rank_along("tp"), dims.plan.mesh.tp, dims.group("tp")
         self._table = table
         self._paths = {module: path for path, module in model.named_modules()}
         self._holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -198,17 +201,17 @@ class ParameterSharder:
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 self._holders.setdefault(parameter, []).append((module, name))
 
-    def shard(self, layer: nn.Module, name: str, dim: int, *, parts: int = 0, fused: int = 1) -> None:
+    def shard(self, layer: nn.Module, name: str, dim: int, *, max_shards: int = 0, fused: int = 1) -> None:
         """Shard ``layer``'s parameter ``name`` along ``dim``, if the layer has it.
 
-        ``parts``: the number of equal parts there are to share out; where it is lower than the number of ranks, ranks next to
-        each other hold the same part. ``fused``: the number of equal matrices side by side, each of which is split.
+        ``max_shards``: at most this many different shards (key/value heads); with more ranks, neighbours hold the same one;
+        0: one per rank. ``fused``: the number of equal matrices side by side, each of which is split.
         """
         parameter: nn.Parameter | None = getattr(layer, name, None)
         if parameter is None or parameter not in self._holders:  # none, or sharded under another name
             return
         size = parameter.shape[dim] // fused
-        copies = self.num_ranks // parts if parts and parts < self.num_ranks else 1
+        copies = self.num_ranks // max_shards if 0 < max_shards < self.num_ranks else 1
         sizes = even_sizes(size, self.num_ranks // copies)
         index = self.rank // copies
         begin = list(accumulate(sizes, initial=0))[index]
@@ -217,7 +220,7 @@ class ParameterSharder:
         shard = nn.Parameter(local.clone(memory_format=torch.contiguous_format), requires_grad=parameter.requires_grad)
         for holder, held_as in self._holders.pop(parameter):
             setattr(holder, held_as, shard)
-        self._table.select(self._name(layer, name), dim, runs, replica=self.rank % copies)
+        self._table.select(self._name(layer, name), dim, runs, replica_id=self.rank % copies)
 
     def is_sharded(self, module: nn.Module, name: str) -> bool:
         """Whether ``module``'s parameter ``name`` has been sharded."""
@@ -236,18 +239,18 @@ class ShardedParameters:
 
     ``parameters``: by first name, the model's own parameter where it is not a DTensor, else its local tensor. The optimizer,
     the moving average and the checkpoint work on these, so that an update is the same arithmetic as on one process.
-    ``duplicated`` names the parameters that an earlier pipeline stage has too. ``replicated_grad_groups`` has groups of ranks and
+    ``duplicated`` names the parameters that an earlier pipeline stage has too. ``unsharded_grad_groups`` has groups of ranks and
     the names of the parameters, not sharded by FSDP2, whose gradients must be summed over the group.
     """
 
     def __init__(
-        self, model: nn.Module, mesh: ParallelDims, table: ShardTable, duplicated: Collection[str] = ()
+        self, model: nn.Module, dims: ParallelDims, table: ShardTable, duplicated: Collection[str] = ()
     ) -> None:
-        self._mesh, self._table = mesh, table
-        plan, first_names = mesh.plan, table.spec.first_names
+        self._dims, self._table = dims, table
+        plan, first_names = dims.plan, table.spec.first_names
         # a stage may have only a later name of a parameter that is used twice
-        self._live = {first_names[name]: parameter for name, parameter in model.named_parameters()}
-        self.parameters = {name: _local_parameter(parameter) for name, parameter in self._live.items()}
+        self._model_parameters = {first_names[name]: parameter for name, parameter in model.named_parameters()}
+        self.parameters = {name: _local_parameter(parameter) for name, parameter in self._model_parameters.items()}
         for parameter in self.parameters.values():
             # small gradients accumulate, and moments are made of them: more digits than a bf16 parameter has
             if plan.precision.dtype_rules and parameter.dtype == torch.bfloat16:
@@ -260,15 +263,17 @@ class ShardedParameters:
         self._tp_shards = {
             self.parameters[name]: shard for name, shard in table.tensor_parallel.items() if name in self.parameters
         }
-        replicated = [name for name, live in self._live.items() if plan.uses_fsdp and not isinstance(live, DTensor)]
+        replicated = [
+            name for name, live in self._model_parameters.items() if plan.uses_fsdp and not isinstance(live, DTensor)
+        ]
         # ranks of the shard axis hold different experts, so that only replicas of the state hold equal ones
         experts = table.split_over("ep")
         equal = [name for name in replicated if name not in experts]
         axes = {"shard": equal, "dp_replicate": replicated}
-        self.replicated_grad_groups: list[tuple[ProcessGroup, list[str]]] = [
-            (mesh.group(axis), names) for axis, names in axes.items() if names and mesh.group(axis).size() > 1
+        self.unsharded_grad_groups: list[tuple[ProcessGroup, list[str]]] = [
+            (dims.group(axis), names) for axis, names in axes.items() if names and dims.group(axis).size() > 1
         ]
-        first_of_shard = not plan.uses_fsdp or mesh.rank_along("shard") == 0
+        first_of_shard = not plan.uses_fsdp or dims.rank_along("shard") == 0
         self._counted_before = {self.parameters[name] for name in ([] if first_of_shard else equal)}
         self._duplicated = {self.parameters[name] for name in duplicated if name in self.parameters}
         self._duplicated |= self._counted_before
@@ -276,7 +281,7 @@ class ShardedParameters:
     @property
     def is_sharded(self) -> bool:
         """Whether any parameter is split."""
-        return self._mesh.plan.uses_fsdp or bool(self._tp_shards)
+        return self._dims.plan.uses_fsdp or bool(self._tp_shards)
 
     @property
     def num_parameters(self) -> int:
@@ -293,35 +298,35 @@ class ShardedParameters:
         """Norm [] of the gradient of the global model; ``gradients`` are this rank's, in order of the trained parameters."""
         trained = [p for p in self.parameters.values() if p.requires_grad]
         pairs = [(p, g) for p, g in zip(trained, gradients, strict=True) if p not in self._duplicated]
-        if not self.is_sharded and self._mesh.plan.mesh.pp == 1:
+        if not self.is_sharded and self._dims.plan.mesh.pp == 1:
             return global_norm([g for _, g in pairs])
         shards = self._tp_shards
-        split = global_norm([g for p, g in pairs if p in shards and not shards[p].replica]).square()
+        split = global_norm([g for p, g in pairs if p in shards and not shards[p].replica_id]).square()
         rest = global_norm([g for p, g in pairs if p not in shards]).square()
-        of_stage = self._mesh.sum(self._mesh.sum(split, "tp") + rest, "shard")
-        return self._mesh.sum(of_stage, "pp").sqrt()
+        of_stage = self._dims.sum(self._dims.sum(split, "tp") + rest, "shard")
+        return self._dims.sum(of_stage, "pp").sqrt()
 
     def sum_over_shards(self, parameters: Sequence[nn.Parameter], values: Tensor) -> Tensor:
         """``values`` [n], one of each local parameter, summed over the shards of the same global parameters."""
         shards = self._tp_shards
         if shards:
             split = torch.tensor([p in shards for p in parameters], device=values.device)
-            counted = torch.tensor([p in shards and not shards[p].replica for p in parameters])
-            total = self._mesh.sum(torch.where(counted.to(values.device), values, 0), "tp")
+            counted = torch.tensor([p in shards and not shards[p].replica_id for p in parameters])
+            total = self._dims.sum(torch.where(counted.to(values.device), values, 0), "tp")
             values = torch.where(split, total, values)
         if self._counted_before:
             again = torch.tensor([p in self._counted_before for p in parameters], device=values.device)
             values = torch.where(again, 0, values)
-        return self._mesh.sum(values, "shard")
+        return self._dims.sum(values, "shard")
 
     def sum_over_data_ranks(self, values: Tensor) -> Tensor:
         """``values`` computed from this rank's tokens, summed over all tokens of the step, in place."""
-        values = self._mesh.sum(self._mesh.sum(values, "dp_replicate"), "shard")
-        return self._mesh.sum(values, "tp") if self._mesh.plan.tensor_parallel.sequence_parallel else values
+        values = self._dims.sum(self._dims.sum(values, "dp_replicate"), "shard")
+        return self._dims.sum(values, "tp") if self._dims.plan.tensor_parallel.sequence_parallel else values
 
     def max_over_shards(self, values: Tensor) -> Tensor:
         """The largest of ``values`` [n] over all ranks that hold shards; NaN where one has it."""
-        return self._mesh.max(self._mesh.max(values, "tp"), "shard")
+        return self._dims.max(self._dims.max(values, "tp"), "shard")
 
     def global_norms(self, parameters: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
         """Norms [n] of global parameters, or of anything of their shapes, from ``norms`` [n] of this rank's shards."""
@@ -329,9 +334,9 @@ class ShardedParameters:
 
     def gather_stages(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """``values`` by parameter name, with those of the other stages of a pipeline, in the model's order."""
-        if self._mesh.plan.mesh.pp == 1:
+        if self._dims.plan.mesh.pp == 1:
             return dict(values)
-        merged = {name: value for stage in self._mesh.world.gather_json(values) for name, value in stage.items()}
+        merged = {name: value for stage in self._dims.world.gather_json(values) for name, value in stage.items()}
         return {name: merged[name] for name in self._table.spec.parameters if name in merged}
 
     def collect_grads(self) -> None:
@@ -339,14 +344,14 @@ class ShardedParameters:
         for name, parameter in self.parameters.items():
             if not parameter.requires_grad:
                 continue
-            gradient = self._live[name].grad
+            gradient = self._model_parameters[name].grad
             if isinstance(gradient, DTensor):
                 gradient = gradient.to_local()
             dtype = parameter.grad_dtype or parameter.dtype
             parameter.grad = torch.zeros_like(parameter, dtype=dtype) if gradient is None else gradient.to(dtype)
 
     @torch.no_grad()
-    def sum_replicated_grads(self, groups: GradGroups) -> None:
+    def sum_partial_grads(self, groups: GradGroups) -> None:
         """Sum, in place, the gradients of replicated parameters of which each rank has computed a part.
 
         Examples are a key/value head that serves query heads on several ranks, norms in a sequence-parallel region, and
@@ -364,7 +369,7 @@ class ShardedParameters:
                     by_dtype.setdefault(gradient.dtype, []).append(gradient)
             for members in by_dtype.values():
                 flat = torch.cat([member.flatten() for member in members])
-                with self._mesh.world.guard("sum of shared gradients", flat.nbytes):
+                with self._dims.world.guard("sum of shared gradients", flat.nbytes):
                     dist.all_reduce(flat, group=group)
                 for member, total in zip(members, flat.split([m.numel() for m in members]), strict=True):
                     member.copy_(total.view_as(member))
@@ -375,7 +380,7 @@ class ShardedParameters:
 
     def zero_grad(self) -> None:
         """Set the gradients of all parameters to None."""
-        for parameter in (*self._live.values(), *self.parameters.values()):
+        for parameter in (*self._model_parameters.values(), *self.parameters.values()):
             parameter.grad = None
 
 

@@ -75,7 +75,7 @@ class ParallelModel:
 class Transform(NamedTuple):
     """One change of a model that a plan may ask for.
 
-    ``validate(model, plan)`` raises PlanError with all problems of a global model; ``apply(state, mesh)`` changes the model.
+    ``validate(model, plan)`` raises PlanError with all problems of a global model; ``apply(parallel, dims)`` changes the model.
     """
 
     name: str
@@ -92,16 +92,16 @@ class Transform(NamedTuple):
         return ()
 
 
-def check_transforms(model: nn.Module, plan: Plan) -> list[Problem]:
-    """All problems of applying to ``model`` the transforms that are active in ``plan``."""
-    active = [transform for transform in TRANSFORMS if transform.is_active(plan)]
+def check_transforms(model: nn.Module, plan: Plan, transforms: Sequence[Transform] | None = None) -> list[Problem]:
+    """All problems of applying to ``model`` those of ``transforms`` (default ``TRANSFORMS``) that are active in ``plan``."""
+    active = [transform for transform in transforms or TRANSFORMS if transform.is_active(plan)]
     return [problem for transform in active for problem in transform.check(model, plan)]
 
 
 def parallelize(
     plan: Plan,
     model: nn.Module,
-    mesh: ParallelDims | None = None,
+    dims: ParallelDims | None = None,
     context: ContextParallel | None = None,
     partition: PipelinePartition | None = None,
     transforms: Sequence[Transform] | None = None,
@@ -109,7 +109,7 @@ def parallelize(
     """Apply those transforms that are active in ``plan`` to ``model``, in place. All ranks call it, with equal models.
 
     Args:
-        mesh: The mesh of the ranks; None for a single process.
+        dims: The mesh of the ranks; None for a single process.
         context: The model's context parallelism, if the plan has ``cp``.
         partition: The model's partition into stages, if the plan has ``pp``.
         transforms: Default ``TRANSFORMS``.
@@ -117,11 +117,10 @@ def parallelize(
     Raises:
         PlanError: With all problems of the transforms; nothing was changed.
     """
-    active = [transform for transform in transforms or TRANSFORMS if transform.is_active(plan)]
-    problems = [problem for transform in active for problem in transform.check(model, plan)]
+    problems = check_transforms(model, plan, transforms)
     if problems:
         raise PlanError(*problems)
-    state = ParallelModel(
+    parallel = ParallelModel(
         model=model,
         plan=plan,
         blocks=repeated_blocks(model),
@@ -129,57 +128,60 @@ def parallelize(
         context=context,
         partition=partition,
     )
-    for transform in active:
-        transform.apply(state, mesh)
-    if mesh is not None:
-        state.table.number_replicas(mesh)
-    return state
+    for transform in transforms or TRANSFORMS:
+        if transform.is_active(plan):
+            transform.apply(parallel, dims)
+    if dims is not None:
+        parallel.table.number_replicas(dims)
+    return parallel
 
 
-def _lay_out_channels_last(state: ParallelModel, _mesh: ParallelDims | None) -> None:
-    state.model = state.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+def _lay_out_channels_last(parallel: ParallelModel, _dims: ParallelDims | None) -> None:
+    parallel.model = parallel.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
-def _convert_parameters(state: ParallelModel, _mesh: ParallelDims | None) -> None:
-    state.compute_dtypes, reduce_dtypes = convert_parameters(state.model, state.plan)
-    state.table = ShardTable(state.model, reduce_dtypes)  # of the global model in its own dtypes
+def _convert_parameters(parallel: ParallelModel, _dims: ParallelDims | None) -> None:
+    parallel.compute_dtypes, reduce_dtypes = convert_parameters(parallel.model, parallel.plan)
+    parallel.table = ShardTable(parallel.model, reduce_dtypes)  # of the global model in its own dtypes
 
 
-def _sync_batch_norm(state: ParallelModel, mesh: ParallelDims) -> None:
-    if batch_norms(state.model):
-        apply_sync_batch_norm(state.model, mesh.group("data"))
+def _sync_batch_norm(parallel: ParallelModel, dims: ParallelDims) -> None:
+    if batch_norms(parallel.model):
+        apply_sync_batch_norm(parallel.model, dims.group("data"))
 
 
-def _select_recomputed(state: ParallelModel, _mesh: ParallelDims | None) -> None:
-    state.recomputed = find_recomputed_modules(state.plan, state.model, state.blocks)
+def _select_recomputed(parallel: ParallelModel, _dims: ParallelDims | None) -> None:
+    parallel.recomputed = find_recomputed_modules(parallel.plan, parallel.model, parallel.blocks)
 
 
-def _join_attention(state: ParallelModel, _mesh: ParallelDims | None) -> None:
-    assert state.context is not None
-    inside = {inner for block in state.blocks for inner in block.modules()} - set(state.blocks)
-    state.context.wrap_blocks(state.blocks, [module for module in state.recomputed.values() if module in inside])
+def _apply_context_parallel(parallel: ParallelModel, _dims: ParallelDims | None) -> None:
+    assert parallel.context is not None
+    inside = {inner for block in parallel.blocks for inner in block.modules()} - set(parallel.blocks)
+    parallel.context.wrap_blocks(
+        parallel.blocks, [module for module in parallel.recomputed.values() if module in inside]
+    )
 
 
-def _split_stages(state: ParallelModel, mesh: ParallelDims) -> None:
-    plan = state.plan
-    assert state.partition is not None
+def _split_stages(parallel: ParallelModel, dims: ParallelDims) -> None:
+    plan = parallel.plan
+    assert parallel.partition is not None
     stage_ids = [
-        stage_index(plan.pipeline.schedule, plan.mesh.pp, mesh.rank_along("pp"), n) for n in range(plan.stages_per_rank)
+        stage_index(plan.pipeline.schedule, plan.mesh.pp, dims.rank_along("pp"), n) for n in range(plan.stages_per_rank)
     ]
-    state.stages = PipelineStages(state.model, state.partition, stage_ids)
-    state.blocks = state.stages.blocks
+    parallel.stages = PipelineStages(parallel.model, parallel.partition, stage_ids)
+    parallel.blocks = parallel.stages.blocks
 
 
-def _recompute(state: ParallelModel, _mesh: ParallelDims | None) -> None:
-    stages = state.stages
-    if state.plan.recompute.modules:
-        pieces = [stages.blocks_of(stage) for stage in stages.stage_ids] if stages is not None else [[state.model]]
-        recompute_modules(state.plan, state.recomputed, pieces)
+def _recompute(parallel: ParallelModel, _dims: ParallelDims | None) -> None:
+    stages = parallel.stages
+    if parallel.plan.recompute.modules:
+        pieces = [stages.blocks_of(stage) for stage in stages.stage_ids] if stages is not None else [[parallel.model]]
+        recompute_modules(parallel.plan, parallel.recomputed, pieces)
     elif stages is not None:
         for stage in stages.stage_ids:
-            recompute_blocks(state.plan, stages.blocks_of(stage), stage)
+            recompute_blocks(parallel.plan, stages.blocks_of(stage), stage)
     else:
-        recompute_blocks(state.plan, state.blocks)
+        recompute_blocks(parallel.plan, parallel.blocks)
 
 
 def _check_recompute(model: nn.Module, plan: Plan) -> None:
@@ -189,11 +191,11 @@ def _check_recompute(model: nn.Module, plan: Plan) -> None:
     find_recomputed_modules(plan, model, repeated_blocks(model))
 
 
-def _compile(state: ParallelModel, _mesh: ParallelDims | None) -> None:
-    plan, arguments = state.plan, dict[str, Any](dynamic=False)
+def _compile(parallel: ParallelModel, _dims: ParallelDims | None) -> None:
+    plan, arguments = parallel.plan, dict[str, Any](dynamic=False)
     if plan.mesh.device != "cpu":
         arguments["mode"] = "max-autotune" if plan.backend.autotune else "reduce-overhead"  # both use device graphs
-    for module in state.blocks if plan.backend.compile == "regional" else [state.model]:
+    for module in parallel.blocks if plan.backend.compile == "regional" else [parallel.model]:
         module.compile(**arguments)
 
 
@@ -219,20 +221,20 @@ def _check_blocks(choice: str, near: str, model: nn.Module) -> None:
         )
 
 
-def _nothing(_model: nn.Module, _plan: Plan) -> None:
-    """For transforms that fit any model."""
+def _fits_any_model(_model: nn.Module, _plan: Plan) -> None:
+    """Find no problem."""
 
 
 TRANSFORMS: tuple[Transform, ...] = (
-    Transform("channels_last", lambda plan: plan.backend.channels_last, _nothing, _lay_out_channels_last),
+    Transform("channels_last", lambda plan: plan.backend.channels_last, _fits_any_model, _lay_out_channels_last),
     # names of modules are resolved while the model is whole
-    Transform("select_recomputed", lambda plan: bool(plan.recompute.modules), _nothing, _select_recomputed),
+    Transform("select_recomputed", lambda plan: bool(plan.recompute.modules), _fits_any_model, _select_recomputed),
     # these replace layers and parameters, so that what is sharded is what is trained
     Transform(
         "fp8",
         lambda plan: plan.precision.compute == "fp8",
         lambda model, plan: check_fp8(plan, repeated_blocks(model)),
-        lambda state, _mesh: apply_fp8(state.blocks),
+        lambda parallel, _dims: apply_fp8(parallel.blocks),
     ),
     Transform(
         "parameter_dtypes", lambda plan: bool(plan.precision.dtype_rules), check_dtype_rules, _convert_parameters
@@ -248,48 +250,48 @@ TRANSFORMS: tuple[Transform, ...] = (
         "placements",
         lambda plan: bool(plan.tensor_parallel.placements),
         resolve_placements,
-        lambda state, mesh: apply_placements(state.model, mesh, state.table),
+        lambda parallel, dims: apply_placements(parallel.model, dims, parallel.table),
     ),
     Transform(
         "tensor_parallel",
         lambda plan: plan.mesh.tp > 1 and not plan.tensor_parallel.placements,
         resolve_rules,
-        lambda state, mesh: apply_tensor_parallel(state.model, mesh, state.table),
+        lambda parallel, dims: apply_tensor_parallel(parallel.model, dims, parallel.table),
     ),
     Transform(
         "expert_parallel",
         lambda plan: plan.mesh.ep > 1,
         check_experts,
-        lambda state, mesh: apply_expert_parallel(state.model, mesh, state.table),
+        lambda parallel, dims: apply_expert_parallel(parallel.model, dims, parallel.table),
     ),
     Transform(
         "balance_counts",
         lambda plan: plan.mesh.cp > 1 or plan.tensor_parallel.sequence_parallel,
-        _nothing,
-        lambda state, mesh: sum_balance_counts(state.model, mesh),
+        _fits_any_model,
+        lambda parallel, dims: sum_balance_counts(parallel.model, dims),
     ),
     # around what the layers compute now, collectives included
     Transform(
         "compute_dtypes",
         lambda plan: bool(plan.precision.dtype_rules),
-        _nothing,
-        lambda state, _mesh: set_compute_dtypes(state.model, state.compute_dtypes, state.plan.mesh.device),
+        _fits_any_model,
+        lambda parallel, _dims: set_compute_dtypes(parallel.model, parallel.compute_dtypes, parallel.plan.mesh.device),
     ),
     # inside recompute, which runs attention again
     Transform(
         "context_parallel",
         lambda plan: plan.mesh.cp > 1,
         lambda model, plan: _check_blocks(f"cp={plan.mesh.cp}", "cp=1", model),
-        _join_attention,
+        _apply_context_parallel,
     ),
-    Transform("pipeline", lambda plan: plan.mesh.pp > 1, _nothing, _split_stages),
+    Transform("pipeline", lambda plan: plan.mesh.pp > 1, _fits_any_model, _split_stages),
     Transform("recompute", lambda plan: plan.recompute.mode != "none", _check_recompute, _recompute),
     # outside recompute: only what a recomputed block keeps waits on the host
     Transform(
         "offload",
         lambda plan: plan.recompute.offload,
         lambda model, _plan: _check_blocks("offload=True", "offload=False", model),
-        lambda state, _mesh: offload_activations(state.blocks, pinned=True),
+        lambda parallel, _dims: offload_activations(parallel.blocks, pinned=True),
     ),
     Transform("compile", lambda plan: plan.backend.compile != "off", _check_compile, _compile),
     # last: FSDP2 splits what is left, and gathers it around everything above
@@ -297,6 +299,6 @@ TRANSFORMS: tuple[Transform, ...] = (
         "fsdp",
         lambda plan: plan.uses_fsdp,
         check_unsharded,
-        lambda state, mesh: apply_fsdp(state.model, state.blocks, mesh, state.table),
+        lambda parallel, dims: apply_fsdp(parallel.model, parallel.blocks, dims, parallel.table),
     ),
 )

@@ -30,9 +30,11 @@ class PlanOptions:
         "Ranks that share one copy of parameters and optimizer state; groups of them replicate each other. 0 = all.",
         ge=0,
     )
-    zero: Zero = option(3, "What dp_shard cuts: 1 = optimizer state, 2 = gradients too, 3 = parameters too.")
+    zero: Zero = option(3, "What dp_shard shards: 1 = optimizer state, 2 = gradients too, 3 = parameters too.")
     tp: int = option(1, "Ranks that share each block's linear layers (tensor parallel); next to each other.", ge=1)
-    sequence_parallel: bool = option(False, "With tp, cut what lies between the cut layers along the sequence.")
+    sequence_parallel: bool = option(
+        False, "With tp, shard activations between tensor-parallel layers along the sequence (Megatron-LM)."
+    )
     cp: int = option(1, "Ranks that share each sequence (context parallel); they share the state too.", ge=1)
     pp: int = option(1, "Ranks in a row that each run some of the blocks (pipeline).", ge=1)
     schedule: Schedule = option(

@@ -277,10 +277,10 @@ class Plan:
         """A summary of the plan in one line."""
         mesh, batch, sync = self.mesh, self.batch, self.sync
         shards = f", {mesh.pp} stages ({self.pipeline.schedule})" if mesh.pp > 1 else ""
-        shards += f", state cut over {mesh.shard_degree} (zero {self.fsdp.zero})" if self.uses_fsdp else ""
-        shards += f", sequences over {mesh.cp}" if mesh.cp > 1 else ""
-        shards += f", layers over {mesh.tp}" if mesh.tp > 1 else ""
-        shards += f", experts over {mesh.ep}" if mesh.ep > 1 else ""
+        shards += f", state over {mesh.shard_degree} (ZeRO {self.fsdp.zero})" if self.uses_fsdp else ""
+        shards += f", cp {mesh.cp}" if mesh.cp > 1 else ""
+        shards += f", tp {mesh.tp}" if mesh.tp > 1 else ""
+        shards += f", ep {mesh.ep}" if mesh.ep > 1 else ""
         details = "" if sync.compression == "none" else f" ({sync.compression})"
         if sync.kind == "dist_async" and sync.staleness is not None:
             details += f" (at most {sync.staleness} ahead)"

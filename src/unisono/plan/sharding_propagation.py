@@ -41,38 +41,41 @@ class NeedsFusedSplit(CannotPropagate):
     """The operation can be propagated only if the value is sharded as ``FUSED`` matrices side by side."""
 
 
-def propagate(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    """Sharding of each output of ``op``; ``cuts`` has that of its inputs, at least one. Raises CannotPropagate."""
+def propagate(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+    """Sharding of each output of ``op``; ``shardings`` has that of its inputs, at least one. Raises CannotPropagate."""
     name = op.name.strip("_")
     rule = _RULES.get(name)
     if rule is None and name not in _ELEMENTWISE:
         raise CannotPropagate(f"goes through {name}, for which there is no rule")
-    inputs = [cuts[operand.value] for operand in op.operands() if operand.value in cuts]
-    origins = frozenset[str]().union(*(cut.origins for cut in inputs))
-    outputs = (rule or _elementwise)(op, cuts)
-    doubtful = any(cut.doubtful for cut in (*inputs, *outputs) if cut)
-    return [cut and cut._replace(origins=origins, doubtful=doubtful) for cut in outputs]
+    inputs = [shardings[operand.value] for operand in op.operands() if operand.value in shardings]
+    origins = frozenset[str]().union(*(sharding.origins for sharding in inputs))
+    outputs = (rule or _elementwise)(op, shardings)
+    doubtful = any(sharding.doubtful for sharding in (*inputs, *outputs) if sharding)
+    return [sharding and sharding._replace(origins=origins, doubtful=doubtful) for sharding in outputs]
 
 
-def _elementwise(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    at, fused = _aligned(op.operands(), cuts)
+def _elementwise(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+    at, fused = _aligned(op.operands(), shardings)
     return [_at(shape, at, fused) for shape in op.shapes]
 
 
-def _aligned(operands: Sequence[Operand], cuts: Mapping[int, ValueSharding], last: int = 0) -> tuple[int, int]:
+def _aligned(operands: Sequence[Operand], shardings: Mapping[int, ValueSharding], last: int = 0) -> tuple[int, int]:
     """The dim, counted from the right, along which all sharded ``operands`` are sharded, and their ``fused``.
 
     The ``last`` dims must not be sharded, and other operands must have size 1 along that dim.
     """
-    sharded = [(operand, cuts[operand.value]) for operand in operands if operand.value in cuts]
-    places = {(cut.dim - len(operand.shape), operand.shape[cut.dim], cut.fused) for operand, cut in sharded}
+    sharded = [(operand, shardings[operand.value]) for operand in operands if operand.value in shardings]
+    places = {
+        (sharding.dim - len(operand.shape), operand.shape[sharding.dim], sharding.fused)
+        for operand, sharding in sharded
+    }
     at, _, fused = next(iter(places))
     if len(places) > 1:
         raise CannotPropagate("meets another one that is cut in another way")
     if at >= -last:
         raise CannotPropagate("is summed or compared along the dim that is cut")
     for operand in operands:
-        if operand.value not in cuts and len(operand.shape) >= -at and operand.shape[at] != 1:
+        if operand.value not in shardings and len(operand.shape) >= -at and operand.shape[at] != 1:
             raise CannotPropagate(
                 f"meets {operand.parameter or 'a value'} that is whole and has a number for each of its parts"
             )
@@ -83,12 +86,12 @@ def _at(shape: Shape, at: int, fused: int) -> ValueSharding:
     return ValueSharding(len(shape) + at, frozenset(), fused)
 
 
-def _only(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> tuple[Shape, ValueSharding]:
+def _only(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> tuple[Shape, ValueSharding]:
     """Shape and sharding of the first operand, which must be the only sharded one."""
     first, *others = op.operands()
-    if first.value not in cuts or any(other.value in cuts for other in others):
+    if first.value not in shardings or any(other.value in shardings for other in others):
         raise CannotPropagate(f"goes into {op.name.strip('_')} beside others")
-    return first.shape, cuts[first.value]
+    return first.shape, shardings[first.value]
 
 
 def _argument(op: TracedOp, place: int, name: str, default: Any = None) -> Any:
@@ -104,9 +107,9 @@ def _numbers(op: TracedOp, place: int, *names: str) -> list[int]:
 def _permuted(
     order: Callable[[TracedOp, int], list[int]],
 ) -> Callable[[TracedOp, Mapping[int, ValueSharding]], list[ValueSharding | None]]:
-    def rule(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-        shape, cut = _only(op, cuts)
-        return [cut._replace(dim=order(op, len(shape)).index(cut.dim))]
+    def rule(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+        shape, sharding = _only(op, shardings)
+        return [sharding._replace(dim=order(op, len(shape)).index(sharding.dim))]
 
     return rule
 
@@ -132,72 +135,72 @@ def _last_two(_op: TracedOp, dims: int) -> list[int]:
     return [*range(dims - 2), dims - 1, dims - 2]
 
 
-def _reshaped(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+def _reshaped(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
     """Parts stay contiguous if the sizes before the dim, or before its first factor, have the same product."""
-    shape, cut = _only(op, cuts)
+    shape, sharding = _only(op, shardings)
     (target,) = op.shapes
-    before, size = prod(shape[: cut.dim]), shape[cut.dim]
+    before, size = prod(shape[: sharding.dim]), shape[sharding.dim]
     places = [dim for dim in range(len(target)) if prod(target[:dim]) == before]
     if not places:
         raise CannotPropagate("is reshaped across the dim that is cut")
     place = places[-1]
     if len(places) > 1 and size > 1:
-        if cut.single:
-            return [cut._replace(dim=places[0], single=False)]
-        cut = cut._replace(doubtful=True)
-    if cut.fused > 1 and target[place] != size:
-        if target[place] != cut.fused or place + 1 == len(target):
+        if sharding.single:
+            return [sharding._replace(dim=places[0], single=False)]
+        sharding = sharding._replace(doubtful=True)
+    if sharding.fused > 1 and target[place] != size:
+        if target[place] != sharding.fused or place + 1 == len(target):
             raise CannotPropagate("is split unevenly")
-        size, place = size // cut.fused, place + 1
-        cut = cut._replace(fused=1)
+        size, place = size // sharding.fused, place + 1
+        sharding = sharding._replace(fused=1)
     elif target[place] == FUSED and size % FUSED == 0 and size > FUSED:
         raise NeedsFusedSplit("is split into three")
     if target[place] % size and size % target[place]:
         raise CannotPropagate("is reshaped across the dim that is cut")
-    return [cut._replace(dim=place)]
+    return [sharding._replace(dim=place)]
 
 
-def _expanded(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    shape, cut = _only(op, cuts)
-    return [_at(op.shapes[0], cut.dim - len(shape), cut.fused)]
+def _expanded(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+    shape, sharding = _only(op, shardings)
+    return [_at(op.shapes[0], sharding.dim - len(shape), sharding.fused)]
 
 
-def _repeated(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+def _repeated(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
     """Each head is repeated in place, so parts stay contiguous."""
-    shape, cut = _only(op, cuts)
-    if not isinstance(_argument(op, 1, "repeats"), int) or _argument(op, 2, "dim") is None or cut.fused > 1:
+    shape, sharding = _only(op, shardings)
+    if not isinstance(_argument(op, 1, "repeats"), int) or _argument(op, 2, "dim") is None or sharding.fused > 1:
         raise CannotPropagate("is repeated unevenly")
-    return [cut._replace(dim=cut.dim % len(shape))]
+    return [sharding._replace(dim=sharding.dim % len(shape))]
 
 
-def _split(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    shape, cut = _only(op, cuts)
-    if _argument(op, 2, "dim", 0) % len(shape) != cut.dim:
-        return [cut] * len(op.shapes)
-    if len({part[cut.dim] for part in op.shapes}) > 1:
+def _split(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+    shape, sharding = _only(op, shardings)
+    if _argument(op, 2, "dim", 0) % len(shape) != sharding.dim:
+        return [sharding] * len(op.shapes)
+    if len({part[sharding.dim] for part in op.shapes}) > 1:
         raise CannotPropagate("is split unevenly")
-    if cut.fused == len(op.shapes):
-        return [cut._replace(fused=1)] * len(op.shapes)
-    kind = NeedsFusedSplit if len(op.shapes) == FUSED and cut.fused == 1 else CannotPropagate
+    if sharding.fused == len(op.shapes):
+        return [sharding._replace(fused=1)] * len(op.shapes)
+    kind = NeedsFusedSplit if len(op.shapes) == FUSED and sharding.fused == 1 else CannotPropagate
     raise kind(f"is split into {len(op.shapes)}")
 
 
-def _unbound(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    shape, cut = _only(op, cuts)
+def _unbound(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+    shape, sharding = _only(op, shardings)
     dim = _argument(op, 1, "dim", 0) % len(shape)
-    if dim == cut.dim:
+    if dim == sharding.dim:
         raise CannotPropagate("is taken apart along the dim that is cut")
-    return [cut._replace(dim=cut.dim - (dim < cut.dim))] * len(op.shapes)
+    return [sharding._replace(dim=sharding.dim - (dim < sharding.dim))] * len(op.shapes)
 
 
-def _unsqueezed(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    shape, cut = _only(op, cuts)
+def _unsqueezed(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+    shape, sharding = _only(op, shardings)
     dim = _argument(op, 1, "dim") % (len(shape) + 1)
-    return [cut._replace(dim=cut.dim + (dim <= cut.dim))]
+    return [sharding._replace(dim=sharding.dim + (dim <= sharding.dim))]
 
 
-def _indexed(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    shape, cut = _only(op, cuts)
+def _indexed(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+    shape, sharding = _only(op, shardings)
     given = op.arguments[1]
     index: list[Any] = list(given) if isinstance(given, tuple) and not isinstance(given, Operand) else [given]
     if any(item is not None and item is not Ellipsis and not isinstance(item, (int, slice)) for item in index):
@@ -207,64 +210,64 @@ def _indexed(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueShard
     index[place : place + 1] = [slice(None)] * (len(shape) - used)
     dim, output_dim = 0, 0
     for item in index:
-        if item is not None and dim == cut.dim:
+        if item is not None and dim == sharding.dim:
             if item != slice(None):
                 raise CannotPropagate("is indexed along the dim that is cut")
-            return [cut._replace(dim=output_dim)]
+            return [sharding._replace(dim=output_dim)]
         dim, output_dim = dim + (item is not None), output_dim + (not isinstance(item, int))
     raise CannotPropagate("is indexed in a way that is not understood")
 
 
-def _joined(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    at, fused = _aligned(op.operands(), cuts)
+def _joined(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+    at, fused = _aligned(op.operands(), shardings)
     dim = _argument(op, 1, "dim", 0)
     if dim % len(op.shapes[0]) == len(op.shapes[0]) + at:
         raise CannotPropagate("is joined with others along the dim that is cut")
     return [_at(op.shapes[0], at, fused)]
 
 
-def _along(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+def _along(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
     """Softmax along another dim."""
-    shape, cut = _only(op, cuts)
+    shape, sharding = _only(op, shardings)
     dim = _argument(op, 1, "dim")
-    if dim is None or dim % len(shape) == cut.dim:
+    if dim is None or dim % len(shape) == sharding.dim:
         raise CannotPropagate(f"goes through {op.name} along the dim that is cut")
-    return [cut]
+    return [sharding]
 
 
-def _reduced(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    shape, cut = _only(op, cuts)
+def _reduced(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+    shape, sharding = _only(op, shardings)
     given = _argument(op, 1, "dim")
     dims = [dim % len(shape) for dim in ([given] if isinstance(given, int) else given or range(len(shape)))]
-    if cut.dim in dims:
+    if sharding.dim in dims:
         raise CannotPropagate(f"goes through {op.name} along the dim that is cut")
     keepdim = len(op.shapes[0]) == len(shape)
-    return [cut._replace(dim=cut.dim - (0 if keepdim else sum(dim < cut.dim for dim in dims)))]
+    return [sharding._replace(dim=sharding.dim - (0 if keepdim else sum(dim < sharding.dim for dim in dims)))]
 
 
-def _normalised(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    shape, cut = _only(op, cuts)
-    if cut.dim >= len(shape) - len(_argument(op, 1, "normalized_shape")):
+def _normalised(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+    shape, sharding = _only(op, shardings)
+    if sharding.dim >= len(shape) - len(_argument(op, 1, "normalized_shape")):
         raise CannotPropagate(f"goes through {op.name} along the dim that is cut")
-    return [cut]
+    return [sharding]
 
 
-def _multiplied(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+def _multiplied(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
     """Batched matrix products; the batch dims are sharded."""
-    at, fused = _aligned(op.operands(), cuts, last=2)
+    at, fused = _aligned(op.operands(), shardings, last=2)
     return [_at(op.shapes[0], at, fused)]
 
 
-def _attention(op: TracedOp, cuts: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
+def _attention(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
     """Attention sharded by heads; with ``enable_gqa`` there are fewer heads of keys and values."""
     query, key, value, *masks = op.operands()
-    if any(operand.value not in cuts for operand in (query, key, value)):
+    if any(operand.value not in shardings for operand in (query, key, value)):
         raise CannotPropagate("meets queries, keys or values that are whole")
-    heads, *others = (cuts[operand.value].dim - len(operand.shape) for operand in (query, key, value))
+    heads, *others = (shardings[operand.value].dim - len(operand.shape) for operand in (query, key, value))
     if set(others) != {heads} or heads >= -2 or (heads != -3 and op.keywords.get("enable_gqa")):
         raise CannotPropagate("goes into attention, but not cut by heads")
     for mask in masks:
-        if mask.value in cuts or (len(mask.shape) >= -heads and mask.shape[heads] != 1):
+        if mask.value in shardings or (len(mask.shape) >= -heads and mask.shape[heads] != 1):
             raise CannotPropagate("meets a mask for each head")
     return [_at(op.shapes[0], heads, 1)]
 

@@ -25,10 +25,10 @@ from unisono.plan.trace import Trace, TracedOp, trace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InferredRules:
-    """``rules`` for a strategy file; ``left`` has, by name pattern, the reasons why other layers with matrices have no rule."""
+    """``rules`` for a strategy file; ``replicated``: by name pattern, why other layers with matrices have no rule."""
 
     rules: tuple[Rule, ...]
-    left: Mapping[str, str]
+    replicated: Mapping[str, str]
 
 
 def infer_rules(model: nn.Module, inputs: Mapping[str, Tensor]) -> InferredRules:
@@ -50,21 +50,21 @@ def infer_rules(model: nn.Module, inputs: Mapping[str, Tensor]) -> InferredRules
             rule = replace(result, module=common_parent(group.layers))
             by_pattern.setdefault(name_pattern(result.module), []).append(rule)
         else:
-            search.left.update({name_pattern(name): result for name in group.layers})
+            search.replicated.update({name_pattern(name): result for name in group.layers})
     rules: list[Rule] = [rule for members in by_pattern.values() for rule in _merge_rules(members, modules)]
-    rules += _tables(seen, modules, search.left)
-    return InferredRules(rules=tuple(rules), left=search.left)
+    rules += _tables(seen, modules, search.replicated)
+    return InferredRules(rules=tuple(rules), replicated=search.replicated)
 
 
 def require_rules(inferred: InferredRules, model: str, tp: int) -> tuple[Rule, ...]:
     """The rules inferred for ``model``. Raises PlanError, with the reasons, if no ``ColwiseRowwise`` is among them."""
     if any(isinstance(rule, ColwiseRowwise) for rule in inferred.rules):
         return inferred.rules
-    reasons = "; ".join(f"{name}: {why}" for name, why in inferred.left.items())
+    reasons = "; ".join(f"{name}: {why}" for name, why in inferred.replicated.items())
     raise PlanError(
         given=f"plan.tp={tp} for {model}",
-        rule=f"layers are cut by rules; the built-in ones ({', '.join(BUILT_IN_RULES)}) do not name its modules, and no pair of "
-        f"layers was found in what it computes ({reasons or 'it has no linear layers'})",
+        rule=f"layers are sharded by rules; the built-in ones ({', '.join(BUILT_IN_RULES)}) do not name its modules, and no pair "
+        f"of layers was found in what it computes ({reasons or 'it has no linear layers'})",
         consequence="every rank would compute the same",
         nearest="plan.rules in a strategy file, or plan.tp=1 with plan.dp_shard to spread the state",
     )
@@ -98,12 +98,12 @@ def _merge_rules(members: list[ColwiseRowwise], modules: Mapping[str, nn.Module]
 
 
 @dataclass(slots=True)
-class _State:
-    """One pass over the operations: sharded values, and groups of layers whose outputs met. Layers are named by path."""
+class _PassState:
+    """State of a pass over the operations: sharded values, and groups of layers whose outputs met. Layers are named by path."""
 
-    cuts: dict[int, ValueSharding] = field(default_factory=dict[int, ValueSharding])
+    shardings: dict[int, ValueSharding] = field(default_factory=dict[int, ValueSharding])
     unknown: set[int] = field(default_factory=set[int])  # values behind an operation that could not be propagated
-    lost: dict[str, str] = field(default_factory=dict[str, str])  # layer -> why it is replicated
+    replicated_because: dict[str, str] = field(default_factory=dict[str, str])  # layer -> why it is replicated
     maybe_fused: set[str] = field(default_factory=set[str])
     doubtful: set[str] = field(default_factory=set[str])
     undecided: set[str] = field(default_factory=set[str])  # layers whose outputs met an unknown value
@@ -124,20 +124,20 @@ class _State:
         joint = self.group_of(origins)
         self.groups |= dict.fromkeys(joint, joint)
 
-    def lose(self, origins: frozenset[str], why: CannotPropagate) -> None:
+    def replicate(self, origins: frozenset[str], why: CannotPropagate) -> None:
         """Replicate these layers and all in a group with them."""
         joint = self.group_of(origins)
-        self.lost |= dict.fromkeys(joint, f"its result {why}")
+        self.replicated_because |= dict.fromkeys(joint, f"its result {why}")
         if isinstance(why, NeedsFusedSplit):
             self.maybe_fused |= joint
 
 
 class _Search:
-    """Passes over the operations until no layer is lost: without a lost layer, other groups may be possible."""
+    """Passes over the operations until no layer is replicated: without such a layer, other groups may be possible."""
 
     def __init__(self, seen: Trace, modules: Mapping[str, nn.Module]) -> None:
         self._seen, self._modules = seen, modules
-        self.left: dict[str, str] = {}  # by pattern
+        self.replicated: dict[str, str] = {}  # by pattern
         self._layers = self._candidates()
         self._fused: set[str] = set()
         self._single: set[str] = set()
@@ -146,15 +146,15 @@ class _Search:
         """The groups, in the order of their row-wise layers."""
         while True:
             state = self._walk()
-            if not state.lost:
+            if not state.replicated_because:
                 break
             fused = {name_pattern(name) for name in state.maybe_fused if len(state.groups[name]) == 1} - self._fused
-            single = {name_pattern(name) for name in state.doubtful & state.lost.keys()} - self._single
+            single = {name_pattern(name) for name in state.doubtful & state.replicated_because.keys()} - self._single
             self._fused |= fused
             self._single |= single
-            for name, why in state.lost.items():
+            for name, why in state.replicated_because.items():
                 if not {name_pattern(other) for other in state.groups[name]} & (fused | single):
-                    self.left.setdefault(name_pattern(name), why)
+                    self.replicated.setdefault(name_pattern(name), why)
         groups = [
             LayerGroup(
                 columns=tuple(name for name in self._layers if name in state.groups[next(iter(origins))]),
@@ -162,17 +162,19 @@ class _Search:
                 row=row,
                 fed=state.fed,
                 parts=state.parts,
-                cuts={value: cut.dim for value, cut in state.cuts.items() if cut.origins & origins},
+                sharded_dims={
+                    value: sharding.dim for value, sharding in state.shardings.items() if sharding.origins & origins
+                },
                 between=frozenset().union(*(state.between.get(name, ()) for name in origins)),
             )
             for row, origins in state.rows.items()
         ]
         grouped = {name_pattern(name) for group in groups for name in group.layers}
-        self.left = {pattern: why for pattern, why in self.left.items() if pattern not in grouped}
+        self.replicated = {pattern: why for pattern, why in self.replicated.items() if pattern not in grouped}
         return groups
 
     def _candidates(self) -> list[str]:
-        """Linear layers that run once and share no parameter. Other modules with matrices go to ``left``."""
+        """Linear layers that run once and share no parameter. Other modules with matrices go to ``replicated``."""
         holders: dict[nn.Parameter, int] = {}
         for module in self._modules.values():
             for parameter in module.parameters(recurse=False):
@@ -185,27 +187,31 @@ class _Search:
             own = [op for op in self._seen.ops if op.module == path and f"{path}.weight" in op.parameters]
             if type(module).forward is not nn.Linear.forward:
                 if path:
-                    self.left[name_pattern(path)] = f"there is no rule for {type(module).__name__}"
+                    self.replicated[name_pattern(path)] = f"there is no rule for {type(module).__name__}"
                 else:
-                    self.left |= {name_pattern(name): "it is a parameter of the model itself" for name in matrices}
+                    self.replicated |= {
+                        name_pattern(name): "it is a parameter of the model itself" for name in matrices
+                    }
             elif any(holders[p] > 1 for p in module.parameters(recurse=False)):
-                self.left[name_pattern(path)] = "it shares its weight"
+                self.replicated[name_pattern(path)] = "it shares its weight"
             elif f"{path}.weight" in self._seen.returned:
-                self.left[name_pattern(path)] = "its weight is what the model returns"
+                self.replicated[name_pattern(path)] = "its weight is what the model returns"
             elif len(own) != 1 or own[0].name != "linear" or len(own[0].inputs) != 1:
-                self.left[name_pattern(path)] = f"it runs {len(own)} times in a forward pass"
+                self.replicated[name_pattern(path)] = f"it runs {len(own)} times in a forward pass"
             else:
                 layers.append(path)
         return layers
 
-    def _walk(self) -> _State:
-        state = _State()
-        layers = {name for name in self._layers if name_pattern(name) not in self.left}
+    def _walk(self) -> _PassState:
+        state = _PassState()
+        layers = {name for name in self._layers if name_pattern(name) not in self.replicated}
         for op in self._seen.ops:
             if not state.unknown.isdisjoint(op.inputs):
                 state.unknown.update(op.outputs)
-                state.undecided.update(*(state.cuts[value].origins for value in op.inputs if value in state.cuts))
-            elif any(value in state.cuts for value in op.inputs):
+                state.undecided.update(
+                    *(state.shardings[value].origins for value in op.inputs if value in state.shardings)
+                )
+            elif any(value in state.shardings for value in op.inputs):
                 self._propagate(op, state)
             elif op.name == "linear" and op.module in layers:
                 fused = FUSED if name_pattern(op.module) in self._fused else 1
@@ -216,32 +222,32 @@ class _Search:
         self._check_ends(state)
         return state
 
-    def _propagate(self, op: TracedOp, state: _State) -> None:
-        cuts = {value: state.cuts[value] for value in op.inputs if value in state.cuts}
-        origins = frozenset[str]().union(*(cut.origins for cut in cuts.values()))
+    def _propagate(self, op: TracedOp, state: _PassState) -> None:
+        shardings = {value: state.shardings[value] for value in op.inputs if value in state.shardings}
+        origins = frozenset[str]().union(*(sharding.origins for sharding in shardings.values()))
         state.join(origins)
         try:
             if op.name == "linear":
-                self._end_group(op, cuts, state)
+                self._end_group(op, shardings, state)
                 return
-            outputs = propagate(op, cuts)
+            outputs = propagate(op, shardings)
         except CannotPropagate as why:
-            state.lose(origins, why)
+            state.replicate(origins, why)
             state.unknown.update(op.outputs)
             return
         for name in origins:
             state.between.setdefault(name, set()).update(op.parameters)
         self._record(op, outputs, state)
 
-    def _end_group(self, op: TracedOp, cuts: Mapping[int, ValueSharding], state: _State) -> None:
+    def _end_group(self, op: TracedOp, shardings: Mapping[int, ValueSharding], state: _PassState) -> None:
         """A linear layer consumes the sharded features: it is row-wise, and its summed output is not sharded."""
-        (first, cut), *_ = cuts.items()
+        (first, sharding), *_ = shardings.items()
         shape = next(operand.shape for operand in op.operands() if operand.value == first)
         if op.module not in self._layers or len(op.inputs) > 1:
             raise CannotPropagate("goes into a matrix product that is no layer of its own")
-        if cut.dim != len(shape) - 1 or cut.fused > 1:
+        if sharding.dim != len(shape) - 1 or sharding.fused > 1:
             raise CannotPropagate(f"goes into {name_pattern(op.module)} cut in another way than by its features")
-        group = state.group_of(cut.origins)
+        group = state.group_of(sharding.origins)
         ends = [row for row, columns in state.rows.items() if columns & group]
         if ends:
             raise CannotPropagate(
@@ -249,33 +255,33 @@ class _Search:
             )
         state.rows[op.module] = group
 
-    def _record(self, op: TracedOp, outputs: list[ValueSharding | None], state: _State) -> None:
-        for value, shape, cut in zip(op.outputs, op.shapes, outputs, strict=True):
-            if cut is not None:
-                state.cuts[value] = cut
-                for name in cut.origins:
-                    state.parts.setdefault(name, set()).add(shape[cut.dim] // cut.fused)
-                if cut.doubtful and len(cut.origins) == 1:
-                    state.doubtful |= cut.origins
+    def _record(self, op: TracedOp, outputs: list[ValueSharding | None], state: _PassState) -> None:
+        for value, shape, sharding in zip(op.outputs, op.shapes, outputs, strict=True):
+            if sharding is not None:
+                state.shardings[value] = sharding
+                for name in sharding.origins:
+                    state.parts.setdefault(name, set()).add(shape[sharding.dim] // sharding.fused)
+                if sharding.doubtful and len(sharding.origins) == 1:
+                    state.doubtful |= sharding.origins
 
-    def _check_ends(self, state: _State) -> None:
-        """Lose layers whose sharded output leaves the model, or is not consumed by exactly one row-wise layer."""
+    def _check_ends(self, state: _PassState) -> None:
+        """Replicate layers whose sharded output leaves the model, or is not consumed by exactly one row-wise layer."""
         for value in self._seen.outputs:
-            if value in state.cuts:
-                state.lose(state.cuts[value].origins, CannotPropagate("is what the model returns"))
+            if value in state.shardings:
+                state.replicate(state.shardings[value].origins, CannotPropagate("is what the model returns"))
         state.rows = {row: state.groups[next(iter(origins))] for row, origins in state.rows.items()}
         ended = set[str]().union(*state.rows.values())
         for name in state.fed:
-            if name not in ended | state.lost.keys() and not state.groups[name] & state.undecided:
-                state.lose(frozenset({name}), CannotPropagate("ends in no linear layer"))
+            if name not in ended | state.replicated_because.keys() and not state.groups[name] & state.undecided:
+                state.replicate(frozenset({name}), CannotPropagate("ends in no linear layer"))
         for first, origins in state.rows.items():
             for second, others in state.rows.items():
-                if first != second and origins is others and not origins & state.lost.keys():
+                if first != second and origins is others and not origins & state.replicated_because.keys():
                     text = f"goes into {name_pattern(first)} and {name_pattern(second)}: a pair ends in one layer"
-                    state.lose(frozenset(origins), CannotPropagate(text))
+                    state.replicate(frozenset(origins), CannotPropagate(text))
 
 
-def _tables(seen: Trace, modules: Mapping[str, nn.Module], left: dict[str, str]) -> list[Rule]:
+def _tables(seen: Trace, modules: Mapping[str, nn.Module], replicated: dict[str, str]) -> list[Rule]:
     """Rules for the largest embedding that is indexed by the batch, and for the layer that computes logits over it."""
     uses: dict[str, list[TracedOp]] = {}
     for op in seen.ops:
@@ -295,22 +301,22 @@ def _tables(seen: Trace, modules: Mapping[str, nn.Module], left: dict[str, str])
         reads = [op for op in uses.get(weight, []) if op.name == "embedding"]
         others = [op for op in uses.get(weight, []) if op.name != "embedding" and op.module != heads.get(weight)]
         if weight in seen.returned or others:
-            left[name_pattern(path)] = "its table is used for more than looking up"
+            replicated[name_pattern(path)] = "its table is used for more than looking up"
         elif module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
-            left[name_pattern(path)] = "it has max_norm, sparse or scale_grad_by_freq"
+            replicated[name_pattern(path)] = "it has max_norm, sparse or scale_grad_by_freq"
         elif len(reads) == 1 and reads[0].inputs and reads[0].inputs[0] in seen.inputs:
             tables[path] = module.num_embeddings
         else:
-            left[name_pattern(path)] = "what is looked up in it is no entry of the batch"
+            replicated[name_pattern(path)] = "what is looked up in it is no entry of the batch"
     if not tables:
         return []
     table = max(tables, key=lambda path: tables[path])
-    left.update({name_pattern(path): "it is not the largest table" for path in tables if path != table})
+    replicated.update({name_pattern(path): "it is not the largest table" for path in tables if path != table})
     rules: list[Rule] = [EmbeddingRule(module=table)]
     for name, layer in heads.items():
         tied = name == f"{table}.weight"
         rows = getattr(modules[layer], "out_features", 0)
-        if tied or (rows == tables[table] and len(uses[name]) == 1 and name_pattern(layer) in left):
+        if tied or (rows == tables[table] and len(uses[name]) == 1 and name_pattern(layer) in replicated):
             rules.append(OutputRule(module=layer))
-            left.pop(name_pattern(layer), None)
+            replicated.pop(name_pattern(layer), None)
     return rules

@@ -34,7 +34,7 @@ class LayerGroup:
     """Column-wise layers and the row-wise layer ``row`` that consumes their outputs.
 
     ``fused`` are columns of three matrices side by side; ``fed`` has the input value of each layer, ``parts`` the sizes of its
-    output along the sharded dim, ``cuts`` the sharded dim of each value. ``between`` are replicated parameters on the way.
+    output along the sharded dim, ``sharded_dims`` that of each value. ``between`` are replicated parameters on the way.
     """
 
     columns: tuple[str, ...]
@@ -42,7 +42,7 @@ class LayerGroup:
     row: str
     fed: Mapping[str, int]
     parts: Mapping[str, set[int]]
-    cuts: Mapping[int, int]
+    sharded_dims: Mapping[int, int]
     between: frozenset[str]
 
     @property
@@ -253,7 +253,7 @@ def _works(
 def _shapes(op: TracedOp, group: LayerGroup, count: int) -> Iterator[tuple[int, ...]]:
     """Shapes of one of ``count`` ranks' parts of the outputs of ``op``."""
     for value, shape in zip(op.outputs, op.shapes, strict=True):
-        at = group.cuts.get(value)
+        at = group.sharded_dims.get(value)
         yield shape if at is None else (*shape[:at], shape[at] // count, *shape[at + 1 :])
 
 

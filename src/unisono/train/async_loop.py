@@ -41,7 +41,7 @@ class AsyncLoop:
                 batches.close()
             if not self._at_save():
                 break
-        runner.reader.finish()
+        runner.metrics_reader.finish()
         if self.preempted:
             runner.report_preemption()
 
@@ -54,7 +54,7 @@ class AsyncLoop:
         step = runner.run(replace(batch, micro_batches=micro_batches))
         with runner.timers.phase("comm_exposed"):
             self.worker.finish_batch_shard(batch.batch_shard, float(step.stats[WEIGHT]))
-            if runner.reader.stop_requested:
+            if runner.metrics_reader.stop_requested:
                 self.worker.ask_to_stop()
         return step
 

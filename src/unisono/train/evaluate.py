@@ -24,7 +24,7 @@ from unisono.train.step import ForwardBackward
 
 
 def evaluate(
-    passes: ForwardBackward,
+    forward_backward: ForwardBackward,
     data: Dataset,
     *,
     objective: Objective,
@@ -33,10 +33,10 @@ def evaluate(
     data_rank: int,
     limit: int,
 ) -> dict[str, float]:
-    """Return ``loss`` and each metric over the first ``limit`` samples (0 = all), the same on every rank. A collective."""
+    """Return ``loss`` and each metric, the same on every rank, of ``limit`` samples spread evenly over the data (0 = all)."""
     all_metrics = {"loss": LOSS, **metrics}
     total = torch.zeros(sum(m.size for m in all_metrics.values()), dtype=torch.float64, device=device)
-    model, plan = passes.model, passes.plan
+    model, plan = forward_backward.model, forward_backward.plan
     was_training = model.training
     model.eval()
     try:
@@ -53,8 +53,8 @@ def evaluate(
                         sums = [metric.sums(outputs, batch, loss_sum, weight) for metric in all_metrics.values()]
                         total.add_(torch.cat(sums))
 
-                passes.evaluate([to_device(batch, device) for batch, _ in group], add)
-        passes.world.all_reduce(total).div_(plan.mesh.tp)  # tensor-parallel ranks saw the same samples
+                forward_backward.evaluate([to_device(batch, device) for batch, _ in group], add)
+        forward_backward.world.all_reduce(total).div_(plan.mesh.tp)  # tensor-parallel ranks saw the same samples
     finally:
         reshard(model)
         model.train(was_training)
@@ -78,7 +78,7 @@ def _rank_batches(data: Dataset, plan: Plan, rank: int, samples: int) -> Iterato
 class Evaluator:
     """Evaluates a run's model, reports the values, and decides about early stopping on the held-out set."""
 
-    passes: ForwardBackward
+    forward_backward: ForwardBackward
     objective: Objective
     metrics: Mapping[str, Metric]
     held_out: Dataset | None
@@ -99,7 +99,7 @@ class Evaluator:
             raise ValueError("evaluate() needs a data set: none was given here or as eval_data")
         with self.rates.paused(), self.state.averaged_weights():
             values = evaluate(
-                self.passes,
+                self.forward_backward,
                 chosen,
                 objective=self.objective,
                 metrics=self.metrics,

@@ -10,9 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from unisono.dist import JobSpec, World, join_world
+from unisono.dist import World
 from unisono.errors import ConfigError
-from unisono.kvstore import GradientSync, KVStore, LocalSGD, LocalSGDConfig, create_kvstore
+from unisono.kvstore import GradientSync, KVStore, LocalSGD, LocalSGDConfig
 from unisono.kvstore.allreduce.buckets import BucketedAllReduce, transport_name
 from unisono.kvstore.backends.local import LocalGradientSync
 from unisono.kvstore.compression import Codec, auto_codec, find_codec
@@ -41,19 +41,6 @@ def check_sync_options(plan: Plan, options: TrainOptions) -> None:
             consequence="each rank would have an average of its own",
             nearest="train.ema_decay=0, or plan.sync='dist_sync'",
         )
-
-
-def open_store(plan: Plan, world: World) -> KVStore:
-    """Create the store of the plan's kind; an asynchronous worker has a local one, for its model's start."""
-    kind = "local" if plan.sync.kind == "dist_async" else plan.sync.kind
-    return create_kvstore(kind, world, local_sgd=local_sgd_config(plan) if kind == "dist_local" else None)
-
-
-def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: float) -> World:
-    """Join all ranks of the job; an asynchronous worker is a world of one (docs/adr/0010)."""
-    if plan.sync.kind == "dist_async":
-        return World.alone(job)
-    return join_world(job, device_type=device_type, timeout_s=timeout_s)
 
 
 def local_sgd_config(plan: Plan) -> LocalSGDConfig:
@@ -178,14 +165,22 @@ class LocalSGDSync(SyncState):
         self._world, self._step = world, step
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._gradients = LocalGradientSync(self._parameters)
-        self._rounds = LocalSGD(self._parameters, world, local_sgd_config(plan), codec)
+        self._local_sgd = LocalSGD(self._parameters, world, local_sgd_config(plan), codec)
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """See ``GradientSync``."""
         self._gradients.prepare_last_backward(part)
 
+    def wait(self, totals: Tensor) -> None:
+        """Leave ``totals`` this rank's own, except requests to stop, the last: their sum where ranks average next, else 0."""
+        self._gradients.wait(totals)
+        stop_requests = totals[-1:].clone()
+        totals[-1] = 0
+        if self._local_sgd.due_fragments(self._step()):
+            totals[-1:] = self._world.all_reduce(stop_requests)
+
     def gradients(self) -> list[Tensor]:
-        """See ``GradientSync``: this rank's own."""
+        """See ``GradientSync``."""
         return self._gradients.gradients()
 
     def zero_grad(self) -> None:
@@ -196,26 +191,18 @@ class LocalSGDSync(SyncState):
         """See ``GradientSync``."""
         self._gradients.close()
 
-    def wait(self, totals: Tensor) -> None:
-        """Leave ``totals`` this rank's own, except requests to stop, the last: their sum where ranks average next, else 0."""
-        self._gradients.wait(totals)
-        stop_requests = totals[-1:].clone()
-        totals[-1] = 0
-        if self._rounds.due_fragments(self._step()):
-            totals[-1:] = self._world.all_reduce(stop_requests)
-
     def after_step(self, step: int, good: Tensor) -> None:
         """Average the fragments that are due after ``step``, also if this rank's own step did not count."""
-        self._rounds.after_step(step - 1)
+        self._local_sgd.after_step(step - 1)
 
     def peer_traffic(self) -> list[PeerTraffic]:
         """See ``ReportsTraffic``: all other ranks are one peer."""
-        sent_bytes, received_bytes = self._rounds.sent_bytes, self._rounds.received_bytes
+        sent_bytes, received_bytes = self._local_sgd.sent_bytes, self._local_sgd.received_bytes
         return [PeerTraffic(transport_name(self._world.group), sent_bytes, received_bytes)]
 
     def global_state(self) -> dict[str, Tensor]:
         """See ``SyncState``: the averaged parameters, in place of this rank's, and the outer momentum."""
-        outer = self._rounds.outer_state()
+        outer = self._local_sgd.outer_state()
         names = self._parameters
         return {f"model/{name}": outer[name] for name in names} | {
             f"outer/momentum/{name}": outer[f"momentum/{name}"] for name in names
@@ -223,18 +210,18 @@ class LocalSGDSync(SyncState):
 
     def rank_state(self) -> dict[str, Tensor]:
         """See ``SyncState``: averages in flight, and residuals of a codec."""
-        return self._rounds.in_flight_state()
+        return self._local_sgd.in_flight_state()
 
     @torch.no_grad()
     def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
         """See ``SyncState``: a new rank starts from the averaged parameters, with the optimizer state that one rank saved."""
         if tensors is not None:
-            self._rounds.load_in_flight_state(tensors)
+            self._local_sgd.load_in_flight_state(tensors)
         else:
-            outer = self._rounds.outer_state()
+            outer = self._local_sgd.outer_state()
             for name, parameter in self._parameters.items():
                 parameter.copy_(outer[name])
 
     def consensus_parameters(self) -> AbstractContextManager[None]:
         """Inside, the model has the averaged parameters."""
-        return swapped_values(self._parameters, self._rounds.outer_state())
+        return swapped_values(self._parameters, self._local_sgd.outer_state())

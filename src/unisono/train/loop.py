@@ -31,7 +31,7 @@ class StepRunner:
     """Makes steps and reports them as events, for both loops."""
 
     train_step: TrainStep
-    reader: MetricsReader
+    metrics_reader: MetricsReader
     rates: RateMeter
     timers: StepTimers
     events: EventLog
@@ -40,7 +40,7 @@ class StepRunner:
     state: TrainState
     options: TrainOptions
     device: torch.device
-    stop: StopNotice | None
+    stop_notice: StopNotice | None
 
     def begin(self) -> None:
         """Start to measure the speed of steps."""
@@ -57,16 +57,18 @@ class StepRunner:
 
     def run(self, batch: StepBatch) -> Step:
         """Make one step of ``batch``. Raises NumericsError where too many steps in a row were skipped."""
-        began_s, compiling = time.monotonic(), self.reader.compiling
+        began_s, compiling = time.monotonic(), self.metrics_reader.compiling
         step = self.train_step.run(batch)
-        self.reader.add(step)
+        self.metrics_reader.add(step)
         if compiling:
             self.events.emit("compiled", step=step.index, first_step_s=time.monotonic() - began_s)
         return step
 
     def report_preemption(self) -> None:
         """Emit that a signal ended the loop."""
-        self.events.emit("preempt", step=self.state.step, signal=self.stop.signal_name if self.stop else None)
+        self.events.emit(
+            "preempt", step=self.state.step, signal=self.stop_notice.signal_name if self.stop_notice else None
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +99,7 @@ class SyncLoop:
                     checkpoints.poll()
                     if checkpoints.is_due(step.index):
                         self.save(wait=False)
-            runner.reader.finish()
+            runner.metrics_reader.finish()
         finally:
             batches.close()
         if self.preempted:
@@ -116,7 +118,7 @@ class SyncLoop:
     @property
     def preempted(self) -> bool:
         """Whether a signal to any rank ended the loop; all ranks know it from the last reading of metrics."""
-        return self.runner.reader.stop_requested
+        return self.runner.metrics_reader.stop_requested
 
     @property
     def stopped_early(self) -> bool:

@@ -136,9 +136,9 @@ class GradientStats:
     The figures are of the reduced gradient of the mean loss, before clipping. Reading them waits for the device.
     """
 
-    def __init__(self, pieces: ShardedParameters, events: EventLog, every: int) -> None:
-        self._pieces = pieces
-        self._names = [name for name, parameter in pieces.parameters.items() if parameter.requires_grad]
+    def __init__(self, sharded: ShardedParameters, events: EventLog, every: int) -> None:
+        self._sharded = sharded
+        self._names = [name for name, parameter in sharded.parameters.items() if parameter.requires_grad]
         self._events = events
         self._every = every
 
@@ -146,15 +146,15 @@ class GradientStats:
         """``step`` is 0-based; ``divisor`` turns the accumulated gradients into those of the mean loss."""
         if not self._every or (step + 1) % self._every:
             return
-        trained = [p for p in self._pieces.parameters.values() if p.requires_grad]
-        norms = self._pieces.global_norms(trained, torch.stack([g.norm() for g in gradients])) / divisor
-        largest = self._pieces.max_over_shards(
+        trained = [p for p in self._sharded.parameters.values() if p.requires_grad]
+        norms = self._sharded.global_norms(trained, torch.stack([g.norm() for g in gradients])) / divisor
+        largest = self._sharded.max_over_shards(
             torch.stack([g.abs().amax() if g.numel() else g.new_zeros(()) for g in gradients])
         )
-        bad = self._pieces.sum_over_shards(trained, torch.stack([(~g.isfinite()).sum() for g in gradients]))
+        bad = self._sharded.sum_over_shards(trained, torch.stack([(~g.isfinite()).sum() for g in gradients]))
         columns: list[list[float]] = [column.tolist() for column in (norms, largest / divisor, bad)]
         layers = {
             name: {"norm": norm, "max": largest, "nonfinite": int(bad)}
             for name, norm, largest, bad in zip(self._names, *columns, strict=True)
         }
-        self._events.emit("gradient_stats", step=step + 1, layers=self._pieces.gather_stages(layers))
+        self._events.emit("gradient_stats", step=step + 1, layers=self._sharded.gather_stages(layers))

@@ -17,8 +17,9 @@ from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Tr
 from unisono.data.loading.loader import Loader
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.data.options import LoaderOptions, default_cache_dir
-from unisono.dist import JobSpec, World, agree
+from unisono.dist import JobSpec, World, agree, join_world
 from unisono.errors import DataError, PlanError, Problem
+from unisono.kvstore import KVStore, create_kvstore
 from unisono.measure.ceiling import PeakFlops, peak_flops
 from unisono.observe.events import EventLog, events_path, next_attempt
 from unisono.parallel.context import ContextParallel
@@ -34,6 +35,7 @@ from unisono.plan.rules import built_in_rules
 from unisono.plan.tp_inference import infer_rules, require_rules
 from unisono.plan.tp_trial import pairs_with_extra_parameters, runs_with_shards
 from unisono.plan.validate import validate_plan
+from unisono.train.gradient_sync import local_sgd_config
 from unisono.train.step import input_selector
 
 
@@ -46,6 +48,19 @@ def resolve_plan(asked: Plan | PlanOptions, job: JobSpec) -> tuple[torch.device,
     device = find_device(given.device, job.local_rank)
     native_bf16 = computes_bf16(device)
     return device, derive_plan(given, world_size=job.world_size, device=device.type, native_bf16=native_bf16)
+
+
+def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: float) -> World:
+    """Join all ranks of the job; an asynchronous worker is a world of one (docs/adr/0010)."""
+    if plan.sync.kind == "dist_async":
+        return World.alone(job)
+    return join_world(job, device_type=device_type, timeout_s=timeout_s)
+
+
+def open_store(plan: Plan, world: World) -> KVStore:
+    """Create the store of the plan's kind; an asynchronous worker has a local one, for its model's start."""
+    kind = "local" if plan.sync.kind == "dist_async" else plan.sync.kind
+    return create_kvstore(kind, world, local_sgd=local_sgd_config(plan) if kind == "dist_local" else None)
 
 
 def open_events(run_dir: Path, world: World) -> EventLog:
@@ -67,11 +82,11 @@ def infer_tp_rules(plan: Plan, model: nn.Module, first: Callable[[], Mapping[str
     inferred = infer_rules(model, inputs)
     rules = require_rules(inferred, type(model).__name__, plan.mesh.tp)
     plan = plan.updated(tensor_parallel={"rules": rules})
-    events.emit("rules_inferred", rules=plan.decisions()["tensor_parallel.rules"], left=dict(inferred.left))
+    events.emit("rules_inferred", rules=plan.decisions()["tensor_parallel.rules"], left=dict(inferred.replicated))
     return plan
 
 
-def split_stages(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Plan, PipelinePartition]:
+def partition_stages(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Plan, PipelinePartition]:
     """Partition the model into pipeline stages by a traced micro-batch; the plan's splits are then those of the partition."""
     layout = partition_model(
         model,
@@ -84,12 +99,12 @@ def split_stages(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]) -> 
     return plan.updated(pipeline={"layers_per_stage": layout.layers_per_stage, "block_costs": ()}), layout
 
 
-def resolve_for_model(
+def complete_plan_for_model(
     plan: Plan, model: nn.Module, dims: ParallelDims, batch: Callable[[], Mapping[str, Tensor]], events: EventLog
 ) -> tuple[Plan, PipelinePartition | None, ContextParallel | None]:
     """The final plan, with the rules and stages that the model and a micro-batch of the first step show.
 
-    Also returns the partition of a pipeline and the sharding of sequences, if any. ``dims`` gets the plan of one worker.
+    Also returns the partition of a pipeline and the sharding of sequences, if any, and sets ``dims.plan``.
 
     Raises PlanError with all problems of the plan for this model, CommError if ranks infer other rules.
     """
@@ -102,7 +117,7 @@ def resolve_for_model(
     context = ContextParallel(dims, model) if plan.mesh.cp > 1 else None
     if plan.mesh.pp > 1:
         with _collect_problems(problems):
-            plan, layout = split_stages(plan, model, inputs(batch()))
+            plan, layout = partition_stages(plan, model, inputs(batch()))
             dims.plan = plan
     if context is not None:
         with _collect_problems(problems):

@@ -26,7 +26,7 @@ from unisono.parallel.sharding import ShardedParameters, TensorShard
 from unisono.train.ema import WeightAverage
 from unisono.train.guard import StepGuard
 
-# tensors of one rank, and tensors that only some ways of keeping in step have: a checkpoint may lack them
+# tensors of one rank; tensors of DiLoCo's outer optimizer, which a checkpoint of another plan.sync lacks
 _RANK_PREFIXES, _OUTER_PREFIX = ("rng/", "sync/"), "outer/"
 
 
@@ -104,7 +104,7 @@ class TrainState:
         """Where the tensors of ``global_state`` lie that are split over ranks, by path."""
         shards: dict[str, TensorShard] = {}
         for path, tensor in self.local_state().items():
-            # model/NAME, optim/KIND/NAME, ema/NAME
+            # model/NAME, optim/STATE/NAME, ema/NAME
             name = path.split("/", 2 if path.startswith("optim/") else 1)[-1]
             shard = self.sharded.shard_of(name, tensor) if name in self.sharded.parameters else None
             if shard is not None:
@@ -156,10 +156,10 @@ class TrainState:
         Raises CheckpointError if names, shapes or dtypes are those of another model.
         """
         mine, shards = self.global_state(), self.shards()
-        saved = _check_names(reader, mine, shards)
+        saved = _saved_global_names(reader, mine, shards)
         differences = [f"{name} is not used" for name in sorted(saved - mine.keys())]
         for name, here in sorted(mine.items()):
-            if name not in saved:
+            if name not in saved:  # only outer/ tensors: _saved_global_names refuses the others
                 differences.append(f"{name} is new")
                 continue
             if name not in shards:
@@ -211,14 +211,14 @@ class TrainState:
 class StageTensors:
     """Shape and dtype of the tensors of all pipeline stages, of which no rank holds all."""
 
-    def __init__(self, state: TrainState, mesh: ParallelDims) -> None:
+    def __init__(self, state: TrainState, dims: ParallelDims) -> None:
         """Gather the tables of all stages. A collective."""
-        self._mesh, shards = mesh, state.shards()
+        self._dims, shards = dims, state.shards()
         table = {
             path: [list(shards[path].global_shape if path in shards else t.shape), str(t.dtype).removeprefix("torch.")]
             for path, t in state.local_state().items()
         }
-        tables: list[dict[str, Any]] = mesh.world.gather_json(table)
+        tables: list[dict[str, Any]] = dims.world.gather_json(table)
         self._table = {path: spec for stage in reversed(tables) for path, spec in stage.items()}
         self._first = {path: rank for rank in reversed(range(len(tables))) for path in tables[rank]}
         self._here = table.keys()
@@ -233,15 +233,15 @@ class StageTensors:
 
     def shards(self, mine: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
         """All tensors of all stages as shards. Of one that several stages have (a tied embedding) the first stage's counts."""
-        rank, ranks_per_stage = self._mesh.world.rank, self._mesh.world.world_size // self._mesh.plan.mesh.pp
+        rank, ranks_per_stage = self._dims.world.rank, self._dims.world.world_size // self._dims.plan.mesh.pp
         shards: dict[str, TensorShard] = {}
         for path, (shape, _) in sorted(self._table.items()):
             first = self._first[path]
             if path in mine:
                 again = first // ranks_per_stage != rank // ranks_per_stage
-                shards[path] = replace(mine[path], replica=max(mine[path].replica, 1)) if again else mine[path]
+                shards[path] = replace(mine[path], replica_id=max(mine[path].replica_id, 1)) if again else mine[path]
             else:
-                shards[path] = replace(TensorShard.whole(shape), replica=int(rank != first))
+                shards[path] = replace(TensorShard.whole(shape), replica_id=int(rank != first))
         return shards
 
 
@@ -253,7 +253,9 @@ def seed_generators(seed: int, rank: int, step: int = 0) -> None:
     np.random.seed(int(words[1] & np.uint64(0xFFFFFFFF)))
 
 
-def _check_names(reader: CheckpointReader, mine: dict[str, Tensor], shards: Mapping[str, TensorShard]) -> set[str]:
+def _saved_global_names(
+    reader: CheckpointReader, mine: dict[str, Tensor], shards: Mapping[str, TensorShard]
+) -> set[str]:
     """The names of the saved global state. Raises CheckpointError with the first differences in names, shapes and dtypes."""
     saved = {name for name in reader.names() if not name.startswith(_RANK_PREFIXES)}
     differences = [

@@ -1,4 +1,6 @@
-"""One optimizer step, from micro-batches on the device to updated parameters. It is the hot path: it never waits for the device.
+"""One optimizer step, from micro-batches on the device to updated parameters. It is the hot path.
+
+A plain step never waits for the device; experts, gradient statistics, the statistics of a codec and ``dist_async`` do.
 
 forward, backward   per micro-batch; gradients of the summed loss accumulate
 reduce              sum gradients and totals over data ranks, overlapped with the last backward pass
@@ -73,9 +75,9 @@ class TrainStep:
     plan: Plan
     state: TrainState
     sync: GradientSync
-    replicated_grad_groups: GradGroups
+    partial_grad_groups: GradGroups
     timers: StepTimers
-    stop: StopNotice | None
+    stop_notice: StopNotice | None
     observe_gradients: Callable[[int, list[Tensor], Tensor], None]
 
     def run(self, batch: StepBatch) -> Step:
@@ -86,17 +88,17 @@ class TrainStep:
         # loss sum, weight, number of ranks asked to stop
         totals = torch.zeros(3, dtype=state.weight_total.dtype, device=state.weight_total.device)
 
-        def loss(outputs: Any, micro_batch: Batch) -> Tensor:
+        def scaled_loss(outputs: Any, micro_batch: Batch) -> Tensor:
             loss_sum, weight = self.objective(outputs, micro_batch)
             totals[0] += loss_sum.detach()
             totals[1] += weight
             return loss_sum * loss_factor
 
-        self.forward_backward.train(batch.micro_batches, loss, self.sync, timers, state.step)
-        totals[2] = float(self.stop is not None and self.stop.requested)
+        self.forward_backward.train(batch.micro_batches, scaled_loss, self.sync, timers, state.step)
+        totals[2] = float(self.stop_notice is not None and self.stop_notice.requested)
         with timers.phase("comm_exposed"):
             self.sync.wait(totals)
-            state.sharded.sum_replicated_grads(self.replicated_grad_groups)
+            state.sharded.sum_partial_grads(self.partial_grad_groups)
         fault_point("all_reduce", state.step)
         with timers.phase("optimizer"):
             lr, stats = self._update(totals)
@@ -108,12 +110,12 @@ class TrainStep:
     def _update(self, totals: Tensor) -> tuple[float, Tensor]:
         """Guard, clip and update; returns the learning rate and ``Step.stats``."""
         state = self.state
-        # tensor-parallel ranks saw the same samples
+        # totals hold each weight tp times: tensor-parallel ranks see the same samples
         loss, weight = totals[0] / totals[1], totals[1] / self.plan.mesh.tp
         gradients = self.sync.gradients()
         # gradients are d(loss_sum · scale / global_batch); dividing by this makes them d(loss_sum / weight), or d(loss_sum)
-        share = weight if self.plan.sync.reduction == "mean" else torch.ones_like(weight)
-        divisor = (state.loss_scale.scale * share / self.plan.batch.global_batch).float()
+        normalizer = weight if self.plan.sync.reduction == "mean" else torch.ones_like(weight)
+        divisor = (state.loss_scale.scale * normalizer / self.plan.batch.global_batch).float()
         norm = state.sharded.global_norm(gradients) / divisor
         good = state.guard.accept(loss, norm)
         self.observe_gradients(state.step, gradients, divisor)
@@ -169,7 +171,7 @@ class ForwardBackward:
                 self.pipeline.forward_backward(stages.sharded, stages.forward, loss, sync.prepare_last_backward, phase)
             return
         for number, micro_batch in enumerate(micro_batches, start=1):
-            with self.sequences_of(micro_batch):
+            with self.whole_sequences(micro_batch):
                 with timers.phase("forward"):
                     sharded = self.shard_sequences(micro_batch)
                     with self.world.guard_collectives("forward pass"), autocast(self.plan):
@@ -181,30 +183,30 @@ class ForwardBackward:
                     value.backward()
             fault_point("backward", step)
 
-    def evaluate(self, micro_batches: Sequence[Batch], use: Callable[[int, Any, Batch], None]) -> None:
-        """Call ``use(number, outputs, micro_batch)`` for each of ``micro_batches``; in a pipeline on its last stage only."""
+    def evaluate(self, micro_batches: Sequence[Batch], consume: Callable[[int, Any, Batch], None]) -> None:
+        """Call ``consume(number, outputs, micro_batch)`` for each of ``micro_batches``; in a pipeline on its last stage only."""
         if self.pipeline is not None:
             stages = _StagePasses(self, micro_batches)
             returned = self.pipeline.evaluate(stages.sharded, stages.forward)
             if self.pipeline.has_last_stage:
                 with autocast(self.plan):
                     for number, (outputs, sharded) in enumerate(zip(returned, stages.sharded, strict=True)):
-                        use(number, outputs, sharded)
+                        consume(number, outputs, sharded)
             return
         for number, micro_batch in enumerate(micro_batches):
             sharded = self.shard_sequences(micro_batch)
             with (
-                self.sequences_of(micro_batch),
+                self.whole_sequences(micro_batch),
                 self.world.guard_collectives("forward pass of an evaluation"),
                 autocast(self.plan),
             ):
-                use(number, self.model(**self.inputs(sharded)), sharded)
+                consume(number, self.model(**self.inputs(sharded)), sharded)
 
     def shard_sequences(self, micro_batch: Batch) -> Batch:
         """This rank's part of each sequence; the whole of it without context parallelism."""
         return micro_batch if self.context is None else self.context.shard_batch(micro_batch)
 
-    def sequences_of(self, micro_batch: Batch) -> AbstractContextManager[Any]:
+    def whole_sequences(self, micro_batch: Batch) -> AbstractContextManager[Any]:
         """Inside, attention of the ranks that share sequences is over those of the whole ``micro_batch``."""
         return nullcontext() if self.context is None else self.context.micro_batch(micro_batch)
 
@@ -212,26 +214,26 @@ class ForwardBackward:
 class _StagePasses:
     """Passes of one step or evaluation that a pipeline calls, by this rank's part of each micro-batch."""
 
-    def __init__(self, passes: ForwardBackward, micro_batches: Sequence[Batch]) -> None:
-        self.sharded = [passes.shard_sequences(micro_batch) for micro_batch in micro_batches]
-        self._passes = passes
+    def __init__(self, forward_backward: ForwardBackward, micro_batches: Sequence[Batch]) -> None:
+        self.sharded = [forward_backward.shard_sequences(micro_batch) for micro_batch in micro_batches]
+        self._forward_backward = forward_backward
         self._whole = {id(sharded): whole for sharded, whole in zip(self.sharded, micro_batches, strict=True)}
 
     def forward(self, sharded: Batch) -> Any:
         """Run the model, of which the pipeline has activated one stage."""
-        passes = self._passes
+        forward_backward = self._forward_backward
         with (
-            passes.sequences_of(self._whole[id(sharded)]),
-            passes.world.guard_collectives("forward pass"),
-            autocast(passes.plan),
+            forward_backward.whole_sequences(self._whole[id(sharded)]),
+            forward_backward.world.guard_collectives("forward pass"),
+            autocast(forward_backward.plan),
         ):
-            return passes.model(**passes.inputs(sharded))
+            return forward_backward.model(**forward_backward.inputs(sharded))
 
     @contextmanager
     def phase(self, timers: StepTimers, step: int, kind: str, sharded: Batch) -> Generator[None]:
         """Time one pass; ``kind`` is forward (with its loss) or backward, which recompute may run forward passes in."""
-        precision = autocast(self._passes.plan) if kind == "forward" else nullcontext()
-        with timers.phase(kind), self._passes.sequences_of(self._whole[id(sharded)]), precision:
+        precision = autocast(self._forward_backward.plan) if kind == "forward" else nullcontext()
+        with timers.phase(kind), self._forward_backward.whole_sequences(self._whole[id(sharded)]), precision:
             yield
         fault_point(kind, step)
 

@@ -61,8 +61,6 @@ from unisono.train.gradient_sync import (
     build_comm_stats,
     build_gradient_sync,
     check_sync_options,
-    init_distributed,
-    open_store,
 )
 from unisono.train.guard import StepGuard
 from unisono.train.loop import StepRunner, SyncLoop
@@ -74,9 +72,11 @@ from unisono.train.run_checkpoints import RunCheckpoints, run_environment
 from unisono.train.setup import (
     InputPipeline,
     build_loader,
+    complete_plan_for_model,
     find_peak,
+    init_distributed,
     open_events,
-    resolve_for_model,
+    open_store,
     resolve_plan,
 )
 from unisono.train.state import StageTensors, TrainState, seed_generators
@@ -99,9 +99,9 @@ class Result:
 class Trainer:
     """Trains ``model`` on ``data`` as ``plan`` says. A context manager and an iterator; ``fit()`` is the whole run.
 
-    ``model`` is a module, of which rank 0's values count, or a callable that builds one, the same on all ranks. Where the
-    plan spreads the model, what a callable builds is never whole on any rank (``parallel.deferred_init``). From entering on the
-    module is ``self.model``. ``flops_per_token`` may be asked of the whole model, whose values it must not read.
+    ``model`` is a module, whose values on rank 0 are broadcast, or a callable that builds one, the same on all ranks. Where the
+    plan spreads the model, what a callable builds is never whole on any rank (``parallel.deferred_init``). ``__enter__`` sets
+    ``self.model``. ``flops_per_token`` is a number, or a function of the unsharded model, which may be on the meta device.
 
     ``objective(outputs, batch) -> (loss_sum, weight)``. ``schedule`` is ScheduleOptions or ``step (from 0) -> learning
     rate``. The batch entries whose names are parameters of ``model.forward`` are passed to it. ``transform``,
@@ -144,10 +144,10 @@ class Trainer:
         self.eval_data = eval_data
         self.options = options or TrainOptions()
         self.run_dir = Path(run_dir)
-        self._asked_plan = plan or PlanOptions()
+        self._given_plan = plan or PlanOptions()
         self._objective = objective
         self._optim = optimizer or OptimOptions()
-        self._asked_schedule = schedule or ScheduleOptions()
+        self._given_schedule = schedule or ScheduleOptions()
         self._checkpoint = checkpoint or CheckpointOptions()
         self._seed, self._resume = seed, resume
         self._metrics = dict(metrics or {})
@@ -159,7 +159,7 @@ class Trainer:
             batch_transform=batch_transform,
             shuffle_block=shuffle_block,
         )
-        self._asked_flops = flops_per_token
+        self._given_flops = flops_per_token
         self._given_world = world
         self._given_events = events
         self._provenance = dict(provenance or {})
@@ -173,7 +173,7 @@ class Trainer:
             self._agree_on_plan()
             deferred = self._build_model()
             self._open_data()
-            self._resolve_plan()
+            self._complete_plan()
             self._shard_model(deferred)
             self._build_state()
             self._build_loop()
@@ -185,12 +185,12 @@ class Trainer:
     def _open_world(self) -> None:
         """Set world, plan and device, open the event log, and listen for stop signals."""
         job = self._given_world.job if self._given_world else job_from_environ(os.environ)
-        self.device, self.plan = resolve_plan(self._asked_plan, job)
+        self.device, self.plan = resolve_plan(self._given_plan, job)  # a Plan is only validated
         self.world = self._given_world or init_distributed(self.plan, job, self.device.type, COLLECTIVE_TIMEOUT_S)
         self.events = self._given_events or open_events(self.run_dir, self.world)
-        self._stop = StopNotice() if threading.current_thread() is threading.main_thread() else None
-        if self._stop is not None:
-            self._stop.__enter__()
+        self._stop_notice = StopNotice() if threading.current_thread() is threading.main_thread() else None
+        if self._stop_notice is not None:
+            self._stop_notice.__enter__()
 
     def _agree_on_plan(self) -> None:
         """Require the same plan and configuration on all ranks, and prepare torch for the plan."""
@@ -211,7 +211,7 @@ class Trainer:
             deferred = deferred_init(given)
             agree(self.world, "model", deferred.fingerprint)
             self.model = deferred.model
-        flops = self._asked_flops
+        flops = self._given_flops
         self._flops_per_token = flops(self.model) if callable(flops) else flops
         self._dims = ParallelDims(worker_plan(self.plan), self.world)
         self._roles = parameter_roles(self.model, self._optim.decay_exclude)
@@ -230,9 +230,9 @@ class Trainer:
         )
         self._resources.append(self._loader)
 
-    def _resolve_plan(self) -> None:
+    def _complete_plan(self) -> None:
         """Complete the plan with what only the model and a first micro-batch show."""
-        self.plan, self._partition, self._context = resolve_for_model(
+        self.plan, self._partition, self._context = complete_plan_for_model(
             self.plan, self.model, self._dims, self._first_micro_batch, self.events
         )
 
@@ -252,7 +252,7 @@ class Trainer:
 
     def _build_state(self) -> None:
         """Create the optimizer, all other state of the run, and the gradient synchronisation that has a part of it."""
-        sharded, options, plan = self._sharded, self.options, self._dims.plan
+        sharded, options = self._sharded, self.options
         self._optimizer = build_optimizer(
             self.model,
             self._optim,
@@ -276,7 +276,7 @@ class Trainer:
         if self.plan.mesh.pp > 1:
             self.state.stage_tensors = StageTensors(self.state, self._dims)
         self._sync, self.state.sync_state = build_gradient_sync(
-            plan,
+            self._dims.plan,  # dist_async: the plan of one worker; else self.plan
             self.store,
             self.model,
             sharded,
@@ -386,10 +386,11 @@ class Trainer:
 
     def _build_runner(self, traffic: GradientSync | ReportsTraffic) -> StepRunner:
         """One step of this run and everything that reports it; ``traffic`` counts what is sent for it."""
-        plan, options, schedule = self._dims.plan, self.options, self._asked_schedule
+        plan = self._dims.plan  # dist_async: the plan of one worker; else self.plan
+        options, schedule = self.options, self._given_schedule
         if isinstance(schedule, ScheduleOptions):
             schedule = build_schedule(schedule, options.steps, self._optim.lr)
-        passes = ForwardBackward(
+        forward_backward = ForwardBackward(
             model=self.model,
             inputs=self._inputs,
             plan=plan,
@@ -399,28 +400,28 @@ class Trainer:
         )
         stage_groups = self._pipeline.shared_parameter_groups if self._pipeline is not None else ()
         train_step = TrainStep(
-            forward_backward=passes,
+            forward_backward=forward_backward,
             objective=self._objective,
             schedule=schedule,
             clip_norm=self._optim.clip_norm,
             plan=plan,
             state=self.state,
             sync=self._sync,
-            replicated_grad_groups=[*self._shard_table.replicated_grad_groups, *stage_groups],
+            partial_grad_groups=[*self._shard_table.partial_grad_groups, *stage_groups],
             timers=self._timers,
-            stop=self._stop,
+            stop_notice=self._stop_notice,
             observe_gradients=GradientStats(self._sharded, self.events, options.gradient_stats_every_steps),
         )
         rates = RateMeter(steps_total=options.steps, devices=self.world.world_size)
         return StepRunner(
             train_step=train_step,
-            reader=self._build_reader(rates, traffic),
+            metrics_reader=self._build_metrics_reader(rates, traffic),
             rates=rates,
             timers=self._timers,
             events=self.events,
             checkpoints=self._checkpoints,
             evaluator=Evaluator(
-                passes=passes,
+                forward_backward=forward_backward,
                 objective=self._objective,
                 metrics=self._metrics,
                 held_out=self.eval_data,
@@ -434,10 +435,10 @@ class Trainer:
             state=self.state,
             options=options,
             device=self.device,
-            stop=self._stop,
+            stop_notice=self._stop_notice,
         )
 
-    def _build_reader(self, rates: RateMeter, traffic: GradientSync | ReportsTraffic) -> MetricsReader:
+    def _build_metrics_reader(self, rates: RateMeter, traffic: GradientSync | ReportsTraffic) -> MetricsReader:
         return MetricsReader(
             events=self.events,
             timers=self._timers,
@@ -466,7 +467,7 @@ class Trainer:
     ) -> None:
         try:
             if error is None:
-                self._loop.runner.reader.read()
+                self._loop.runner.metrics_reader.read()
                 if self._loop.owns_final_state:
                     self.save(wait=True)
         finally:
@@ -486,8 +487,8 @@ class Trainer:
             )
         for resource in self._resources:
             resource.close()
-        if self._stop is not None:
-            self._stop.__exit__(None, None, None)
+        if self._stop_notice is not None:
+            self._stop_notice.__exit__(None, None, None)
         if self._given_events is None:
             self.events.close()
         if self._given_world is None:

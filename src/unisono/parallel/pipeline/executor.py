@@ -32,18 +32,18 @@ Spec = tuple[torch.Size, torch.dtype]
 class PipelineExecutor:
     """One rank's part of the pipeline. All ranks create it together, before other code wraps the layers of the blocks."""
 
-    def __init__(self, stages: PipelineStages, grid: ParallelDims, device: torch.device) -> None:
-        self._stages, self._plan, self._world, self._device = stages, grid.plan, grid.world, device
-        self._rank = grid.rank_along("pp")
-        self._weights = WeightGradients(stages.blocks) if grid.plan.pipeline.schedule == "zbv" else None
-        plan = grid.plan
+    def __init__(self, stages: PipelineStages, dims: ParallelDims, device: torch.device) -> None:
+        self._stages, self._plan, self._world, self._device = stages, dims.plan, dims.world, device
+        self._rank = dims.rank_along("pp")
+        self._weights = WeightGradients(stages.blocks) if dims.plan.pipeline.schedule == "zbv" else None
+        plan = dims.plan
         rank_of = {
             stage_index(plan.pipeline.schedule, plan.mesh.pp, rank, chunk): rank
             for rank in range(plan.mesh.pp)
             for chunk in range(plan.stages_per_rank)
         }
         self._rank_of_stage = [rank_of[stage] for stage in range(stages.num_stages)]
-        self._connect(grid)
+        self._connect(dims)
         self._specs: dict[Any, Spec] = {}
         self._posted: dict[Action, tuple[Any, Tensor]] = {}
         self._sending: list[tuple[Any, Tensor]] = []
@@ -55,7 +55,7 @@ class PipelineExecutor:
         """Whether this rank has the last stage."""
         return self._rank_of_stage[-1] == self._rank
 
-    def _connect(self, grid: ParallelDims) -> None:
+    def _connect(self, dims: ParallelDims) -> None:
         rank, last = self._rank_of_stage, self._stages.num_stages - 1
         links = [
             (a, b) for low in range(last) for a, b in ((low, low + 1), (low + 1, low)) if rank[low] != rank[low + 1]
@@ -68,7 +68,7 @@ class PipelineExecutor:
             if len(ranks) > 1:
                 groups[_sharers(stages)] = pipelines[ranks].T.tolist()
         self._groups = self._world.groups(groups)
-        self._peers = dict(enumerate(grid.ranks_along("pp")))
+        self._peers = dict(enumerate(dims.ranks_along("pp")))
         # the first message opens the connection, which may block both ends (NCCL): here all ranks do so in one order
         for link in links:
             if _link(*link) in self._groups:
@@ -145,7 +145,7 @@ class PipelineExecutor:
 
     @property
     def shared_parameter_groups(self) -> list[tuple[ProcessGroup, list[str]]]:
-        """Process groups and the parameters that their stages share, for ``ShardedParameters.sum_replicated_grads``."""
+        """Process groups and the parameters that their stages share, for ``ShardedParameters.sum_partial_grads``."""
         shared: dict[str, list[str]] = {}
         for name, stages in sorted(self._stages.partition.shared_parameters.items()):
             shared.setdefault(_sharers(stages), []).append(name)

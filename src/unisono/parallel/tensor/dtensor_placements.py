@@ -1,6 +1,6 @@
 """Tensor parallelism on torch's DTensor, for models that no rule of ``tensor`` matches: the user places some parameters.
 
-    shard_module(model, {"blocks.*.up.weight": ("tp", None), "blocks.*.down.weight": (None, "tp")}, mesh)
+    shard_module(model, {"blocks.*.up.weight": ("tp", None), "blocks.*.down.weight": (None, "tp")}, dims)
 
 sets for parameters, by name or pattern, the dim along which they are sharded over the ranks of ``tp``. All other parameters and
 buffers are replicated. DTensor propagates placements through operations and inserts the collectives (as GSPMD, Xu et al. 2021).
@@ -36,7 +36,7 @@ AXIS = "tp"
 Dims = tuple[str | None, ...]
 
 
-def shard_module(model: nn.Module, placements: Mapping[str, Dims], grid: ParallelDims) -> None:
+def shard_module(model: nn.Module, placements: Mapping[str, Dims], dims: ParallelDims) -> None:
     """Shard the parameters of ``model`` that ``placements`` names and replicate the others, in place.
 
     Inside the model all tensors are DTensors; its inputs and outputs are plain tensors that are equal on the ranks. All ranks
@@ -52,7 +52,7 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], grid: Paralle
     """
     names = _names(model)
     chosen, problems = _match(names, placements)
-    if grid.plan.mesh.tp == 1:
+    if dims.plan.mesh.tp == 1:
         problems.append(
             Problem(
                 given=f"placements with plan.{AXIS}=1",
@@ -63,7 +63,7 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], grid: Paralle
         )
     if problems:
         raise PlanError(*problems)
-    mesh = _mesh(grid)
+    mesh = _mesh(dims)
     distributed = {
         parameter: nn.Parameter(
             distribute_tensor(
@@ -129,14 +129,14 @@ def resolve_placements(
     return placed, redistributed
 
 
-def apply_placements(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
+def apply_placements(model: nn.Module, dims: ParallelDims, table: ShardTable) -> None:
     """Shard ``model`` in place by the placements of the plan, set those of inputs and outputs of modules, and record the shards
     in ``table``."""
     modules = dict(model.named_modules())
-    placed, redistributed = resolve_placements(model, mesh.plan)
+    placed, redistributed = resolve_placements(model, dims.plan)
     for path, placements in placed.items():
-        shard_module(modules[path], placements, mesh)
-        _record(modules[path], path, mesh, table)
+        shard_module(modules[path], placements, dims)
+        _record(modules[path], path, dims, table)
     for path, placement in redistributed.items():
         pinned = shard_function(modules[path].forward, inputs=placement.inputs, outputs=placement.outputs)
         wrap_forward(modules[path], partial(_call, pinned))
@@ -185,14 +185,14 @@ def _within(name: str, path: str) -> bool:
     return not path or name.startswith(path + ".")
 
 
-def _record(module: nn.Module, path: str, mesh: ParallelDims, table: ShardTable) -> None:
+def _record(module: nn.Module, path: str, dims: ParallelDims, table: ShardTable) -> None:
     """Record in ``table`` which elements of each parameter of ``module``, at ``path``, are on this rank."""
     for name, parameter in module.named_parameters():
-        dims = _dims(parameter)
-        if AXIS in dims:
-            dim = dims.index(AXIS)
-            size = -(-parameter.shape[dim] // mesh.plan.mesh.tp)
-            start = min(mesh.rank_along(AXIS) * size, parameter.shape[dim])
+        placement = _dims(parameter)
+        if AXIS in placement:
+            dim = placement.index(AXIS)
+            size = -(-parameter.shape[dim] // dims.plan.mesh.tp)
+            start = min(dims.rank_along(AXIS) * size, parameter.shape[dim])
             length = cast(DTensor, parameter).to_local().shape[dim]
             table.select(f"{path}.{name}".lstrip("."), dim, [(start, length)])
 
@@ -200,8 +200,8 @@ def _record(module: nn.Module, path: str, mesh: ParallelDims, table: ShardTable)
 class DTensorGradients:
     """The gradient synchronisation of a model with placements: completes DTensor's partial sums at the end of a step."""
 
-    def __init__(self, model: nn.Module, sharded: ShardedParameters, mesh: ParallelDims) -> None:
-        self._model, self._sharded, self._mesh = model, sharded, mesh
+    def __init__(self, model: nn.Module, sharded: ShardedParameters, dims: ParallelDims) -> None:
+        self._model, self._sharded, self._dims = model, sharded, dims
         self.gradients, self.zero_grad = sharded.gradients, sharded.zero_grad
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
@@ -209,13 +209,13 @@ class DTensorGradients:
 
     def wait(self, totals: Tensor) -> None:
         """Sum ``totals`` [k] over all ranks, and set the gradient of every shard."""
-        world = self._mesh.world
+        world = self._dims.world
         with world.guard("gradient totals"):
             dist.all_reduce(totals, group=world.group)
         redistribute_grads(self._model)
         self._sharded.collect_grads()
         for gradient in self.gradients():
-            self._mesh.sum(gradient, "dp_replicate")
+            self._dims.sum(gradient, "dp_replicate")
 
     def close(self) -> None:
         """Free the gradients, and torch's caches of the mesh."""
@@ -278,9 +278,9 @@ def _reduce_outputs(_module: nn.Module, _args: tuple[Any, ...], outputs: Any) ->
     return pytree.tree_map_only(DTensor, summed, outputs)
 
 
-def _mesh(grid: ParallelDims) -> DeviceMesh:
-    line = torch.tensor(grid.ranks_along(AXIS))
-    return DeviceMesh.from_group(grid.group(AXIS), grid.plan.mesh.device, mesh=line, mesh_dim_names=(AXIS,))
+def _mesh(dims: ParallelDims) -> DeviceMesh:
+    line = torch.tensor(dims.ranks_along(AXIS))
+    return DeviceMesh.from_group(dims.group(AXIS), dims.plan.mesh.device, mesh=line, mesh_dim_names=(AXIS,))
 
 
 def _torch_placements(dims: Dims) -> list[Placement]:

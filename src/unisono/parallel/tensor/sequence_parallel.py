@@ -54,7 +54,7 @@ def _divisible(x: Tensor, group: ProcessGroup) -> Tensor:
         raise PlanError(
             given=f"a batch with T = {tokens} tokens per sequence, with sequence_parallel and tp {count}",
             rule="every rank has equally many tokens of a sequence: tp divides T",
-            consequence="the sequence cannot be cut",
+            consequence="the sequence cannot be sharded",
             nearest=f"sequences of {-(-tokens // count) * count} tokens (padding with weight 0), or sequence_parallel=False",
         )
     return x

@@ -41,35 +41,35 @@ from unisono.parallel.tensor.vocab_parallel import VocabShard, shard_embedding, 
 from unisono.plan.rules import ColwiseRowwise, EmbeddingRule, ExpertRule, OutputRule, local_sizes
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
+def apply_tensor_parallel(model: nn.Module, dims: ParallelDims, table: ShardTable) -> None:
     """Shard every layer that a rule matches, in place, and record the shards in ``table``. All ranks call it, with equal models.
 
     Raises PlanError, before anything is changed, with all problems of the rules.
     """
-    matched = resolve_rules(model, mesh.plan)
-    replicas = _replica_groups(matched, mesh)
-    sharder = ParameterSharder(model, mesh, table)
-    tables: dict[nn.Module, VocabShard] = {}
+    matched = resolve_rules(model, dims.plan)
+    replicas = _replica_groups(matched, dims)
+    sharder = ParameterSharder(model, dims, table)
+    vocab_shards: dict[nn.Module, VocabShard] = {}
     generators: dict[nn.Module, TensorParallelRNG] = {}
-    along_sequence = mesh.plan.tensor_parallel.sequence_parallel
+    sequence_parallel = dims.plan.tensor_parallel.sequence_parallel
     for rule_match in matched:
         match rule_match.rule:
             case ColwiseRowwise() as pair:
-                _shard_pair(rule_match.module, pair, sharder, replicas, along_sequence=along_sequence)
+                _shard_pair(rule_match.module, pair, sharder, replicas, sequence_parallel=sequence_parallel)
                 region = _called_module(model, rule_match.path)
                 generators[region] = generators.get(region) or TensorParallelRNG(region, sharder.rank)
                 *first, last = map(rule_match.module.get_submodule, pair.layers)
                 generators[region].add_pair(first, last)
             case ExpertRule():
-                shard_expert_hidden(rule_match.module, sharder, along_sequence=along_sequence)
+                shard_expert_hidden(rule_match.module, sharder, sequence_parallel=sequence_parallel)
             case EmbeddingRule():
-                tables[rule_match.module] = shard_embedding(rule_match.module, sharder)
+                vocab_shards[rule_match.module] = shard_embedding(rule_match.module, sharder)
             case OutputRule():
-                tables[rule_match.module] = shard_output_layer(rule_match.module, sharder)
+                vocab_shards[rule_match.module] = shard_output_layer(rule_match.module, sharder)
             case _:
                 pass
-    replace_in_logits(model, "vocab_sharding", tables)
-    if along_sequence:
+    replace_in_logits(model, "vocab_sharding", vocab_shards)
+    if sequence_parallel:
         apply_sequence_parallel(matched, sharder)
 
 
@@ -82,15 +82,19 @@ def _called_module(model: nn.Module, path: str) -> nn.Module:
     return module
 
 
-def _replica_groups(matched: list[RuleMatch], mesh: ParallelDims) -> dict[int, ProcessGroup]:
+def _replica_groups(matched: list[RuleMatch], dims: ParallelDims) -> dict[int, ProcessGroup]:
     """This rank's groups of neighbouring ranks that hold the same key/value heads, by number of ranks."""
-    tp = mesh.plan.mesh.tp
-    pairs = [(match, match.rule.num_kv_heads_attr) for match in matched if isinstance(match.rule, ColwiseRowwise)]
-    sizes = {tp // min(tp, attribute_value(match, name)) for match, name in pairs if name}
+    tp = dims.plan.mesh.tp
+    pairs = [
+        (rule_match, rule_match.rule.num_kv_heads_attr)
+        for rule_match in matched
+        if isinstance(rule_match.rule, ColwiseRowwise)
+    ]
+    sizes = {tp // min(tp, attribute_value(rule_match, name)) for rule_match, name in pairs if name}
     # the ranks along tp are neighbours
-    ranks = {str(n): torch.arange(mesh.plan.mesh.world_size).view(-1, n).tolist() for n in sorted(sizes) if 1 < n < tp}
-    groups = {int(n): group for n, group in mesh.world.groups(ranks).items()} if ranks else {}
-    return {**groups, tp: mesh.group("tp")}
+    ranks = {str(n): torch.arange(dims.plan.mesh.world_size).view(-1, n).tolist() for n in sorted(sizes) if 1 < n < tp}
+    groups = {int(n): group for n, group in dims.world.groups(ranks).items()} if ranks else {}
+    return {**groups, tp: dims.group("tp")}
 
 
 def _shard_pair(
@@ -99,19 +103,19 @@ def _shard_pair(
     sharder: ParameterSharder,
     replicas: dict[int, ProcessGroup],
     *,
-    along_sequence: bool,
+    sequence_parallel: bool,
 ) -> None:
     group = sharder.group
     kv_heads = int(attrgetter(pair.num_kv_heads_attr)(module)) if pair.num_kv_heads_attr else 0
     for name in (*pair.colwise, *pair.kv_colwise, *pair.fused_colwise):
         layer = module.get_submodule(name)
-        parts = kv_heads if name in pair.kv_colwise else 0
+        max_shards = kv_heads if name in pair.kv_colwise else 0
         fused = 3 if name in pair.fused_colwise else 1
-        sharder.shard(layer, "weight", weight_dims(layer)[0], parts=parts, fused=fused)
-        sharder.shard(layer, "bias", 0, parts=parts, fused=fused)
-        if 0 < parts < sharder.num_ranks:
+        sharder.shard(layer, "weight", weight_dims(layer)[0], max_shards=max_shards, fused=fused)
+        sharder.shard(layer, "bias", 0, max_shards=max_shards, fused=fused)
+        if 0 < max_shards < sharder.num_ranks:
             for parameter, _ in layer.named_parameters(recurse=False):
-                sharder.sum_grad(layer, parameter, replicas[sharder.num_ranks // parts])
+                sharder.sum_grad(layer, parameter, replicas[sharder.num_ranks // max_shards])
     last = module.get_submodule(pair.rowwise)
     sharder.shard(last, "weight", weight_dims(last)[1])
     for layer in map(module.get_submodule, pair.layers):
@@ -125,9 +129,11 @@ def _shard_pair(
         _sum_grads_between(first, sharder, [module.get_submodule(name) for name in pair.layers])
         map_input(
             first,
-            lambda x: gather_from_sp_region(x, SEQUENCE_DIM, group) if along_sequence else copy_to_tp_region(x, group),
+            lambda x: (
+                gather_from_sp_region(x, SEQUENCE_DIM, group) if sequence_parallel else copy_to_tp_region(x, group)
+            ),
         )
-    _make_rowwise(last, group, along_sequence=along_sequence)
+    _make_rowwise(last, group, sequence_parallel=sequence_parallel)
 
 
 def _set_features(layer: Any) -> None:
@@ -147,7 +153,7 @@ def _sum_grads_between(first: nn.Module, sharder: ParameterSharder, layers: list
                 sharder.sum_grad(module, name, sharder.group)
 
 
-def _make_rowwise(layer: Any, group: ProcessGroup, *, along_sequence: bool) -> None:
+def _make_rowwise(layer: Any, group: ProcessGroup, *, sequence_parallel: bool) -> None:
     """Sum the layer's products over the ranks; its bias is added once, to the sum."""
     out, _ = weight_dims(layer)
 
@@ -155,7 +161,7 @@ def _make_rowwise(layer: Any, group: ProcessGroup, *, along_sequence: bool) -> N
         part = F.linear(x, layer.weight if out == 0 else layer.weight.T)
         whole = (
             reduce_scatter_to_sp_region(part, SEQUENCE_DIM, group)
-            if along_sequence
+            if sequence_parallel
             else reduce_from_tp_region(part, group)
         )
         return whole if layer.bias is None else whole + layer.bias.to(whole.dtype)

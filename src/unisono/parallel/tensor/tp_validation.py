@@ -45,7 +45,7 @@ def resolve_rules(model: nn.Module, plan: Plan) -> list[RuleMatch]:
     if not rules:
         raise PlanError(
             given=f"plan.tp={plan.mesh.tp} for {type(model).__name__}",
-            rule=f"layers are cut by rules, and the built-in ones ({', '.join(BUILT_IN_RULES)}) do not name its modules",
+            rule=f"layers are sharded by rules, and the built-in ones ({', '.join(BUILT_IN_RULES)}) do not name its modules",
             consequence="every rank would compute the same",
             nearest="plan.rules in a strategy file, or plan.tp=1 with plan.dp_shard to spread the state",
         )
@@ -63,7 +63,7 @@ def resolve_rules(model: nn.Module, plan: Plan) -> list[RuleMatch]:
             problems.append(
                 Problem(
                     given=f"sequence_parallel for {type(model).__name__}",
-                    rule="a rule says between which modules activations may be cut along the sequence",
+                    rule="a rule says between which modules activations may be sharded along the sequence",
                     consequence="it would change nothing",
                     nearest='{"rule": "sequence", "modules": […]} among plan.rules, or sequence_parallel=False',
                 )
@@ -126,7 +126,7 @@ def _unmatched(rules: tuple[Rule, ...], modules: Mapping[str, nn.Module]) -> Ite
                         yield Problem(
                             given=f"a rule for {pattern!r} with {', '.join(missing + absent)}",
                             rule=f"the layers and attributes it names are in each of those modules, as in {path}",
-                            consequence="there is nothing to cut there",
+                            consequence="there is nothing to shard there",
                             nearest=nearest_name(missing[0], inside) if missing else "the attribute that counts heads",
                         )
                         break
@@ -136,8 +136,8 @@ def _incomplete(pair: ColwiseRowwise) -> Iterator[Problem]:
     if len(pair.layers) == 1:
         yield Problem(
             given=f"a pair for {pair.module!r} with row {pair.rowwise!r} alone",
-            rule="in a pair the row takes in what layers cut by output features give",
-            consequence="the row would get whole inputs, and have weights for a part of them",
+            rule="the rowwise layer of a pair consumes the outputs of its colwise layers",
+            consequence="it would get unsharded inputs with a sharded weight",
             nearest='those layers as "colwise", "kv_colwise" or "fused_colwise"',
         )
     if pair.kv_group_size_attr and not (pair.num_heads_attr and pair.num_kv_heads_attr):
@@ -168,7 +168,7 @@ def _wrong_layers(matches: list[RuleMatch], model: nn.Module, modules: Mapping[s
             if path in claims:
                 yield Problem(
                     given=f"{path}, which is named by {_describe(claims[path][0])} and by {_describe(match.rule)}",
-                    rule="a layer is cut in one way",
+                    rule="a layer is sharded in one way",
                     consequence="it would be unclear which of the two counts",
                     nearest="leave one of them out",
                 )
@@ -179,7 +179,7 @@ def _wrong_layers(matches: list[RuleMatch], model: nn.Module, modules: Mapping[s
                     if cut == "experts"
                     else "pairs and outputs are linear layers; embeddings are nn.Embedding without max_norm, sparse "
                     "and scale_grad_by_freq",
-                    consequence="it cannot be cut",
+                    consequence="it cannot be sharded",
                     nearest="leave it out: what no rule names stays whole",
                 )
             claims[path] = match.rule, cut
@@ -193,7 +193,7 @@ def _wrong_layers(matches: list[RuleMatch], model: nn.Module, modules: Mapping[s
         if len({cut_of.get(path, "whole") for path in paths}) > 1:
             yield Problem(
                 given=f"{' and '.join(paths)}, which share a weight",
-                rule="both uses of a parameter are cut alike",
+                rule="both uses of a parameter are sharded alike",
                 consequence="one of them would compute with a part",
                 nearest="a rule for each (embedding, output), or for none",
             )
@@ -236,7 +236,7 @@ def _sizes(matches: list[RuleMatch], count: int) -> Iterator[Problem]:
                     given=f"plan.tp={count} for {match.path}, whose {name} is {size}",
                     rule="each rank has equally many heads and hidden units"
                     + (", or ranks share whole key/value heads" if shared else ""),
-                    consequence="the layer cannot be cut",
+                    consequence="the layer cannot be sharded",
                     nearest=f"plan.tp={max(legal)}",
                 )
 
@@ -255,7 +255,8 @@ def _widths(matches: list[RuleMatch]) -> Iterator[Problem]:
                 reported.add((pair, name))
                 yield Problem(
                     given=f"{match.path}.{name}, of {width} output features, before {pair.rowwise}, of {into} input features",
-                    rule="without num_heads_attr, columns give what the row takes in, and fused ones three times that",
+                    rule="without num_heads_attr, colwise layers have as many outputs as the rowwise layer has inputs "
+                    "(fused ones three times)",
                     consequence="a rank would compute with features that do not belong together",
                     nearest="num_heads_attr, the attribute that counts heads; a gate and its values as two layers",
                 )
