@@ -5,6 +5,7 @@ BIN = $(VENV)/bin
 # Where the demo keeps its run; start it again and it goes on.
 RUN ?= runs/demo
 TEST_PROCESSES ?= 3
+FULL_PROCESSES ?= 2
 # Tests start hundreds of processes, which would each compile what is not kept compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -29,7 +30,7 @@ test: $(BIN)/.dev
 
 # BUDGET_S=1200: starts nothing that cannot end within 1200 s, and says what it did not reach (tests/support/budget.py).
 test-full: $(BIN)/.dev
-	$(BIN)/python -m pytest -q -m "full or peer" $(if $(BUDGET_S),--budget-s $(BUDGET_S))
+	$(BIN)/python -m pytest -q -n $(FULL_PROCESSES) --dist load --maxschedchunk=1 -m "full or peer" $(if $(BUDGET_S),--budget-s $(BUDGET_S))
 
 check: $(BIN)/.dev
 	$(BIN)/ruff check .

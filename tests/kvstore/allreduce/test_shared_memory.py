@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -157,6 +158,7 @@ def test_refusals_are_alike_on_all_workers(pool: Pool, how: str, ranks: int, giv
 
 
 def leaves(world) -> tuple[int, int]:
+    gc.collect()  # memory of stores of earlier tests in this process
     before = set(os.listdir("/proc/self/fd"))
     shared = SharedMemoryAllReduce(world)
     shared.all_reduce(torch.ones(3))
