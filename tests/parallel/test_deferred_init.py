@@ -191,7 +191,9 @@ def risen(world: World, folder: str, defer: bool) -> float:
 
     def large() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+        return nn.Sequential(
+            *(nn.Linear(1024, 1024, bias=False) for _ in range(48))
+        )  # large, so that what the allocator keeps is a small part
 
     def memory(line: str) -> int:
         (found,) = [
@@ -205,12 +207,11 @@ def risen(world: World, folder: str, defer: bool) -> float:
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held
     before = memory("VmRSS")
     with tiny.trainer(f"{folder}/{defer}", network=large if defer else large(), **settings):
-        return (memory("VmHWM") - before) / (24 << 22)
+        return (memory("VmHWM") - before) / (48 << 22)
 
 
 def test_no_process_holds_all(pool: Pool, tmp_path: pathlib.Path) -> None:
-    # a half of the model and what the allocator keeps: 0.67 on a quiet host, 0.751 beside other tests; above 0.9 without deferral
-    assert max(pool.run(risen, str(tmp_path), True, ranks=2)) < 0.8
+    assert max(pool.run(risen, str(tmp_path), True, ranks=2)) < 0.75
     assert min(pool.run(risen, str(tmp_path), False, ranks=2)) > 0.9
 
 

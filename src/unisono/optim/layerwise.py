@@ -9,6 +9,7 @@ LAMB's phi is the identity, as in the authors' code. There is no AMSGrad, and cl
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -62,8 +63,9 @@ class _LayerwiseOptimizer(Optimizer):
                 self._update(group, bucket)
         return loss
 
+    @abstractmethod
     def _update(self, group: Group, params: list[nn.Parameter]) -> None:
-        raise NotImplementedError
+        """Update ``params``, which have one device and dtype and gradients."""
 
     def _attribute(self, name: str, device: torch.device) -> Tensor | None:
         value: Tensor | None = getattr(self, name, None)
