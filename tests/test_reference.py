@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
 import pkgutil
 import pydoc
 import re
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -65,3 +68,34 @@ def test_pages_and_index_are_written(tmp_path: Path) -> None:
     written = {path.stem for path in tmp_path.glob("*.rst")}
     assert written == {name for name in reference.PACKAGES if reference.exports(name)} | {"index"}
     assert "unisono.data" in (tmp_path / "index.rst").read_text()
+
+
+def is_option(field: dataclasses.Field[Any]) -> bool:
+    return any(getattr(value, "help", "") for value in field.metadata.values())
+
+
+def undocumented_parameters(value: Any) -> list[str]:
+    """Parameters of a callable, or fields of a dataclass, that neither its docstring nor the help of an option names."""
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value) if field.init and not is_option(field)]
+    else:
+        names = [name for name in inspect.signature(value).parameters if name not in ("args", "kwargs")]
+    text = f"{inspect.getdoc(value)}\n{inspect.getdoc(value.__init__) if inspect.isclass(value) else ''}"
+    return [name for name in names if not re.search(rf"``(\w+\.)?{name}\b|^ +\*{{0,2}}{name}( \(.*\))?:", text, re.M)]
+
+
+@pytest.mark.parametrize("package", reference.PACKAGES)
+def test_a_docstring_names_every_parameter_of_a_call_with_four_or_more(package: str) -> None:
+    module = importlib.import_module(package)
+    missing: dict[str, list[str]] = {}
+    for name in reference.exports(package):
+        value = getattr(module, name)
+        if not (inspect.isclass(value) or inspect.isroutine(value)) or value.__module__.partition(".")[0] != "unisono":
+            continue
+        if (inspect.isclass(value) and issubclass(value, (BaseException, Enum))) or getattr(
+            value, "_is_protocol", False
+        ):
+            continue
+        if len(inspect.signature(value).parameters) >= 4 and (names := undocumented_parameters(value)):
+            missing[name] = names
+    assert not missing, missing
