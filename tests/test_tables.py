@@ -82,6 +82,21 @@ def test_there_is_a_benchmark_for_every_result() -> None:
     assert {path.stem for path in record.RESULTS.glob("*.json")} <= {benchmark.name for benchmark in BENCHMARKS}
 
 
+def test_the_digest_of_a_package_changes_with_its_code_alone(tmp_path: Path) -> None:
+    module = tmp_path / "optim" / "lamb.py"
+    module.parent.mkdir()
+
+    def digest(source: str) -> str:
+        module.write_text(source)
+        return record.digests(["optim"], tmp_path)["optim"]
+
+    code = 'class Lamb:\n    """Of the paper."""\n\n    def step(self):\n        return "# no comment"\n'
+    prose = 'class Lamb:\n    """LAMB.\n\n    Two.\n    """\n    # why\n    def step(self):\n        return "# no comment"\n'
+    assert digest(prose) == digest(code)
+    assert digest(code.replace("no comment", "another value")) != digest(code)
+    assert digest(code.replace("self", "this")) != digest(code)
+
+
 # --- lines -----------------------------------------------------------------------------------------------------------
 
 
