@@ -1,4 +1,4 @@
-"""What a checkpoint costs a training run: extra wall time until it is committed, beside torch.distributed.checkpoint.
+"""What a checkpoint costs a training run: extra wall time until it is committed, compared with torch.distributed.checkpoint.
 
     python -m benchmarks.checkpoint_stall [--rounds 15] [--kinds async,dcp] [--folder DIR]
 

@@ -2,7 +2,7 @@
 
     python benchmarks/events.py [--events 5000] [--dir FOLDER]
 
-CPU time of the emitting thread is given beside wall time: on a busy machine only the first is worth comparing.
+CPU time of the emitting thread is given as well as wall time: on a busy machine only the first is worth comparing.
 """
 
 from __future__ import annotations

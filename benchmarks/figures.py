@@ -112,7 +112,7 @@ class Row:
     """A line of a table for each place that ``path`` leads to.
 
     ``label`` is a format: ``{0}`` is what the first ``*`` matched, ``{node[lr]}`` a field of the place, ``{parent[what]}`` one
-    beside it. README shows rows with a ``headline``.
+    of the place above it. README shows rows with a ``headline``.
     """
 
     label: str
@@ -284,8 +284,10 @@ def start_of_job(match: Match) -> Figure:
 
 
 def state_bytes(match: Match) -> Figure:
-    apart = max(match.node["state_minus_expected_bytes"], key=abs)
-    return Figure(f"{mib(max(match.node['state_bytes']))}, {apart:+,} bytes from what the plan says", abs(apart))
+    difference = max(match.node["state_minus_expected_bytes"], key=abs)
+    return Figure(
+        f"{mib(max(match.node['state_bytes']))}, {difference:+,} bytes from what the plan says", abs(difference)
+    )
 
 
 def peak_bytes(match: Match) -> Figure:
@@ -312,10 +314,12 @@ def losses_by_seed(match: Match) -> Figure:
     return Figure(", ".join(f"{loss:.3f}" for loss in match.node))
 
 
-def apart_over_noise(match: Match) -> Figure:
-    apart, noise = match.node["bf16_minus_fp32"], match.node["between_seeds"]
-    value = abs(apart["mean"]) / noise
-    return Figure(f"{value:.2f}: mean {apart['mean']:+.4f}, largest {apart['largest']:+.4f}; {noise:.4f}", value)
+def difference_over_noise(match: Match) -> Figure:
+    difference, noise = match.node["bf16_minus_fp32"], match.node["between_seeds"]
+    value = abs(difference["mean"]) / noise
+    return Figure(
+        f"{value:.2f}: mean {difference['mean']:+.4f}, largest {difference['largest']:+.4f}; {noise:.4f}", value
+    )
 
 
 def extra_time(match: Match) -> Figure:
@@ -381,7 +385,7 @@ def step_over_link(match: Match) -> Figure:
 
 def loss_of_a_way(match: Match) -> Figure:
     row = match.node
-    words = f"{loss_over_seeds(row)}; beside plain sums {beside_plain_sums(row)}"
+    words = f"{loss_over_seeds(row)}; minus plain sums {minus_plain_sums(row)}"
     return Figure(words, row["over_plain"], at_most(row["band"], f"≤ {row['band']:+.3f}"))
 
 
@@ -390,7 +394,7 @@ def loss_over_seeds(row: Mapping[str, Any]) -> str:
     return f"{row['mean']:.3f}" + (f" ± {row['spread']:.3f}" if row["spread"] is not None else "")
 
 
-def beside_plain_sums(row: Mapping[str, Any]) -> str:
+def minus_plain_sums(row: Mapping[str, Any]) -> str:
     """The difference of a way's loss to that of plain sums."""
     return f"{row['over_plain']:+.3f}, {100 * (row['ratio'] - 1):+.1f} %"
 

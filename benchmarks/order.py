@@ -1,4 +1,4 @@
-"""Positions per second of the keyed order beside numpy's stored permutation. Prints JSON."""
+"""Positions per second of the keyed order and of numpy's stored permutation. Prints JSON."""
 
 from __future__ import annotations
 

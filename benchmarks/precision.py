@@ -3,7 +3,7 @@
     python -m benchmarks.precision [--seeds 4] [--steps 150]
 
 ``plan.precision=auto`` takes bf16 where the processor multiplies it natively. That is only a fair default if the difference
-it makes to the curve is smaller than what another seed makes: ``bf16_minus_fp32`` beside ``between_seeds`` (standard
+it makes to the curve is smaller than what another seed makes: ``bf16_minus_fp32`` compared with ``between_seeds`` (standard
 deviation of fp32), in nats of held-out loss at the same step.
 """
 
@@ -42,10 +42,10 @@ def main() -> None:
         for seed in range(arguments.seeds):
             for precision, found in losses.items():
                 found.append(held_out_loss(precision, seed, arguments.steps, Path(folder)))
-    apart = [b - a for a, b in zip(losses["fp32"], losses["bf16"], strict=True)]
+    differences = [b - a for a, b in zip(losses["fp32"], losses["bf16"], strict=True)]
     result = {
         "held_out_loss": losses,
-        "bf16_minus_fp32": {"mean": statistics.mean(apart), "largest": max(apart, key=abs)},
+        "bf16_minus_fp32": {"mean": statistics.mean(differences), "largest": max(differences, key=abs)},
         "between_seeds": statistics.stdev(losses["fp32"]),
         "steps": arguments.steps,
     }

@@ -1,4 +1,4 @@
-"""Step time of ``Trainer`` beside a hand-written PyTorch loop doing the same arithmetic, and its host time per step.
+"""Step time of ``Trainer`` and of a hand-written PyTorch loop doing the same arithmetic, and its host time per step.
 
     python -m benchmarks.step_time [--blocks 40] [--steps 1] [--precision fp32] [--set model.num_layers=2 ...]
 
@@ -11,7 +11,7 @@ Both run under the launcher's allocator settings: with glibc's own, freed memory
 or not by luck of the heap's layout, and up to 3 % of a step are page faults on one side or the other. ``--allocator system``
 shows it without.
 
-CPU ratios count all threads of the process, so work that the Trainer does beside the loop is in them; they are what to read when
+CPU ratios count all threads of the process, so work of the Trainer's other threads is in them; they are what to read when
 the machine is shared.
 """
 
@@ -146,8 +146,12 @@ def gpt_pair(arguments: argparse.Namespace, folder: Path, world: World) -> dict[
                 ranks = np.array([each[name] for each in gathered])  # [ranks, blocks, 2]
                 times[name] = np.stack([ranks[..., 0].max(0), ranks[..., 1].sum(0)], axis=-1)
         ours.close()
-    apart = np.abs(np.array(losses["mine"]) / np.array(losses["other"]) - 1).max()
-    return {**compare(times), "largest_relative_loss_difference": float(apart), "steps_compared": len(losses["mine"])}
+    difference = np.abs(np.array(losses["mine"]) / np.array(losses["other"]) - 1).max()
+    return {
+        **compare(times),
+        "largest_relative_loss_difference": float(difference),
+        "steps_compared": len(losses["mine"]),
+    }
 
 
 class Idle(nn.Module):

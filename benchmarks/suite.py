@@ -20,7 +20,7 @@ KVSTORE = ("dist", "kvstore", "storage")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """A script beside this module. ``quick``: arguments of a short run, which measures nothing."""
+    """A script in this folder. ``quick``: arguments of a short run, which measures nothing."""
 
     name: str
     title: str
@@ -70,8 +70,8 @@ BENCHMARKS = (
         quick=("--blocks", "6"),
         packages=TRAINING,
         text="The demo's GPT trained by `Trainer` and by a bare PyTorch loop (fused AdamW, `clip_grad_norm_`, chunked loss) in "
-        "alternating blocks of one process, and beside DDP in two. The floor is 1: the loop logs, guards and saves nothing and "
-        "finds its batches in memory. Host time is the same difference with a model of 38 tiny parameters and no arithmetic.",
+        "alternating blocks of one process, and by DDP in two processes. The floor is 1: the loop logs, guards and saves "
+        "nothing and finds its batches in memory. Host time is the same difference with a model of 38 tiny parameters and no arithmetic.",
         rows=(
             Row(
                 "Trainer / hand-written loop, 1 process: wall",
@@ -221,7 +221,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         name="precision",
-        title="bf16 beside fp32: the curve",
+        title="Loss curve of bf16 against fp32",
         quick=("--seeds", "2", "--steps", "30"),
         packages=("config", *TRAINING),
         text="Held-out loss of the demo after the same steps. What bf16 changes should be less than what another seed changes.",
@@ -229,7 +229,7 @@ BENCHMARKS = (
             Row(
                 "bf16 minus fp32 of the same seed, mean over seeds ÷ standard deviation between seeds of fp32",
                 "",
-                figures.apart_over_noise,
+                figures.difference_over_noise,
                 aim=at_most(1, "≤ 1: within noise"),
             ),
             Row("held-out loss, {0}, one per seed", "held_out_loss/*", figures.losses_by_seed),
@@ -437,7 +437,7 @@ BENCHMARKS = (
     Benchmark(
         name="kvstore_pushpull",
         script="kvstore.pushpull",
-        title="Push and pull beside MXNet",
+        title="Push and pull against MXNet",
         quick=("--rounds", "1", "--repeats", "2", "--layouts", "2x1", "--sizes", "1KB,10MB"),
         packages=KVSTORE,
         text="Workers and servers on one host, one thread each; `2x1` is 2 workers and 1 server; every sum of ours was checked. "
@@ -486,7 +486,7 @@ BENCHMARKS = (
     Benchmark(
         name="kvstore_step",
         script="kvstore.step",
-        title="A step beside DistributedDataParallel",
+        title="A step against DistributedDataParallel",
         quick=("--blocks", "4", "--steps", "1"),
         packages=KVSTORE,
         text="Two processes of one thread on gloo; both sides in the same processes in turns, with the same weights and batches.",
@@ -540,7 +540,7 @@ BENCHMARKS = (
         name="order",
         title="Order of samples",
         packages=("data",),
-        text="Positions per second of the keyed order, which stores nothing, beside numpy's stored permutation.",
+        text="Positions per second of the keyed order, which stores nothing, and of numpy's stored permutation.",
         rows=(
             Row("order, calls of {0}", "order, calls of *", figures.rates_by_size),
             Row("numpy Generator{0}", "numpy Generator*", figures.rates_by_size),

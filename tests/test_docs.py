@@ -138,7 +138,21 @@ def test_architecture_names_what_is_in_the_files() -> None:
         assert re.search(rf"\b{name}\b", path.read_text()), f"no {name} in {file}"
 
 
+def slugs(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MyST make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} -> {target}"
+    for page in [*PAGES, *sorted((ROOT / "docs" / "adr").glob("*.md"))]:
+        for name, anchor in re.findall(r"\]\(([^)#:\s]*)#?([^):\s]*)\)", page.read_text()):
+            target = page.parent / name if name else page
+            assert target.exists(), f"{page.name} -> {name}"
+            assert not anchor or anchor in slugs(target), f"{page.name} -> {name}#{anchor}"
+
+
+def test_an_anchor_is_made_of_its_heading(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("# One: `two` (3)\n```sh\n# no heading\n```\n")
+    assert slugs(tmp_path / "page.md") == {"one-two-3"}

@@ -1,4 +1,4 @@
-"""Images per second to training batches, unisono beside every loader that could be installed. Prints JSON.
+"""Images per second to training batches, unisono and every loader that could be installed. Prints JSON.
 
     python -m benchmarks.data.images [--rounds 7] [--steps 31] [--only WORD,WORD] [--photos 2000] [--cache DIR]
 

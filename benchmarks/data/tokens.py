@@ -1,4 +1,4 @@
-"""Tokens per second to training batches, unisono beside every loader that could be installed. Prints JSON.
+"""Tokens per second to training batches, unisono and every loader that could be installed. Prints JSON.
 
     python -m benchmarks.data.tokens [--rounds 15] [--steps 600] [--only WORD,WORD] [--cache DIR]
 

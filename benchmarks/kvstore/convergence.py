@@ -1,4 +1,4 @@
-"""Where training ends under every way to keep workers in step, beside plain synchronous sums. Prints JSON.
+"""Where training ends under every way of synchronising workers, compared with plain synchronous sums. Prints JSON.
 
     python -m benchmarks.kvstore.convergence [--models gpt,resnet] [--ways int8,DiLoCo] [--seeds 3] [--steps 256]
 
@@ -221,7 +221,7 @@ class Runs:
 def compared(
     model: str, losses: Mapping[str, list[tuple[float, float]]], ways: Mapping[str, Way]
 ) -> dict[str, dict[str, Any]]:
-    """Each way's losses beside those of plain sums under the same optimizer."""
+    """Each way's losses and those of plain sums under the same optimizer."""
     rows: dict[str, dict[str, Any]] = {}
     for name, found in losses.items():
         way = ways[name]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.figures import beside_plain_sums, loss_over_seeds
+from benchmarks.figures import loss_over_seeds, minus_plain_sums
 from benchmarks.record import ROOT, Run
 
 PAGE = ROOT / "docs" / "kvstore.md"
@@ -25,13 +25,13 @@ def section(run: Run | None) -> str:
             f"**{name}**, {model['parameters']:,} parameters, {model['steps']} steps of {model['batch']} samples; held-out loss "
             f"before training {model['knowing_nothing']:.3f}, the best possible {model['knowing_all']:.3f}:",
             "",
-            "| way | optimizer | loss | beside plain sums | in the band |",
+            "| way | optimizer | loss | minus plain sums | in the band |",
             "|---|---|---|---|---|",
         ]
         for way, row in model["ways"].items():
             inside = f"yes, ≤ {row['band']:.3f}" if row["within_band"] else f"no, > {row['band']:.3f}"
             rate = f"{row['optimizer']}, {row['lr']:g}"
-            lines.append(f"| {way} | {rate} | {loss_over_seeds(row)} | {beside_plain_sums(row)} | {inside} |")
+            lines.append(f"| {way} | {rate} | {loss_over_seeds(row)} | {minus_plain_sums(row)} | {inside} |")
         lines.append("")
     worse = [
         f"{way} ({name}, {100 * (row['ratio'] - 1):+.0f} %)"

@@ -190,8 +190,8 @@ def killed_rank() -> dict[str, float]:
         for rank in range(2)
     ]
     try:
-        told, _ = ranks[0].communicate(timeout=120)
-        return json.loads(told)
+        answer, _ = ranks[0].communicate(timeout=120)
+        return json.loads(answer)
     finally:
         for process in ranks:
             process.kill()

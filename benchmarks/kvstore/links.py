@@ -4,7 +4,7 @@
 
 Two processes of one thread in network namespaces and process tables of their own, so that they share no memory, joined by
 interfaces whose rate ``tc tbf`` limits in both directions: on Linux, as root. All ways take turns in the same two processes;
-a ratio is of neighbouring blocks. Bytes are what the interface counted, so with headers and acknowledgements, beside what the
+a ratio is of neighbouring blocks. Bytes are what the interface counted, headers and acknowledgements included, and what the
 gradients' own bytes come to in theory.
 """
 
@@ -167,15 +167,15 @@ def measured(hosts: list[tuple[str, str]], counts: list[str]) -> list[dict[str, 
         for rank, (namespace, interface) in enumerate(hosts)
     ]
     try:
-        told = [process.communicate(timeout=1200) for process in processes]
+        outputs = [process.communicate(timeout=1200) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    for process, (_, err) in zip(processes, told, strict=True):
+    for process, (_, err) in zip(processes, outputs, strict=True):
         if process.returncode:
             raise RuntimeError(err[-2000:])
-    return [json.loads(out.strip().splitlines()[-1]) for out, _ in told]
+    return [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
 
 
 def main() -> None:

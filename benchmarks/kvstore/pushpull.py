@@ -1,10 +1,10 @@
-"""Push and pull of our stores beside MXNet's and beside torch's all-reduce. Prints JSON.
+"""Push and pull of our stores, MXNet's and torch's all-reduce. Prints JSON.
 
     python -m benchmarks.kvstore.pushpull [--layouts 2x1,1x1] [--sizes 1KB,100MB] [--more-sizes 100MB] [--rounds 3] [--repeats 3]
 
 A layout is workers x servers, all on this host, one thread each; the first has all sizes, the others fewer. A round starts every
 job anew, in an order that rotates, and each job times its repeats; a job's number is their median, a ratio is that of two jobs of
-one round. MXNet runs in an environment of its own under --cache. The limits beside them: a memcpy, and as many bytes through a
+one round. MXNet runs in an environment of its own under --cache. The limits: a memcpy, and as many bytes through a
 bare socket, there and back.
 """
 
@@ -55,11 +55,11 @@ _MXNET_TIMEOUT_S = 600.0
 Times = dict[tuple[str, str], float]  # by (contestant, size)
 
 
-def ours(workers: int, servers: int, sizes: tuple[str, ...], repeats: int, told: dict[str, str]) -> Times:
-    """One job of ours, with all-reduce first; in ``told`` what ``auto`` says of compression here. Raises CommError."""
+def ours(workers: int, servers: int, sizes: tuple[str, ...], repeats: int, notes: dict[str, str]) -> Times:
+    """One job of ours, with all-reduce first; adds to ``notes`` what ``auto`` says of compression. Raises CommError."""
     settings = BenchSettings(sizes=sizes, servers=servers, rounds=repeats, codecs=("none", "2bit"))
     found = measure_on_this_host(settings, workers)
-    told["auto"] = found["auto"]
+    notes["auto"] = found["auto"]
     return {(_name(row["kind"], row["codec"]), row["size"]): row["median_s"] for row in found["rows"]}
 
 
@@ -94,12 +94,12 @@ def mxnet(
     ]
     try:
         ends = time.monotonic() + _MXNET_TIMEOUT_S
-        told: list[Any] = []
+        answers: list[Any] = []
         for process in processes[1 + servers :]:
             out, err = process.communicate(timeout=max(1.0, ends - time.monotonic()))
             if process.returncode or not out.strip():
                 raise RuntimeError(f"mxnet {kind} {codec}: {err[-2000:]}")
-            told.append(json.loads(out.strip().splitlines()[-1])["times"])
+            answers.append(json.loads(out.strip().splitlines()[-1])["times"])
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"mxnet {kind} {codec}: no answer in {_MXNET_TIMEOUT_S:g} s") from error
     finally:
@@ -108,7 +108,7 @@ def mxnet(
             process.communicate()
     name = f"mxnet {_name(kind, codec)}"
     return {
-        (name, size): statistics.median(map(max, zip(*(each[given] for each in told), strict=True)))
+        (name, size): statistics.median(map(max, zip(*(each[given] for each in answers), strict=True)))
         for size, given in shapes.items()
     }
 
@@ -170,9 +170,9 @@ def race(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """What was found of one layout, and why what did not run did not."""
     workers, servers = map(int, layout.split("x"))
-    told: dict[str, str] = {}
+    notes: dict[str, str] = {}
     jobs: dict[str, Callable[[], Times]] = {
-        "unisono": lambda: ours(workers, servers, sizes, repeats, told),
+        "unisono": lambda: ours(workers, servers, sizes, repeats, notes),
         "mxnet dist_sync": lambda: mxnet("dist_sync", "none", cache, workers, servers, sizes, repeats),
         "mxnet dist_sync 2bit": lambda: mxnet("dist_sync", "2bit", cache, workers, servers, sizes, repeats),
         "mxnet dist_async": lambda: mxnet("dist_async", "none", cache, workers, servers, sizes, repeats),
@@ -205,7 +205,7 @@ def race(
                 if slow in times and fast in times and (both := sorted(times[slow].keys() & times[fast].keys()))
             },
         }
-    return {"sizes": rows, **told}, {f"{layout}: {name}": why for name, why in not_run.items()}
+    return {"sizes": rows, **notes}, {f"{layout}: {name}": why for name, why in not_run.items()}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A training step with our bucketed all-reduce beside DistributedDataParallel, in two processes. Prints JSON.
+"""A training step with our bucketed all-reduce and with DistributedDataParallel, in two processes. Prints JSON.
 
     python -m benchmarks.kvstore.step [--models gpt,resnet] [--blocks 20] [--steps 5]
 
@@ -98,12 +98,12 @@ def main() -> None:
     for name in arguments.models:
         print(f"{name} …", file=sys.stderr, flush=True)
         counts = ["--blocks", str(arguments.blocks), "--steps", str(arguments.steps)]
-        told = run_ranks(["-m", "benchmarks.kvstore.step", "--rank", name, *counts])
-        ranks = [json.loads(lines[-1]) for _, lines in told]
+        outputs = run_ranks(["-m", "benchmarks.kvstore.step", "--rank", name, *counts])
+        ranks = [json.loads(lines[-1]) for _, lines in outputs]
         losses = ranks[0]["losses"]
-        apart = abs(losses["mine"] / losses["ddp"] - 1)
-        if not apart <= LARGEST_DIFFERENCE:
-            raise RuntimeError(f"{name}: losses differ by {apart:.1e}, relatively: {losses}")
+        difference = abs(losses["mine"] / losses["ddp"] - 1)
+        if not difference <= LARGEST_DIFFERENCE:
+            raise RuntimeError(f"{name}: losses differ by {difference:.1e}, relatively: {losses}")
         slowest = {
             side: [max(each) for each in zip(*(rank["seconds"][side] for rank in ranks), strict=True)]
             for side in ("mine", "ddp")
@@ -113,7 +113,7 @@ def main() -> None:
             "wall": ratio(slowest["mine"], slowest["ddp"]),
             "cpu": ratio(ranks[0]["cpu_s"]["mine"], ranks[0]["cpu_s"]["ddp"]),
             "ddp_s": spread(slowest["ddp"]),
-            "relative_loss_difference": apart,
+            "relative_loss_difference": difference,
         }
     print(json.dumps({"models": rows, "steps_per_block": arguments.steps}, indent=1))
 

@@ -1,4 +1,4 @@
-"""What each axis of a plan costs on two processes, beside the same torch primitives used by hand. Prints JSON.
+"""What each axis of a plan costs on two processes, compared with the same torch primitives used by hand. Prints JSON.
 
     python -m benchmarks.parallel.axes [--axes tp,pp] [--blocks 24] [--steps 1] [--set KEY=VALUE] [--check]
 
@@ -35,7 +35,7 @@ from unisono.dist import World, job_from_environ, join_world
 LARGEST_PART = 0.8
 
 
-def apart(mine: list[float], others: list[float]) -> float:
+def largest_relative_difference(mine: list[float], others: list[float]) -> float:
     """The largest relative difference of the losses. Raises ValueError where it is too large."""
     found = float(np.abs(np.array(mine) / np.array(others) - 1).max())
     if not found <= LARGEST_DIFFERENCE:
@@ -44,7 +44,7 @@ def apart(mine: list[float], others: list[float]) -> float:
 
 
 def pair(axis: Axis, arguments: argparse.Namespace, folder: Path, world: World) -> dict[str, Any]:
-    """The trainer beside the hand-written step."""
+    """The trainer and the hand-written step."""
     workload = Workload.read(arguments.workload)
     losses: dict[str, list[float]] = {"mine": [], "other": []}
     step, batches = by_hand(axis, workload), zip(torch_batches(workload), workload.lrs, strict=True)
@@ -69,7 +69,7 @@ def pair(axis: Axis, arguments: argparse.Namespace, folder: Path, world: World) 
         times[name] = np.stack([ranks[..., 0].max(0), ranks[..., 1].sum(0)], axis=-1)
     return {
         **compare(times),
-        "largest_relative_loss_difference": apart(losses["mine"], losses["other"]),
+        "largest_relative_loss_difference": largest_relative_difference(losses["mine"], losses["other"]),
         "steps_compared": len(losses["mine"]),
         "held_frac": round(held_frac, 4),
     }
@@ -96,7 +96,10 @@ def check(axis: Axis, arguments: argparse.Namespace, world: World) -> dict[str, 
     step = by_hand(axis, workload)
     together = [step(batch, lr) for batch, lr in batches]
     world.barrier()
-    return {"largest_relative_loss_difference": apart(together, alone), "steps_compared": len(alone)}
+    return {
+        "largest_relative_loss_difference": largest_relative_difference(together, alone),
+        "steps_compared": len(alone),
+    }
 
 
 def one_rank(arguments: argparse.Namespace) -> dict[str, Any]:

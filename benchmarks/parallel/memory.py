@@ -1,4 +1,4 @@
-"""Tensor bytes of a rank where the state is cut over two, by ZeRO stage: beside FSDP2 by hand and under Accelerate. Prints JSON.
+"""Tensor bytes of a rank where the state is sharded over two, by ZeRO stage: FSDP2 by hand and under Accelerate. Prints JSON.
 
     python -m benchmarks.parallel.memory [--rounds 3] [--steps 4] [--set KEY=VALUE] [--cache DIR]
 
@@ -181,10 +181,10 @@ def run_all(arguments: argparse.Namespace, settings: list[str], workload: Path) 
         }
     base = next(iter(losses.values()))
     for name, row in rows.items():
-        apart = max(abs(a / b - 1) for a, b in zip(losses[name], base, strict=True))
-        if not apart <= LARGEST_DIFFERENCE:
-            raise ValueError(f"{name}: losses differ by {apart:.1e}, relatively")
-        row["largest_relative_loss_difference"] = apart
+        difference = max(abs(a / b - 1) for a, b in zip(losses[name], base, strict=True))
+        if not difference <= LARGEST_DIFFERENCE:
+            raise ValueError(f"{name}: losses differ by {difference:.1e}, relatively")
+        row["largest_relative_loss_difference"] = difference
         side, zero = name.split()
         if side == "unisono":
             for other in (f"hand {zero}", f"accelerate {zero}"):

@@ -1,4 +1,4 @@
-"""Both sides of every axis of a plan: the settings of our run, and which hand-written step stands beside it.
+"""Both sides of every axis of a plan: the settings of our run, and the hand-written step it is compared with.
 
 Neither imports the other's modules, so that a process of one side costs what that side costs.
 """
@@ -38,8 +38,10 @@ MIXTURE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """``what`` stands beside the trainer; ``builder`` of ``benchmarks.parallel.hand.<module>`` makes its step; ``cuts``: a rank
-    holds a part of the parameters only."""
+    """``what`` the trainer is compared with; ``builder`` of ``benchmarks.parallel.hand.<module>`` makes its step.
+
+    ``cuts``: a rank holds a part of the parameters only.
+    """
 
     what: str
     settings: Sequence[str]

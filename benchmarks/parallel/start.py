@@ -1,4 +1,4 @@
-"""From the start of two processes to the end of their first step, by axis, beside a hand-written script. Prints JSON.
+"""From the start of two processes to the end of their first step, by axis, compared with a hand-written script. Prints JSON.
 
     python -m benchmarks.parallel.start [--axes tp,pp] [--rounds 3] [--set KEY=VALUE]
 
@@ -63,14 +63,14 @@ def race(name: str, rounds: int, workload: Path, settings: list[str]) -> dict[st
             losses[side] = float(ranks[0][1][-1])
             if number:
                 taken[side].append(max(seconds for seconds, _ in ranks))
-    apart = abs(losses["mine"] / losses["hand"] - 1)
-    if not apart <= LARGEST_DIFFERENCE:
-        raise RuntimeError(f"losses differ by {apart:.1e}, relatively: {losses}")
+    difference = abs(losses["mine"] / losses["hand"] - 1)
+    if not difference <= LARGEST_DIFFERENCE:
+        raise RuntimeError(f"losses differ by {difference:.1e}, relatively: {losses}")
     return {
         "over_hand": ratio(taken["mine"], taken["hand"]),
         "trainer_s": spread(taken["mine"]),
         "hand_s": spread(taken["hand"]),
-        "relative_loss_difference": apart,
+        "relative_loss_difference": difference,
     }
 
 
