@@ -71,7 +71,8 @@ BENCHMARKS = (
         packages=TRAINING,
         text="The demo's GPT trained by `Trainer` and by a bare PyTorch loop (fused AdamW, `clip_grad_norm_`, chunked loss) in "
         "alternating blocks of one process, and by DDP in two processes. The floor is 1: the loop logs, guards and saves "
-        "nothing and finds its batches in memory. Host time is the same difference with a model of 38 tiny parameters and no arithmetic.",
+        "nothing and finds its batches in memory. Host time is the same difference with a model of 38 tiny parameters and no "
+        "arithmetic.",
         rows=(
             Row(
                 "Trainer / hand-written loop, 1 process: wall",
