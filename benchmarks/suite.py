@@ -548,6 +548,19 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        name="earlier_commit",
+        title="An earlier commit against this one",
+        quick=("--rounds", "1"),
+        packages=("__init__.py", "cli", "config", "launch", "lazy.py", *TRAINING),
+        text="The time of this code over that of the commit `before`, process by process in turns: whole processes for the "
+        "start, the demo's model in fp32 for the steps, batches of 64 samples of 128 bytes for the loader, two workers for "
+        "push and pull.",
+        rows=(
+            Row("commit before", "before", figures.text),
+            Row("{0}, {1}: now / before", "times/*/*", aim=at_most(1.02)),
+        ),
+    ),
+    Benchmark(
         name="footprint",
         title="Start-up, size, demo",
         quick=("--repeats", "3", "--no-demo"),
