@@ -320,7 +320,14 @@ _MESSAGES: Final[Mapping[str, tuple[str, Callable[[Fields], str | None]]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEndFacts:
-    """Facts for the summary that the events do not hold: sample, paths of report and export, next commands."""
+    """Facts for the summary that the events do not hold.
+
+    Attributes:
+        sample_text: Text that the trained model generated; empty for none.
+        report_path: Path of the written report; None if there is none.
+        export_path: Path of the exported model; None if there is none.
+        next_commands: Command lines that the summary proposes.
+    """
 
     sample_text: str = ""
     report_path: Path | None = None

@@ -45,13 +45,18 @@ SinkFactory = Callable[[Path, str, int], Sink]
 
 
 def event_metrics(event: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a step or eval event: its numeric fields without envelope, step and ETA."""
+    """The metrics of ``event`` (step or eval): its numeric fields without envelope, step and ETA."""
     series = ((name, number(value)) for name, value in event.items() if name not in _NOT_SERIES)
     return {name: value for name, value in series if value is not None}
 
 
 class Trackers:
     """Opens the named sinks and subscribes them to the event log; ``close`` closes them. For rank 0 only.
+
+    Args:
+        log: Event log whose events the sinks receive.
+        names: ``csv``, ``tensorboard``, ``wandb``, or names of entry points of ``unisono.sinks``.
+        run_dir: Folder of the run that the sinks write to.
 
     Raises:
         ExtraError: The package of a tracker is missing.
