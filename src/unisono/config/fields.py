@@ -1,9 +1,9 @@
-"""How options are declared, and the flat view of a tree of options classes that everything else here reads.
+"""Declares options, and derives the flat view of a tree of options classes that the other modules read.
 
 An options class is a frozen, kw-only dataclass. A leaf is a field made with ``option``; a section is a plain field
 whose type is again such a dataclass. Leaves hold the values of TOML: booleans, numbers, strings, ``Literal``, arrays
 (``tuple``, ``list``) and string-keyed tables (``dict``), unions of those, and ``None`` (written ``"none"``). This
-module only declares; ``check`` judges values.
+module only declares; ``validate`` checks values.
 """
 
 from __future__ import annotations

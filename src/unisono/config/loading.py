@@ -149,7 +149,7 @@ class _Walk:
         (renamed, value), (current, _) = sorted((earlier, (entry, raw)), key=lambda item: item[0].renamed is None)
         assert renamed.renamed is not None
         old = key.replace(renamed.renamed[1], renamed.renamed[0], 1)
-        given = f"{renamed.origin(path)}: {old} = {shown(value)} beside {key} ({current.origin(path)})"
+        given = f"{renamed.origin(path)}: {old} = {shown(value)} together with {key} ({current.origin(path)})"
         raise ConfigError(given_twice(given, old, key))
 
     def build(self, section: str = "") -> object:

@@ -76,7 +76,7 @@ class Resolved(Generic[T]):
         return f"{text} @{self.python.digest[:12]}" if self.python and self._is_callable(key) else text
 
     def _is_callable(self, key: str) -> bool:
-        # a string that looks like a label cannot get here: ``check`` takes it for the label it is
+        # a string that looks like a label cannot get here: ``validate`` takes it for the label it is
         encoded = self.encoded[key]
         python_only = self.layout.leaves[key].spec.python_only
         return python_only and isinstance(encoded, str) and encoded.startswith(CALLABLE)

@@ -1,4 +1,4 @@
-"""Which host runs which rank and server, in the order of the hosts file.
+"""Assigns ranks and servers to hosts, in the order of the hosts file.
 
 Pure functions, so ``--dry-run`` shows the same layout.
 """

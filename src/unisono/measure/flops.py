@@ -4,7 +4,7 @@ Model FLOPs per token = 6 N + 12 L h s (Chowdhery et al. 2022, PaLM, appendix B)
 product: not the embedding table, but the output head, also if it is tied to the table; of experts, those that a token is
 routed to. L layers attend over s positions with h = heads x head size; the s x s score matrix counts in full, although a
 causal kernel may compute half of it. Backward counts as twice forward. Recomputed activations do not count: this is model
-FLOPs utilisation (MFU), not hardware FLOPs utilisation. ``CONVENTION`` is shown beside every such number.
+FLOPs utilisation (MFU), not hardware FLOPs utilisation. ``CONVENTION`` is shown with every such number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a configuration to a trainer: every part is a built-in, an installed entry point, or the user's own callable."""
+"""Builds a trainer from a configuration: a component is built in, an installed entry point, or the user's own callable."""
 
 from __future__ import annotations
 
