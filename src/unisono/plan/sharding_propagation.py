@@ -227,7 +227,7 @@ def _joined(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueS
 
 
 def _along(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    """Softmax along another dim."""
+    """Softmax along a dim that is not sharded."""
     shape, sharding = _only(op, shardings)
     dim = _argument(op, 1, "dim")
     if dim is None or dim % len(shape) == sharding.dim:

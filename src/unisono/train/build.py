@@ -44,7 +44,7 @@ class RunData:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None for data of the user's own."""
+        """Tokenizer of the corpus; None for the user's own data."""
         return self.prepared.tokenizer if self.prepared else None
 
 
