@@ -1,4 +1,4 @@
-"""The command line on runs that cut the model along one axis or another: all verbs, in order, as a user types them."""
+"""The command line on runs that shard the model along one axis or another: all verbs, in order, as a user types them."""
 
 from __future__ import annotations
 

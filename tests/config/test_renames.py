@@ -1,4 +1,4 @@
-"""Keys of earlier versions: read under today's names wherever a value comes from, told once, and never beside the new ones."""
+"""Keys of earlier versions: read under current names from every source, reported once, never together with the new ones."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_key_in_both_forms_is_an_error(tmp_path: Path, source: str) -> None:
     old, new = (f"{file}:2", f"{file}:3") if source == "file" else ("--set", "--set")
     assert texts(caught.value) == [
         (
-            f"{old}: plan.fragments = 2 beside plan.num_fragments ({new})",
+            f"{old}: plan.fragments = 2 together with plan.num_fragments ({new})",
             "plan.fragments is the earlier name of plan.num_fragments, and one source gives an option once",
             "leave plan.fragments out",
         )

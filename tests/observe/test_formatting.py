@@ -118,12 +118,12 @@ def test_key_value_line_has_units_in_its_names() -> None:
         (
             {"kind": "sink_failed", "sink": "csv", "error": "OSError: full"},
             "warning",
-            "sink csv failed (OSError: full); it was detached; the events file is complete; training goes on",
+            "sink csv failed (OSError: full); it was detached; the events file is complete; training continues",
         ),
         (
             {"kind": "sink_failed", "sink": "events", "error": "OSError: full"},
             "warning",
-            "sink events failed (OSError: full); events are lost until writing works again; training goes on",
+            "sink events failed (OSError: full); events are lost until writing works again; training continues",
         ),
         (
             {"kind": "checkpoint_failed", "step": 9, "error": "disk full"},
@@ -133,7 +133,7 @@ def test_key_value_line_has_units_in_its_names() -> None:
         (
             {"kind": "checkpoint_quarantined", "checkpoint": "step-9", "reason": "digest of a.bin"},
             "warning",
-            "checkpoint step-9 is damaged and was set aside: digest of a.bin",
+            "checkpoint step-9 is damaged and was quarantined: digest of a.bin",
         ),
         (
             {"kind": "data_skipped", "step": 4, "samples": [7, 12, 40, 41, 42, 43]},

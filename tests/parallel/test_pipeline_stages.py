@@ -138,7 +138,7 @@ def test_splits_must_fit_the_model() -> None:
     assert partition_model(model, repeated_blocks(model), TOKENS, 2, (2, 1)).layers_per_stage == (2, 1)
     with pytest.raises(PlanError, match=r"layers_per_stage \[2, 2\] for Stack with 3 blocks in 2 stages"):
         partition_model(model, repeated_blocks(model), TOKENS, 2, (2, 2))
-    with pytest.raises(PlanError, match="a model of 3 blocks in 4 pieces"):
+    with pytest.raises(PlanError, match="a model of 3 blocks in 4 stages"):
         partition_model(model, repeated_blocks(model), TOKENS, 4)
 
 

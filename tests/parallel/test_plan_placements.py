@@ -62,7 +62,7 @@ def test_trains_like_one_process_and_goes_on_on_one_rank(
     line = event_message(said)
     assert line is not None
     assert "blocks.0.ffn.down.weight (dim 1)" in line.text
-    assert "; whole on every rank: embedding.weight, " in line.text
+    assert "; replicated: embedding.weight, " in line.text
     for found, expected in zip([*first["figures"], *rest], alone, strict=True):
         assert found[0] == pytest.approx(expected[0], rel=1e-5)
         assert found[1] == pytest.approx(expected[1], rel=1e-4)

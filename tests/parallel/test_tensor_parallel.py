@@ -153,7 +153,7 @@ def test_all_that_the_model_does_not_allow_comes_at_once(pool: Pool, tmp_path: P
         "sizes": {"num_heads": 3, "num_kv_heads": 3, "dim": 24},
     }
     text = pool.run(refused, str(tmp_path), changes, ranks=4)[0]
-    assert text.startswith("3 problems\n1. a model of 2 blocks in 4 pieces\n")
+    assert text.startswith("3 problems\n1. a model of 2 blocks in 4 stages\n")
     assert "2. plan.tp=2 for blocks.0.attention, whose heads is 3\n" in text
     assert "3. plan.tp=2 for blocks.0.attention, whose kv_heads is 3\n" in text
 

@@ -77,7 +77,7 @@ def test_memory_is_bounded_by_the_pipeline_not_by_the_batch(pp: int, micros: int
     assert simulate(schedule_order("1f1b", pp, 1, micros), unit).peak == tuple(
         min(micros, pp - rank) for rank in range(pp)
     )
-    assert max(simulate(schedule_order("zbv", pp, 2, micros), unit).peak) <= 2 * pp  # pieces half the size of 1f1b's
+    assert max(simulate(schedule_order("zbv", pp, 2, micros), unit).peak) <= 2 * pp  # stages half the size of 1f1b's
 
 
 def torchs_zbv(pp: int, micros: int) -> list[list[Action]]:
@@ -101,7 +101,7 @@ def test_zbv_is_as_short_as_torchs_and_shorter_than_1f1b() -> None:
             mine = simulate(schedule_order("zbv", pp, 2, micros), unit)
             theirs = simulate(torchs_zbv(pp, micros), unit)
             assert mine.makespan <= theirs.makespan
-            # a stage of 1f1b is two pieces of zbv
+            # a stage of 1f1b is two of zbv
             whole = simulate(schedule_order("1f1b", pp, 1, micros), lambda action: 2 * unit(action))
             if micros >= pp:
                 assert mine.makespan < whole.makespan
@@ -126,19 +126,19 @@ def heaviest(blocks: list[int], before: int, after: int, splits: tuple[int, ...]
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(0, 30), st.integers(0, 30), st.data())
 def test_no_other_split_is_lighter(blocks: list[int], before: int, after: int, data: st.DataObject) -> None:
-    pieces = data.draw(st.integers(1, len(blocks)))
-    chosen = balance_stages(blocks, before, after, pieces)
-    assert len(chosen) == pieces
+    num_stages = data.draw(st.integers(1, len(blocks)))
+    chosen = balance_stages(blocks, before, after, num_stages)
+    assert len(chosen) == num_stages
     assert sum(chosen) == len(blocks)
     assert min(chosen) >= 1
     every = [
         tuple(b - a for a, b in zip((0, *ends), (*ends, len(blocks)), strict=True))
-        for ends in combinations(range(1, len(blocks)), pieces - 1)
+        for ends in combinations(range(1, len(blocks)), num_stages - 1)
     ]
     assert heaviest(blocks, before, after, chosen) == min(heaviest(blocks, before, after, each) for each in every)
 
 
 def test_a_heavy_head_gets_fewer_blocks() -> None:
     assert balance_stages([1] * 8, 0, 2, 2) == (5, 3)
-    with pytest.raises(PlanError, match="a model of 3 blocks in 4 pieces"):
+    with pytest.raises(PlanError, match="a model of 3 blocks in 4 stages"):
         balance_stages([1, 1, 1], 0, 0, 4)

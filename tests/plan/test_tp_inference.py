@@ -50,7 +50,7 @@ def test_a_bert_gets_the_pairs_of_its_set() -> None:
     options = BertOptions(vocab_size=VOCAB, num_layers=2, dim=32, num_heads=4, ffn_dim=48, max_length=16)
     found = infer_rules(BERT(options), {"tokens": BATCH})
     assert pairs(found.rules) == pairs(BUILT_IN_RULES["unisono bert"])
-    assert found.replicated["head.dense"] == "its result goes through layer_norm along the dim that is cut"
+    assert found.replicated["head.dense"] == "its result goes through layer_norm along the sharded dim"
     assert found.replicated["positions"] == "what is looked up in it is no entry of the batch"
 
 
@@ -99,7 +99,7 @@ def test_layers_are_entered_one_by_one_where_no_module_holds_them() -> None:
 
 
 class Refusing(nn.Module):
-    """Layers that cannot be cut, each for its own reason."""
+    """Layers that cannot be sharded, each for its own reason."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def test_what_is_left_has_a_reason() -> None:
     assert left["conv"] == "there is no rule for Conv1d"
     assert left["positions"] == "it is a parameter of the model itself"
     assert left["halves"] == "its result is split unevenly"
-    assert left["added"] == "its result meets a value that is whole and has a number for each of its parts"
+    assert left["added"] == "its result meets a value that is not sharded and has a size above 1 along the sharded dim"
     assert left["twice"] == "its result goes into other and one: a pair ends in one layer"
     assert left["plain"] == left["added"]
     assert left["counted.inside"] == "no attribute of Counted holds its number of heads, 4"
@@ -182,4 +182,4 @@ def test_a_built_in_set_must_run_on_parts(kind: str, looked: int, pairs_found: l
     ((said, fields),) = events.emitted
     assert said == "rules_inferred"
     why = fields["left"]["model.layers.*.self_attn.q_proj"]
-    assert why == "its result goes through mean along the dim that is cut"
+    assert why == "its result goes through mean along the sharded dim"

@@ -105,7 +105,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
         "  so:   a stage would only pass data on\n"
         "  try:  move a block from a neighbour",
     ),
-    "pieces that the schedule does not run": (
+    "stages that the schedule does not run": (
         2,
         PIPELINE,
         {"pipeline.layers_per_stage": (1, 1, 1, 1)},
@@ -114,7 +114,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
         "  so:   there is no such order of passes\n"
         "  try:  2 numbers in layers_per_stage, or schedule='interleaved'",
     ),
-    "three pieces of zbv": (
+    "three stages of zbv": (
         2,
         PIPELINE,
         {"schedule": "zbv", "pipeline.layers_per_stage": (1, 1, 1, 1, 1, 1)},

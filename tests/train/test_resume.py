@@ -148,7 +148,7 @@ def test_never_does_not_touch_a_run_that_is_there(tmp_path: Path) -> None:
         f"resume 'never' in {tmp_path}/run, which holds 1 checkpoints up to step 2\n"
         "  rule: a committed checkpoint is never overwritten\n"
         "  so:   nothing was started\n"
-        "  try:  another run.dir for a new run, or run.resume='auto' to go on with this one"
+        "  try:  another run.dir for a new run, or run.resume='auto' to continue this one"
     )
 
 

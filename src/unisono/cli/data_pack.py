@@ -108,7 +108,7 @@ def _option(kinds: str, *names: str, help: str, **settings: Any) -> Callable[[An
 @_option("python", "--function", metavar="MODULE:NAME", help="gives rows: of each line of SOURCE, or all if that is -.")
 @every_verb
 def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options: Any) -> None:
-    """Pack SOURCE into TARGET, which is there whole or not at all. Killed and started again, it goes on where it was.
+    """Pack SOURCE into TARGET, which is complete or absent. After a kill, the same command continues where it stopped.
 
     \b
     images  a folder (class = folder), a .lst of MXNet, a .csv of path,label, or by --image and --label

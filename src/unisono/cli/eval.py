@@ -36,13 +36,13 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
             global_batch=given.batch.global_batch,
             micro_batch=given.batch.micro_batch,
         )
-    whole = PlanOptions(  # every process has the whole model, whatever the plan of the training
+    unsharded = PlanOptions(  # every process has the whole model, whatever the plan of the training
         device=asked.device,
         precision=asked.precision,
         global_batch=asked.global_batch * job.world_size,
         micro_batch=asked.micro_batch,
     )
-    device, plan = resolve_plan(whole, job)
+    device, plan = resolve_plan(unsharded, job)
     world = join_world(job, device_type=device.type, timeout_s=config.launch.timeout_s)
     try:
         data = build_data(config)

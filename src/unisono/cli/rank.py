@@ -172,7 +172,7 @@ def _no_sample(size: int, run_dir: str) -> dict[str, str]:
         "what": f"no sample was written by a model of {size / 2**30:.1f} GiB",
         "why": f"rank 0 would hold all of a model that the plan spreads; up to {SAMPLE_BYTES / 2**30:g} GiB it does",
         "cost": "nothing else is missing",
-        "fix": f"unisono generate {shlex.quote(run_dir)}, where there is room for it",
+        "fix": f"unisono generate {shlex.quote(run_dir)}, on a machine with enough memory",
     }
 
 

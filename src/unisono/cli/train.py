@@ -39,7 +39,7 @@ def command(
 ) -> int:
     """Train as CONFIG says: TOML files, later ones winning, or a Python file with config().
 
-    Without CONFIG a small GPT learns Python from the standard library's own source. A run found in run.dir goes on
+    Without CONFIG a small GPT learns Python from the standard library's own source. A run found in run.dir is resumed
     where its last committed checkpoint stands.
     """
     if plan_file is not None:

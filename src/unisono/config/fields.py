@@ -1,9 +1,9 @@
-"""How options are declared, and the flat view of a tree of options classes that everything else here reads.
+"""Declares options, and derives the flat view of a tree of options classes that the other modules read.
 
 An options class is a frozen, kw-only dataclass. A leaf is a field made with ``option``; a section is a plain field
 whose type is again such a dataclass. Leaves hold the values of TOML: booleans, numbers, strings, ``Literal``, arrays
 (``tuple``, ``list``) and string-keyed tables (``dict``), unions of those, and ``None`` (written ``"none"``). This
-module only declares; ``check`` judges values.
+module only declares; ``validate`` checks values.
 """
 
 from __future__ import annotations
@@ -48,11 +48,20 @@ def option(
     lt: float | None = None,
     python_only: bool = False,
 ) -> D:
-    """Declare one leaf of an options class; a legal value satisfies ``value >= ge``, ``value > gt`` and so on.
+    """Declare one leaf of an options class.
 
-    ``default`` may be a tuple, dict or list; dicts and lists are copied for every instance. For arrays and tables the
-    limits and choices hold for each element; ``None`` is exempt. ``python_only`` marks a ``str | Callable`` field:
-    files, ``--set`` and the environment give it strings, only a Python file gives it a callable.
+    For arrays and tables the limits and choices hold for each element; ``None`` is exempt.
+
+    Args:
+        default: Value if no layer sets the option; dicts and lists are copied for every instance.
+        help: One sentence for ``unisono config explain``, the starter file and the JSON schema.
+        choices: Allowed values; None allows every value of the type.
+        ge: Lower bound, inclusive; None is no bound.
+        gt: Lower bound, exclusive.
+        le: Upper bound, inclusive.
+        lt: Upper bound, exclusive.
+        python_only: Marks a ``str | Callable`` field: files, ``--set`` and the environment give it strings, only a Python
+            file gives it a callable.
     """
     allowed = None if choices is None else tuple(choices)
     spec = Spec(help=help, choices=allowed, ge=ge, gt=gt, le=le, lt=lt, python_only=python_only)

@@ -10,7 +10,7 @@ from unisono.errors import ConfigError
 
 
 def explain(cls: type, key: str) -> str:
-    """Describe an option, a section, or everything (``""``), and how to set it. Raises ConfigError for an unknown key."""
+    """Describe an option or section of ``cls``, and how to set it; ``key`` ``""`` means all. Raises ConfigError if unknown."""
     layout = option_tree(cls)
     if key in layout.leaves:
         return _explain_leaf(layout.leaves[key])
@@ -25,7 +25,7 @@ def explain(cls: type, key: str) -> str:
 
 
 def starter(cls: type) -> str:
-    """A TOML file with every section and, commented out, every option at its default; loads to the defaults."""
+    """A TOML file with every section of ``cls`` and, commented out, every option at its default; loads to the defaults."""
     layout = option_tree(cls)
     lines = [
         f"# {cls.__name__}: every option with its default. Remove the # before a line to change it.",

@@ -44,10 +44,22 @@ def load_config(
 ) -> Resolved[T]:
     """Build ``cls`` from ``.toml`` and ``.py`` files, ``UNISONO__SECTION__FIELD`` variables, ``key=value`` overrides.
 
-    ``planned`` (dotted key to value) replaces defaults. A ``.toml`` file may name the layer beneath it with a
-    top-level ``base``; a ``.py`` file gives every value and must be the lowest layer. Only what differs from the
-    default counts as set by it. Naming a ``.py`` file, also through ``base``, runs it. Raises ConfigError with all
-    problems.
+    Later layers win: defaults, ``planned``, files, environment, overrides. A ``.toml`` file may name the layer beneath it
+    with a top-level ``base``; a ``.py`` file gives every value and must be the lowest layer. Only a value that differs from
+    the default counts as set by it. Naming a ``.py`` file, also through ``base``, runs it.
+
+    Args:
+        cls: Options class to build, such as ``RunConfig``.
+        sources: Paths of files; a later file wins.
+        overrides: ``section.field=value`` texts, as after ``--set``; values are TOML or plain strings.
+        environ: Environment variables, such as ``os.environ``; other names are ignored. Default: none.
+        planned: Values by dotted key that replace defaults.
+
+    Returns:
+        The options object with the origin of each value.
+
+    Raises:
+        ConfigError: A file, key or value is wrong; it holds all problems at once.
     """
     layout = option_tree(cls)
     reading = read_files(sources, layout)
@@ -137,7 +149,7 @@ class _Walk:
         (renamed, value), (current, _) = sorted((earlier, (entry, raw)), key=lambda item: item[0].renamed is None)
         assert renamed.renamed is not None
         old = key.replace(renamed.renamed[1], renamed.renamed[0], 1)
-        given = f"{renamed.origin(path)}: {old} = {shown(value)} beside {key} ({current.origin(path)})"
+        given = f"{renamed.origin(path)}: {old} = {shown(value)} together with {key} ({current.origin(path)})"
         raise ConfigError(given_twice(given, old, key))
 
     def build(self, section: str = "") -> object:

@@ -20,7 +20,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """An option that two configurations hold differently: values as TOML, and where each came from."""
+    """An option that two configurations hold differently.
+
+    Attributes:
+        key: Dotted key of the option.
+        left: Value in the first configuration, as TOML.
+        right: Value in the second configuration, as TOML.
+        left_origin: Where the first value came from; see ``Resolved.origins``.
+        right_origin: Where the second value came from.
+    """
 
     key: str
     left: str
@@ -31,8 +39,16 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved(Generic[T]):
-    """``value`` is the options object; ``origins`` says for each dotted key ``default``, ``planned``, ``file:line``,
-    the Python file, ``env NAME`` or ``--set``; ``hash`` is 32 hex digits; ``python`` is the file callables come from.
+    """A configuration after all layers; made by ``load_config``.
+
+    Attributes:
+        value: The options object.
+        origins: For each dotted key ``default``, ``planned``, ``file:line``, the Python file, ``env NAME`` or ``--set``.
+        hash: 32 hex digits over the values, and over the Python file if it gave callables.
+        python: The file that callables come from; None if no value is a callable.
+        layout: Declarations of the options class.
+        renamed: Keys of earlier versions that were read, each with its current name.
+        encoded: For each dotted key the value as TOML and JSON hold it.
     """
 
     value: T
@@ -40,8 +56,8 @@ class Resolved(Generic[T]):
     hash: str
     python: PythonFile | None
     layout: OptionTree = field(repr=False)
-    renamed: tuple[str, ...] = field(default=(), repr=False)  # keys of earlier versions, and what they were read as
-    encoded: dict[str, Any] = field(repr=False)  # dotted key -> value as TOML and JSON hold it
+    renamed: tuple[str, ...] = field(default=(), repr=False)
+    encoded: dict[str, Any] = field(repr=False)
 
     def to_toml(self) -> str:
         """A complete file: every option, and ``base`` where callables need their Python file. Same hash on reload."""
@@ -60,7 +76,7 @@ class Resolved(Generic[T]):
         return f"{text} @{self.python.digest[:12]}" if self.python and self._is_callable(key) else text
 
     def _is_callable(self, key: str) -> bool:
-        # a string that looks like a label cannot get here: ``check`` takes it for the label it is
+        # a string that looks like a label cannot get here: ``validate`` takes it for the label it is
         encoded = self.encoded[key]
         python_only = self.layout.leaves[key].spec.python_only
         return python_only and isinstance(encoded, str) and encoded.startswith(CALLABLE)
@@ -104,5 +120,5 @@ def diff(a: Resolved[T], b: Resolved[T]) -> list[Difference]:
 
 
 def render_origins(resolved: Resolved[T]) -> list[tuple[str, str, str]]:
-    """``(key, value as TOML, origin)`` for every option, in order of declaration."""
+    """``(key, value as TOML, origin)`` for every option of ``resolved``, in order of declaration."""
     return [(key, resolved.shown(key), resolved.origins[key]) for key in resolved.layout.leaves]

@@ -53,8 +53,8 @@ def read_toml(path: Path) -> TomlFile:
     return TomlFile(path=path, values=values, lines=key_lines(text))
 
 
-def cut(text: str) -> str:
-    """At most 80 characters of it."""
+def shorten(text: str) -> str:
+    """The first 80 characters of ``text`` at most; an ellipsis marks the omission."""
     return text if len(text) <= 80 else text[:79] + "…"
 
 
@@ -85,7 +85,7 @@ def _syntax_problem(path: Path, text: str, message: str) -> Problem:
     reason, _, place = message.partition(" (at ")
     position = re.match(r"line (\d+), column (\d+)", place)
     row = int(position[1]) if position else len(text.rstrip().split("\n"))
-    given = f"{path}:{row}: {cut(lines[row - 1].strip())}"
+    given = f"{path}:{row}: {shorten(lines[row - 1].strip())}"
     if re.match("Cannot (overwrite|declare|mutate)|Duplicate", reason):
         rule, nearest = "a key or a table is set once in a file", "keep one of the two"
         first = _first_of_twice("\n".join(lines[:row]))

@@ -7,7 +7,7 @@ import shlex
 import tomllib
 from typing import Any, cast
 
-from unisono.config.toml_file import cut
+from unisono.config.toml_file import shorten
 
 NONE = "none"  # stands for None, because TOML has no null
 CALLABLE = "python:"  # prefix of the label that stands for a callable of the base Python file
@@ -62,9 +62,9 @@ def shown(value: Any) -> str:
     try:
         encoded = encode(value)
         native = type(encoded).__module__ in ("builtins", "datetime")
-        return cut(toml_value(encoded) if native else repr(value))
+        return shorten(toml_value(encoded) if native else repr(value))
     except TypeError:
-        return cut(repr(value))
+        return shorten(repr(value))
     except ValueError:  # Python refuses to write out such integers
         return "thousands of digits"
 

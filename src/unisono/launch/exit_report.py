@@ -1,4 +1,4 @@
-"""How an attempt ended, and why: exit codes, the failures that ranks recorded, and which rank failed first.
+"""Describes how an attempt ended, and why: exit codes, failures that ranks recorded, and which rank failed first.
 
 When one rank dies, its peers fail a moment later with a CommError. The cause is the rank that died of something else.
 """

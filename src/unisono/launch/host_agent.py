@@ -41,7 +41,7 @@ from unisono.launch.workers import Reaper, Worker, WorkerSpec, start_worker
 
 _POLL_S = 0.05
 _READ_BYTES = 65536
-# a longer line is passed on in pieces
+# a longer line is forwarded in parts
 _LINE_BYTES = 65536
 
 

@@ -27,10 +27,15 @@ _KEYS = ("slots", "max_slots", "max-slots", "port", "role")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """One machine: its number of process slots, its role, and its ssh port (None: as ssh is configured).
+    """One machine of a job.
 
-    ``here`` marks the launcher's own machine, used without ssh. Every host of a hosts file is reached over ssh, this
-    machine too.
+    Attributes:
+        name: Host name or address, as ssh and the other hosts reach it.
+        slots: Number of processes it may run.
+        port: Port of its ssh server; None leaves it to the configuration of ssh.
+        role: ``worker``, ``server`` or ``scheduler``.
+        here: Whether it is the launcher's own machine, used without ssh. Every host of a hosts file is reached over ssh,
+            this machine too.
     """
 
     name: str
@@ -41,7 +46,7 @@ class Host:
 
 
 def read_hostfile(path: Path, *, port: int | None = None) -> list[Host]:
-    """The hosts of a file, in order. ``port`` is the ssh port of hosts that name none.
+    """The hosts of the file at ``path``, in order. ``port`` is the ssh port of hosts that name none.
 
     Raises LaunchError, listing every line that cannot be read.
     """

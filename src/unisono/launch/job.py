@@ -41,14 +41,25 @@ def launch_local(
     environ: Mapping[str, str] | None = None,
     interface: NetworkInterface | None = None,
 ) -> int:
-    """Run ``command`` in every process of this host; returns 0, 1, 2, 75 (requeue) or 76 (do not repeat).
+    """Run ``command`` in every process of this host, and restart all of them after a crash.
 
-    Workers find their place with ``job_from_environ``. ``environ`` overrides inherited variables. ``interface`` is
-    set for Gloo and NCCL; None lets them choose, which is loopback on one host. Rank 0 writes to this terminal, the
-    others to ``run_dir/logs/rank-N.attempt-K.log``; ``run_dir/launch.json`` records the settings and how each attempt
-    ended. Call it on the main thread, in a process without other threads.
+    Workers find their place with ``job_from_environ``. Rank 0 writes to this terminal, the others to
+    ``run_dir/logs/rank-N.attempt-K.log``; ``run_dir/launch.json`` records the settings and how each attempt ended. Call it
+    on the main thread, in a process without other threads.
 
-    Raises LaunchError if nothing can be started: unwritable folder, unknown command, or already inside a job.
+    Args:
+        command: Program and arguments of every process.
+        options: Number of processes, their threads, restarts and time-outs.
+        run_dir: Folder of the run, created if it is missing.
+        run_id: Name of the run, equal on all its processes.
+        environ: Variables that override inherited ones. Default: none.
+        interface: Network interface for Gloo and NCCL; None lets them choose, which is loopback on one host.
+
+    Returns:
+        The exit status: 0, 1, 2, 75 (requeue) or 76 (do not repeat).
+
+    Raises:
+        LaunchError: Nothing can be started: unwritable folder, unknown command, or already inside a job.
     """
     refuse_inside_a_job(run_dir)
     extra = {**(interface.environ() if interface else {}), **(environ or {})}

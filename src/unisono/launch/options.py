@@ -19,7 +19,7 @@ class LaunchOptions:
     allocator: str = option(
         "tuned", "C allocator: 'tuned' keeps freed memory for the next step.", choices=("tuned", "system")
     )
-    num_servers: int = option(1, "Parameter servers beside the processes (plan.sync=dist_async).", ge=1)
+    num_servers: int = option(1, "Parameter servers, in addition to the processes (plan.sync=dist_async).", ge=1)
     num_replicas: int = option(
         1, "2 = each server keeps a copy of another's parameters; no acknowledged push is lost.", ge=1, le=2
     )

@@ -1,4 +1,4 @@
-"""Which host runs which rank and server, in the order of the hosts file.
+"""Assigns ranks and servers to hosts, in the order of the hosts file.
 
 Pure functions, so ``--dry-run`` shows the same layout.
 """
@@ -35,9 +35,19 @@ class ProcessSlot:
 class JobLayout:
     """A requested job: its commands, hosts and process slots.
 
-    ``port`` is where ranks meet; 0 takes any free port. ``environ`` is set for every process. ``snapshots`` is the
-    folder, on each server's host, for the state a restarted server resumes from; None writes none. A job with servers
-    is asynchronous: each process is restarted alone. Without servers all ranks restart together.
+    A job with servers is asynchronous: each process is restarted alone. Without servers all ranks restart together.
+
+    Attributes:
+        command: Command of every worker.
+        server_command: Command of every parameter server.
+        hosts: Hosts of the job, in the order of the hosts file.
+        slots: Process slots: workers in rank order, then servers; see ``assign_processes``.
+        run_id: Name of the run, equal on all its processes.
+        options: Threads, restarts, time-outs and TLS.
+        environ: Variables that are set for every process.
+        interface: Network interface of every host; None chooses one.
+        port: Port where ranks meet; 0 takes any free port.
+        snapshots: Folder, on each server's host, for the state a restarted server resumes from; None writes none.
     """
 
     command: tuple[str, ...]
@@ -106,11 +116,11 @@ class JobLayout:
 
 
 def assign_processes(hosts: Sequence[Host], processes: int | None, servers: int) -> tuple[ProcessSlot, ...]:
-    """Assign workers and servers to hosts.
+    """Assign workers and servers to ``hosts``.
 
-    Workers fill the slots of hosts in order. Servers go round-robin over the hosts with role=server, or else those
-    with workers. ``processes`` None means one worker per slot. Raises LaunchError if there are fewer slots than
-    ``processes``.
+    Workers fill the slots of hosts in order; ``processes`` None means one worker per slot. The ``servers`` (a number) go
+    round-robin over the hosts with role=server, or else those with workers. Raises LaunchError if there are fewer slots
+    than ``processes``, or hosts with role=server and no servers.
     """
     for_workers = [number for number, host in enumerate(hosts) if host.role == "worker"]
     capacity = sum(hosts[number].slots for number in for_workers)

@@ -112,7 +112,7 @@ class Reaper:
     def _send(self, line: str) -> None:
         pipe = self._process.stdin if self._process is not None else None
         assert pipe is not None
-        # if the reaper was killed, the parent-death signal still works; the run goes on
+        # if the reaper was killed, the parent-death signal still works; the run continues
         with contextlib.suppress(BrokenPipeError):
             pipe.write(line.encode())
             pipe.flush()

@@ -62,7 +62,7 @@ _ARITHMETIC: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakFlops:
-    """Peak rate of a device: ``value`` in FLOP/s, its origin, and the name of device and arithmetic."""
+    """Peak rate of a device: ``value`` in FLOP/s, its origin (``kind``), and the ``name`` of device and arithmetic."""
 
     value: float
     kind: Literal["datasheet", "measured"]

@@ -4,7 +4,7 @@ Model FLOPs per token = 6 N + 12 L h s (Chowdhery et al. 2022, PaLM, appendix B)
 product: not the embedding table, but the output head, also if it is tied to the table; of experts, those that a token is
 routed to. L layers attend over s positions with h = heads x head size; the s x s score matrix counts in full, although a
 causal kernel may compute half of it. Backward counts as twice forward. Recomputed activations do not count: this is model
-FLOPs utilisation (MFU), not hardware FLOPs utilisation. ``CONVENTION`` is shown beside every such number.
+FLOPs utilisation (MFU), not hardware FLOPs utilisation. ``CONVENTION`` is shown with every such number.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def transformer_flops_per_token(*, matmul_params: int, layers: int, attention_di
 
 
 def matmul_params(model: nn.Module) -> int:
-    """Number of parameters that enter matrix products: all but embedding tables that no other layer shares.
+    """Number of parameters of ``model`` that enter matrix products: all but embedding tables that no other layer shares.
 
     Counts all experts of a mixture; ``unisono.models.moe.inactive_parameters`` counts the idle ones. Norms and biases are
     included, as they are few. Parameters may be on the meta device.
@@ -60,6 +60,7 @@ def utilization(*, tokens_per_s_device: float, flops_per_token: float, peak: Pea
     Args:
         tokens_per_s_device: Tokens per second and device.
         flops_per_token: FLOPs per token; see ``transformer_flops_per_token``.
+        peak: Peak rate of the device; see ``peak_flops``.
 
     Returns:
         ``perf/tflops_device``, and the share: ``perf/mfu`` of a datasheet peak, ``perf/matmul_ceiling_frac`` of a measured

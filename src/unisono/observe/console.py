@@ -1,7 +1,7 @@
 """The console of rank 0: a live progress bar on a terminal, ``key=value`` lines elsewhere, the summary at the end.
 
 ``Console`` is a listener of the event log. After a closed pipe, a lost terminal or a full disk behind stdout it raises once,
-the event log detaches it, and training goes on. Text that the stream cannot encode is replaced; control characters never
+the event log detaches it, and training continues. Text that the stream cannot encode is replaced; control characters never
 reach the terminal.
 """
 

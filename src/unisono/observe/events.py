@@ -35,7 +35,7 @@ _NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.
 
 
 def events_path(run_dir: Path, rank: int) -> Path:
-    """Path of a rank's events file inside a run folder, such as ``events/rank00003.jsonl``."""
+    """Path of the events file of ``rank`` inside ``run_dir``, such as ``events/rank00003.jsonl``."""
     return run_dir / EVENTS_FOLDER / f"rank{rank:05d}.jsonl"
 
 
@@ -49,6 +49,8 @@ class EventLog:
 
     Args:
         path: Events file of this rank; see ``events_path``.
+        rank: Rank that writes, a field of every event.
+        run_id: Name of the run, the field ``run`` of every event.
         attempt: Number of this process among those that worked on the run, from 1; see ``next_attempt``.
         wall_clock: Seconds since 1970.
         monotonic_clock: Seconds since an arbitrary start.
@@ -264,8 +266,11 @@ def number(value: Any) -> float | None:
 class EventHistory:
     """Content of one events file.
 
-    ``damaged_lines`` are numbers of unreadable lines, from 1; ``torn_tail`` is true if the last line is one of them and has no
-    newline.
+    Attributes:
+        path: The file.
+        events: Its readable events, in file order.
+        damaged_lines: Numbers of unreadable lines, from 1.
+        torn_tail: Whether the last line is one of them and has no newline, because its process was killed.
     """
 
     path: Path
@@ -288,7 +293,7 @@ class EventHistory:
 
 
 def read_events(path: Path) -> EventHistory:
-    """Read one rank's file. Lines truncated by a kill or a full disk are left out and counted.
+    """Read one rank's file at ``path``. Lines truncated by a kill or a full disk are left out and counted.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -317,7 +322,7 @@ def _decode(line: bytes) -> Event | None:
 
 
 def next_attempt(path: Path) -> int:
-    """Attempt number of a process that continues this file: one more than the last, or 1 without a file.
+    """Attempt number of a process that continues the file at ``path``: one more than the last, or 1 without a file.
 
     Reads the end of the file only, so the cost does not grow with the run.
     """
@@ -372,7 +377,7 @@ class RewindFilter:
 
 
 def collapse_repeated(events: Sequence[Event]) -> list[Event]:
-    """Return the history without events of steps that a later attempt repeated.
+    """Return ``events``, in file order, without those of steps that a later attempt repeated.
 
     Removes only events of the kinds in ``NUMBERED``; checkpoints, failures and restarts stay.
     """

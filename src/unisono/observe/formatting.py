@@ -170,24 +170,24 @@ def _held(count_bytes: Fields) -> str:
 
 
 def _rules_inferred(event: Fields) -> str:
-    """Layers sharded by inferred rules, and layers that stay whole with the reason."""
+    """Layers sharded by inferred rules, and layers that are replicated with the reason."""
     rules = cast("list[Fields]", event.get("rules") or [])
     left = cast("Fields", event.get("left") or {})
-    cut = ", ".join(str(rule["module"]) for rule in rules)
-    whole = "".join(f"; {name} stays whole: {why}" for name, why in left.items())
-    return f"rules of tensor parallelism inferred for {cut}{whole}"
+    sharded = ", ".join(str(rule["module"]) for rule in rules)
+    replicated = "".join(f"; {name} is replicated: {why}" for name, why in left.items())
+    return f"rules of tensor parallelism inferred for {sharded}{replicated}"
 
 
 def _placements(event: Fields) -> str:
-    """Parameters sharded over tp with their dim, and parameters that stay whole."""
+    """Parameters sharded over tp with their dim, and replicated parameters."""
     placed = cast("dict[str, list[str | None]]", event.get("placed") or {})
-    cut = ", ".join(f"{name} (dim {dims.index('tp')})" for name, dims in placed.items() if "tp" in dims)
-    whole = ", ".join(name for name, dims in placed.items() if "tp" not in dims)
-    return f"placed over tp: {cut}; whole on every rank: {whole or 'none'}"
+    sharded = ", ".join(f"{name} (dim {dims.index('tp')})" for name, dims in placed.items() if "tp" in dims)
+    replicated = ", ".join(name for name, dims in placed.items() if "tp" not in dims)
+    return f"sharded over tp: {sharded}; replicated: {replicated or 'none'}"
 
 
 def _packing(stats: Fields) -> str:
-    """Waste and cut documents of packing, compared with windows of the plain stream."""
+    """Waste and split documents of packing, compared with windows of the plain stream."""
     return (
         f"; packed: {stats['waste_frac']:.2%} of positions without a target, {stats['cut_documents']} of "
         f"{stats['documents']} documents cut (as a stream {stats['stream_waste_frac']:.2%}, {stats['stream_cut_documents']})"
@@ -238,7 +238,7 @@ def _sink_failed(event: Fields) -> str:
     after = "it was detached; the events file is complete"
     if sink == "events":
         after = "events are lost until writing works again"
-    return f"sink {sink} failed ({event.get('error')}); {after}; training goes on"
+    return f"sink {sink} failed ({event.get('error')}); {after}; training continues"
 
 
 def _checkpoint_failed(event: Fields) -> str:
@@ -248,7 +248,7 @@ def _checkpoint_failed(event: Fields) -> str:
 
 def _quarantined(event: Fields) -> str:
     name = event.get("checkpoint") or event.get("path") or event.get("step")
-    return f"checkpoint {name} is damaged and was set aside: {_reason(event)}"
+    return f"checkpoint {name} is damaged and was quarantined: {_reason(event)}"
 
 
 def _skipped(event: Fields) -> str:
@@ -320,7 +320,14 @@ _MESSAGES: Final[Mapping[str, tuple[str, Callable[[Fields], str | None]]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEndFacts:
-    """Facts for the summary that the events do not hold: sample, paths of report and export, next commands."""
+    """Facts for the summary that the events do not hold.
+
+    Attributes:
+        sample_text: Text that the trained model generated; empty for none.
+        report_path: Path of the written report; None if there is none.
+        export_path: Path of the exported model; None if there is none.
+        next_commands: Command lines that the summary proposes.
+    """
 
     sample_text: str = ""
     report_path: Path | None = None

@@ -84,7 +84,7 @@ class StepTimers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeSplit:
-    """Seconds per phase (``PHASES`` and ``other``) over ``wall_s`` seconds of wall time."""
+    """Seconds per phase: ``seconds`` by name (``PHASES`` and ``other``) add up to ``wall_s`` seconds of wall time."""
 
     wall_s: float
     seconds: Mapping[str, float]
@@ -98,7 +98,14 @@ class TimeSplit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Speed over the last window of steady steps; ``eta_s`` includes the pauses between them."""
+    """Speed over the last window of steady steps.
+
+    Attributes:
+        step_s: Mean seconds per step, without pauses such as evaluations.
+        tokens_per_s: Tokens per second of all devices.
+        tokens_per_s_device: Tokens per second of one device.
+        eta_s: Seconds to the end of the run, at the speed of the window with its pauses.
+    """
 
     step_s: float
     tokens_per_s: float

@@ -17,12 +17,27 @@ _ASCII_BLOCKS: Final = "_.-~=+*#"
 class RunSummary:
     """Facts of a run from its events; a fact that no event holds is None.
 
-    ``losses`` are (step, train loss) of every logged step, without steps that were repeated after a crash. ``time_frac`` is
-    the share of each phase in the wall time of the logged steps. Rates are medians over the logged steps. ``links`` are those
-    of the last ``links`` event.
+    Attributes:
+        state: ``finished``, ``stopped early``, ``preempted``, ``failed`` or ``interrupted``.
+        steps: Last step that the run reached.
+        steps_total: Number of steps that were asked for.
+        attempts: Number of starts of the run.
+        skipped_steps: Number of steps that the guard skipped.
+        train_loss: Loss of the last logged step.
+        eval_metrics: Values of the last evaluation by name; empty if there was none.
+        tokens_total: Tokens of all ranks up to the last logged step.
+        tokens_per_s: Tokens per second of all devices, the median over the logged steps.
+        tokens_per_s_device: Tokens per second of one device, the median over the logged steps.
+        step_s: Seconds per step, the median over the logged steps.
+        utilization: ``mfu`` or ``matmul_ceiling_frac`` with its median over the logged steps, from 0 to 1.
+        peak_bytes: Largest memory in use, in bytes.
+        wall_s: Seconds of all attempts, without the time between them.
+        time_frac: Share of each phase in the wall time of the logged steps, from 0 to 1.
+        losses: (step, train loss) of every logged step, without steps that were repeated after a crash.
+        links: Entries of the last ``links`` event, one for each connection.
     """
 
-    state: str  # finished | stopped early | preempted | failed | interrupted
+    state: str
     steps: int
     steps_total: int | None
     attempts: int
@@ -33,7 +48,7 @@ class RunSummary:
     tokens_per_s: float | None
     tokens_per_s_device: float | None
     step_s: float | None
-    utilization: tuple[str, float] | None  # ("mfu" | "matmul_ceiling_frac", fraction)
+    utilization: tuple[str, float] | None
     peak_bytes: float | None
     wall_s: float
     time_frac: Mapping[str, float]
@@ -46,7 +61,7 @@ class RunSummary:
 
 
 def summarise(events: Sequence[Event]) -> RunSummary:
-    """Summarise one rank's events, in file order, over all attempts."""
+    """Summarise ``events`` of one rank, in file order, over all attempts."""
     history = collapse_repeated(events)
     steps = [event for event in history if event["kind"] == "step"]
     evals = [event for event in history if event["kind"] == "eval"]

@@ -2,7 +2,7 @@
 
 ``csv`` and ``tensorboard`` write synchronously inside the run folder. ``wandb`` (offline unless ``WANDB_MODE`` is set) and
 sinks of other packages (entry-point group ``unisono.sinks``) run on a thread of their own behind a queue, because their
-calls may be slow or hang. The event log detaches a sink that fails, and training goes on. Steps repeated after a crash
+calls may be slow or hang. The event log detaches a sink that fails, and training continues. Steps repeated after a crash
 appear once. Histograms and images are not tracked.
 """
 
@@ -12,6 +12,7 @@ import contextlib
 import csv
 import importlib
 import importlib.util
+import io
 import os
 import queue
 import re
@@ -26,6 +27,7 @@ from typing import Any, Final, Protocol, cast
 from unisono.errors import ConfigError, missing_extra, nearest_name
 from unisono.observe.events import Event, EventLog, RewindFilter, number
 from unisono.observe.options import BUILT_IN_SINKS, SINK_GROUP
+from unisono.storage.files import new_file
 
 _NOT_SERIES: Final = frozenset({"t", "m", "rank", "attempt", "step", "steps_total", "eta_s"})
 _QUEUE_LIMIT: Final = 10_000
@@ -45,13 +47,18 @@ SinkFactory = Callable[[Path, str, int], Sink]
 
 
 def event_metrics(event: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a step or eval event: its numeric fields without envelope, step and ETA."""
+    """The metrics of ``event`` (step or eval): its numeric fields without envelope, step and ETA."""
     series = ((name, number(value)) for name, value in event.items() if name not in _NOT_SERIES)
     return {name: value for name, value in series if value is not None}
 
 
 class Trackers:
     """Opens the named sinks and subscribes them to the event log; ``close`` closes them. For rank 0 only.
+
+    Args:
+        log: Event log whose events the sinks receive.
+        names: ``csv``, ``tensorboard``, ``wandb``, or names of entry points of ``unisono.sinks``.
+        run_dir: Folder of the run that the sinks write to.
 
     Raises:
         ExtraError: The package of a tracker is missing.
@@ -202,18 +209,12 @@ class CsvSink:
         self._fd = self._open()
 
     def _replace(self, rows: Iterable[Mapping[str, str]]) -> None:
-        beside = self._path.with_name(f".{self._path.name}.new")
-        beside.unlink(missing_ok=True)
-        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            with os.fdopen(fd, "w", encoding="utf-8", newline="") as new:
-                writer = csv.DictWriter(new, self._columns, restval="", lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
-            os.replace(beside, self._path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+        with new_file(self._path, mode=0o600) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+            writer = csv.DictWriter(text, self._columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+            text.detach()  # flushes, and leaves the file open
 
     def _drop_torn_row(self) -> None:
         with open(self._path, "rb+") as file:

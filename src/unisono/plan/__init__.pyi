@@ -9,8 +9,6 @@ from .rules import ExpertRule as ExpertRule
 from .rules import OutputRule as OutputRule
 from .rules import ParameterPlacement as ParameterPlacement
 from .rules import SequenceRule as SequenceRule
-from .tensor_layout import Layout as Layout
-from .tensor_layout import TensorLayout as TensorLayout
 from .tp_inference import InferredRules as InferredRules
 from .tp_inference import infer_rules as infer_rules
 from .validate import validate_plan as validate_plan

@@ -38,7 +38,7 @@ class PlanOptions:
     cp: int = option(1, "Ranks that share each sequence (context parallel); they share the state too.", ge=1)
     pp: int = option(1, "Ranks in a row that each run some of the blocks (pipeline).", ge=1)
     schedule: Schedule = option(
-        "1f1b", "Order of a pipeline's passes; interleaved and zbv give a rank two pieces of the model."
+        "1f1b", "Order of a pipeline's forward and backward passes; interleaved and zbv give a rank two stages."
     )
     ep: int = option(1, "Ranks among those of dp_shard x cp that share the experts of a layer.", ge=1)
     precision: Precision = option(

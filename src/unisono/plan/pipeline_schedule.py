@@ -106,34 +106,35 @@ def _zbv(pp: int, rank: int, micro_batches: int) -> tuple[Action, ...]:
     return tuple(action for action in actions if action.micro < micro_batches)
 
 
-def balance_stages(blocks: Sequence[float], before: float, after: float, pieces: int) -> tuple[int, ...]:
+def balance_stages(blocks: Sequence[float], before: float, after: float, num_stages: int) -> tuple[int, ...]:
     """Number of blocks of each stage, such that the largest cost of a stage is minimal (exact, by dynamic programming).
 
     ``blocks`` has the cost of each block; ``before`` is added to the first stage and ``after`` to the last. Every stage has a
     block. Of equally good splits the one with the shorter first stages is taken. Raises PlanError if there are too few blocks.
     """
-    if pieces > len(blocks):
+    if num_stages > len(blocks):
         raise PlanError(
-            given=f"a model of {len(blocks)} blocks in {pieces} pieces",
-            rule="every piece of a pipeline has at least one block",
+            given=f"a model of {len(blocks)} blocks in {num_stages} stages",
+            rule="every stage of a pipeline has at least one block",
             consequence="a stage would only pass data on",
-            nearest=f"at most {len(blocks)} pieces: a smaller plan.pp, or schedule='1f1b' with one piece per rank",
+            nearest=f"at most {len(blocks)} stages: a smaller plan.pp, or schedule='1f1b' with one stage per rank",
         )
     sums = [0.0, *accumulate(blocks)]
     count = len(blocks)
-    # heaviest[k]: largest cost of the best split of the first k blocks into the stages so far; cuts[p][k]: where its last begins
+    # heaviest[k]: largest cost of the best split of the first k blocks into the stages so far
+    # starts[s][k]: first block of the last stage of that split
     heaviest = [before + total for total in sums]
-    cuts: list[list[int]] = []
-    for piece in range(2, pieces + 1):
-        extra = after if piece == pieces else 0.0
+    starts: list[list[int]] = []
+    for stages in range(2, num_stages + 1):
+        extra = after if stages == num_stages else 0.0
         here, best = [float("inf")] * (count + 1), [0] * (count + 1)
-        for end in range(piece, count + 1):
+        for end in range(stages, count + 1):
             here[end], best[end] = min(
-                (max(heaviest[cut], sums[end] - sums[cut] + extra), cut) for cut in range(piece - 1, end)
+                (max(heaviest[start], sums[end] - sums[start] + extra), start) for start in range(stages - 1, end)
             )
         heaviest = here
-        cuts.append(best)
+        starts.append(best)
     ends = [count]
-    for best in reversed(cuts):
+    for best in reversed(starts):
         ends.insert(0, best[ends[0]])
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))

@@ -159,7 +159,25 @@ class BackendPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Everything that decides the computation of a step and its layout on ranks."""
+    """Everything that decides the computation of a step and its layout on ranks.
+
+    ``derive_plan`` makes one from options, ``load`` and ``from_json`` read one; ``updated`` changes fields. Two plans that
+    compute the same are equal.
+
+    Attributes:
+        version: Version of the stored form.
+        mesh: Device type, and number of ranks along each mesh axis.
+        batch: Samples per step and per forward pass, and forward passes per step.
+        precision: Dtype of matrix products, with rules for modules that differ.
+        recompute: Activations that are recomputed or offloaded.
+        fsdp: How parameters, gradients and optimizer state are sharded.
+        pipeline: Schedule and stages.
+        sync: How data ranks synchronise gradients or parameters.
+        tensor_parallel: Layers that are sharded over ``tp``.
+        backend: Compiler, and choices of kernels and memory layout.
+        pins: Names of the options that the user set; not compared.
+        provenance: How the other fields were derived, in words; not compared.
+    """
 
     version: int = VERSION
     mesh: MeshPlan
@@ -171,7 +189,6 @@ class Plan:
     sync: SyncPlan
     tensor_parallel: TensorParallelPlan
     backend: BackendPlan
-    # options a user set, and how the rest was derived; two plans that compute the same are equal
     pins: tuple[str, ...] = field(default=(), compare=False)
     provenance: str = field(default="", compare=False)
 

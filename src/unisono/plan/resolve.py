@@ -43,7 +43,17 @@ def load_plan(options: PlanOptions) -> Plan:
 
 
 def derive_plan(options: PlanOptions, *, world_size: int, device: str, native_bf16: bool) -> Plan:
-    """Derive the fields that the user left open. ``device`` is the device type in use. Raises PlanError with all problems."""
+    """Derive the fields that the user left open.
+
+    Args:
+        options: Options of the user.
+        world_size: Number of ranks of the job.
+        device: Device type in use, such as ``cuda`` or ``cpu``.
+        native_bf16: Whether the device computes in bf16 natively, so that precision ``auto`` means bf16.
+
+    Raises:
+        PlanError: The plan breaks a rule on this number of ranks; it holds all problems at once.
+    """
     ranks = max(1, world_size // (options.pp * options.cp * options.tp))
     dp_shard = options.dp_shard or ranks
     share = -(-options.global_batch // ranks)

@@ -216,11 +216,11 @@ BUILT_IN_RULES: Mapping[str, tuple[Rule, ...]] = {
 
 def match_modules(pattern: str, names: Collection[str]) -> list[str]:
     """The names that match ``pattern``, in order."""
-    regular = "".join(_PIECES.get(piece, re.escape(piece)) for piece in re.split(r"(\*\*\.|\*)", pattern))
+    regular = "".join(_WILDCARDS.get(token, re.escape(token)) for token in re.split(r"(\*\*\.|\*)", pattern))
     return [name for name in names if re.fullmatch(regular, name)]
 
 
-_PIECES = {"**.": r"(?:[^.]+\.)*", "*": r"[^.]+"}
+_WILDCARDS = {"**.": r"(?:[^.]+\.)*", "*": r"[^.]+"}
 
 
 def built_in_rules(names: Collection[str]) -> tuple[Rule, ...]:

@@ -71,13 +71,13 @@ def _aligned(operands: Sequence[Operand], shardings: Mapping[int, ValueSharding]
     }
     at, _, fused = next(iter(places))
     if len(places) > 1:
-        raise CannotPropagate("meets another one that is cut in another way")
+        raise CannotPropagate("meets another one that is sharded in another way")
     if at >= -last:
-        raise CannotPropagate("is summed or compared along the dim that is cut")
+        raise CannotPropagate("is summed or compared along the sharded dim")
     for operand in operands:
         if operand.value not in shardings and len(operand.shape) >= -at and operand.shape[at] != 1:
             raise CannotPropagate(
-                f"meets {operand.parameter or 'a value'} that is whole and has a number for each of its parts"
+                f"meets {operand.parameter or 'a value'} that is not sharded and has a size above 1 along the sharded dim"
             )
     return at, fused
 
@@ -90,7 +90,7 @@ def _only(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> tuple[Shape, 
     """Shape and sharding of the first operand, which must be the only sharded one."""
     first, *others = op.operands()
     if first.value not in shardings or any(other.value in shardings for other in others):
-        raise CannotPropagate(f"goes into {op.name.strip('_')} beside others")
+        raise CannotPropagate(f"goes into {op.name.strip('_')} together with others")
     return first.shape, shardings[first.value]
 
 
@@ -142,7 +142,7 @@ def _reshaped(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[Valu
     before, size = prod(shape[: sharding.dim]), shape[sharding.dim]
     places = [dim for dim in range(len(target)) if prod(target[:dim]) == before]
     if not places:
-        raise CannotPropagate("is reshaped across the dim that is cut")
+        raise CannotPropagate("is reshaped across the sharded dim")
     place = places[-1]
     if len(places) > 1 and size > 1:
         if sharding.single:
@@ -156,7 +156,7 @@ def _reshaped(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[Valu
     elif target[place] == FUSED and size % FUSED == 0 and size > FUSED:
         raise NeedsFusedSplit("is split into three")
     if target[place] % size and size % target[place]:
-        raise CannotPropagate("is reshaped across the dim that is cut")
+        raise CannotPropagate("is reshaped across the sharded dim")
     return [sharding._replace(dim=place)]
 
 
@@ -189,7 +189,7 @@ def _unbound(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[Value
     shape, sharding = _only(op, shardings)
     dim = _argument(op, 1, "dim", 0) % len(shape)
     if dim == sharding.dim:
-        raise CannotPropagate("is taken apart along the dim that is cut")
+        raise CannotPropagate("is unbound along the sharded dim")
     return [sharding._replace(dim=sharding.dim - (dim < sharding.dim))] * len(op.shapes)
 
 
@@ -212,7 +212,7 @@ def _indexed(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[Value
     for item in index:
         if item is not None and dim == sharding.dim:
             if item != slice(None):
-                raise CannotPropagate("is indexed along the dim that is cut")
+                raise CannotPropagate("is indexed along the sharded dim")
             return [sharding._replace(dim=output_dim)]
         dim, output_dim = dim + (item is not None), output_dim + (not isinstance(item, int))
     raise CannotPropagate("is indexed in a way that is not understood")
@@ -222,16 +222,16 @@ def _joined(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueS
     at, fused = _aligned(op.operands(), shardings)
     dim = _argument(op, 1, "dim", 0)
     if dim % len(op.shapes[0]) == len(op.shapes[0]) + at:
-        raise CannotPropagate("is joined with others along the dim that is cut")
+        raise CannotPropagate("is joined with others along the sharded dim")
     return [_at(op.shapes[0], at, fused)]
 
 
 def _along(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
-    """Softmax along another dim."""
+    """Softmax along a dim that is not sharded."""
     shape, sharding = _only(op, shardings)
     dim = _argument(op, 1, "dim")
     if dim is None or dim % len(shape) == sharding.dim:
-        raise CannotPropagate(f"goes through {op.name} along the dim that is cut")
+        raise CannotPropagate(f"goes through {op.name} along the sharded dim")
     return [sharding]
 
 
@@ -240,7 +240,7 @@ def _reduced(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[Value
     given = _argument(op, 1, "dim")
     dims = [dim % len(shape) for dim in ([given] if isinstance(given, int) else given or range(len(shape)))]
     if sharding.dim in dims:
-        raise CannotPropagate(f"goes through {op.name} along the dim that is cut")
+        raise CannotPropagate(f"goes through {op.name} along the sharded dim")
     keepdim = len(op.shapes[0]) == len(shape)
     return [sharding._replace(dim=sharding.dim - (0 if keepdim else sum(dim < sharding.dim for dim in dims)))]
 
@@ -248,7 +248,7 @@ def _reduced(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[Value
 def _normalised(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
     shape, sharding = _only(op, shardings)
     if sharding.dim >= len(shape) - len(_argument(op, 1, "normalized_shape")):
-        raise CannotPropagate(f"goes through {op.name} along the dim that is cut")
+        raise CannotPropagate(f"goes through {op.name} along the sharded dim")
     return [sharding]
 
 
@@ -262,10 +262,10 @@ def _attention(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[Val
     """Attention sharded by heads; with ``enable_gqa`` there are fewer heads of keys and values."""
     query, key, value, *masks = op.operands()
     if any(operand.value not in shardings for operand in (query, key, value)):
-        raise CannotPropagate("meets queries, keys or values that are whole")
+        raise CannotPropagate("meets queries, keys or values that are not sharded")
     heads, *others = (shardings[operand.value].dim - len(operand.shape) for operand in (query, key, value))
     if set(others) != {heads} or heads >= -2 or (heads != -3 and op.keywords.get("enable_gqa")):
-        raise CannotPropagate("goes into attention, but not cut by heads")
+        raise CannotPropagate("goes into attention, but not sharded by heads")
     for mask in masks:
         if mask.value in shardings or (len(mask.shape) >= -heads and mask.shape[heads] != 1):
             raise CannotPropagate("meets a mask for each head")

@@ -66,7 +66,7 @@ def require_rules(inferred: InferredRules, model: str, tp: int) -> tuple[Rule, .
         rule=f"layers are sharded by rules; the built-in ones ({', '.join(BUILT_IN_RULES)}) do not name its modules, and no pair "
         f"of layers was found in what it computes ({reasons or 'it has no linear layers'})",
         consequence="every rank would compute the same",
-        nearest="plan.rules in a strategy file, or plan.tp=1 with plan.dp_shard to spread the state",
+        nearest="tensor_parallel.rules in a strategy file, or plan.tp=1 with plan.dp_shard to spread the state",
     )
 
 
@@ -246,7 +246,7 @@ class _Search:
         if op.module not in self._layers or len(op.inputs) > 1:
             raise CannotPropagate("goes into a matrix product that is no layer of its own")
         if sharding.dim != len(shape) - 1 or sharding.fused > 1:
-            raise CannotPropagate(f"goes into {name_pattern(op.module)} cut in another way than by its features")
+            raise CannotPropagate(f"goes into {name_pattern(op.module)} sharded in another way than by its features")
         group = state.group_of(sharding.origins)
         ends = [row for row, columns in state.rows.items() if columns & group]
         if ends:

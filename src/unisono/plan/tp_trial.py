@@ -84,7 +84,7 @@ def build_rule(group: LayerGroup, model: nn.Module, inputs: Mapping[str, Tensor]
     widths = [_width(model, name, group) for name in group.columns]
     counts = _counts([heads, few] if heads else widths, few)
     if not counts:
-        return f"its {heads or 'width'} {'head cannot be' if heads == 1 else 'parts cannot be'} cut"
+        return f"its {'width' if not heads else 'only head' if heads == 1 else f'{heads} heads'} cannot be sharded"
     sizes = {size for name in group.columns for size in group.parts[name]} | {w * 3 for w in widths if group.fused}
     tries = itertools.islice(_with_attributes(plain, module, heads, few, sizes), _MOST_TRIES)
     if heads and not _attributes_of_value(module, heads):
@@ -220,7 +220,7 @@ def _with_attributes(
 
 
 def _is_own_size(name: str) -> bool:
-    """Not of a configuration, which belongs to the whole model, nor of a layer, whose sizes follow from its weight."""
+    """Whether a rank may have its own value: a configuration is shared by all modules, a layer's sizes follow from its weight."""
     return not name.startswith("config.") and name.rpartition(".")[2] not in ("in_features", "out_features")
 
 
@@ -286,11 +286,11 @@ def _as_one_of(count: int, few: int, pair: ColwiseRowwise, module: nn.Module) ->
         setattr(owner, name, value)
 
     def narrow(layer: Any, name: str, dim: int, parts: int) -> None:
-        whole: Tensor | None = getattr(layer, name)
-        if whole is not None:
-            shape = [size // parts if at == dim else size for at, size in enumerate(whole.shape)]
-            empty = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(shape)
-            change(layer, name, nn.Parameter(empty, requires_grad=whole.requires_grad))
+        full: Tensor | None = getattr(layer, name)
+        if full is not None:
+            shape = [size // parts if at == dim else size for at, size in enumerate(full.shape)]
+            empty = torch.zeros((), dtype=full.dtype, device=full.device).expand(shape)
+            change(layer, name, nn.Parameter(empty, requires_grad=full.requires_grad))
 
     try:
         for name in (*pair.colwise, *pair.fused_colwise, *pair.kv_colwise):

@@ -21,7 +21,7 @@ _KIND_SETTINGS = {
 
 
 def validate_plan(plan: Plan, world_size: int) -> None:
-    """Raises PlanError with all problems of the plan on ``world_size`` ranks."""
+    """Check ``plan`` for ``world_size`` ranks. Raises PlanError with all problems."""
     checks = (_mesh, _batch, _block_costs, _pipeline, _recompute, _state, _compile, _choices, _placements, _sync)
     problems = list(_counts(plan)) or [problem for check in checks for problem in check(plan, world_size)]
     if problems:

@@ -1,4 +1,4 @@
-"""From a configuration to a trainer: every part is a built-in, an installed entry point, or the user's own callable."""
+"""Builds a trainer from a configuration: a component is built in, an installed entry point, or the user's own callable."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class RunData:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None for data of the user's own."""
+        """Tokenizer of the corpus; None for the user's own data."""
         return self.prepared.tokenizer if self.prepared else None
 
 
 def build_data(config: RunConfig) -> RunData:
-    """The data sets of ``components.data``. Raises DataError or ConfigError."""
+    """The data sets that ``config.components.data`` names. Raises DataError or ConfigError."""
     if config.components.data == TOKENS:
         prepared = prepare_corpus(config.data)
         seq_len, boundaries = config.data.seq_len, config.data.boundaries
@@ -85,7 +85,10 @@ def find_tokenizer(config: RunConfig) -> Tokenizer | None:
 
 
 def build_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
-    """The model of ``components.model``, initialised from ``run.seed`` alone, on the CPU."""
+    """The model that ``config.components.model`` names, initialised from ``run.seed`` alone, on the CPU.
+
+    ``tokenizer`` gives the size of the vocabulary; None for the user's own data. Raises ConfigError or DataError.
+    """
     cast(Any, torch).manual_seed(config.run.seed)
     if config.components.model == "gpt":
         return GPT(model_options(config, tokenizer))
@@ -129,6 +132,18 @@ def build_trainer(
     """The trainer of this configuration and of the plan resolved from it.
 
     Nothing is started before it is entered, and a model that the plan shards is built then.
+
+    Args:
+        config: Configuration of the run.
+        data: Training and held-out data; see ``build_data``.
+        plan: Plan of the job, resolved from ``config.plan``.
+        world: Ranks of the job; the caller closes it.
+        events: Event log of this rank; the caller closes it.
+        provenance: Facts, as JSON types by name, for the ``run_start`` event and every checkpoint.
+
+    Raises:
+        ConfigError: A component is unknown, cannot be imported or returns the wrong kind of object.
+        DataError: ``model.vocab_size`` is too small for the tokenizer, or is 0 without one.
     """
     build = partial(build_model, config, data.tokenizer)
     return Trainer(

@@ -47,7 +47,22 @@ class Components:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """The configuration of one run. ``unisono config explain KEY`` describes each field."""
+    """The configuration of one run. ``unisono config explain KEY`` describes each option of a section.
+
+    Attributes:
+        run: Folder, seed and resume mode.
+        components: Model, objective, data, transform and metrics: built in, installed or your own.
+        model: Architecture of the built-in model.
+        data: Corpus, tokenizer and windows of the built-in data.
+        loader: Workers, prefetching and last batches.
+        plan: Layout of model and batch on the ranks.
+        optim: Optimizer, learning rate, decay and clipping.
+        schedule: Learning rate over the steps.
+        train: Length of the run, evaluations and the numerical guard.
+        checkpoint: When checkpoints are written and how many are kept.
+        observe: Console, trackers and report.
+        launch: Processes, threads, restarts and time-outs of ``unisono train`` and ``unisono launch``.
+    """
 
     run: RunOptions = field(default_factory=RunOptions)
     components: Components = field(default_factory=Components)

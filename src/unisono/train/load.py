@@ -22,9 +22,19 @@ from unisono.train.config import RunConfig
 def load_model(
     config: RunConfig, tokenizer: Tokenizer | None, world: World, checkpoint: str | None
 ) -> tuple[nn.Module, int]:
-    """(model, step) from the newest good checkpoint, or the one named; the averaged weights where the run kept them.
+    """Load a run's trained model, with the averaged weights if the run kept them.
 
-    Raises CheckpointError when there is none or it holds another model.
+    Args:
+        config: Configuration of the run; ``run.dir`` is its folder.
+        tokenizer: Tokenizer that gives the size of the vocabulary; None for the user's own data.
+        world: Ranks that agree on the newest checkpoint; all of them call this.
+        checkpoint: Path of a checkpoint; None or empty means the newest good one in the run's folder.
+
+    Returns:
+        The unsharded model on the CPU in evaluation mode, and the step of its checkpoint.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, it is damaged, or it holds another model.
     """
     snapshot = open_run_checkpoint(config, world, checkpoint)
     return read_model(config, tokenizer, snapshot), snapshot.step

@@ -18,7 +18,7 @@ def is_due(every: int, step: int) -> bool:
 class RunOptions:
     """Where a run lives and how it starts."""
 
-    dir: str = option("runs/first", "Folder of this run; a run found there goes on.")
+    dir: str = option("runs/first", "Folder of this run; a run found there is resumed.")
     seed: int = option(0, "Seed of initialisation, data order, augmentation and dropout.", ge=0)
     resume: str = option(
         "auto", "auto = newest good checkpoint or a new run; strict = refuse any difference; never; or a path."

@@ -158,7 +158,7 @@ def _choose(root: Path, mode: str, world: World, events: EventLog) -> Path | Non
                 f"up to step {max(committed)}",
                 rule="a committed checkpoint is never overwritten",
                 consequence="nothing was started",
-                nearest="another run.dir for a new run, or run.resume='auto' to go on with this one",
+                nearest="another run.dir for a new run, or run.resume='auto' to continue this one",
             )
         return None
     path = Path(mode)

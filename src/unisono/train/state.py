@@ -53,7 +53,7 @@ class SyncState(Protocol):
         ...
 
     def consensus_parameters(self) -> AbstractContextManager[Any]:
-        """Where parameters diverge: inside, the model has those that ranks agree on."""
+        """A context in which the model has parameters that all ranks agree on, also where ranks diverge between averages."""
         return nullcontext()
 
 
@@ -101,7 +101,7 @@ class TrainState:
         return self.loss_scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
 
     def shards(self) -> dict[str, TensorShard]:
-        """Where the tensors of ``global_state`` lie that are split over ranks, by path."""
+        """This rank's shard of each tensor of ``global_state`` that is sharded over ranks, by path."""
         shards: dict[str, TensorShard] = {}
         for path, tensor in self.local_state().items():
             # model/NAME, optim/STATE/NAME, ema/NAME

@@ -163,7 +163,7 @@ class ForwardBackward:
         timers: StepTimers,
         step: int,
     ) -> None:
-        """Accumulate the gradients of ``loss(outputs, micro_batch)`` []; ``sync`` is told before the last backward pass."""
+        """Accumulate the gradients of ``loss(outputs, micro_batch)`` []; ``sync`` is prepared before the last backward pass."""
         if self.pipeline is not None:
             stages = _StagePasses(self, micro_batches)
             phase = partial(stages.phase, timers, step)
@@ -203,11 +203,11 @@ class ForwardBackward:
                 consume(number, self.model(**self.inputs(sharded)), sharded)
 
     def shard_sequences(self, micro_batch: Batch) -> Batch:
-        """This rank's part of each sequence; the whole of it without context parallelism."""
+        """This rank's part of each sequence; the full sequence without context parallelism."""
         return micro_batch if self.context is None else self.context.shard_batch(micro_batch)
 
     def whole_sequences(self, micro_batch: Batch) -> AbstractContextManager[Any]:
-        """Inside, attention of the ranks that share sequences is over those of the whole ``micro_batch``."""
+        """A context in which ranks that share sequences attend over the full sequences of ``micro_batch``."""
         return nullcontext() if self.context is None else self.context.micro_batch(micro_batch)
 
 

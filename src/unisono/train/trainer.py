@@ -89,7 +89,13 @@ ACCELERATOR_READ_STEPS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """How ``fit`` ended: ``reason`` is finished, preempted or early_stop; ``evaluation`` is the last one, or empty."""
+    """How ``fit`` ended.
+
+    Attributes:
+        step: Number of optimizer updates that the state has, from the first start of the run on.
+        reason: ``finished``, ``preempted`` (a signal to any rank) or ``early_stop``.
+        evaluation: Values of the last evaluation by name, ``loss`` included; empty if there was none.
+    """
 
     step: int
     reason: str
@@ -99,16 +105,64 @@ class Result:
 class Trainer:
     """Trains ``model`` on ``data`` as ``plan`` says. A context manager and an iterator; ``fit()`` is the whole run.
 
-    ``model`` is a module, whose values on rank 0 are broadcast, or a callable that builds one, the same on all ranks. Where the
-    plan spreads the model, what a callable builds is never whole on any rank (``parallel.deferred_init``). ``__enter__`` sets
-    ``self.model``. ``flops_per_token`` is a number, or a function of the unsharded model, which may be on the meta device.
+    Entering it joins the other ranks, resolves the plan, shards the model and resumes from a checkpoint. Iterating it trains:
+    each item is a finished step. Leaving it saves the last step and closes everything that it opened. After entering,
+    ``self.model`` is this rank's (part of the) model.
 
-    ``objective(outputs, batch) -> (loss_sum, weight)``. ``schedule`` is ScheduleOptions or ``step (from 0) -> learning
-    rate``. The batch entries whose names are parameters of ``model.forward`` are passed to it. ``transform``,
-    ``pair_transform``, ``batch_transform`` and ``shuffle_block`` are those of ``Loader``. Without ``world`` the environment
-    of the process says which rank this is.
+    Example::
 
-    Raises PlanError, DataError, CheckpointError before the first step; NumericsError and CommError during it.
+        def objective(outputs, batch):
+            losses = torch.nn.functional.cross_entropy(outputs, batch["targets"], reduction="none")  # [B]
+            return losses.sum(), torch.tensor(float(len(losses)))
+
+        data = from_map_style([(torch.randn(2), 0), (torch.randn(2), 1)])  # (inputs, target) pairs
+        options = TrainOptions(steps=200)
+        with Trainer(Net(), data, PlanOptions(global_batch=2), objective=objective, options=options) as run:
+            for step in run:
+                if step.index % 50 == 0:
+                    print(step.index, run.evaluate(data)["loss"])
+
+    Args:
+        model: A module, whose values on rank 0 are broadcast, or a callable that builds one, the same on all ranks. Where the
+            plan shards the model, the module that a callable builds is never whole on any rank (``parallel.deferred_init``).
+            Batch entries whose names are parameters of ``model.forward`` are passed to it.
+        data: The training samples: a ``Dataset``, anything indexable with a length, or an iterable, which is read as a stream.
+        plan: The layout of model and batch on the ranks. ``PlanOptions`` (default: all defaults) are resolved into a plan for
+            this job; a ``Plan`` is only validated.
+        objective: ``(outputs, batch) -> (loss_sum, weight)``, two 0-dim tensors. The loss of a step is the sum of ``loss_sum``
+            divided by the sum of ``weight``, both over all micro-batches and ranks.
+        optimizer: Kind, learning rate, decay and clipping of the optimizer. Default: ``OptimOptions()``, AdamW.
+        schedule: ScheduleOptions (default: ``ScheduleOptions()``), or a function of the step, from 0, that returns the
+            learning rate itself.
+        options: Length of the run, cadence of evaluations, early stopping, EMA and the guard against bad steps. Default:
+            ``TrainOptions()``.
+        checkpoint: When checkpoints are written and how many are kept. Default: ``CheckpointOptions()``.
+        run_dir: Folder of this run: checkpoints, events and logs. It is created if it is missing.
+        seed: Seed of data order, augmentation and dropout. It does not initialise a module that is passed or built.
+        resume: ``auto`` resumes from the newest good checkpoint in ``run_dir`` or starts a new run; ``strict`` also refuses
+            any difference that bit-exactness depends on; ``never`` refuses a folder with checkpoints; a path names a checkpoint.
+        eval_data: Held-out data set that ``fit`` and ``evaluate`` use. Default: none, and ``fit`` does not evaluate.
+        metrics: Metrics of an evaluation by name, in addition to ``loss``. Default: none.
+        transform: ``(sample, rng) -> sample``, applied to each training sample; see ``Loader``.
+        pair_transform: ``(a, b, rng) -> sample`` on two neighbours of the global batch, such as mixup; see ``Loader``.
+        batch_transform: ``(batch) -> batch`` on all rows of a micro-batch; see ``Loader``.
+        loader: Workers, prefetching and the treatment of bad samples and last batches. Default: ``LoaderOptions()``.
+        shuffle_block: Number of neighbouring samples that stay together when samples are shuffled, for storage that is slow at
+            random access. 0 shuffles single samples.
+        flops_per_token: FLOPs of forward and backward per unit of weight (per token in text), or a function of the unsharded
+            model, which may be on the meta device. The default 0 reports no TFLOP/s and no utilization.
+        world: The ranks to train on; the caller closes it. By default the environment of the process tells which rank this is,
+            and entering joins the others.
+        events: Event log to write to; the caller closes it. Default: a log of this rank under ``run_dir``.
+        provenance: Facts, as JSON types by name, that are recorded in the ``run_start`` event and in every checkpoint. Its
+            ``config_hash`` must be equal on all ranks. Default: none.
+
+    Raises:
+        PlanError: The plan does not fit the ranks, the model or a batch. Before the first step.
+        DataError: The data or its loader settings cannot be used. Before the first step.
+        CheckpointError: The checkpoint cannot be resumed from, or the last step cannot be saved.
+        NumericsError: ``options.max_skips`` steps in a row were skipped.
+        CommError: Ranks disagree, or one of them does not answer.
     """
 
     def __init__(

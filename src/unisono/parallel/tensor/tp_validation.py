@@ -47,7 +47,7 @@ def resolve_rules(model: nn.Module, plan: Plan) -> list[RuleMatch]:
             given=f"plan.tp={plan.mesh.tp} for {type(model).__name__}",
             rule=f"layers are sharded by rules, and the built-in ones ({', '.join(BUILT_IN_RULES)}) do not name its modules",
             consequence="every rank would compute the same",
-            nearest="plan.rules in a strategy file, or plan.tp=1 with plan.dp_shard to spread the state",
+            nearest="tensor_parallel.rules in a strategy file, or plan.tp=1 with plan.dp_shard to spread the state",
         )
     problems = list(_unmatched(rules, modules))
     if not problems:
@@ -65,7 +65,7 @@ def resolve_rules(model: nn.Module, plan: Plan) -> list[RuleMatch]:
                     given=f"sequence_parallel for {type(model).__name__}",
                     rule="a rule says between which modules activations may be sharded along the sequence",
                     consequence="it would change nothing",
-                    nearest='{"rule": "sequence", "modules": […]} among plan.rules, or sequence_parallel=False',
+                    nearest='{"rule": "sequence", "modules": […]} among tensor_parallel.rules, or sequence_parallel=False',
                 )
             )
         if not problems:

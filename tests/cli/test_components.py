@@ -1,4 +1,4 @@
-"""Parts of one's own: from the Python configuration file, and by name from an installed entry point."""
+"""Components of the user's own: from the Python configuration file, and by name from an installed entry point."""
 
 from __future__ import annotations
 
