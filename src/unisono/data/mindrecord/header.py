@@ -45,7 +45,13 @@ _Number = Annotated[int, Meta(ge=0, le=1 << 31)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldType:
-    """A field's type (int32, int64, float32, float64, string, bytes) and, for an array, its shape with at most one −1."""
+    """A field's type and, for an array, its shape.
+
+    Attributes:
+        type: int32, int64, float32, float64, string or bytes; in tables of ``data.convert`` the name of any NumPy dtype
+            of numbers.
+        shape: Shape of an array, with at most one −1 for a dim of any size. None for a single value.
+    """
 
     type: str
     shape: tuple[int, ...] | None = None

@@ -45,14 +45,22 @@ _MOST: Final = (1 << 31) - 1
 class MindRecordWriter:
     """Writes a set of MindRecord files and their indexes; leaving the ``with`` block normally puts them in place.
 
-    ``path`` is the file's name, to which several ``shards`` append a number. ``schema``: the type of each field, or a mapping
-    of type and shape as in MindSpore's ``add_schema``. ``header_bytes``: space for the list of pages; ``page_bytes``: for the
-    scalars or the blobs of a row. ``index_fields``: by default all scalar fields.
-
     Row i is row i // ``shards`` of file i mod ``shards``, so the same rows give the same files. Files are written under
-    temporary names and synced; indexes are renamed last. After an exception the previous files remain; an interruption of the
-    renames leaves the complete new files, some of them under temporary names. Raises DataError, before writing, for values that
-    MindSpore could not read back equal.
+    temporary names and synced; indexes are renamed last. After an exception the previous files remain; an interruption
+    of the renames leaves the complete new files, some of them under temporary names.
+
+    Args:
+        path: The file, to whose name several ``shards`` append a number.
+        schema: The type of each field, or a mapping of type and shape as in MindSpore's ``add_schema``.
+        shards: Number of files, at most 1000.
+        page_bytes: Bytes for the scalars, or the blobs, of a row, and the size of a page.
+        header_bytes: Bytes reserved in each file for the header with its list of pages.
+        index_fields: Fields of the index. By default all scalar fields.
+        overwrite: Whether to replace existing files.
+
+    Raises:
+        DataError: A file exists, or a size or name is out of range; in ``write``, before anything is written, MindSpore
+            could not read a value back equal.
     """
 
     def __init__(

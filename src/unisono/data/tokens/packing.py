@@ -120,10 +120,23 @@ def _best_fit(lengths: list[int], capacity: int) -> list[int]:
 
 
 def pack_tokens(tokens: TokenSet, seq_len: int) -> list[str]:
-    """Write the missing and damaged indices of ``tokens``; returns the reasons for replacing existing ones.
+    """Write the missing and damaged packing indices of ``tokens``, which ``PackedWindows`` reads.
 
-    Takes the memory of one shard's index: 12 bytes per document and 8 per sample. Raises OSError if the shards' folder cannot be
-    written. Concurrent processes write the same file, each atomically.
+    Takes the memory of one shard's index: 12 bytes per document and 8 per sample. Concurrent processes write the same
+    file, each atomically.
+
+    Args:
+        tokens: The token set; each index is written beside its shard.
+        seq_len: Tokens of one sample.
+
+    Returns:
+        The reasons for replacing existing indices; empty if none was damaged.
+
+    Raises:
+        OSError: The shards' folder cannot be written.
+
+    Source:
+        Best-fit packing: Ding et al. 2024, arXiv:2404.10830.
     """
     replaced: list[str] = []
     offset = 0
@@ -141,14 +154,24 @@ def pack_tokens(tokens: TokenSet, seq_len: int) -> list[str]:
 
 
 class PackedWindows:
-    """A ``Dataset`` of packed samples of ``tokens``, with the arrays of ``TokenWindows``; needs the index of ``pack_tokens``.
+    """A ``Dataset`` of samples packed from whole documents, with the arrays of ``TokenWindows``.
 
-    Empty slots are at a sample's end: the end-of-document id with weight 0, as a document of their own. Positions count from
-    the first token of a piece. With boundaries "ignore" there are no positions and documents, and the pieces of a sample attend
-    to each other; no target crosses documents either way. The end-of-document token is a target, never an input.
+    Reads the index that ``pack_tokens`` writes. Empty slots are at a sample's end: the end-of-document id with weight
+    0, as a document of their own. Positions count from the first token of a piece. With boundaries "ignore" there are
+    no positions and documents, and the pieces of a sample attend to each other; no target crosses documents either way.
+    The end-of-document token is a target, never an input.
 
-    Raises DataError for an index that is missing, damaged or of other shards, if no document has two tokens, and for
-    ``target_bytes`` without bytes per token in the shards.
+    Args:
+        tokens: The token set, whose shards have an index for ``seq_len``.
+        seq_len: Tokens of one sample.
+        boundaries: "mask" gives each sample the positions and numbers of its documents, so that attention stays within
+            a document; "ignore" gives neither.
+        target_bytes: Whether samples have ``target_bytes``, the bytes of text of each target.
+        name: Name of the data in errors (train, eval).
+
+    Raises:
+        DataError: An index is missing, damaged or of other shards, no document has two tokens, or ``target_bytes`` is
+            set and the shards have no bytes per token.
     """
 
     def __init__(
@@ -185,7 +208,7 @@ class PackedWindows:
         return int(self._ends[-1])
 
     def read(self, indices: Ids) -> Batch:
-        """The samples ``indices``, with the arrays of ``windows``."""
+        """Samples by number, with the arrays of ``TokenWindows``."""
         if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"samples are numbered 0..{len(self) - 1}, asked for {indices.min()}..{indices.max()}")
         shard_of = np.searchsorted(self._ends, indices, side="right")

@@ -77,15 +77,25 @@ class CorpusReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedCorpus:
-    """The token sets of a corpus. ``eval`` has the bytes of text per token."""
+    """The token sets of a corpus, as ``prepare_corpus`` opens them.
+
+    Attributes:
+        train: Tokens to train on.
+        eval: Held-out tokens; its shards have the bytes of text per token.
+        tokenizer: The tokenizer of both sets.
+        report: Numbers of documents, tokens and bytes, skipped files, and for packed samples the statistics of packing.
+        folder: The folder of the sets, in the cache.
+        from_cache: Whether this call built nothing.
+        rebuild_reason: Damage of a cached folder or index that was replaced; empty if none was.
+    """
 
     train: TokenSet
     eval: TokenSet
     tokenizer: Tokenizer
     report: CorpusReport
     folder: Path
-    from_cache: bool  # this call built nothing
-    rebuild_reason: str  # damage of a cached folder that was replaced; else empty
+    from_cache: bool
+    rebuild_reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,11 +131,21 @@ class _FileDigest:
 
 
 def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> PreparedCorpus:
-    """Token sets of ``options.corpus``, built by the first call and found in the cache by later ones.
+    """Tokenize ``options.corpus`` into token sets; the first call builds them, later ones find them in the cache.
 
-    ``cache_dir`` defaults to ``options.cache_dir``, and that to the user's cache folder. Concurrent calls are safe. Progress is
-    logged to ``unisono`` at level info. Raises DataError for a corpus that is missing, empty or not text, an invalid tokenizer,
-    or a cache folder that cannot be written, and ExtraError for a tokenizer whose package is missing.
+    Concurrent calls are safe: one builds, and where files can be locked the others wait. A killed build continues from
+    its finished shards. Progress is logged to ``unisono`` at level info.
+
+    Args:
+        options: Corpus, tokenizer and held-out share; with ``packing="best_fit"`` also the length of the packed
+            samples.
+        cache_dir: Folder of the cache. By default ``options.cache_dir``, or if that is empty ``unisono`` in the user's
+            cache folder.
+
+    Raises:
+        DataError: The corpus is missing, empty or not text, the tokenizer is invalid, or the cache folder cannot be
+            written.
+        ExtraError: The tokenizer's package is not installed.
     """
     tokenizer = load_tokenizer(options.tokenizer)
     corpus = find_corpus(options.corpus)

@@ -51,9 +51,11 @@ class BadInput:
 class PackOptions:
     """How inputs are packed, of any kind.
 
-    A file ends with the record that fills ``shard_bytes``; None is one file, for text 512 MiB. ``shards``: number of files of
-    equal numbers of inputs (images that are files). ``workers``: processes, 0 = this one; by default by cores and inputs.
-    ``on_error``: a bad input ends the job, or is skipped and reported.
+    Attributes:
+        shard_bytes: A file ends with the record that fills this many bytes. None is one file; for text 512 MiB.
+        shards: Number of files of equal numbers of inputs; only for images that are files.
+        workers: Processes; 0 is this one. By default chosen by the cores and the number of inputs.
+        on_error: "fail": a bad input ends the job. "skip": it is left out and reported.
     """
 
     shard_bytes: int | None = None
@@ -64,7 +66,18 @@ class PackOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackResult:
-    """The outcome. ``num_empty``: inputs without a record that are not bad; ``splits``: number of records of each part."""
+    """The outcome of packing.
+
+    Attributes:
+        files: The written files, without indexes, in order.
+        num_inputs: Inputs, with the bad ones.
+        num_records: Records in all files.
+        num_empty: Inputs without a record that are not bad.
+        bad: Inputs that could not be packed, each with the reason.
+        num_left_out: Files of a folder that were not taken for images, by their suffix.
+        splits: Number of records of each part, by its name; empty without a split.
+        report: The report's path, ``TARGET.report.json``.
+    """
 
     files: tuple[Path, ...]
     num_inputs: int
