@@ -102,11 +102,11 @@ def bucketed(
     _check_length(base, given, "lengths")
     size = len(base)
 
-    def draws(seed: int, global_batch: int) -> SampleOrder:
+    def make_order(seed: int, global_batch: int) -> SampleOrder:
         whole = ShuffledOrder(Permutation(size, seed=seed))
         return BucketedOrder(whole, given, size=size, batch=global_batch, window_batches=window_batches, seed=seed)
 
-    return _ReorderedDataset(base, f"bucketed:{window_batches}:{xxhash.xxh3_64_hexdigest(given.tobytes())}", draws)
+    return _ReorderedDataset(base, f"bucketed:{window_batches}:{xxhash.xxh3_64_hexdigest(given.tobytes())}", make_order)
 
 
 def mapped(dataset: Dataset | MapStyle, function: Callable[[Batch], Batch]) -> Dataset:
@@ -161,15 +161,15 @@ class _MixtureDataset(PerSampleDataset):
 
 
 class _ReorderedDataset:
-    def __init__(self, base: Dataset, how: str, draws: Callable[[int, int], SampleOrder]) -> None:
-        self._base, self._draws = base, draws
+    def __init__(self, base: Dataset, how: str, make_order: Callable[[int, int], SampleOrder]) -> None:
+        self._base, self._make_order = base, make_order
         self.fingerprint = f"{how}:{base.fingerprint}"
 
     def __len__(self) -> int:
         return len(self._base)
 
     def sample_order(self, *, seed: int, global_batch: int) -> SampleOrder:
-        return self._draws(seed, global_batch)
+        return self._make_order(seed, global_batch)
 
     def read(self, indices: Ids) -> Batch:
         return self._base.read(indices)

@@ -85,7 +85,8 @@ class Loader:
         dataset: The samples; ``as_dataset`` adapts a map-style dataset.
         seed: Any integer; keys the order of the samples and the generators of the transforms.
         global_batch: Samples of one step, over all ranks.
-        micro_batch: Samples of one micro-batch. By default the rank's whole share, ⌈``global_batch`` / ``world_size``⌉.
+        micro_batch: Samples of one micro-batch. By default the rank's whole share: ``global_batch`` / ``world_size``,
+            rounded up.
         rank: This rank, from 0 to ``world_size`` - 1.
         world_size: Number of ranks that share a step.
         options: Workers, incomplete last batches, unreadable samples and the time limit; by default
@@ -183,7 +184,7 @@ class Loader:
         return self._iterate(claim, 1)
 
     def _iterate(self, claim: Callable[[bool], int | None], stride: int) -> Generator[StepBatch, None, None]:
-        """``stride``: from each batch shard to the next one, as ``SpecSource`` takes it."""
+        """Build the shards that ``claim`` returns. ``stride``: distance between them, as ``SpecSource`` takes it."""
         if self._prefetch_depth == 0 or self.options.num_workers == 0:
             while (batch_shard := claim(True)) is not None:
                 yield self._build(batch_shard, stride)
@@ -337,7 +338,7 @@ class _LoaderWorkers:
 
     @property
     def owned_by_this_process(self) -> bool:
-        """False in a fork, which has none of the threads."""
+        """Whether the pool's threads are in this process; a fork has none of them."""
         return self._setting is None or self.pool.owned_by_this_process
 
     def close(self, *, patience_s: float = 5.0) -> None:
@@ -402,7 +403,7 @@ def prefetch_to_device(
 
 
 def _after_copy(batch: StepBatch, copied: torch.Event, device: torch.device) -> StepBatch:
-    """The batch, once the current stream waits for its copy."""
+    """Make the current stream wait for the batch's copy, and return the batch."""
     current = torch.accelerator.current_stream(device)
     current.wait_event(copied)
     for part in batch.micro_batches:
@@ -434,7 +435,7 @@ def _tensor(name: str, array: NDArray[Any]) -> torch.Tensor:
 
 
 def _use_one_torch_thread() -> None:
-    """In a worker thread: workers share the cores, so torch gets one thread in each."""
+    """Limit torch to one thread in the calling worker thread: workers share the cores."""
     torch.get_num_threads()  # makes torch initialise this thread now; later it would undo the next line
     torch.set_num_threads(1)
 

@@ -237,8 +237,8 @@ def read_row_groups(path: Path, head: MindRecordHeader, size: int) -> RowGroups:
                 path, begin, f"page {page.page_id} has rows {page.start_row_id} to {page.end_row_id}, after {at} rows"
             )
         at = page.end_row_id
-        room = min(page.page_size, raws[page.page_type_id][2] if page.page_type_id in raws else -1)
-        if (at - page.start_row_id) * LENGTH_BYTES > room:
+        max_bytes = min(page.page_size, raws[page.page_type_id][2] if page.page_type_id in raws else -1)
+        if (at - page.start_row_id) * LENGTH_BYTES > max_bytes:
             raise damaged_error(
                 path, begin, f"page {page.page_id} has no room, or no raw part, for its rows up to {at}"
             )

@@ -55,7 +55,7 @@ def padded_length(length: Any) -> Any:
 
 
 def frame_payload(payload: bytes) -> list[bytes]:
-    """The record of a payload as a list of pieces to write. Raises DataError for 2^29 bytes or more."""
+    """The record of a payload as a list of byte strings to write. Raises DataError for 2^29 bytes or more."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise DataError(
             given=f"a record of {len(payload)} bytes",
@@ -223,9 +223,9 @@ def _bad_part(data: NDArray[np.uint8], parts: FrameParts, number: int, total: in
     if end < following:
         return f"the part at offset {offset} ends at {end}, where no part begins; the next one is at {following}"
     if flag in (FIRST, MIDDLE) and length % 4:
-        return f"the part at offset {offset} has {length} bytes, and one that goes on has a multiple of 4"
+        return f"the part at offset {offset} has {length} bytes, and a part that is continued has a multiple of 4"
     if flag in (MIDDLE, LAST) and offset == begin:
-        return f"the part at offset {offset} goes on with a record (flag {flag}) whose beginning is missing"
+        return f"the part at offset {offset} continues a record (flag {flag}) whose beginning is missing"
     return f"the record at offset {begin} has no last part: the next record, or the end, comes first"
 
 

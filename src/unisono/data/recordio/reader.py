@@ -260,10 +260,10 @@ class RecordFile:
 
 
 def _fetch_index(remote: RemoteFile) -> None:
-    """Copy the indexes beside the copy; a missing sidecar can only be made from the whole file."""
+    """Fetch the indexes; without a sidecar fetch the whole file, from which it is then made."""
     stem = remote.url.removesuffix(".rec")
-    if remote.fetch_beside(f"{stem}.uidx", sidecar_path(remote.path).name) is None:
-        remote.fetch_beside(f"{stem}.idx", text_index_path(remote.path).name)
+    if remote.fetch_small_file(f"{stem}.uidx", sidecar_path(remote.path).name) is None:
+        remote.fetch_small_file(f"{stem}.idx", text_index_path(remote.path).name)
         _LOG.info("%s has no sidecar: fetching all %s bytes of it once to make one", remote.url, f"{remote.size:,}")
         remote.ensure([0], [remote.size])
     remote.ensure([0, max(0, remote.size - ENDS_BYTES)], [min(ENDS_BYTES, remote.size), remote.size])

@@ -1,4 +1,4 @@
-"""Masked language modelling (Devlin et al. 2019): some tokens of a text are hidden and become its targets.
+"""Masked language modelling (Devlin et al. 2019): some tokens of a text are hidden and become the targets.
 
 Of 20 chosen tokens about 16 become the mask token, 2 a random token and 2 stay, so that the model cannot rely on seeing a mask.
 All randomness comes from the given generator. A loader keys it by sample and epoch, independent of rank and resume.
@@ -23,15 +23,13 @@ class MaskTokens:
 
     Of a text's n eligible tokens it chooses max(1, round(rate · n)) at random. Of 20 chosen tokens about 16 become
     ``mask_id``, 2 become a random id of the vocabulary, and 2 stay. A sample has ``tokens`` int64 [T] and, if padded,
-    ``mask`` bool [T], true for tokens of the text. The result has
+    ``mask`` bool [T], true for tokens of the text. The result has the sample's other entries, without ``mask``, and::
 
         tokens     int64    [T]  with the chosen ones hidden
         padding    bool     [T]  true for a token of the text, false for padding
         predicted  int64    [P]  positions of the chosen tokens, in order; P = max(1, round(rate · T)) for any text
         targets    int64    [P]  the original tokens
         weights    float32  [P]  1, or 0 where fewer tokens were chosen
-
-    and the sample's other entries, without ``mask``.
 
     Attributes:
         mask_id: Id of the mask token.
@@ -97,9 +95,9 @@ class MaskTokens:
         max_chosen = self._share(tokens.size)
         chosen = np.sort(rng.permutation(eligible)[: self._share(eligible.size)])
         hidden = tokens.copy()
-        draw = rng.random(chosen.size)
-        hidden[chosen[draw < _MASKED]] = self.mask_id
-        randomized = chosen[(draw >= _MASKED) & (draw < _MASKED + _RANDOM)]
+        uniform = rng.random(chosen.size)
+        hidden[chosen[uniform < _MASKED]] = self.mask_id
+        randomized = chosen[(uniform >= _MASKED) & (uniform < _MASKED + _RANDOM)]
         hidden[randomized] = rng.integers(0, self.vocab_size, randomized.size)
         predicted, targets = np.zeros(max_chosen, np.int64), np.zeros(max_chosen, np.int64)
         predicted[: chosen.size], targets[: chosen.size] = chosen, tokens[chosen]

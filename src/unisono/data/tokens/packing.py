@@ -2,8 +2,8 @@
 
 A document of n tokens, with its end-of-document token, has n - 1 slots: tokens followed by another. A sample has T = ``seq_len``
 slots. A document of more than T slots is cut into pieces of T slots and a remainder; no other document is cut. A piece of T slots
-is a sample. Remainders are placed longest first, each into the fullest sample that still has room. A piece of s slots reads s + 1
-tokens: the last target of one piece is the first token of the next, and every token of a document but its first is a target
+is a sample. Remainders are placed longest first, each into the fullest sample with enough free slots. A piece of s slots reads
+s + 1 tokens: the last target of one piece is the first token of the next, and every token of a document but its first is a target
 exactly once. No target crosses from one document to another.
 
 Each block of 4096 consecutive documents of a shard is packed independently, as a function of its documents' lengths. The result
@@ -102,20 +102,20 @@ def pack_documents(slots: Ids, seq_len: int) -> tuple[Ids, Ids, Ids, Ids]:
 
 
 def _best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """The bin of each length, longest first: the fullest bin with room for it (the earliest of equals), else a new one."""
-    open_bins: list[int] = []  # room and number of each bin with room, as one sortable integer
+    """The bin of each length, longest first: the fullest bin with enough free space (the earliest of equals), else a new one."""
+    open_bins: list[int] = []  # free space and number of each bin that is not full, as one sortable integer
     chosen: list[int] = []
     num_bins = 0
     for length in lengths:
         place = bisect_left(open_bins, length << _BIN_BITS)
         if place < len(open_bins):
-            room, number = divmod(open_bins.pop(place), 1 << _BIN_BITS)
+            free, number = divmod(open_bins.pop(place), 1 << _BIN_BITS)
         else:
-            room, number = capacity, num_bins
+            free, number = capacity, num_bins
             num_bins += 1
         chosen.append(number)
-        if room > length:
-            insort(open_bins, (room - length) << _BIN_BITS | number)
+        if free > length:
+            insort(open_bins, (free - length) << _BIN_BITS | number)
     return chosen
 
 

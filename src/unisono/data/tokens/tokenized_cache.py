@@ -117,7 +117,7 @@ class _Inputs:
     eval_frac: float
 
     def digest(self) -> str:
-        """Hash of all of it."""
+        """Hash of all inputs, which names the cache folder."""
         content = (_FORMAT, self.tokenizer.fingerprint, self.eval_frac, self.corpus.skip_undecodable)
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode((*content, sorted(self.digests.items()))))
 
@@ -186,7 +186,7 @@ def _find_or_build(folder: Path, inputs: _Inputs) -> PreparedCorpus:
 
 
 def _with_packing(prepared: PreparedCorpus, seq_len: int) -> PreparedCorpus:
-    """The same with the packing index of the train part."""
+    """Write the packing index of the train part and add its statistics to the report."""
     with _locked(prepared.folder.with_suffix(".lock")):
         damage = pack_tokens(prepared.train, seq_len)
     stats = PackedWindows(prepared.train, seq_len=seq_len).stats
@@ -198,7 +198,7 @@ def _with_packing(prepared: PreparedCorpus, seq_len: int) -> PreparedCorpus:
 
 
 def _digests(corpus: Corpus, cache: Path) -> dict[str, str]:
-    """xxh3-128 of every file, from the listing of an earlier run if size and times are unchanged."""
+    """xxh3-128 of every file by path; taken from the listing of an earlier run if size and times are unchanged."""
     path = cache / f"listing-{xxhash.xxh3_64_hexdigest(os.fsencode(corpus.root.absolute()))}.json"
     known: dict[str, _FileDigest] = {}
     with suppress(FileNotFoundError, msgspec.DecodeError):  # no listing, or not one of ours: take every digest anew
@@ -219,7 +219,10 @@ def _digests(corpus: Corpus, cache: Path) -> dict[str, str]:
 
 
 def _build(folder: Path, inputs: _Inputs, exclusive: bool) -> None:
-    """Write ``folder`` completely or not at all; ``exclusive``: no other process does, so finished shards remain for later."""
+    """Write ``folder`` completely or not at all.
+
+    ``exclusive``: no other process writes it, so the finished shards of an interrupted build remain for the next call.
+    """
     temporary = folder.with_name(f"{folder.name}.part" if exclusive else f"{folder.name}.tmp-{secrets.token_hex(4)}")
     temporary.mkdir(exist_ok=exclusive)
     try:

@@ -238,7 +238,7 @@ def _series(
 
 
 def _num_workers(options: ImageOptions, pack: PackOptions, inputs: int) -> int:
-    """By default none where bytes are only copied."""
+    """Worker processes; by default 0 if bytes are only copied."""
     copies = options.passes_through and not options.tiles
     return worker_count(0 if pack.workers is None and copies else pack.workers, inputs)
 
@@ -274,7 +274,7 @@ def _packed_image(image: ListedImage, answer: RecordAnswer, *, several: bool, wh
 
 
 def _write_records(path: Path, records: Iterator[Any]) -> None:
-    """Write one shard of what ``_packed_image`` made."""
+    """Write one shard of the records that ``_packed_image`` makes."""
     with RecordWriter(path) as writer:
         for payload, key, side in records:
             writer.write(payload, key=key, side=side)

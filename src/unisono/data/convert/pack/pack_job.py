@@ -91,8 +91,18 @@ class PackResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackJob:
-    """``identity``: all else that determines the bytes of the target. ``side_files``: small files written beside it, by suffix.
-    ``bad``, ``left_out``: from the listing."""
+    """A packing job: its source, its target, and the facts of the listing.
+
+    Attributes:
+        source: Name of the source, for errors and the report.
+        target: The file to write, or the name from which the files of parts and shards have theirs.
+        identity: All else that determines the bytes of the target; a job of another identity does not continue this
+            one.
+        on_error: Treatment of bad inputs.
+        bad: Bad inputs of the listing.
+        left_out: Number of files that the listing left out.
+        side_files: Content of small text files written beside the target, by suffix.
+    """
 
     source: str
     target: Path
@@ -141,12 +151,12 @@ def run_pack_job(job: PackJob, series: Sequence[ShardSeries], *, numbered: bool 
 
 
 def cut_by_bytes(shard_bytes: int | None) -> ShardCut:
-    """Shards end with the record that fills them; None means one shard."""
+    """End a shard with the record that fills ``shard_bytes``; None makes one shard."""
     return lambda _stop, size: shard_bytes is not None and size >= shard_bytes
 
 
 def cut_by_count(inputs: int, shards: int) -> ShardCut:
-    """``shards`` shards of equal numbers of inputs, ± 1."""
+    """Cut the inputs into ``shards`` shards of equal numbers, ± 1."""
     ends = {inputs * (number + 1) // shards for number in range(shards)}
     return lambda stop, _size: stop in ends and stop < inputs
 
@@ -454,7 +464,7 @@ def open_partial_target(folder: Path, job: bytes) -> Generator[PartialTarget]:
 
 
 def bad_inputs_error(bad: Sequence[BadInput]) -> DataError:
-    """The error of ``--on-error fail``."""
+    """The error for bad inputs of a job with ``on_error`` "fail"."""
     shown = "".join(f"\n    {entry.path}: {entry.reason}" for entry in bad[:_SHOWN])
     more = f"\n    and {len(bad) - _SHOWN:,} more, all in the report" if len(bad) > _SHOWN else ""
     return DataError(
