@@ -3,7 +3,7 @@
     python tests/peers/make_formats_fixtures.py write     needs webdataset==1.0.2, tfrecord==1.14.6
     python tests/peers/make_formats_fixtures.py read      needs mindspore==2.10.0, numpy<2
 
-``write`` makes tests/data/formats/fixtures: tar archives by webdataset, with what webdataset's own decoders read of them;
+``write`` makes tests/data/convert/formats/fixtures: tar archives by webdataset, with what webdataset's own decoders read of them;
 TFRecord by the tfrecord package; idx and CIFAR files as their authors' pages describe them. ``read`` adds what MindSpore reads
 of the last three; it takes CIFAR only in files of as many records as the original ones, so ours are repeated for it.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-FOLDER = Path(__file__).parents[1] / "data/formats/fixtures"
+FOLDER = Path(__file__).parents[1] / "data/convert/formats/fixtures"
 # MindSpore fails on a value of no bytes, so there is none
 EXAMPLES = [
     {

@@ -24,10 +24,18 @@ class OrderedDataset(Protocol):
 
 
 def mixture(datasets: Sequence[Dataset | MapStyle], weights: Sequence[float]) -> Dataset:
-    """Samples of several data sets in proportion to ``weights`` (rounded to 1/4096), in any stretch of the run.
+    """Mix several data sets in proportion to ``weights``, in any stretch of the run.
 
-    Each source is shuffled by itself. The length is the sum of the lengths: in an epoch a small source may repeat, a large one
-    may not be exhausted. Samples of one batch must have the same names and shapes. Raises DataError for invalid weights.
+    Each source is shuffled by itself. The length is the sum of the lengths: in an epoch a small source may repeat, a
+    large one may not be exhausted. Samples of one batch must have the same names and shapes.
+
+    Args:
+        datasets: The sources, each with at least one sample.
+        weights: One positive weight per source, relative to each other; shares are rounded to multiples of 1/4096.
+
+    Raises:
+        DataError: A source is empty, a weight is not positive or below 1/4096 of the sum, or the numbers of weights and
+            sources differ.
     """
     parts = [as_dataset(dataset) for dataset in datasets]
     MixtureOrder([len(part) for part in parts], weights, seed=0)  # raises for invalid weights
@@ -35,9 +43,19 @@ def mixture(datasets: Sequence[Dataset | MapStyle], weights: Sequence[float]) ->
 
 
 def weighted(dataset: Dataset | MapStyle, weights: Sequence[float] | NDArray[np.float64]) -> Dataset:
-    """``dataset`` with each sample drawn in proportion to its weight; takes 8 bytes of memory per sample.
+    """Read each sample of ``dataset`` in proportion to its weight; an epoch has as many reads as there are samples.
 
-    ``1 / count of the sample's class`` balances classes (``balancing_weights``). Raises DataError for invalid weights.
+    Takes 8 bytes of memory per sample. ``1 / count of the sample's class`` balances classes (``balancing_weights``).
+
+    Args:
+        dataset: The samples.
+        weights: [samples] float, finite and >= 0, relative to each other; a sample of weight 0 is never read.
+
+    Raises:
+        DataError: A weight is negative or not finite, all are 0, or their number is not that of the samples.
+
+    Source:
+        Systematic sampling: Madow 1949.
     """
     base = as_dataset(dataset)
     given = np.asarray(weights, np.float64)
@@ -51,7 +69,14 @@ def weighted(dataset: Dataset | MapStyle, weights: Sequence[float] | NDArray[np.
 
 
 def balancing_weights(labels: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
-    """Weights [n] with which each class in ``labels`` [n] is drawn equally often."""
+    """Weights for ``weighted`` with which each class is read equally often.
+
+    Args:
+        labels: [samples] class of each sample, as integers.
+
+    Returns:
+        [samples] float64: 1 / number of samples of the same class.
+    """
     _, classes, counts = np.unique(np.asarray(labels), return_inverse=True, return_counts=True)
     return 1.0 / counts[classes]
 
@@ -59,23 +84,41 @@ def balancing_weights(labels: Sequence[int] | NDArray[np.int64]) -> NDArray[np.f
 def bucketed(
     dataset: Dataset | MapStyle, lengths: Sequence[int] | NDArray[np.int64], *, window_batches: int = 64
 ) -> Dataset:
-    """``dataset`` in batches of similar ``lengths`` [n], for less padding. Each epoch is shuffled, then every ``window_batches``
-    global batches are regrouped by length. Each sample is read once per epoch."""
+    """Batch samples of similar length together, for less padding.
+
+    Each epoch is shuffled, then every ``window_batches`` global batches are regrouped by length, and the batches of a
+    window are shuffled. Each sample is read once per epoch.
+
+    Args:
+        dataset: The samples.
+        lengths: [samples] int, the length of each sample in any unit.
+        window_batches: Global batches sorted together; more give less padding and a coarser shuffle.
+
+    Raises:
+        DataError: The number of lengths is not that of the samples.
+    """
     base = as_dataset(dataset)
     given = np.asarray(lengths, np.int64)
     _check_length(base, given, "lengths")
     size = len(base)
 
-    def draws(seed: int, global_batch: int) -> SampleOrder:
+    def make_order(seed: int, global_batch: int) -> SampleOrder:
         whole = ShuffledOrder(Permutation(size, seed=seed))
         return BucketedOrder(whole, given, size=size, batch=global_batch, window_batches=window_batches, seed=seed)
 
-    return _ReorderedDataset(base, f"bucketed:{window_batches}:{xxhash.xxh3_64_hexdigest(given.tobytes())}", draws)
+    return _ReorderedDataset(base, f"bucketed:{window_batches}:{xxhash.xxh3_64_hexdigest(given.tobytes())}", make_order)
 
 
 def mapped(dataset: Dataset | MapStyle, function: Callable[[Batch], Batch]) -> Dataset:
-    """``dataset`` with a deterministic ``function`` applied to each sample, such as decoding. Randomness belongs into the
-    loader's ``transform``. ``cached(mapped(…))`` caches the results."""
+    """Apply a deterministic ``function`` to each sample of ``dataset``, such as decoding.
+
+    Randomness belongs into the loader's ``transform``. ``cached(mapped(…))`` caches the results.
+
+    Args:
+        dataset: The samples.
+        function: Gets one sample, a dict of arrays without a batch dim, and returns the new sample. The fingerprint of
+            the result has the function's qualified name, and for a dataclass its settings.
+    """
     return _MappedDataset(as_dataset(dataset), function)
 
 
@@ -118,15 +161,15 @@ class _MixtureDataset(PerSampleDataset):
 
 
 class _ReorderedDataset:
-    def __init__(self, base: Dataset, how: str, draws: Callable[[int, int], SampleOrder]) -> None:
-        self._base, self._draws = base, draws
+    def __init__(self, base: Dataset, how: str, make_order: Callable[[int, int], SampleOrder]) -> None:
+        self._base, self._make_order = base, make_order
         self.fingerprint = f"{how}:{base.fingerprint}"
 
     def __len__(self) -> int:
         return len(self._base)
 
     def sample_order(self, *, seed: int, global_batch: int) -> SampleOrder:
-        return self._draws(seed, global_batch)
+        return self._make_order(seed, global_batch)
 
     def read(self, indices: Ids) -> Batch:
         return self._base.read(indices)

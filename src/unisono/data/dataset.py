@@ -19,7 +19,11 @@ Ids = NDArray[np.int64]
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Samples by number, read in batches. ``fingerprint`` changes whenever a sample does."""
+    """Protocol of a data set: samples by number, read in batches.
+
+    Attributes:
+        fingerprint: Identifies the samples; it must change whenever a sample does, so that a resumed run notices.
+    """
 
     fingerprint: str
 
@@ -50,22 +54,27 @@ class MapStyle(Protocol):
 
 
 def as_dataset(data: Dataset | MapStyle) -> Dataset:
-    """``data`` itself if it is a ``Dataset``, else ``from_map_style(data)``."""
+    """Return ``data`` itself if it is a ``Dataset``, else ``from_map_style(data)``."""
     return data if isinstance(data, Dataset) else from_map_style(data)
 
 
 def from_map_style(data: MapStyle, *, fingerprint: str = "") -> Dataset:
-    """Read a map-style dataset sample by sample and collate.
+    """Adapt a map-style dataset: read it sample by sample and stack the samples of a batch.
 
     A sample is a dict of named values, a named tuple, a pair (x, y), which becomes ``inputs`` and ``targets``, or one
     value, which becomes ``inputs``. Values are tensors, arrays or numbers; Python floats become float32, ints int64.
-    If the dataset has ``__getitems__``, one call reads all samples, as in PyTorch.
+    Put randomness into the loader's ``transform``, whose generator is keyed by sample: random numbers that
+    ``__getitem__`` takes from global generators are not reproduced by a resumed run.
 
-    ``fingerprint`` should change when the samples do, so that a resumed run notices. By default it is the dataset's
-    ``fingerprint`` attribute, or else made of its type and length. Put randomness into the loader's ``transform``, whose
-    generator is keyed by sample: draws of ``__getitem__`` from global generators do not resume.
+    Args:
+        data: ``torch.utils.data.Dataset``, list, or any other object with a length and items. If it has
+            ``__getitems__``, one call reads all samples of a batch, as in PyTorch.
+        fingerprint: Identifies the samples; it should change when they do, so that a resumed run notices. By default
+            the ``fingerprint`` attribute of ``data``, or else its type and length.
 
-    Reading raises DataError for samples that cannot be stacked: names, shapes or dtypes other than those of the first.
+    Raises:
+        DataError: While reading, for samples that cannot be stacked: names, shapes or dtypes other than those of the
+            first.
     """
     kind = type(data)
     default = f"map:{kind.__module__}.{kind.__qualname__}:{len(data)}"

@@ -1,4 +1,4 @@
-"""The sidecar: a memory-mapped index file beside a raw payload file. It describes the payload and where its parts begin.
+"""The sidecar: a memory-mapped index file beside a raw payload file, with the payload's description and its parts' offsets.
 
 Layout, everything little-endian:
 
@@ -100,15 +100,16 @@ def write_sidecar(
         name: ColumnInfo(dtype=column.dtype.str, count=column.size, offset=(1 << 63) - 1, xxh3_128=digest_of(column))
         for name, column in stored.items()
     }
-    # The head holds the offsets, and its length shifts them: lay out with room for the longest numbers, then pad.
-    room = len(msgspec.json.encode(SidecarHeader(kind=kind, payload=payload, columns=table, facts=dict(facts))))
-    end = _aligned(_FIXED.size + room)
+    # The head holds the offsets, and its length shifts them: lay out with the longest numbers, then pad.
+    head_bytes = len(msgspec.json.encode(SidecarHeader(kind=kind, payload=payload, columns=table, facts=dict(facts))))
+    end = _aligned(_FIXED.size + head_bytes)
     for name, column in stored.items():
         table[name] = replace(table[name], offset=end)
         end = _aligned(end + column.nbytes)
-    head = msgspec.json.encode(SidecarHeader(kind=kind, payload=payload, columns=table, facts=dict(facts))).ljust(room)
-    fixed = _FIXED.pack(MAGIC, VERSION, room, end, b"")[:24]
-    parts: list[Any] = [fixed, xxhash.xxh3_128(fixed + head).digest(), head, _padding(_FIXED.size + room)]
+    encoded = msgspec.json.encode(SidecarHeader(kind=kind, payload=payload, columns=table, facts=dict(facts)))
+    head = encoded.ljust(head_bytes)
+    fixed = _FIXED.pack(MAGIC, VERSION, head_bytes, end, b"")[:24]
+    parts: list[Any] = [fixed, xxhash.xxh3_128(fixed + head).digest(), head, _padding(_FIXED.size + head_bytes)]
     for column in stored.values():
         parts += [_bytes_of(column), _padding(column.nbytes)]
     write_atomically(path, *parts)

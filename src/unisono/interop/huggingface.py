@@ -54,6 +54,8 @@ def export(
     is replaced only after the new one is complete.
 
     Args:
+        model: The model. One that is neither ``GPT`` nor ``BERT`` keeps its own parameter names.
+        folder: Folder of the export: a new one, or that of an earlier export.
         max_length: Sequence length of the training, in tokens.
         end_of_document: Token that ends a document, or None.
         tokenizer: Hugging Face tokenizer.json to copy.

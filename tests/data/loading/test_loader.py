@@ -388,8 +388,8 @@ def test_on_a_cpu_batches_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_dealt_shares_are_those_of_the_ranks(workers: int) -> None:
-    """Whoever computes a share gets what its rank would have: samples, draws, partners."""
+def test_claimed_shares_are_those_of_the_ranks(workers: int) -> None:
+    """A claimed share has the samples, random numbers and partners of its rank, whichever process computes it."""
     options = LoaderOptions(num_workers=workers)
 
     def mixed(a: dict[str, Any], b: dict[str, Any], rng: np.random.Generator) -> Any:

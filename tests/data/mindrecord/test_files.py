@@ -199,7 +199,7 @@ def test_files_are_read_from_threads_and_by_a_forked_process(tmp_path: Path, wri
     os.close(writer)
 
 
-def test_an_open_file_travels_by_its_path(tmp_path: Path, write: Write) -> None:
+def test_an_open_file_is_pickled_as_its_path(tmp_path: Path, write: Write) -> None:
     make, arguments = write(tmp_path / "a", SCHEMA, labelled(3)).__reduce__()
     assert arguments == (tmp_path / "a", None, True)
     assert make(*arguments).read(2)["label"] == 2

@@ -176,7 +176,7 @@ def test_a_forked_process_reads_on(tmp_path: Path) -> None:
     os.close(writer)
 
 
-def test_an_open_file_travels_by_its_path(tmp_path: Path) -> None:
+def test_an_open_file_is_pickled_as_its_path(tmp_path: Path) -> None:
     records = write(tmp_path / "a.rec", [b"a", b"b"])
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:

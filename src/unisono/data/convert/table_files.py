@@ -49,7 +49,7 @@ _MINDRECORD: Final = re.compile(r".*\.mindrecord[0-9]{0,4}")
 
 
 def read_formats() -> tuple[str, ...]:
-    """The suffixes that ``open_table`` reads; ``idx`` stands for MNIST's names."""
+    """The suffixes that ``open_table`` reads, with the dot; ``idx`` stands for MNIST's names, which have none."""
     return tuple(_READ)
 
 
@@ -62,9 +62,15 @@ def open_table(
 ) -> Table:
     """Open a file, or all files of the set ``name-00000-of-00005…`` that it belongs to. Rows are read lazily.
 
-    ``columns``: only these fields, in this order. ``base64``: columns of a CSV file that are bytes. ``arrays``: features of
-    ``tf.Example`` that are arrays even with one value. Raises DataError for an unknown suffix, an option without effect on the
-    format, a missing file of a set or files with different fields, and for damage while rows are read.
+    Args:
+        path: The file; its suffix names the format (``read_formats``). One file of a set stands for the whole set.
+        columns: Only these fields, in this order. By default all.
+        base64: Columns of a CSV file that hold bytes as base64.
+        arrays: Features of ``tf.Example`` that are arrays even with one value.
+
+    Raises:
+        DataError: The suffix is unknown, an option has no effect on the format, a file of a set is missing, or files of
+            a set have different fields; while rows are read, the file is damaged.
     """
     suffix = format_of(path)
     if suffix not in _READ:
@@ -90,10 +96,18 @@ def open_table(
 
 
 def write_table(path: Path, table: Table, *, base64: Collection[str] = ()) -> int:
-    """Write all rows to ``path``, completely or not at all, replacing an existing file; returns the number of rows.
+    """Write all rows to a file, completely or not at all, replacing an existing file.
 
-    ``base64``: fields of bytes that a CSV file holds as base64. Raises DataError for a suffix that cannot be written and,
-    naming row and field, for values that the format cannot hold.
+    Args:
+        path: The file; its suffix names the format: .rec, .mindrecord, .jsonl, .parquet, .tar or .csv.
+        table: The rows; they are read once.
+        base64: Fields of bytes that a CSV file holds as base64.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        DataError: The suffix cannot be written, or the format cannot hold a value; the error names row and field.
     """
     suffix = format_of(path)
     if suffix not in _WRITTEN:
@@ -144,12 +158,25 @@ def convert(
     base64: Collection[str] = (),
     arrays: Collection[str] = (),
 ) -> int:
-    """Write all rows of ``source`` to ``target``, completely or not at all; returns the number of rows.
+    """Write all rows of one table file to another, completely or not at all; the suffixes name the formats.
 
-    One file of a set stands for the set. ``columns``: only these fields. ``base64``: fields of bytes, which CSV holds as
-    base64. ``arrays``: features of TFRecord that are arrays even with one value. Images of MNIST and CIFAR become PNG in .rec
-    (after MXNet's image header with the labels) and .mindrecord, and uint8 arrays elsewhere. Raises DataError for an unknown
-    suffix, a target that exists, a damaged source, and a row that the target's format cannot hold.
+    Images of MNIST and CIFAR become PNG in .rec (after MXNet's image header with the labels) and .mindrecord, and uint8
+    arrays elsewhere.
+
+    Args:
+        source: The file to read; one file of a set stands for the whole set.
+        target: The file to write: .rec, .mindrecord, .jsonl, .parquet, .tar or .csv.
+        overwrite: Whether to replace an existing ``target``.
+        columns: Only these fields, in this order. By default all.
+        base64: Fields of bytes that the CSV file, as source or target, holds as base64.
+        arrays: Features of TFRecord's ``tf.Example`` that are arrays even with one value.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        DataError: A suffix is unknown, ``target`` exists, the source is damaged, or the target's format cannot hold a
+            row.
     """
     if target.exists() and not overwrite:
         raise unwritable_error(

@@ -48,22 +48,47 @@ _UNIFORMS: Final = _ERASE + 1 + 4 * _TRIES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomResizedCrop:
-    """A box of random area and aspect ratio; after ten that do not fit, the largest centred box."""
+    """A box of random area and aspect ratio; after ten that do not fit, the largest centred box.
 
-    scale: tuple[float, float] = (0.08, 1.0)  # of the area
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width / height, drawn uniformly in its logarithm
+    Attributes:
+        scale: (least, most) area of the box as a share of the image's area.
+        ratio: (least, most) width / height of the box, drawn uniformly in its logarithm.
+
+    Source:
+        Szegedy et al. 2014, arXiv:1409.4842, with the sampling rules of torchvision's RandomResizedCrop.
+    """
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CenterCrop:
-    """The largest centred box of the output's aspect ratio, times ``share``: 224 of a short side of 256 is 0.875."""
+    """The largest centred box of the output's aspect ratio, times ``share``.
+
+    Attributes:
+        share: Side of the box as a share of the largest one, above 0 and at most 1: 224 of a short side of 256 is
+            0.875.
+    """
 
     share: float = 0.875
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Jitter:
-    """Factors are drawn from [max(0, 1 - x), 1 + x], hue shifts from [-x, x] turns, x <= 0.5; applied in random order."""
+    """Random changes of colour, applied in random order.
+
+    A factor is drawn from [max(0, 1 - x), 1 + x]; x = 0 changes nothing.
+
+    Attributes:
+        brightness: The x of the factor of all values.
+        contrast: The x of the factor of the distance from the image's mean grey.
+        saturation: The x of the factor of the distance from each pixel's grey.
+        hue: The shift of the hue is drawn from [-x, x] turns of the colour wheel; at most 0.5.
+
+    Source:
+        torchvision's ColorJitter.
+    """
 
     brightness: float = 0.0
     contrast: float = 0.0
@@ -76,28 +101,57 @@ _NO_JITTER: Final = Jitter()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Erase:
-    """With ``probability``, a box of the output becomes 0 after normalising: the mean colour, or black without it."""
+    """Sets a random box of the output to 0 after normalising: the mean colour, or black without normalising.
+
+    Attributes:
+        probability: Probability that an image gets a box.
+        scale: (least, most) area of the box as a share of the output's area.
+        ratio: (least, most) height / width of the box, drawn uniformly in its logarithm.
+
+    Source:
+        Random erasing: Zhong et al. 2017, arXiv:1708.04896.
+    """
 
     probability: float = 0.25
-    scale: tuple[float, float] = (0.02, 0.33)  # of the area
-    ratio: tuple[float, float] = (0.3, 3.3)  # height / width, drawn uniformly in its logarithm
+    scale: tuple[float, float] = (0.02, 0.33)
+    ratio: tuple[float, float] = (0.3, 3.3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Augment:
-    """Augmentation of an image, in this order: crop, resize, flips, rotation, jitter, normalise, erase."""
+    """Augmentation of an image, in this order: crop, resize, flips, rotation, jitter, normalise, erase.
 
-    size: tuple[int, int] = (224, 224)  # height, width of the output
+    Attributes:
+        size: (height, width) of the output in pixels.
+        crop: Box of the image that is resized to ``size``. By default ``RandomResizedCrop()``.
+        flip: Probability of a left-right flip.
+        flip_vertical: Probability of an upside-down flip.
+        rotate: Angle in degrees, drawn from [-x, x], at most 180; corners become black.
+        jitter: Random changes of colour. By default none.
+        erase: Random box set to 0. By default none.
+        mean: Per channel, subtracted from values scaled to 0 to 1. None, with ``std`` None, keeps uint8.
+        std: Per channel, above 0; values are divided by it.
+        color: "rgb" decodes to 3 channels, "gray" to 1.
+        resize: "torch": bilinear with antialiasing. "opencv": bilinear without, which is 1.4 times as fast; needs the
+            package opencv-python-headless.
+        max_pixels: Pixels of the largest image that is decoded; larger ones raise DataError.
+
+    Raises:
+        ConfigError: A value is out of range, ``mean`` and ``std`` do not fit the channels, or a grey image has a
+            saturation or hue jitter.
+    """
+
+    size: tuple[int, int] = (224, 224)
     crop: RandomResizedCrop | CenterCrop = field(default_factory=RandomResizedCrop)
-    flip: float = 0.0  # probability of a left-right flip
+    flip: float = 0.0
     flip_vertical: float = 0.0
-    rotate: float = 0.0  # degrees, drawn from [-x, x]; corners become black
+    rotate: float = 0.0
     jitter: Jitter | None = None
     erase: Erase | None = None
-    mean: tuple[float, ...] | None = None  # per channel of values 0 to 1; None keeps uint8
+    mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     color: Color = "rgb"
-    resize: Literal["torch", "opencv"] = "torch"  # bilinear with antialiasing, or without, which is 1.4 times as fast
+    resize: Literal["torch", "opencv"] = "torch"
     max_pixels: int = MAX_PIXELS
 
     def __post_init__(self) -> None:

@@ -23,10 +23,20 @@ _LUMA: Final = (0.2989, 0.587, 0.114)
 def augment_on_device(
     images: torch.Tensor, draws: torch.Tensor, augment: Augment, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Flip, rotate, jitter, normalise and erase uint8 [N, H, W, C], each image by its row of ``draws``, [N, len(PARAM_NAMES)].
+    """Flip, rotate, jitter, normalise and erase a batch of images, each with its own drawn parameters.
 
-    Returns float32 [N, C, H, W] if ``augment`` normalises, else uint8 [N, H, W, C], on ``device`` (default: that of ``images``).
-    ``draws`` are on the host, so nothing waits for the device. Raises DataError for other shapes and dtypes.
+    Args:
+        images: uint8 [N, H, W, C], cropped and resized.
+        draws: float32 [N, 12], the parameters that ``ImageTransform`` drew (``image_draws``). They stay on the host, so
+            nothing waits for the device.
+        augment: The augmentation that the parameters were drawn for.
+        device: Device of the work and of the result. By default that of ``images``.
+
+    Returns:
+        float32 [N, C, H, W] if ``augment`` normalises, else uint8 [N, H, W, C].
+
+    Raises:
+        DataError: ``images`` has another dtype or number of dims, or ``draws`` another shape.
     """
     if images.dtype != torch.uint8 or images.ndim != 4 or draws.shape != (len(images), len(PARAM_NAMES)):
         raise DataError(

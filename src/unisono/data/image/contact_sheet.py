@@ -16,10 +16,22 @@ _MAX_CELLS = 1024
 def contact_sheet(
     images: Sequence[Pixels], labels: Sequence[str] | None = None, *, columns: int = 8, cell_px: int = 128
 ) -> bytes:
-    """A PNG of uint8 images, [height, width, 3] or [height, width, 1], each shrunk into a square of ``cell_px`` and labelled.
+    """Draw many images on one page, to inspect a data set or a transform.
 
-    Small images are not enlarged; long labels are cut off. Raises DataError for no or more than 1024 images, or another number of
-    labels.
+    Each image is shrunk into a square; small ones are not enlarged.
+
+    Args:
+        images: 1 to 1024 uint8 arrays, [height, width, 3] or [height, width, 1].
+        labels: One text per image, written below it; long ones are cut off. By default none.
+        columns: Images per row, at least 1.
+        cell_px: Side of an image's square in pixels.
+
+    Returns:
+        The page as PNG.
+
+    Raises:
+        DataError: The number of images, labels or columns is out of range.
+        ExtraError: Pillow is not installed.
     """
     try:
         from PIL import Image, ImageDraw

@@ -42,17 +42,33 @@ _PNG: Final = b"\x89PNG\r\n\x1a\n"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageInfo:
-    """The content of an image header. ``mode`` is Pillow's name of the pixel format: L, P, RGB, RGBA, CMYK, I;16, …"""
+    """The content of an image header.
+
+    Attributes:
+        format: "JPEG", "PNG", "WebP", "GIF", "BMP" or "PPM".
+        width: Width in pixels.
+        height: Height in pixels.
+        mode: Pillow's name of the pixel format: L, P, RGB, RGBA, CMYK, I;16, …
+        jpeg: Of a JPEG: its sampling, restart interval, and whether it is progressive. None for other formats.
+    """
 
     format: str
     width: int
     height: int
     mode: str
-    jpeg: JpegHeader | None = None  # of a JPEG: its sampling, restart interval, and whether it is progressive
+    jpeg: JpegHeader | None = None
 
 
 def probe(data: Encoded) -> ImageInfo:
-    """Read the header of an encoded image without decoding pixels. Raises DataError for an unknown format."""
+    """Read the header of an encoded image without decoding pixels.
+
+    Args:
+        data: The encoded image, whole: bytes, or uint8 [bytes].
+
+    Raises:
+        DataError: The format is unknown or the header invalid.
+        ExtraError: The image is no JPEG, and Pillow is not installed.
+    """
     view = as_view(data)
     if is_jpeg(view):
         header = read_header(view)
@@ -70,13 +86,20 @@ def probe(data: Encoded) -> ImageInfo:
 def decode(
     data: Encoded, *, max_pixels: int = MAX_PIXELS, color: Color = "rgb", min_size: tuple[int, int] | None = None
 ) -> Pixels:
-    """Decode an image to uint8 [height, width, 3], or [height, width, 1] for ``color="gray"``.
+    """Decode an image to uint8 [height, width, channels].
 
     Grey is a JPEG's stored luma, without conversion, and ITU-R BT.601 luma of RGB in other formats.
 
-    ``min_size``, (height, width): decode a JPEG at 1/2, 1/4 or 1/8 scale if the result, rounded up, is at least this large. The
-    DCT is scaled, which is faster. Other formats are decoded in full size. ``max_pixels`` is checked before anything is
-    allocated. Raises DataError for images that are larger, truncated, detectably corrupt, or of an unsupported format.
+    Args:
+        data: The encoded image, whole: bytes, or uint8 [bytes].
+        max_pixels: Pixels of the largest image that is decoded, checked before anything is allocated.
+        color: "rgb" gives 3 channels, "gray" 1.
+        min_size: (height, width): decode a JPEG at 1/2, 1/4 or 1/8 scale if the result, rounded up, is at least this
+            large. The DCT is scaled, which is faster. Other formats are decoded in full size.
+
+    Raises:
+        DataError: The image is larger than ``max_pixels``, truncated, detectably corrupt, or of an unsupported format.
+        ExtraError: simplejpeg, or Pillow for other formats, is not installed.
     """
     view = as_view(data)
     if is_jpeg(view):

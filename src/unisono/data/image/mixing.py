@@ -20,7 +20,21 @@ from unisono.errors import ConfigError, DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixup:
-    """Blends λ of one image and 1 - λ of the other, and their labels [classes] float32; λ is from Beta(alpha, alpha)."""
+    """A pair transform that blends λ of one image and 1 - λ of the other; λ is from Beta(alpha, alpha).
+
+    Labels become float32 [classes], blended alike.
+
+    Attributes:
+        classes: Number of classes.
+        alpha: Parameter of the Beta distribution, above 0; small values leave most pairs nearly unmixed.
+
+    Raises:
+        ConfigError: ``classes`` is below 1, or ``alpha`` is not above 0.
+        DataError: The images of a pair differ in shape or dtype, or a label is not one of the classes.
+
+    Source:
+        Zhang et al. 2017, arXiv:1710.09412.
+    """
 
     classes: int
     alpha: float = 0.2
@@ -36,7 +50,21 @@ class Mixup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutMix:
-    """Exchanges a box of 1 - λ of the area, λ from Beta(alpha, alpha); labels are mixed by the share of exchanged pixels."""
+    """A pair transform that exchanges a box of 1 - λ of the area; λ is from Beta(alpha, alpha).
+
+    Labels become float32 [classes], mixed by the share of exchanged pixels; a box at the border is cut off there.
+
+    Attributes:
+        classes: Number of classes.
+        alpha: Parameter of the Beta distribution, above 0; with 1 every λ is equally likely.
+
+    Raises:
+        ConfigError: ``classes`` is below 1, or ``alpha`` is not above 0.
+        DataError: The images of a pair differ in shape or dtype, or a label is not one of the classes.
+
+    Source:
+        Yun et al. 2019, arXiv:1905.04899.
+    """
 
     classes: int
     alpha: float = 1.0

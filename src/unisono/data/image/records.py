@@ -15,10 +15,17 @@ TILES = "tiles"
 
 
 def image_records(files: Sequence[RecordFile | Path | str], *, classes: bool = True) -> RecordDataset:
-    """Samples with ``image``, uint8 [bytes], encoded, and ``targets``: a class, int64, or with ``classes=False`` the stored
-    label, float32 or float32 [labels]. If every file has the side column ``tiles``, a crop decodes only the tiles under it.
+    """A data set of image records, written by MXNet's im2rec or ``unisono data pack``, for ``ImageTransform``.
 
-    Reading raises DataError for records without an image header, and with ``classes`` for labels that are not classes.
+    A sample has ``image``, uint8 [bytes], encoded, and ``targets``. If every file has the side column ``tiles``,
+    samples have ``tiles`` too, and a crop decodes only the tiles under it.
+
+    Args:
+        files: The ``.rec`` files, in the order of the samples.
+        classes: True: ``targets`` is a class, int64. False: the stored label, float32, or float32 [labels] for several.
+
+    Raises:
+        DataError: While reading, a record has no image header, or with ``classes`` a label that is not a class.
     """
     opened = [file if isinstance(file, RecordFile) else RecordFile(file) for file in files]
     side = (TILES,) if opened and all(TILES in file.side for file in opened) else ()

@@ -23,12 +23,20 @@ _TIMEOUT_S = 120  # for one image below the pixel cap
 
 
 def add_restart_markers(jpeg: Encoded, *, tile_px: int = 32, max_pixels: int = MAX_PIXELS) -> bytes:
-    """The same coefficients as a baseline JPEG with a restart marker about every ``tile_px`` pixels.
+    """Rewrite a JPEG, without loss, as a baseline JPEG with a restart marker about every ``tile_px`` pixels.
 
-    The interval is the one nearest to ``tile_px`` that divides the rows of MCUs evenly. Huffman tables are optimised, which for
-    a baseline photo saves about as much as the markers add (77 KB: -3 %); small and progressive images grow. Metadata is
-    preserved. A JPEG that already has this interval is returned unchanged. Raises ExtraError if jpegtran is not installed,
-    DataError for an incomplete JPEG or one larger than ``max_pixels``.
+    The interval is the one nearest to ``tile_px`` that divides the rows of MCUs evenly. Huffman tables are optimised,
+    which for a baseline photo saves about as much as the markers add (77 KB: -3 %); small and progressive images grow.
+    Metadata is preserved. A JPEG that already has this interval is returned unchanged.
+
+    Args:
+        jpeg: The encoded image, whole.
+        tile_px: Width of a tile in pixels, as a target.
+        max_pixels: Pixels of the largest image that is rewritten.
+
+    Raises:
+        DataError: The JPEG is incomplete or larger than ``max_pixels``.
+        ExtraError: jpegtran is not installed.
     """
     view = as_view(jpeg)
     header = read_header(view)
@@ -62,9 +70,16 @@ def add_restart_markers(jpeg: Encoded, *, tile_px: int = 32, max_pixels: int = M
 
 
 def encode_jpeg(pixels: Pixels, *, quality: int = 90, subsampling: str = "4:2:0", tile_px: int = 32) -> bytes:
-    """Encode uint8 [height, width, 3] or [height, width, 1] with restart markers about every ``tile_px`` pixels.
+    """Encode an image as JPEG with restart markers about every ``tile_px`` pixels.
 
-    ``subsampling`` is "4:4:4", "4:2:2" or "4:2:0"; grey images have none.
+    Args:
+        pixels: uint8 [height, width, 3], or [height, width, 1] for a grey image.
+        quality: JPEG quality, from 1 to 100.
+        subsampling: Of chroma: "4:4:4", "4:2:2" or "4:2:0"; ignored for a grey image.
+        tile_px: Width of a tile in pixels, as a target; the interval divides the rows of MCUs evenly.
+
+    Raises:
+        ExtraError: Pillow is not installed.
     """
     try:
         from PIL import Image

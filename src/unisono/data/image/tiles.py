@@ -41,15 +41,26 @@ _SIZE: Final = struct.Struct(">HH")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileGrid:
-    """The tiles of one JPEG. Tile (row, column) is bytes ``offsets[k]`` to ``offsets[k + 1]``, k = row · columns + column, with
-    the two bytes of the marker that ends it."""
+    """The tiles of one JPEG, from ``tile_grid`` or ``TileGrid.from_column``.
+
+    Tile (row, column) is bytes ``offsets[k]`` to ``offsets[k + 1]`` of the file, k = row · columns + column, with the
+    two bytes of the marker that ends it.
+
+    Attributes:
+        header: The header of the JPEG.
+        rows: Number of rows of tiles.
+        columns: Number of tiles in a row.
+        tile_height: Height of a tile in pixels; tiles at the lower edge show fewer.
+        tile_width: Width of a tile in pixels; tiles at the right edge show fewer.
+        offsets: int64 [rows · columns + 1], where tiles begin and end in the file.
+    """
 
     header: JpegHeader
     rows: int
     columns: int
-    tile_height: int  # pixels; tiles at the right and lower edge show fewer
+    tile_height: int
     tile_width: int
-    offsets: NDArray[np.int64]  # [rows · columns + 1]
+    offsets: NDArray[np.int64]
 
     def to_column(self) -> TileColumn:
         """Bytes per tile, [rows · columns], in the smallest dtype that fits, to be stored beside the image."""
@@ -90,9 +101,15 @@ class TileGrid:
 def tile_grid(jpeg: Encoded) -> TileGrid | None:
     """Find the tiles of a JPEG by its markers; None if it has no independent tiles.
 
-    JPEGs without tiles: progressive or arithmetic-coded, with several scans, without restart markers, with an interval that
-    does not divide the rows evenly, or with markers other than the header announces (damage, which a full decode reports).
-    Raises DataError for an invalid header.
+    JPEGs without tiles: progressive or arithmetic-coded, with several scans, without restart markers, with an interval
+    that does not divide the rows evenly, or with markers other than the header announces (damage, which a full decode
+    reports).
+
+    Args:
+        jpeg: The encoded image, whole; None is returned for other formats.
+
+    Raises:
+        DataError: The header is invalid.
     """
     view = as_view(jpeg)
     if not is_jpeg(view):
@@ -157,12 +174,24 @@ def decode_region(
     color: Color = "rgb",
     max_pixels: int = MAX_PIXELS,
 ) -> Pixels:
-    """The pixels of ``box``, bit for bit those of ``decode(data)``, decoding only the tiles of ``grid`` under the box.
+    """The pixels of ``box``, bit for bit those of ``decode(data)``, decoding only the tiles under the box.
 
-    ``grid`` is the grid of this image, from ``tile_grid`` or ``TileGrid.from_column``. Without it, and for other formats, the
-    whole image is decoded. ``min_size``, (height, width): if a JPEG's box is at least f in (8, 4, 2) times as large, the result
-    is the image decoded at 1/f and cropped to rows ⌊top/f⌋ to ⌈(top + height)/f⌉, and columns likewise. Raises DataError as
-    ``decode`` does, and for a box that is not inside the image.
+    Args:
+        data: The encoded image, whole: bytes, or uint8 [bytes].
+        box: (top, left, height, width) in pixels of the whole image.
+        grid: The grid of this image, from ``tile_grid`` or ``TileGrid.from_column``. Without it, and for other formats,
+            the whole image is decoded.
+        min_size: (height, width): if both sides of a JPEG's box are at least f times as large, f the largest of (8, 4, 2),
+            the result is the image decoded at 1/f and cropped to rows ⌊top/f⌋ to ⌈(top + height)/f⌉, and columns
+            likewise.
+        color: "rgb" gives 3 channels, "gray" 1.
+        max_pixels: Pixels of the largest whole image that is accepted.
+
+    Returns:
+        uint8 [height, width, channels].
+
+    Raises:
+        DataError: ``decode`` would raise it, or the box is not inside the image.
     """
     view = as_view(data)
     if not is_jpeg(view):

@@ -32,16 +32,21 @@ _LOCAL: Final = threading.local()
 class ImageTransform:
     """A loader's transform for images: decodes the pixels under the crop, resizes, augments.
 
-    The sample's ``image`` is encoded, uint8 [bytes], or pixels, uint8 [height, width, channels]. Its optional ``tiles`` are the
-    result of ``TileGrid.to_column`` (empty if unknown). Both are replaced by ``image``: float32 [C, H, W] if ``augment``
-    normalises, else uint8 [H, W, C]. Other entries are unchanged.
+    The sample's ``image`` is encoded, uint8 [bytes], or pixels, uint8 [height, width, channels]. Its optional ``tiles``
+    are the result of ``TileGrid.to_column`` (empty if unknown). Both are replaced by ``image``: float32 [C, H, W] if
+    ``augment`` normalises, else uint8 [H, W, C]. Other entries are unchanged.
 
-    ``pixels_on="device"``: only crop and resize here. ``image`` is uint8 [H, W, C]; ``image_draws``, float32 [12], are the
-    parameters with which ``augment_on_device`` finishes a batch.
+    A JPEG much larger than the output is decoded at 1/2, 1/4 or 1/8 scale, its crop rounded outwards to that grid.
+    Other formats and JPEGs without restart markers are decoded whole. Threads may share a transform. Without ``rng``
+    the parameters are constant, so ``mapped(data, transform)`` is a data set for evaluation.
 
-    A JPEG much larger than the output is decoded at 1/2, 1/4 or 1/8 scale, its crop rounded outwards to that grid. Other
-    formats and JPEGs without restart markers are decoded whole. Threads may share a transform. Without ``rng`` the draws are
-    constant, so ``mapped(data, transform)`` is a data set for evaluation. Raises DataError as decoding does.
+    Attributes:
+        augment: The crop, output size and pixel operations.
+        pixels_on: "device": only crop and resize here. ``image`` is uint8 [H, W, C]; ``image_draws``, float32 [12], are
+            the parameters with which ``augment_on_device`` finishes a batch. "host": do everything here.
+
+    Raises:
+        DataError: A sample has no image, or decoding raises it.
     """
 
     augment: Augment

@@ -53,33 +53,59 @@ _MIN_JUDGED_SAMPLES = 1000  # the share of bad samples is taken of at least this
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
-    """One rank's share of one step."""
+    """One rank's share of one step.
+
+    Attributes:
+        step: Number of the step, from 0 over the whole run.
+        batch_shard: Number of the share: ``step * world_size + rank``.
+        sample_ids: [samples] int64, ids of the share in order.
+        micro_batches: Tensors by name, first dim = samples. The last micro-batch may be smaller; an empty share has
+            none.
+        wait_s: Seconds the consumer waited for this batch.
+        skipped_ids: Samples of this rank that could not be read and have weight 0.
+    """
 
     step: int
-    batch_shard: int  # step * world_size + rank
-    sample_ids: Ids  # of the share, in order
-    micro_batches: list[Tensors]  # the last may be smaller; none for an empty share
-    wait_s: float  # how long the consumer waited
-    skipped_ids: list[int]  # samples of this rank that could not be read and have weight 0
+    batch_shard: int
+    sample_ids: Ids
+    micro_batches: list[Tensors]
+    wait_s: float
+    skipped_ids: list[int]
 
 
 class Loader:
-    """Loads one rank's batches.
+    """Loads one rank's batches, in an order that does not depend on the number of ranks or workers.
 
-    Samples are shuffled once per epoch. With ``shuffle=False`` they keep the data set's order; a data set may define its own
-    (``mixture``, ``weighted``, ``bucketed``). ``shuffle_block`` > 0 keeps that many neighbours together, for storage that is
-    slow at random access.
+    Samples are shuffled once per epoch. A data set may define its own order (``mixture``, ``weighted``, ``bucketed``),
+    which replaces ``shuffle``. With ``last_batch`` pad or ``max_bad_sample_frac`` above 0, a batch has ``weights``, 0
+    in rows that must not count; the objectives of ``train`` apply them. Workers live until ``close()`` or until the
+    loader is garbage-collected.
 
-    ``transform(sample, rng)`` gets one sample, arrays without a batch dim, and a generator keyed by seed, epoch and sample id,
-    valid during the call. ``pair_transform(a, b, rng)`` gets two neighbours of the global batch (mixup);
-    ``batch_transform(batch)`` gets all rows of a micro-batch.
+    Args:
+        dataset: The samples; ``as_dataset`` adapts a map-style dataset.
+        seed: Any integer; keys the order of the samples and the generators of the transforms.
+        global_batch: Samples of one step, over all ranks.
+        micro_batch: Samples of one micro-batch. By default the rank's whole share: ``global_batch`` / ``world_size``,
+            rounded up.
+        rank: This rank, from 0 to ``world_size`` - 1.
+        world_size: Number of ranks that share a step.
+        options: Workers, incomplete last batches, unreadable samples and the time limit; by default
+            ``LoaderOptions()``.
+        prefetch_depth: Least number of steps built ahead; more workers build more. 0 builds each step when it is
+            requested.
+        shuffle: False keeps the data set's order in every epoch.
+        shuffle_block: Above 0, keeps that many neighbouring samples together when shuffling, for storage that is slow
+            at random access.
+        transform: ``transform(sample, rng)`` gets one sample, arrays without a batch dim, and a generator keyed by
+            seed, epoch and sample id, valid during the call. Returns the new sample.
+        pair_transform: ``pair_transform(a, b, rng)`` gets two neighbours of the global batch and returns both (mixup).
+        batch_transform: ``batch_transform(batch)`` gets all rows of a micro-batch and returns as many.
+        device: Device that the batches will be copied to. Batches stay in host memory; it is pinned if this is an
+            accelerator with memory of its own.
 
-    At least ``prefetch_depth`` steps are built ahead; 0 builds each step when it is requested. Batches are pinned if ``device``
-    is an accelerator with memory of its own. With ``last_batch`` pad or ``max_bad_sample_frac`` above 0, a batch has ``weights``,
-    0 in rows that must not count; the objectives of ``train`` apply them. Workers live until ``close()`` or until the loader is
-    garbage-collected.
-
-    Raises DataError for impossible batch sizes, and while iterating for samples that cannot be read.
+    Raises:
+        DataError: The batch sizes or ranks are impossible or the data set is empty; while iterating, a sample cannot be
+            read.
     """
 
     def __init__(
@@ -158,7 +184,7 @@ class Loader:
         return self._iterate(claim, 1)
 
     def _iterate(self, claim: Callable[[bool], int | None], stride: int) -> Generator[StepBatch, None, None]:
-        """``stride``: from each batch shard to the next one, as ``SpecSource`` takes it."""
+        """Build the shards that ``claim`` returns. ``stride``: distance between them, as ``SpecSource`` takes it."""
         if self._prefetch_depth == 0 or self.options.num_workers == 0:
             while (batch_shard := claim(True)) is not None:
                 yield self._build(batch_shard, stride)
@@ -312,7 +338,7 @@ class _LoaderWorkers:
 
     @property
     def owned_by_this_process(self) -> bool:
-        """False in a fork, which has none of the threads."""
+        """Whether the pool's threads are in this process; a fork has none of them."""
         return self._setting is None or self.pool.owned_by_this_process
 
     def close(self, *, patience_s: float = 5.0) -> None:
@@ -324,9 +350,20 @@ class _LoaderWorkers:
 def eval_batches(
     dataset: Dataset, micro_batch: int, rank: int, world_size: int, limit: int | None = None
 ) -> Iterator[Tensors]:
-    """A rank's share of the data set in its own order, each sample on one rank; shares may differ in size.
+    """Yield a rank's share of the data set in its own order; each sample is on one rank, and shares may differ in size.
 
-    ``limit``: read only that many samples, spread evenly over the data set.
+    Args:
+        dataset: The samples.
+        micro_batch: Samples of one batch; the last batch may be smaller.
+        rank: This rank, from 0 to ``world_size`` - 1.
+        world_size: Number of ranks.
+        limit: Read only that many samples in all, spread evenly over the data set. By default all.
+
+    Yields:
+        Tensors by name in host memory, first dim = samples.
+
+    Raises:
+        DataError: While iterating, a sample cannot be read.
     """
     total = len(dataset) if limit is None else min(limit, len(dataset))
     share = rank_range(total, rank, world_size)
@@ -366,7 +403,7 @@ def prefetch_to_device(
 
 
 def _after_copy(batch: StepBatch, copied: torch.Event, device: torch.device) -> StepBatch:
-    """The batch, once the current stream waits for its copy."""
+    """Make the current stream wait for the batch's copy, and return the batch."""
     current = torch.accelerator.current_stream(device)
     current.wait_event(copied)
     for part in batch.micro_batches:
@@ -398,7 +435,7 @@ def _tensor(name: str, array: NDArray[Any]) -> torch.Tensor:
 
 
 def _use_one_torch_thread() -> None:
-    """In a worker thread: workers share the cores, so torch gets one thread in each."""
+    """Limit torch to one thread in the calling worker thread: workers share the cores."""
     torch.get_num_threads()  # makes torch initialise this thread now; later it would undo the next line
     torch.set_num_threads(1)
 

@@ -108,7 +108,13 @@ class SpecSource:
 
 
 def rank_range(total: int, rank: int, world_size: int) -> range:
-    """Rank ``rank``'s contiguous part of ``range(total)``; sizes differ by at most one, larger ones first."""
+    """Split ``range(total)`` into contiguous parts, one per rank; sizes differ by at most one, larger ones first.
+
+    Args:
+        total: Number of items.
+        rank: Rank whose part is returned, from 0 to ``world_size`` - 1.
+        world_size: Number of ranks.
+    """
     base, extra = divmod(total, world_size)
     start = rank * base + min(rank, extra)
     return range(start, start + base + (rank < extra))

@@ -39,10 +39,19 @@ _LOG: Final = logging.getLogger("unisono.data")
 
 
 def cached(dataset: Dataset | MapStyle, *, budget_bytes: int, folder: Path | str | None = None) -> Dataset:
-    """``dataset`` with up to ``budget_bytes`` of its samples cached as they were read: in memory, or in ``folder``.
+    """Cache up to ``budget_bytes`` of the samples of ``dataset`` as they were read, in memory or in a folder.
 
-    Processes of a host that cache the same data set share one copy. A cache in a folder remains for the next run; delete the
-    folder's ``unisono-cache-*`` files to remove it. Raises DataError if the folder has no space.
+    Processes of a host that cache the same data set share one copy. Samples beyond the budget are read from ``dataset``
+    each time.
+
+    Args:
+        dataset: The samples.
+        budget_bytes: Bytes for the cached samples; a table of 24 bytes per sample of the data set is extra.
+        folder: Folder of the cache file, which remains for the next run; delete its ``unisono-cache-*`` files to remove
+            it. By default shared memory (``/dev/shm``), removed after use.
+
+    Raises:
+        DataError: The folder has no space for the table, or cannot be written.
     """
     return _CachedDataset(as_dataset(dataset), budget_bytes, _MEMORY if folder is None else Path(folder))
 

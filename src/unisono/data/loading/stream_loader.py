@@ -40,11 +40,27 @@ class EpochAwareStream(Protocol):
 
 
 class StreamLoader:
-    """Loads one rank's batches from ``stream``, whose items are samples as in ``from_map_style``; iterates like ``Loader``.
+    """Loads one rank's batches from a stream; ``iterate`` works as that of ``Loader``.
 
-    An epoch ends where the stream ends, within a step if need be, and the next one starts at once. ``transform(sample, rng)``
-    gets a generator keyed by seed, epoch and the sample's number in the stream. Raises DataError for an empty stream, and
-    naming the step if reading fails.
+    An epoch ends where the stream ends, within a step if need be, and the next one starts at once.
+    ``StepBatch.sample_ids`` are the samples' numbers in their epoch.
+
+    Args:
+        stream: Iterable whose items are samples as in ``from_map_style``. ``iter`` must give the same sequence each
+            time, or the same for each epoch if it has ``set_epoch``.
+        seed: Any integer; keys the generators of ``transform``.
+        global_batch: Samples of one step, over all ranks.
+        micro_batch: Samples of one micro-batch. By default the rank's whole share.
+        rank: This rank, from 0 to ``world_size`` - 1. Each rank reads the whole stream and uses its share.
+        world_size: Number of ranks that share a step.
+        prefetch_depth: Steps built ahead, by one thread; 0 builds each step when it is requested.
+        transform: ``transform(sample, rng)`` gets one sample and a generator keyed by seed, epoch and the sample's
+            number in the stream. Returns the new sample.
+        device: Device that the batches will be copied to. Batches stay in host memory; it is pinned if this is an
+            accelerator with memory of its own.
+
+    Raises:
+        DataError: While iterating, the stream is empty, or reading fails; the error names the step.
     """
 
     def __init__(

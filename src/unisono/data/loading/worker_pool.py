@@ -90,7 +90,7 @@ class WorkerPool(Generic[Request, Result]):
 
     @property
     def owned_by_this_process(self) -> bool:
-        """False in a fork, which has none of the threads."""
+        """Whether the threads are in this process; a fork has none of them."""
         return self._pid == os.getpid()
 
     def submit(self, request: Request) -> Job[Request, Result]:

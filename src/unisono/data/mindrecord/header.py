@@ -45,7 +45,13 @@ _Number = Annotated[int, Meta(ge=0, le=1 << 31)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldType:
-    """A field's type (int32, int64, float32, float64, string, bytes) and, for an array, its shape with at most one −1."""
+    """A field's type and, for an array, its shape.
+
+    Attributes:
+        type: int32, int64, float32, float64, string or bytes; in tables of ``data.convert`` the name of any NumPy dtype
+            of numbers.
+        shape: Shape of an array, with at most one −1 for a dim of any size. None for a single value.
+    """
 
     type: str
     shape: tuple[int, ...] | None = None
@@ -231,8 +237,8 @@ def read_row_groups(path: Path, head: MindRecordHeader, size: int) -> RowGroups:
                 path, begin, f"page {page.page_id} has rows {page.start_row_id} to {page.end_row_id}, after {at} rows"
             )
         at = page.end_row_id
-        room = min(page.page_size, raws[page.page_type_id][2] if page.page_type_id in raws else -1)
-        if (at - page.start_row_id) * LENGTH_BYTES > room:
+        max_bytes = min(page.page_size, raws[page.page_type_id][2] if page.page_type_id in raws else -1)
+        if (at - page.start_row_id) * LENGTH_BYTES > max_bytes:
             raise damaged_error(
                 path, begin, f"page {page.page_id} has no room, or no raw part, for its rows up to {at}"
             )

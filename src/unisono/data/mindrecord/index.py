@@ -162,8 +162,8 @@ def scan_rows(path: Path, head: MindRecordHeader, groups: RowGroups, data: memor
         blob, blob_limit = blob_base, blob_base + int(groups.blob_ends[number])
         for _ in range(rows):
             raw_begins[row], blob_begins[row] = raw, blob
-            raw = _behind(path, data, raw, raw_limit, row)
-            blob = _behind(path, data, blob, blob_limit, row)
+            raw = _part_end(path, data, raw, raw_limit, row)
+            blob = _part_end(path, data, blob, blob_limit, row)
             raw_ends[row], blob_ends[row] = raw, blob
             row += 1
         if blob != blob_limit:
@@ -171,7 +171,7 @@ def scan_rows(path: Path, head: MindRecordHeader, groups: RowGroups, data: memor
     return places
 
 
-def _behind(path: Path, data: memoryview, at: int, limit: int, row: int) -> int:
+def _part_end(path: Path, data: memoryview, at: int, limit: int, row: int) -> int:
     """End of the row part that starts at ``at``. Raises DataError."""
     if at + LENGTH_BYTES > limit:
         raise damaged_error(path, at, f"its page ends at {limit}, before its length", row=row)

@@ -33,10 +33,14 @@ _LOG: Final = logging.getLogger("unisono.data")
 class MindRecordFile:
     """The rows of MindRecord files by number, file after file, in the order they were written.
 
-    ``path``: one file, which opens all files of its set; or a list, which opens exactly these files. ``key``: the key of
-    MindSpore's ``set_enc_key``. ``check``: refuse values outside the type of their field, and scalars declared with a shape,
-    which MindSpore loses; else they are read as stored. Lengths are always checked. Raises DataError if files, header and index
-    do not match, and for a damaged row.
+    Args:
+        path: One file, which opens all files of its set; or a list, which opens exactly these files.
+        key: The key of MindSpore's ``set_enc_key``, for encrypted files.
+        check: Whether to refuse values outside the type of their field, and scalars declared with a shape, which
+            MindSpore loses; else they are read as stored. Lengths are always checked.
+
+    Raises:
+        DataError: Files, header and index do not match; while reading, a row is damaged.
     """
 
     def __init__(self, path: Path | str | Sequence[Path | str], *, key: str | None = None, check: bool = True) -> None:

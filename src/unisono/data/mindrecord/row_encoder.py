@@ -44,7 +44,7 @@ class RowEncoder:
         self._packed = has_packed_integers(self.fields)
         self._names = {name: msgspec.msgpack.encode(name) for name in self.scalars}
         self._take: dict[str, Callable[[Any], Any]] = {
-            name: self._taker(name, kind) for name, kind in self.fields.items()
+            name: self._converter(name, kind) for name, kind in self.fields.items()
         }
 
     def encode(self, row: Mapping[str, Any], number: int) -> tuple[bytes, bytes]:
@@ -66,7 +66,7 @@ class RowEncoder:
         raw = encode_scalars([(self._names[name], values[name]) for name in self.scalars])
         return raw, join_blobs([values[name] for name in self.blobs])
 
-    def _taker(self, name: str, kind: FieldType) -> Callable[[Any], Any]:
+    def _converter(self, name: str, kind: FieldType) -> Callable[[Any], Any]:
         """A function that checks a value and returns an int, float or str, or the bytes of a blob."""
         if kind.shape is not None:
             return lambda value: _array(value, kind, packed=self._packed)

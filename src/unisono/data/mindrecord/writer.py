@@ -45,14 +45,22 @@ _MOST: Final = (1 << 31) - 1
 class MindRecordWriter:
     """Writes a set of MindRecord files and their indexes; leaving the ``with`` block normally puts them in place.
 
-    ``path`` is the file's name, to which several ``shards`` append a number. ``schema``: the type of each field, or a mapping
-    of type and shape as in MindSpore's ``add_schema``. ``header_bytes``: space for the list of pages; ``page_bytes``: for the
-    scalars or the blobs of a row. ``index_fields``: by default all scalar fields.
-
     Row i is row i // ``shards`` of file i mod ``shards``, so the same rows give the same files. Files are written under
-    temporary names and synced; indexes are renamed last. After an exception the previous files remain; an interruption of the
-    renames leaves the complete new files, some of them under temporary names. Raises DataError, before writing, for values that
-    MindSpore could not read back equal.
+    temporary names and synced; indexes are renamed last. After an exception the previous files remain; an interruption
+    of the renames leaves the complete new files, some of them under temporary names.
+
+    Args:
+        path: The file, to whose name several ``shards`` append a number.
+        schema: The type of each field, or a mapping of type and shape as in MindSpore's ``add_schema``.
+        shards: Number of files, at most 1000.
+        page_bytes: Bytes for the scalars, or the blobs, of a row, and the size of a page.
+        header_bytes: Bytes reserved in each file for the header with its list of pages.
+        index_fields: Fields of the index. By default all scalar fields.
+        overwrite: Whether to replace existing files.
+
+    Raises:
+        DataError: A file exists, or a size or name is out of range; in ``write``, before anything is written, MindSpore
+            could not read a value back equal.
     """
 
     def __init__(
@@ -81,10 +89,10 @@ class MindRecordWriter:
                 nearest="another name, or overwrite=True to replace the existing file",
             )
         self._encoder = RowEncoder(schema, index_fields)
-        self._room = page_bytes
+        self._page_bytes = page_bytes
         head = _empty_header(self._encoder, self.paths, header_bytes, page_bytes)
         size = LENGTH_BYTES + len(msgspec.json.encode(head))
-        if size + 2 * _page_room(page_bytes) > header_bytes:
+        if size + 2 * _page_entry_bytes(page_bytes) > header_bytes:
             raise DataError(_header_full(f"a header of {size} bytes before any page", header_bytes))
         mark = f"tmp-{os.getpid()}-{secrets.token_hex(4)}"
         self._shards: list[_ShardWriter] = []
@@ -120,10 +128,10 @@ class MindRecordWriter:
         number = self._rows
         raw, blob = self._encoder.encode(row, number)
         for part, what in ((raw, "scalars"), (blob, "blobs")):
-            if len(part) + LENGTH_BYTES > self._room:
+            if len(part) + LENGTH_BYTES > self._page_bytes:
                 raise DataError(
                     given=f"row {number}: {what} of {len(part)} bytes",
-                    rule=f"the scalars, or the blobs, of a row are in one page: of {self._room} bytes, 8 for the length",
+                    rule=f"the scalars, or the blobs, of a row are in one page: of {self._page_bytes} bytes, 8 for the length",
                     consequence="the row was not written; the rows before it are kept",
                     nearest=f"page_bytes={-(-(len(part) + LENGTH_BYTES) // 4) * 4} or more, up to {MAX_PAGE_BYTES}",
                 )
@@ -195,7 +203,7 @@ class _ShardWriter:
     def __init__(self, path: Path, temporary: Path, head: MindRecordHeader, head_bytes: int) -> None:
         self.path, self.temporary = path, temporary
         self._head, self._head_bytes = head, head_bytes
-        self._page_room = _page_room(head.page_size)
+        self._page_entry_bytes = _page_entry_bytes(head.page_size)
         self._handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._pages: list[PageEntry] = []
         self._raw: _PageWriter | None = None
@@ -204,11 +212,11 @@ class _ShardWriter:
 
     def append(self, raw: bytes, blob: bytes, number: int) -> None:
         """Append the two parts of row ``number`` of the set. Raises DataError if the header has no space for another page."""
-        room = self._head.page_size
-        new_raw = self._raw is None or self._raw.used + LENGTH_BYTES + len(raw) > room
+        page_size = self._head.page_size
+        new_raw = self._raw is None or self._raw.used + LENGTH_BYTES + len(raw) > page_size
         # a row group is in one raw page, so a new raw page also starts a new group
-        new_blob = new_raw or self._blob is None or self._blob.used + LENGTH_BYTES + len(blob) > room
-        grown = self._head_bytes + (new_raw + new_blob) * self._page_room
+        new_blob = new_raw or self._blob is None or self._blob.used + LENGTH_BYTES + len(blob) > page_size
+        grown = self._head_bytes + (new_raw + new_blob) * self._page_entry_bytes
         if grown > self._head.header_size:
             raise DataError(_header_full(f"row {number}, which begins page {self._count}", self._head.header_size))
         self._head_bytes = grown
@@ -293,7 +301,7 @@ def _empty_header(encoder: RowEncoder, paths: Sequence[Path], header_bytes: int,
     )
 
 
-def _page_room(page_bytes: int) -> int:
+def _page_entry_bytes(page_bytes: int) -> int:
     """Maximum header bytes of a page and its row group."""
     group = GroupEntry(id=_MOST, offset=page_bytes)
     page = PageEntry(

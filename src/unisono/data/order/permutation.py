@@ -43,9 +43,17 @@ _SAMPLES, _BLOCKS, _INSIDE, _AUGMENT, _PAIR, _UNIFORM = 1, 2, 3, 4, 5, 6
 class Permutation:
     """Sample ids for global positions; a pure function of (size, seed, block, position).
 
-    ``size`` is the number of samples, ``seed`` any integer (taken modulo 2^64). ``block_size`` > 0 keeps runs of that many
-    neighbouring samples together, for storage that is slow at random access: blocks are permuted, and samples within each
-    block. The last, shorter block is permuted like the others.
+    Position p is place p mod ``size`` of epoch p // ``size``, and each epoch has another order.
+
+    Attributes:
+        size: Number of samples, from 1 to 2^62 - 1.
+        seed: Any integer, taken modulo 2^64.
+        block_size: Above 0, keeps runs of that many neighbouring samples together, for storage that is slow at random
+            access: blocks are permuted, and samples within each block. The last, shorter block is permuted like the
+            others.
+
+    Raises:
+        DataError: ``size`` is out of range, or ``block_size`` is negative.
     """
 
     size: int

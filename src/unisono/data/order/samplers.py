@@ -24,12 +24,12 @@ class SampleOrder(Protocol):
     """Samples by global position; both results are int64 of the shape of ``positions``."""
 
     def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
-        """The sample ids and the occurrences."""
+        """Sample ids and occurrences at the positions."""
         ...
 
 
 class SequentialOrder:
-    """Samples in the data set's order, in every epoch."""
+    """Samples in the data set's order in every epoch."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -55,7 +55,7 @@ def padded_length(length: Any) -> Any:
 
 
 def frame_payload(payload: bytes) -> list[bytes]:
-    """The record of a payload as a list of pieces to write. Raises DataError for 2^29 bytes or more."""
+    """The record of a payload as a list of byte strings to write. Raises DataError for 2^29 bytes or more."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise DataError(
             given=f"a record of {len(payload)} bytes",
@@ -223,17 +223,23 @@ def _bad_part(data: NDArray[np.uint8], parts: FrameParts, number: int, total: in
     if end < following:
         return f"the part at offset {offset} ends at {end}, where no part begins; the next one is at {following}"
     if flag in (FIRST, MIDDLE) and length % 4:
-        return f"the part at offset {offset} has {length} bytes, and one that goes on has a multiple of 4"
+        return f"the part at offset {offset} has {length} bytes, and a part that is continued has a multiple of 4"
     if flag in (MIDDLE, LAST) and offset == begin:
-        return f"the part at offset {offset} goes on with a record (flag {flag}) whose beginning is missing"
+        return f"the part at offset {offset} continues a record (flag {flag}) whose beginning is missing"
     return f"the record at offset {begin} has no last part: the next record, or the end, comes first"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageHeader:
-    """``label`` is one number, or [n] float32 for several labels (or one stored as an array).
+    """The header of an image record, MXNet's ``IRHeader``.
 
-    MXNet's ``IRHeader``: flag 0 and the label in the header, or flag n, label 0 and n float32 after the header.
+    One label is stored in the header with flag 0; an array of n labels is stored as flag n, label 0 and n float32 after
+    the header.
+
+    Attributes:
+        label: One number, or [n] float32 for several labels (or one stored as an array).
+        id: Unsigned 64-bit number of the image; packing writes the record's key.
+        id2: Unsigned 64-bit number that MXNet reserves; 0 as a rule.
     """
 
     label: float | NDArray[np.float32]
@@ -242,7 +248,12 @@ class ImageHeader:
 
 
 def pack_header(header: ImageHeader, payload: bytes) -> bytes:
-    """The payload of an image record, as ``mx.recordio.pack`` makes it."""
+    """The payload of an image record, as ``mx.recordio.pack`` makes it.
+
+    Args:
+        header: Label or labels, and ids.
+        payload: The encoded image.
+    """
     if isinstance(header.label, float | int):
         return _IMAGE_HEADER.pack(0, header.label, header.id, header.id2) + payload
     labels = np.ascontiguousarray(header.label, "<f4").reshape(-1)
@@ -250,7 +261,14 @@ def pack_header(header: ImageHeader, payload: bytes) -> bytes:
 
 
 def unpack_header(record: bytes | memoryview) -> tuple[ImageHeader, memoryview]:
-    """The header, and a view of the image after it. Raises DataError if the record is shorter than its header says."""
+    """Split the payload of an image record into its header and a view of the image, without a copy.
+
+    Args:
+        record: The payload, as ``RecordFile`` reads it.
+
+    Raises:
+        DataError: The record is shorter than its header says.
+    """
     view = memoryview(record)
     flag, label, first, second = _IMAGE_HEADER.unpack_from(view) if len(view) >= _IMAGE_HEADER.size else (-1, 0.0, 0, 0)
     begin = _IMAGE_HEADER.size + 4 * flag

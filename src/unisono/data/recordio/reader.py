@@ -48,12 +48,16 @@ class RecordBatch:
 class RecordFile:
     """One ``.rec`` file; records are numbered in the order of its ``.idx`` (of the file, if there is none).
 
-    A URL (``s3://…``, any fsspec filesystem) is read in ranges into a permanent copy in ``cache_dir`` (default: unisono/ in the
-    user's cache folder); without a sidecar beside it the whole file is fetched once.
+    Args:
+        path: A local file, or a URL (``s3://…``, any fsspec filesystem). A URL is read in ranges into a permanent copy;
+            without a sidecar beside it the whole file is fetched once.
+        check: When a record's checksum is verified: the "first" time it is read in this process, "always", or "never".
+            Its head is always checked the first time.
+        cache_dir: Folder of the copies of URLs. By default unisono/ in the user's cache folder.
 
-    ``check``: verify a record's checksum the ``first`` time it is read in this process, ``always``, or ``never``; its head is
-    always checked the first time. Raises DataError if file and sidecar do not match and, naming file, record and offset, for a
-    damaged record.
+    Raises:
+        DataError: File and sidecar do not match; while reading, a record is damaged: the error names file, record and
+            offset.
     """
 
     def __init__(self, path: Path | str, *, check: ChecksumPolicy = "first", cache_dir: Path | None = None) -> None:
@@ -256,10 +260,10 @@ class RecordFile:
 
 
 def _fetch_index(remote: RemoteFile) -> None:
-    """Copy the indexes beside the copy; a missing sidecar can only be made from the whole file."""
+    """Fetch the indexes; without a sidecar fetch the whole file, from which it is then made."""
     stem = remote.url.removesuffix(".rec")
-    if remote.fetch_beside(f"{stem}.uidx", sidecar_path(remote.path).name) is None:
-        remote.fetch_beside(f"{stem}.idx", text_index_path(remote.path).name)
+    if remote.fetch_small_file(f"{stem}.uidx", sidecar_path(remote.path).name) is None:
+        remote.fetch_small_file(f"{stem}.idx", text_index_path(remote.path).name)
         _LOG.info("%s has no sidecar: fetching all %s bytes of it once to make one", remote.url, f"{remote.size:,}")
         remote.ensure([0], [remote.size])
     remote.ensure([0, max(0, remote.size - ENDS_BYTES)], [min(ENDS_BYTES, remote.size), remote.size])
@@ -270,12 +274,20 @@ def _open(path: Path | str, check: ChecksumPolicy, cache_dir: Path | None) -> Re
 
 
 class RecordDataset:
-    """All records of ``files`` in order, each decoded to a sample.
+    """A ``Dataset`` of all records of ``files`` in order, each decoded to a sample.
 
-    ``decode(payload)`` gets a read-only view of one payload and returns a sample as in ``from_map_style``: a dict of arrays or
-    numbers, a pair (inputs, targets), or one value. The side columns ``side`` are added to it. Random augmentation belongs into
-    the loader's ``transform``, whose generator is keyed by sample. Reading raises DataError naming file and record if
-    ``decode`` fails.
+    Random augmentation belongs into the loader's ``transform``, whose generator is keyed by sample.
+
+    Args:
+        files: The ``.rec`` files, open or by path, in the order of the samples.
+        decode: ``decode(payload)`` gets a read-only view of one payload and returns a sample as in ``from_map_style``:
+            a dict of arrays or numbers, a pair (inputs, targets), or one value.
+        side: Names of side columns that are added to each sample.
+        fingerprint: Identifies ``decode``; with the files' fingerprints it makes that of the data set. By default the
+            module and qualified name of ``decode``.
+
+    Raises:
+        DataError: While reading, ``decode`` fails; the error names file and record.
     """
 
     def __init__(

@@ -8,7 +8,6 @@ bytes. Its folder is named by the store's own key of the file, so a changed file
 from __future__ import annotations
 
 import os
-import tempfile
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from unisono.data.sidecar import map_array
 from unisono.errors import DataError
+from unisono.storage.files import write_atomically
 
 BLOCK_BYTES: Final = 1 << 20
 _BLOCKS_AT_ONCE: Final = 64  # per request: limits the memory of fetched blocks
@@ -82,7 +82,7 @@ class RemoteFile:
         for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             _write(self._blocks, b"\0", block)
 
-    def fetch_beside(self, url: str, name: str) -> Path | None:
+    def fetch_small_file(self, url: str, name: str) -> Path | None:
         """Copy a small file of the same store to ``name`` in the copy's folder; None if it does not exist."""
         _, path = _filesystem(url)
         target = self.folder / name
@@ -93,9 +93,7 @@ class RemoteFile:
                 return None
             except Exception as error:
                 raise _unreachable(url, error) from error
-            with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
-                file.write(content)
-            os.replace(file.name, target)
+            write_atomically(target, content, mode=0o600)
         return target
 
     def _connect(self) -> None:

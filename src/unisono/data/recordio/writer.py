@@ -24,9 +24,16 @@ SideValues = float | NDArray[Any]
 class RecordWriter:
     """Writes ``name.rec``, ``name.idx`` and ``name.uidx``; leaving the ``with`` block normally puts them in place.
 
-    Records and MXNet's text index equal those of ``MXIndexedRecordIO``, byte for byte. The data is written under a temporary
-    name and synced, then the indexes are written, then the data is renamed: a ``.rec`` file is always complete and indexed.
-    After an exception the previous files remain. Raises DataError for an existing file unless ``overwrite``.
+    Records and MXNet's text index equal those of ``MXIndexedRecordIO``, byte for byte. The data is written under a
+    temporary name and synced, then the indexes are written, then the data is renamed: a ``.rec`` file is always
+    complete and indexed. After an exception the previous files remain.
+
+    Args:
+        path: The file, ``name.rec``.
+        overwrite: Whether to replace an existing file.
+
+    Raises:
+        DataError: The file exists, or its suffix is that of an index.
     """
 
     def __init__(self, path: Path | str, *, overwrite: bool = False) -> None:
@@ -58,8 +65,16 @@ class RecordWriter:
         return len(self._offsets)
 
     def write(self, payload: bytes, *, key: int | None = None, side: Mapping[str, SideValues] | None = None) -> int:
-        """Append a record and return its number, which is the default ``key``. ``side``: numbers or 1-d arrays stored with it,
-        with the same names for every record. Raises DataError for a payload of 2^29 bytes or more, or other names."""
+        """Append a record and return its number.
+
+        Args:
+            payload: The bytes of the record, fewer than 2^29.
+            key: The record's key in the text index. By default its number.
+            side: Numbers or 1-d arrays stored with the record, with the same names for every record.
+
+        Raises:
+            DataError: The payload is too long, or the side columns have other names than before.
+        """
         side = side or {}
         if self._offsets and side.keys() != self._side.keys():
             raise _refused(

@@ -28,14 +28,24 @@ _WORD = re.compile(r"\w+(?:['’-]\w+)*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextAugment:
-    """``augment(text, rng)``: replaces, then swaps, then deletes words of a text of n words.
+    """Random edits of a text of n words: ``augment(text, rng)`` replaces, then swaps, then deletes words.
 
-    ``replace``: max(1, ⌊replace · n⌋) words, or fewer, are replaced by a synonym from ``synonyms``; words without one or in
-    ``stopwords`` are not. Words are looked up in lower case; a capital first letter is kept. ``swap``: max(1, ⌊swap · n⌋) times
-    two words are exchanged. ``delete``: each word is deleted with this probability, with the text before it; at least one
-    remains. A text without words is unchanged.
+    A text without words is unchanged.
 
-    Raises DataError for rates outside [0, 1], and for settings without an effect.
+    Attributes:
+        replace: Rate of synonyms: max(1, ⌊replace · n⌋) words, or fewer, are replaced by one from ``synonyms``. 0
+            replaces none.
+        swap: Rate of swaps: max(1, ⌊swap · n⌋) times two words are exchanged. 0 swaps none.
+        delete: Probability that a word is deleted, with the text before it; at least one word remains.
+        synonyms: Synonyms by word, both as ``load_synonyms`` returns them. Words are looked up in lower case, and a
+            capital first letter is kept. Words without an entry are not replaced.
+        stopwords: Words in lower case that are not replaced.
+
+    Raises:
+        DataError: A rate is outside [0, 1], or a setting would have no effect.
+
+    Source:
+        EDA: Wei and Zou 2019, arXiv:1901.11196, without random insertion.
     """
 
     replace: float = 0.0
@@ -105,8 +115,15 @@ class TextTransform:
     """A loader's transform for texts: ``text``, uint8 [bytes] of UTF-8, becomes ``tokens`` and ``mask``.
 
     ``tokens`` int64 [length]: the text's first ``length`` token ids, padded with the end-of-document id. ``mask`` bool
-    [length]: true for ids of the text. Other entries of the sample are unchanged. Raises DataError for a sample without text,
-    or a ``length`` below 1.
+    [length]: true for ids of the text. Other entries of the sample are unchanged.
+
+    Attributes:
+        tokenizer: Encodes the text.
+        length: Tokens of every sample, at least 1.
+        augment: Random edits of the text before it is encoded. By default none.
+
+    Raises:
+        DataError: ``length`` is below 1, or a sample has no text.
     """
 
     tokenizer: Tokenizer
@@ -134,10 +151,21 @@ class TextTransform:
 
 
 def load_synonyms(path: Path | str) -> dict[str, list[str]]:
-    """Word → synonyms, from ``.json`` (an object of lists) or ``.tsv`` (a word and its synonyms per line, separated by tabs).
+    """Load a lexicon of synonyms for ``TextAugment`` from a file in UTF-8.
 
-    Words are lower-cased, repeated entries merged, and a word is removed from its own synonyms. Raises DataError naming the file,
-    and the line, that is invalid.
+    Words are lower-cased and repeated entries merged. A word is removed from its own synonyms, and a word left without
+    synonyms is removed.
+
+    Args:
+        path: ``.json``: an object of lists, ``{"big": ["large", "huge"]}``. ``.tsv``: one line per word, the word and
+            its synonyms separated by tabs; empty lines are skipped.
+
+    Returns:
+        Synonyms by lower-case word, in the order of the file.
+
+    Raises:
+        DataError: The file cannot be read, has another suffix or is invalid; the error names the file, and for ``.tsv``
+            the line.
     """
     path = Path(path)
     try:

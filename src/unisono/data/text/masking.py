@@ -1,4 +1,4 @@
-"""Masked language modelling (Devlin et al. 2019): some tokens of a text are hidden and become its targets.
+"""Masked language modelling (Devlin et al. 2019): some tokens of a text are hidden and become the targets.
 
 Of 20 chosen tokens about 16 become the mask token, 2 a random token and 2 stay, so that the model cannot rely on seeing a mask.
 All randomness comes from the given generator. A loader keys it by sample and epoch, independent of rank and resume.
@@ -19,10 +19,11 @@ _MASKED, _RANDOM = 0.8, 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskTokens:
-    """A transform for ``BERT``. Of a text's n eligible tokens it chooses max(1, round(rate · n)).
+    """A loader's transform for masked language models (``BERT``): hides some tokens, which become targets.
 
-    A sample has ``tokens`` int64 [T] and, if padded, ``mask`` bool [T], true for tokens of the text; ``before`` may be a
-    ``TextTransform`` that makes them. The result has
+    Of a text's n eligible tokens it chooses max(1, round(rate · n)) at random. Of 20 chosen tokens about 16 become
+    ``mask_id``, 2 become a random id of the vocabulary, and 2 stay. A sample has ``tokens`` int64 [T] and, if padded,
+    ``mask`` bool [T], true for tokens of the text. The result has the sample's other entries, without ``mask``, and::
 
         tokens     int64    [T]  with the chosen ones hidden
         padding    bool     [T]  true for a token of the text, false for padding
@@ -30,8 +31,19 @@ class MaskTokens:
         targets    int64    [P]  the original tokens
         weights    float32  [P]  1, or 0 where fewer tokens were chosen
 
-    and other entries of the sample. ``special`` ids are never chosen. A random token is any of ``vocab_size``.
-    Raises DataError for a rate outside (0, 1), a mask or special id outside the vocabulary, a sample without tokens.
+    Attributes:
+        mask_id: Id of the mask token.
+        vocab_size: Number of ids; a random token is any of 0 to ``vocab_size`` - 1.
+        rate: Share of the eligible tokens that is chosen, above 0 and below 1.
+        special: Ids that are never chosen, such as separators.
+        before: Transform applied to the sample first, such as a ``TextTransform`` that makes ``tokens``; it uses the
+            same generator.
+
+    Raises:
+        DataError: The rate is out of range, a mask or special id is outside the vocabulary, or a sample has no tokens.
+
+    Source:
+        BERT: Devlin et al. 2019, arXiv:1810.04805.
     """
 
     mask_id: int
@@ -67,7 +79,7 @@ class MaskTokens:
             raise DataError(*problems)
 
     def __call__(self, sample: Batch, rng: np.random.Generator) -> Batch:
-        """The sample with some tokens hidden, and their targets."""
+        """Return the sample with some tokens hidden, and their targets."""
         if self.before is not None:
             sample = self.before(sample, rng)
         tokens = sample.get("tokens")
@@ -80,14 +92,14 @@ class MaskTokens:
             )
         padding = sample["mask"] if "mask" in sample else np.ones(tokens.size, np.bool_)
         eligible = np.flatnonzero(padding & ~np.isin(tokens, self.special))
-        most = self._share(tokens.size)
+        max_chosen = self._share(tokens.size)
         chosen = np.sort(rng.permutation(eligible)[: self._share(eligible.size)])
         hidden = tokens.copy()
-        draw = rng.random(chosen.size)
-        hidden[chosen[draw < _MASKED]] = self.mask_id
-        randomized = chosen[(draw >= _MASKED) & (draw < _MASKED + _RANDOM)]
+        uniform = rng.random(chosen.size)
+        hidden[chosen[uniform < _MASKED]] = self.mask_id
+        randomized = chosen[(uniform >= _MASKED) & (uniform < _MASKED + _RANDOM)]
         hidden[randomized] = rng.integers(0, self.vocab_size, randomized.size)
-        predicted, targets = np.zeros(most, np.int64), np.zeros(most, np.int64)
+        predicted, targets = np.zeros(max_chosen, np.int64), np.zeros(max_chosen, np.int64)
         predicted[: chosen.size], targets[: chosen.size] = chosen, tokens[chosen]
         rest = {name: value for name, value in sample.items() if name != "mask"}
         return {
@@ -96,7 +108,7 @@ class MaskTokens:
             "padding": padding,
             "predicted": predicted,
             "targets": targets,
-            "weights": (np.arange(most) < chosen.size).astype(np.float32),
+            "weights": (np.arange(max_chosen) < chosen.size).astype(np.float32),
         }
 
     def _share(self, tokens: int) -> int:

@@ -17,11 +17,22 @@ _MAX_VOCAB = 4096  # counts are a square table
 
 
 def bigram_bits_per_byte(train: TokenWindows, evaluation: TokenWindows, *, add: float = 0.1) -> float:
-    """Bits per byte of ``evaluation`` under p(b | a) = (count(a, b) + add) / (count(a) + add · vocabulary).
+    """Bits per byte of a bigram model, a baseline for language models: each token is predicted from the one before it.
 
-    Counts the targets of ``train`` and sums the bits of those of ``evaluation``, which needs ``target_bytes=True``; targets of
-    weight 0 are skipped, as in training. ``add`` of 0.1 is the best of 1, 0.3, 0.1, … 0.001 on CPython 3.11's library (3.472
-    bits per byte; 1 gives 3.474). Raises DataError for too large a vocabulary.
+    The model is p(b | a) = (count(a, b) + add) / (count(a) + add · vocabulary). Pairs are the tokens and targets of the
+    windows; targets of weight 0 are skipped, as in training. Memory grows with the square of the vocabulary.
+
+    Args:
+        train: Windows whose pairs are counted.
+        evaluation: Windows that are predicted; need ``target_bytes=True`` and the tokenizer of ``train``.
+        add: Count added to every pair (additive smoothing), above 0. 0.1 is the best of 1, 0.3, 0.1, … 0.001 on CPython
+            3.11's library (3.472 bits per byte; 1 gives 3.474).
+
+    Returns:
+        Σ -log2 p(target) over all targets of ``evaluation``, divided by their bytes of text.
+
+    Raises:
+        DataError: The vocabulary has more than 4096 ids.
     """
     vocab = train.tokens.vocab_size
     if max(vocab, evaluation.tokens.vocab_size) > _MAX_VOCAB:
@@ -38,7 +49,7 @@ def bigram_bits_per_byte(train: TokenWindows, evaluation: TokenWindows, *, add: 
 
 
 def _count_pairs(windows: TokenWindows, vocab: int) -> tuple[NDArray[np.int64], float]:
-    """How often each (token, target) counts [vocab, vocab], and the bytes of text the targets stand for."""
+    """Counts of each (token, target) pair, [vocab, vocab], and the bytes of text of the targets."""
     counts = np.zeros(vocab * vocab, np.int64)
     text_bytes = 0.0
     rows = max(1, _READ_TOKENS // windows.seq_len)

@@ -60,9 +60,13 @@ class UndecodableError(Exception):
 
 
 def find_corpus(corpus: str) -> Corpus:
-    """List the files of ``"stdlib"``, a folder (hidden files and folders apart) or one file.
+    """List the files of a corpus.
 
-    Raises DataError if there is nothing, or something that cannot be read.
+    Args:
+        corpus: ``"stdlib"``, a folder, without its hidden files and folders, or one file.
+
+    Raises:
+        DataError: There is no such file or folder, it has no files, or it cannot be read.
     """
     if corpus == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))

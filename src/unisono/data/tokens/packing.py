@@ -2,8 +2,8 @@
 
 A document of n tokens, with its end-of-document token, has n - 1 slots: tokens followed by another. A sample has T = ``seq_len``
 slots. A document of more than T slots is cut into pieces of T slots and a remainder; no other document is cut. A piece of T slots
-is a sample. Remainders are placed longest first, each into the fullest sample that still has room. A piece of s slots reads s + 1
-tokens: the last target of one piece is the first token of the next, and every token of a document but its first is a target
+is a sample. Remainders are placed longest first, each into the fullest sample with enough free slots. A piece of s slots reads
+s + 1 tokens: the last target of one piece is the first token of the next, and every token of a document but its first is a target
 exactly once. No target crosses from one document to another.
 
 Each block of 4096 consecutive documents of a shard is packed independently, as a function of its documents' lengths. The result
@@ -102,28 +102,41 @@ def pack_documents(slots: Ids, seq_len: int) -> tuple[Ids, Ids, Ids, Ids]:
 
 
 def _best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """The bin of each length, longest first: the fullest bin with room for it (the earliest of equals), else a new one."""
-    open_bins: list[int] = []  # room and number of each bin with room, as one sortable integer
+    """The bin of each length, longest first: the fullest bin with enough free space (the earliest of equals), else a new one."""
+    open_bins: list[int] = []  # free space and number of each bin that is not full, as one sortable integer
     chosen: list[int] = []
     num_bins = 0
     for length in lengths:
         place = bisect_left(open_bins, length << _BIN_BITS)
         if place < len(open_bins):
-            room, number = divmod(open_bins.pop(place), 1 << _BIN_BITS)
+            free, number = divmod(open_bins.pop(place), 1 << _BIN_BITS)
         else:
-            room, number = capacity, num_bins
+            free, number = capacity, num_bins
             num_bins += 1
         chosen.append(number)
-        if room > length:
-            insort(open_bins, (room - length) << _BIN_BITS | number)
+        if free > length:
+            insort(open_bins, (free - length) << _BIN_BITS | number)
     return chosen
 
 
 def pack_tokens(tokens: TokenSet, seq_len: int) -> list[str]:
-    """Write the missing and damaged indices of ``tokens``; returns the reasons for replacing existing ones.
+    """Write the missing and damaged packing indices of ``tokens``, which ``PackedWindows`` reads.
 
-    Takes the memory of one shard's index: 12 bytes per document and 8 per sample. Raises OSError if the shards' folder cannot be
-    written. Concurrent processes write the same file, each atomically.
+    Takes the memory of one shard's index: 12 bytes per document and 8 per sample. Concurrent processes write the same
+    file, each atomically.
+
+    Args:
+        tokens: The token set; each index is written beside its shard.
+        seq_len: Tokens of one sample.
+
+    Returns:
+        The reasons for replacing existing indices; empty if none was damaged.
+
+    Raises:
+        OSError: The shards' folder cannot be written.
+
+    Source:
+        Best-fit packing: Ding et al. 2024, arXiv:2404.10830.
     """
     replaced: list[str] = []
     offset = 0
@@ -141,14 +154,24 @@ def pack_tokens(tokens: TokenSet, seq_len: int) -> list[str]:
 
 
 class PackedWindows:
-    """A ``Dataset`` of packed samples of ``tokens``, with the arrays of ``TokenWindows``; needs the index of ``pack_tokens``.
+    """A ``Dataset`` of samples packed from whole documents, with the arrays of ``TokenWindows``.
 
-    Empty slots are at a sample's end: the end-of-document id with weight 0, as a document of their own. Positions count from
-    the first token of a piece. With boundaries "ignore" there are no positions and documents, and the pieces of a sample attend
-    to each other; no target crosses documents either way. The end-of-document token is a target, never an input.
+    Reads the index that ``pack_tokens`` writes. Empty slots are at a sample's end: the end-of-document id with weight
+    0, as a document of their own. Positions count from the first token of a piece. With boundaries "ignore" there are
+    no positions and documents, and the pieces of a sample attend to each other; no target crosses documents either way.
+    The end-of-document token is a target, never an input.
 
-    Raises DataError for an index that is missing, damaged or of other shards, if no document has two tokens, and for
-    ``target_bytes`` without bytes per token in the shards.
+    Args:
+        tokens: The token set, whose shards have an index for ``seq_len``.
+        seq_len: Tokens of one sample.
+        boundaries: "mask" gives each sample the positions and numbers of its documents, so that attention stays within
+            a document; "ignore" gives neither.
+        target_bytes: Whether samples have ``target_bytes``, the bytes of text of each target.
+        name: Name of the data in errors (train, eval).
+
+    Raises:
+        DataError: An index is missing, damaged or of other shards, no document has two tokens, or ``target_bytes`` is
+            set and the shards have no bytes per token.
     """
 
     def __init__(
@@ -185,7 +208,7 @@ class PackedWindows:
         return int(self._ends[-1])
 
     def read(self, indices: Ids) -> Batch:
-        """The samples ``indices``, with the arrays of ``windows``."""
+        """Samples by number, with the arrays of ``TokenWindows``."""
         if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"samples are numbered 0..{len(self) - 1}, asked for {indices.min()}..{indices.max()}")
         shard_of = np.searchsorted(self._ends, indices, side="right")

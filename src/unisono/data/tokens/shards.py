@@ -58,7 +58,17 @@ class TokenShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSet:
-    """Shards read as one stream of ``num_tokens`` ids below ``vocab_size``."""
+    """Shards read as one stream of token ids; ``open_tokens`` opens one.
+
+    Attributes:
+        shards: The opened shards, in the order of the stream.
+        num_tokens: Token ids in all shards, with the end-of-document ids.
+        num_documents: Documents in all shards.
+        text_bytes: Bytes of UTF-8 text that the tokens encode.
+        vocab_size: Ids are below it.
+        end_of_document: Id that ends each document.
+        fingerprint: Digest of the shards' sidecars, which changes with their content and order.
+    """
 
     shards: tuple[TokenShard, ...]
     num_tokens: int
@@ -74,9 +84,13 @@ class TokenSet:
 
 
 def open_tokens(paths: Sequence[Path]) -> TokenSet:
-    """Open shards by their ``.bin`` paths, in the given order. O(1) per shard: checks sizes and head digests.
+    """Open token shards as one set. O(1) per shard: checks sizes and head digests, and reads no tokens.
 
-    Raises DataError for no shard, a missing, truncated or damaged file, or shards of different vocabularies.
+    Args:
+        paths: The ``.bin`` files, in the order of the stream; each has its ``.idx`` beside it.
+
+    Raises:
+        DataError: There is no shard, a file is missing, truncated or damaged, or shards have different vocabularies.
     """
     if not paths:
         raise DataError(
@@ -124,9 +138,17 @@ def shard_path(folder: Path, name: str, number: int) -> Path:
 class TokenWriter:
     """Writes a set of shards ``folder/name-NNNNN.bin``; leaving the ``with`` block normally commits the last one.
 
-    A payload is written under a temporary name and synced, its sidecar is put in place, and then it is renamed: a ``.bin`` file
-    is always complete. ``token_bytes``: store the bytes of text per token. ``finished``: shards that an earlier writer committed,
-    which come before the new ones.
+    A payload is written under a temporary name and synced, its sidecar is put in place, and then it is renamed: a
+    ``.bin`` file is always complete. ``add(ids, token_bytes)`` appends one document.
+
+    Args:
+        folder: Existing folder of the shards.
+        name: Name of the set, such as train.
+        vocab_size: Number of ids; up to 65,536 they are stored as uint16, else as uint32.
+        end_of_document: Id written after each document.
+        token_bytes: Whether to store the bytes of text per token, which ``target_bytes`` needs.
+        shard_tokens: Tokens of one shard at most. A document is never cut: a longer one has a shard of its own.
+        finished: Shards that an earlier writer committed, which come before the new ones.
     """
 
     def __init__(

@@ -77,15 +77,25 @@ class CorpusReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedCorpus:
-    """The token sets of a corpus. ``eval`` has the bytes of text per token."""
+    """The token sets of a corpus, as ``prepare_corpus`` opens them.
+
+    Attributes:
+        train: Tokens to train on.
+        eval: Held-out tokens; its shards have the bytes of text per token.
+        tokenizer: The tokenizer of both sets.
+        report: Numbers of documents, tokens and bytes, skipped files, and for packed samples the statistics of packing.
+        folder: The folder of the sets, in the cache.
+        from_cache: Whether this call built nothing.
+        rebuild_reason: Damage of a cached folder or index that was replaced; empty if none was.
+    """
 
     train: TokenSet
     eval: TokenSet
     tokenizer: Tokenizer
     report: CorpusReport
     folder: Path
-    from_cache: bool  # this call built nothing
-    rebuild_reason: str  # damage of a cached folder that was replaced; else empty
+    from_cache: bool
+    rebuild_reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +117,7 @@ class _Inputs:
     eval_frac: float
 
     def digest(self) -> str:
-        """Hash of all of it."""
+        """Hash of all inputs, which names the cache folder."""
         content = (_FORMAT, self.tokenizer.fingerprint, self.eval_frac, self.corpus.skip_undecodable)
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode((*content, sorted(self.digests.items()))))
 
@@ -121,11 +131,21 @@ class _FileDigest:
 
 
 def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> PreparedCorpus:
-    """Token sets of ``options.corpus``, built by the first call and found in the cache by later ones.
+    """Tokenize ``options.corpus`` into token sets; the first call builds them, later ones find them in the cache.
 
-    ``cache_dir`` defaults to ``options.cache_dir``, and that to the user's cache folder. Concurrent calls are safe. Progress is
-    logged to ``unisono`` at level info. Raises DataError for a corpus that is missing, empty or not text, an invalid tokenizer,
-    or a cache folder that cannot be written, and ExtraError for a tokenizer whose package is missing.
+    Concurrent calls are safe: one builds, and where files can be locked the others wait. A killed build continues from
+    its finished shards. Progress is logged to ``unisono`` at level info.
+
+    Args:
+        options: Corpus, tokenizer and held-out share; with ``packing="best_fit"`` also the length of the packed
+            samples.
+        cache_dir: Folder of the cache. By default ``options.cache_dir``, or if that is empty ``unisono`` in the user's
+            cache folder.
+
+    Raises:
+        DataError: The corpus is missing, empty or not text, the tokenizer is invalid, or the cache folder cannot be
+            written.
+        ExtraError: The tokenizer's package is not installed.
     """
     tokenizer = load_tokenizer(options.tokenizer)
     corpus = find_corpus(options.corpus)
@@ -166,7 +186,7 @@ def _find_or_build(folder: Path, inputs: _Inputs) -> PreparedCorpus:
 
 
 def _with_packing(prepared: PreparedCorpus, seq_len: int) -> PreparedCorpus:
-    """The same with the packing index of the train part."""
+    """Write the packing index of the train part and add its statistics to the report."""
     with _locked(prepared.folder.with_suffix(".lock")):
         damage = pack_tokens(prepared.train, seq_len)
     stats = PackedWindows(prepared.train, seq_len=seq_len).stats
@@ -178,7 +198,7 @@ def _with_packing(prepared: PreparedCorpus, seq_len: int) -> PreparedCorpus:
 
 
 def _digests(corpus: Corpus, cache: Path) -> dict[str, str]:
-    """xxh3-128 of every file, from the listing of an earlier run if size and times are unchanged."""
+    """xxh3-128 of every file by path; taken from the listing of an earlier run if size and times are unchanged."""
     path = cache / f"listing-{xxhash.xxh3_64_hexdigest(os.fsencode(corpus.root.absolute()))}.json"
     known: dict[str, _FileDigest] = {}
     with suppress(FileNotFoundError, msgspec.DecodeError):  # no listing, or not one of ours: take every digest anew
@@ -199,7 +219,10 @@ def _digests(corpus: Corpus, cache: Path) -> dict[str, str]:
 
 
 def _build(folder: Path, inputs: _Inputs, exclusive: bool) -> None:
-    """Write ``folder`` completely or not at all; ``exclusive``: no other process does, so finished shards remain for later."""
+    """Write ``folder`` completely or not at all.
+
+    ``exclusive``: no other process writes it, so the finished shards of an interrupted build remain for the next call.
+    """
     temporary = folder.with_name(f"{folder.name}.part" if exclusive else f"{folder.name}.tmp-{secrets.token_hex(4)}")
     temporary.mkdir(exist_ok=exclusive)
     try:

@@ -33,7 +33,14 @@ class Encoded:
 
 
 class Tokenizer(Protocol):
-    """Encodes text to ids in ``[0, vocab_size)``. ``fingerprint`` changes whenever the encoding of a text could."""
+    """Protocol of a tokenizer: encodes text to ids in ``[0, vocab_size)``.
+
+    Attributes:
+        name: Name for messages, as given to ``load_tokenizer``.
+        vocab_size: Number of ids, with that of ``end_of_document``.
+        end_of_document: Id written after each document.
+        fingerprint: Changes whenever the encoding of a text could.
+    """
 
     @property
     def name(self) -> str: ...
@@ -110,10 +117,16 @@ class FileTokenizer:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """Open ``"bytes"``, or the path of a ``tokenizer.json``.
+    """Open a tokenizer by name or file.
 
-    Raises ExtraError if the package is not installed, and DataError for a missing or invalid file, or one without an
-    end-of-document token.
+    Args:
+        spec: ``"bytes"``, one token per UTF-8 byte and 256 for the end of a document; or the path of a
+            ``tokenizer.json`` of Hugging Face's tokenizers package.
+
+    Raises:
+        DataError: The file is missing or invalid, or has no end-of-document token such as ``<|endoftext|>`` or
+            ``</s>``.
+        ExtraError: The tokenizers package is not installed.
     """
     if spec == BYTES:
         return ByteTokenizer()
@@ -133,7 +146,12 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def check_vocab(model_vocab: int, tokenizer_vocab: int) -> None:
-    """Raise DataError if the model has fewer embeddings than the tokenizer has ids."""
+    """Raise DataError if a model has fewer embeddings than the tokenizer has ids.
+
+    Args:
+        model_vocab: Number of the model's embeddings.
+        tokenizer_vocab: Number of the tokenizer's ids.
+    """
     if model_vocab < tokenizer_vocab:
         raise DataError(
             given=f"a model vocabulary of {model_vocab} for data with {tokenizer_vocab} token ids",

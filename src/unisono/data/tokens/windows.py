@@ -37,10 +37,26 @@ _NONE = np.empty(0, np.int64)
 
 
 class TokenWindows:
-    """A ``Dataset`` of windows over ``tokens``; ``name`` (train, eval) is for errors.
+    """A ``Dataset`` of windows of ``seq_len`` tokens over the stream of a token set.
 
-    Reading is vectorised over windows; only windows that span shards are assembled one by one. Raises DataError if the set is
-    shorter than one window, or the stride is outside 1..``seq_len``.
+    A window has ``tokens``, ``targets`` (the next tokens) and ``weights``, each [seq_len], and as asked for
+    ``positions``, ``documents`` and ``target_bytes``. The last window is padded, with weight 0. Reading is vectorised
+    over windows; only windows that span shards are assembled one by one.
+
+    Args:
+        tokens: The token set.
+        seq_len: Tokens of one window.
+        boundaries: "mask" gives each window the positions and numbers of its documents, so that attention stays within
+            a document, and does not predict a document's first token from the previous document. "ignore" reads one
+            stream.
+        target_bytes: Whether samples have ``target_bytes``, the bytes of text of each target, for bits per byte.
+        stride: Tokens from the start of a window to that of the next, from 1 to ``seq_len``. By default ``seq_len``:
+            windows do not overlap. With 1 a window starts at each token, as in nanoGPT.
+        name: Name of the data in errors (train, eval).
+
+    Raises:
+        DataError: The set is shorter than one window and its next token, the stride is out of range, or
+            ``target_bytes`` is set and the shards have no bytes per token.
     """
 
     def __init__(
@@ -91,7 +107,7 @@ class TokenWindows:
         return self._count
 
     def read(self, indices: NDArray[np.int64]) -> Batch:
-        """The windows ``indices``, as the arrays above."""
+        """Windows by number, with the arrays of the module's table."""
         numbers: list[int] = indices.tolist()  # for a short batch Python's min and max are faster than numpy's
         first, last = min(numbers, default=0), max(numbers, default=0)
         if first < 0 or last >= self._count:

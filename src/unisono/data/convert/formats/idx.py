@@ -23,7 +23,7 @@ _STRETCH: Final = 1 << 10  # labels read at once
 
 def read(path: Path) -> Table:
     """Rows of ``image``, uint8 [H, W], and ``label``. Raises DataError if the two files do not match."""
-    with ByteSource(path) as images, ByteSource(_labels_beside(path)) as labels:
+    with ByteSource(path) as images, ByteSource(_labels_path(path)) as labels:
         _, height, width = _dims(images, 3)
         _dims(labels, 1)
     image = FieldType(type="uint8", shape=(height, width))
@@ -31,7 +31,7 @@ def read(path: Path) -> Table:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    with ByteSource(path) as images, ByteSource(_labels_beside(path)) as labels:
+    with ByteSource(path) as images, ByteSource(_labels_path(path)) as labels:
         count, height, width = _dims(images, 3)
         (labelled,) = _dims(labels, 1)
         if count != labelled:
@@ -48,7 +48,7 @@ def _rows(path: Path) -> Iterator[Row]:
         labels.end("the labels")
 
 
-def _labels_beside(path: Path) -> Path:
+def _labels_path(path: Path) -> Path:
     match = NAME.fullmatch(path.name)
     if match is None or match[2] == "labels" or match[4] != "3":
         raise unreadable_error(

@@ -27,10 +27,13 @@ _SCALARS: Final[dict[type, str]] = {bool: "bool", int: "int64", float: "float64"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows, which are read once, and what is known before.
+    """Rows, which are read once, and the facts known before they are read.
 
-    ``schema``: type and shape of each field; None if only the rows determine it. ``image``: the field that is an image, uint8
-    [H, W] or [H, W, 3]; formats without such arrays hold it as PNG.
+    Attributes:
+        rows: Mappings of field names to values: bool, int, float, str, bytes, or NumPy arrays of numbers.
+        schema: Type and shape of each field; None if only the rows determine it.
+        image: Name of the field that is an image, uint8 [H, W] or [H, W, 3]; formats without such arrays hold it as
+            PNG. None if there is none.
     """
 
     rows: Iterable[Row]

@@ -24,10 +24,20 @@ _EXIF_ORIENTATION = 0x0112
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageOptions:
-    """Processing of each image; by default its bytes stay unchanged (``passes_through``).
+    """Processing of each packed image; by default its bytes stay unchanged (``passes_through``).
 
-    ``resize``: the short side, in pixels. ``quality``: of JPEG, 1 to 100; 95 if another option encodes again. ``tiles``: restart
-    markers, without loss if the bytes pass through. ``exif``: apply a JPEG's orientation, which encoding again would drop.
+    The order is im2rec's: apply the EXIF orientation, cut the centre, resize, encode.
+
+    Attributes:
+        resize: New short side in pixels; the long side keeps the aspect ratio. None keeps the size.
+        center_crop: Whether to cut the largest centred square.
+        quality: JPEG quality, 1 to 100. By default 95 if another option encodes the image again.
+        encoding: "jpeg" or "png", the format of an image that is encoded again. None is JPEG, and requires no encoding.
+        color: "rgb" or "gray", the channels of an image that is encoded again. None is RGB, and requires no encoding.
+        tiles: Whether JPEGs get restart markers, so that a crop decodes only its tiles; without loss if the bytes stay
+            otherwise unchanged.
+        exif: Whether to apply a JPEG's orientation when it is encoded again, which would drop it.
+        max_pixels: Pixels of the largest image that is packed; larger ones are bad inputs.
     """
 
     resize: int | None = None

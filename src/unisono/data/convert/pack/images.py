@@ -67,16 +67,27 @@ def pack_images(
     shuffle: int | None = None,
     pack: PackOptions | None = None,
 ) -> PackResult:
-    """Pack a folder, ``.lst`` or ``.csv`` of images (see ``list_images``) into ``target``, a ``.rec``.
+    """Pack a folder, ``.lst`` or ``.csv`` of images (see ``list_images``) into a ``.rec``.
 
-    ``split``: name → fraction, in sum 1; ``target`` then becomes ``STEM-NAME.rec`` for each. An image's part depends on the
-    hash of its name. The sizes are the fractions of the number of images, rounded to add up; images that prove bad only when
-    they are read are missing. ``shuffle``: order by keyed hash of seed and name. ``pack.shards``: that many files of equal
-    numbers of images, of each part.
+    Class names are written to ``TARGET.classes.txt``, one per line, the outcome of all inputs to
+    ``TARGET.report.json``. A killed call that is repeated continues at the first unfinished shard, to the same bytes.
 
-    Class names are written to ``TARGET.classes.txt``, one per line, the outcome of all inputs to ``TARGET.report.json``. A
-    killed call that is repeated continues at the first unfinished shard, to the same bytes. Raises DataError for bad inputs
-    (all that the listing shows at once) unless ``pack.on_error`` is "skip", and ExtraError for missing packages.
+    Args:
+        source: A folder, whose subfolders are the classes, or a list of paths and labels.
+        target: The ``.rec`` to write; several shards append a number to its stem.
+        options: Processing of each image. By default its bytes stay unchanged.
+        root: Folder that the paths of a list are relative to. By default the list's folder.
+        follow_links: Whether links to folders, and links out of the folder, are followed; else they are bad inputs.
+        split: Name → fraction, in sum 1; ``target`` then becomes ``STEM-NAME.rec`` for each. An image's part depends on
+            the hash of its name. The sizes are the fractions of the number of images, rounded to add up; images that
+            prove bad only when they are read are missing. By default one part.
+        shuffle: Seed; orders images by a keyed hash of seed and name. By default they keep the order of ``source``.
+        pack: Shards, workers and the treatment of bad inputs; ``pack.shards`` counts the files of each part.
+
+    Raises:
+        DataError: There are bad inputs (all that the listing shows at once), unless ``pack.on_error`` is "skip";
+            ``target`` exists or has another suffix; options contradict each other.
+        ExtraError: Pillow or simplejpeg is not installed.
     """
     options, pack = options or ImageOptions(), pack or PackOptions()
     check_suffix(target, (".rec",), "images")
@@ -141,9 +152,20 @@ def pack_image_rows(
 ) -> PackResult:
     """Pack the rows of a table in any readable format (webdataset's tars) into image records, as ``pack_images`` does.
 
-    ``field``: an encoded image, or an image as an array. ``label``: a number, or an array of labels; all rows must be like the
-    first, and integers or floats like it. Raises DataError for an unsuitable source, and for rows without such an image or
-    label unless ``pack.on_error`` is "skip".
+    Args:
+        source: The table, or one file of its set.
+        target: The ``.rec`` to write; several shards append a number to its stem.
+        options: Processing of each image. By default its bytes stay unchanged.
+        field: Name of the field with an encoded image, or an image as an array.
+        label: Name of the field with a number, or an array of labels; all rows must be like the first, and integers or
+            floats like it.
+        base64: Columns of a CSV file that hold bytes as base64.
+        pack: Shards, workers and the treatment of bad inputs.
+
+    Raises:
+        DataError: The source is unsuitable, ``target`` exists or has another suffix, or a row has no such image or
+            label, unless ``pack.on_error`` is "skip".
+        ExtraError: Pillow or simplejpeg is not installed.
     """
     options, pack = options or ImageOptions(), pack or PackOptions()
     check_suffix(target, (".rec",), "images")
@@ -216,7 +238,7 @@ def _series(
 
 
 def _num_workers(options: ImageOptions, pack: PackOptions, inputs: int) -> int:
-    """By default none where bytes are only copied."""
+    """Worker processes; by default 0 if bytes are only copied."""
     copies = options.passes_through and not options.tiles
     return worker_count(0 if pack.workers is None and copies else pack.workers, inputs)
 
@@ -252,7 +274,7 @@ def _packed_image(image: ListedImage, answer: RecordAnswer, *, several: bool, wh
 
 
 def _write_records(path: Path, records: Iterator[Any]) -> None:
-    """Write one shard of what ``_packed_image`` made."""
+    """Write one shard of the records that ``_packed_image`` makes."""
     with RecordWriter(path) as writer:
         for payload, key, side in records:
             writer.write(payload, key=key, side=side)

@@ -26,7 +26,16 @@ _SHEET: Final = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantiles:
-    """Quantiles of a set of numbers."""
+    """Quantiles of a set of numbers.
+
+    Attributes:
+        least: The minimum.
+        p10: The 10 % quantile.
+        median: The median.
+        p90: The 90 % quantile.
+        most: The maximum.
+        mean: The mean.
+    """
 
     least: float
     p10: float
@@ -38,9 +47,16 @@ class Quantiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordStats:
-    """``spreads``: of "payload bytes", "width px", "height px", "label", or of "document tokens" of token shards.
-    ``labels``: count of each label; empty if there are none, or too many. ``sampled``: number of records read for labels and
-    image sizes; 0 if all or none."""
+    """Statistics of a file of records or tokens, from ``record_stats``.
+
+    Attributes:
+        records: Number of records; of token shards, of documents.
+        bytes: Size of the file in bytes.
+        spreads: Quantiles by name: "payload bytes", "width px", "height px" and "label", or "document tokens" of token
+            shards.
+        labels: Count of each label; empty if there are none, or more than 10,000 different ones.
+        sampled: Number of records read for labels and image sizes; 0 if they come from side columns, or there are none.
+    """
 
     records: int
     bytes: int
@@ -50,7 +66,14 @@ class RecordStats:
 
 
 def record_stats(file: Path) -> RecordStats:
-    """Statistics of a ``.rec``, or a ``.bin`` of tokens. Raises DataError for other or damaged files."""
+    """Statistics of a ``.rec``, or a ``.bin`` of tokens.
+
+    Args:
+        file: The file, with its index beside it.
+
+    Raises:
+        DataError: The file is of another kind, or damaged.
+    """
     if file.suffix == ".bin":
         shard = open_tokens([file]).shards[0]
         sizes = np.diff(shard.starts, append=shard.tokens.size) - 1  # without the token that ends a document
@@ -73,9 +96,18 @@ def record_stats(file: Path) -> RecordStats:
 
 
 def record_sheet(file: Path) -> bytes:
-    """A PNG of up to 64 images of a ``.rec``, evenly spread over it, each with its number and its label or labels.
+    """Draw up to 64 images of a ``.rec`` on one page, each with its number and its label or labels.
 
-    Raises DataError for records that are not images.
+    The images are spread evenly over the file.
+
+    Args:
+        file: The ``.rec`` of image records.
+
+    Returns:
+        The page as PNG.
+
+    Raises:
+        DataError: The file is no ``.rec``, or its records are not images.
     """
     records = _records(file)
     images: list[NDArray[np.uint8]] = []

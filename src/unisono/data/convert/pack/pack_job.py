@@ -51,9 +51,11 @@ class BadInput:
 class PackOptions:
     """How inputs are packed, of any kind.
 
-    A file ends with the record that fills ``shard_bytes``; None is one file, for text 512 MiB. ``shards``: number of files of
-    equal numbers of inputs (images that are files). ``workers``: processes, 0 = this one; by default by cores and inputs.
-    ``on_error``: a bad input ends the job, or is skipped and reported.
+    Attributes:
+        shard_bytes: A file ends with the record that fills this many bytes. None is one file; for text 512 MiB.
+        shards: Number of files of equal numbers of inputs; only for images that are files.
+        workers: Processes; 0 is this one. By default chosen by the cores and the number of inputs.
+        on_error: "fail": a bad input ends the job. "skip": it is left out and reported.
     """
 
     shard_bytes: int | None = None
@@ -64,7 +66,18 @@ class PackOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackResult:
-    """The outcome. ``num_empty``: inputs without a record that are not bad; ``splits``: number of records of each part."""
+    """The outcome of packing.
+
+    Attributes:
+        files: The written files, without indexes, in order.
+        num_inputs: Inputs, with the bad ones.
+        num_records: Records in all files.
+        num_empty: Inputs without a record that are not bad.
+        bad: Inputs that could not be packed, each with the reason.
+        num_left_out: Files of a folder that were not taken for images, by their suffix.
+        splits: Number of records of each part, by its name; empty without a split.
+        report: The report's path, ``TARGET.report.json``.
+    """
 
     files: tuple[Path, ...]
     num_inputs: int
@@ -78,8 +91,18 @@ class PackResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackJob:
-    """``identity``: all else that determines the bytes of the target. ``side_files``: small files written beside it, by suffix.
-    ``bad``, ``left_out``: from the listing."""
+    """A packing job: its source, its target, and the facts of the listing.
+
+    Attributes:
+        source: Name of the source, for errors and the report.
+        target: The file to write, or the name from which the files of parts and shards have theirs.
+        identity: All else that determines the bytes of the target; a job of another identity does not continue this
+            one.
+        on_error: Treatment of bad inputs.
+        bad: Bad inputs of the listing.
+        left_out: Number of files that the listing left out.
+        side_files: Content of small text files written beside the target, by suffix.
+    """
 
     source: str
     target: Path
@@ -128,12 +151,12 @@ def run_pack_job(job: PackJob, series: Sequence[ShardSeries], *, numbered: bool 
 
 
 def cut_by_bytes(shard_bytes: int | None) -> ShardCut:
-    """Shards end with the record that fills them; None means one shard."""
+    """End a shard with the record that fills ``shard_bytes``; None makes one shard."""
     return lambda _stop, size: shard_bytes is not None and size >= shard_bytes
 
 
 def cut_by_count(inputs: int, shards: int) -> ShardCut:
-    """``shards`` shards of equal numbers of inputs, ± 1."""
+    """Cut the inputs into ``shards`` shards of equal numbers, ± 1."""
     ends = {inputs * (number + 1) // shards for number in range(shards)}
     return lambda stop, _size: stop in ends and stop < inputs
 
@@ -441,7 +464,7 @@ def open_partial_target(folder: Path, job: bytes) -> Generator[PartialTarget]:
 
 
 def bad_inputs_error(bad: Sequence[BadInput]) -> DataError:
-    """The error of ``--on-error fail``."""
+    """The error for bad inputs of a job with ``on_error`` "fail"."""
     shown = "".join(f"\n    {entry.path}: {entry.reason}" for entry in bad[:_SHOWN])
     more = f"\n    and {len(bad) - _SHOWN:,} more, all in the report" if len(bad) > _SHOWN else ""
     return DataError(

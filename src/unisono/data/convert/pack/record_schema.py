@@ -42,8 +42,13 @@ _MAX_DIMS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class RecordSchema:
-    """How the fields of a record become bytes and come back. ``RecordDataset(files, RecordSchema.load(path).decode)`` reads
-    them."""
+    """How the fields of a record become bytes and come back.
+
+    ``RecordDataset(files, RecordSchema.load(path).decode)`` reads packed records.
+
+    Attributes:
+        fields: Type and shape of each field by name, in the order of the bytes; −1 is a dim of any size.
+    """
 
     fields: dict[str, FieldType]
 

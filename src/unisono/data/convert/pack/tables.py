@@ -49,10 +49,21 @@ def pack_rows(
 ) -> PackResult:
     """Pack the rows of a table in any readable format.
 
-    ``columns``: field → new name, in this order; other fields are dropped. ``payload``: the field (by its new name) that is the
-    payload of a ``.rec``: bytes, or a string as UTF-8. ``schema``: see the module. ``base64``, ``arrays``: see ``open_table``.
-    Raises DataError for an unsuitable source or target; ``pack.on_error`` "skip" leaves out rows that do not fit payload or
-    schema.
+    Args:
+        source: The table, or one file of its set.
+        target: The file to write: .rec, .mindrecord, .jsonl, .parquet, .tar or .csv; several shards append a number to
+            its stem.
+        columns: Field → new name, in this order; other fields are dropped. By default all fields under their names.
+        payload: The field (by its new name) that is the payload of a ``.rec``: bytes, or a string as UTF-8.
+        schema: Types that each row must have. A ``.rec`` then holds typed bytes (``RecordSchema``), and the schema is
+            written to ``TARGET.schema``. By default the rows' own types.
+        base64: Columns of a CSV file that hold bytes as base64.
+        arrays: Features of ``tf.Example`` that are arrays even with one value.
+        pack: Size of the files and the treatment of bad inputs; with ``pack.on_error`` "skip" rows that do not fit
+            payload or schema are left out.
+
+    Raises:
+        DataError: The source or target is unsuitable, or a row does not fit.
     """
     pack = pack or PackOptions()
     check_suffix(target, _TARGETS, "rows")
@@ -88,12 +99,24 @@ def pack_rows(
 def pack_function(
     name: str, target: Path, schema: RecordSchema, *, items: Path | None = None, pack: PackOptions | None = None
 ) -> PackResult:
-    """Pack the rows, mappings of ``schema``'s fields, that ``module:function`` returns.
+    """Pack the rows that a function returns; each is a mapping of ``schema``'s fields.
 
-    With ``items``, a text file, worker processes call the function with each line that is not empty; it returns one row or
-    several. Without, it is called once, in this process, and yields all rows. When a killed call is repeated, the function must
-    give the same rows; a change of its file is detected, a change of what it reads is not. ``pack.on_error`` "skip" leaves out
-    rows that do not fit, and items for which it raises. Raises DataError.
+    When a killed call is repeated, the function must give the same rows. A change of its file is detected, a change of
+    the data it reads is not.
+
+    Args:
+        name: The function, as ``module:function``.
+        target: The file to write: .rec, .mindrecord, .jsonl, .parquet, .tar or .csv; several shards append a number to
+            its stem.
+        schema: Types that each row must have.
+        items: A text file. Worker processes call the function with each line that is not empty; it returns one row or
+            several. By default the function is called once, without arguments, in this process, and yields all rows.
+        pack: Size of the files, workers and the treatment of bad inputs; with ``pack.on_error`` "skip" rows that do not
+            fit, and items for which the function raises, are left out.
+
+    Raises:
+        DataError: The function is not found, the target is unsuitable, a row does not fit, or with ``items`` the function
+            raises. Without ``items`` the function's own errors are not caught.
     """
     pack = pack or PackOptions()
     check_suffix(target, _TARGETS, "python")

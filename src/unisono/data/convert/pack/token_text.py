@@ -41,11 +41,19 @@ def pack_text(
     column: str | None = None,
     pack: PackOptions | None = None,
 ) -> PackResult:
-    """Tokenize the documents of ``source`` into ``STEM-NNNNN.bin`` and ``.idx``, where ``target`` is ``STEM.bin``.
+    """Tokenize documents into token shards ``STEM-NNNNN.bin`` and ``.idx``, which ``open_tokens`` opens.
 
-    A document is a file, each file of a folder in the order of their paths, with ``lines`` each line that is not empty, or with
-    ``column`` that field of each row of a table. Raises DataError for input that is not UTF-8 text unless ``pack.on_error`` is
-    "skip".
+    Args:
+        source: A text file, a folder of them in the order of their paths, or with ``column`` a table.
+        target: ``STEM.bin``, from which the shards have their names.
+        tokenizer: "bytes", or the path of a Hugging Face ``tokenizer.json``.
+        lines: Whether each line that is not empty is a document. By default each file is one.
+        column: The field of a table whose text in each row is a document. By default ``source`` is text.
+        pack: Size of the files, workers and the treatment of bad inputs.
+
+    Raises:
+        DataError: Input is not UTF-8 text, unless ``pack.on_error`` is "skip"; the source or target is unsuitable.
+        ExtraError: The tokenizer's package is not installed.
     """
     pack = pack or PackOptions()
     shard_bytes = _SHARD_BYTES if pack.shard_bytes is None else pack.shard_bytes

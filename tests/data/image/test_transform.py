@@ -199,10 +199,10 @@ def test_settings_and_tiles_need_neither_torch_nor_codecs() -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_names_of_the_room() -> None:
-    import unisono.data.image as room
+def test_the_package_exports_lazily() -> None:
+    import unisono.data.image as package
 
-    assert room.add_restart_markers is add_restart_markers
-    assert "decode" in dir(room)
+    assert package.add_restart_markers is add_restart_markers
+    assert "decode" in dir(package)
     with pytest.raises(AttributeError, match="attribute decod"):
-        _ = room.decod
+        _ = package.decod

@@ -118,7 +118,7 @@ def test_alpha_is_dropped_not_blended(photo: Photo) -> None:
 
 
 @pytest.mark.parametrize("name", ["GIF", "WebP", "PNG"])
-def test_of_an_animation_the_first_picture(photo: Photo, name: str) -> None:
+def test_the_first_picture_of_an_animation_is_decoded(photo: Photo, name: str) -> None:
     frames = [Image.fromarray(photo(20, 30, seed=seed)) for seed in range(3)]
     out = io.BytesIO()
     options = {"lossless": True} if name == "WebP" else {}
