@@ -138,6 +138,15 @@ def test_architecture_names_what_is_in_the_files() -> None:
         assert re.search(rf"\b{name}\b", path.read_text()), f"no {name} in {file}"
 
 
+@pytest.mark.parametrize("name", ["architecture.md", "glossary.md", "adr/0013-what-the-redesign-kept.md"])
+def test_a_page_about_the_code_has_the_names_of_the_code(name: str) -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "src/unisono").rglob("*.py"))
+    known = set(re.findall(r"\w+", code)) | {path.stem for path in (ROOT / "tests").rglob("*.py")}
+    text = re.sub(r"^```.*?^```", "", (ROOT / "docs" / name).read_text(), flags=re.M | re.S)
+    identifiers = set(re.findall(r"`_?([A-Za-z]+_\w+|[A-Z]\w*[a-z][A-Z]\w*)(?:\(.*?\))?`", text))
+    assert not {identifier for identifier in identifiers if identifier not in known and f"_{identifier}" not in known}
+
+
 def slugs(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and MyST make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)

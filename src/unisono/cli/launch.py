@@ -40,7 +40,7 @@ from unisono.launch.process_layout import JobLayout, assign_processes
     "--dir",
     "folder",
     type=click.Path(path_type=Path),
-    help="Folder of logs and launch.json (default runs/launch-TIME).",
+    help="Folder of logs and launch.json (default runs/launch-TIME-PID).",
 )
 @click.option("--mpirun", "by_mpirun", is_flag=True, help="Let Open MPI's mpirun start the processes.")
 @click.option("--srun", "by_srun", is_flag=True, help="Start them as a step of this SLURM allocation.")
@@ -57,7 +57,8 @@ def command(command: tuple[str, ...], as_json: bool, **options: Any) -> int:
     if given.by_mpirun or given.by_srun:
         handover = _handover(command, given)
         return _show_handover(handover, as_json=as_json) if given.dry_run else handover.run()
-    folder = given.folder or Path(time.strftime("runs/launch-%Y%m%d-%H%M%S"))
+    # two launches in the same second need two folders
+    folder = given.folder or Path(time.strftime(f"runs/launch-%Y%m%d-%H%M%S-{os.getpid()}"))
     job = _layout(command, given, folder)
     for host in job.hosts:
         if host.role == "scheduler":

@@ -252,7 +252,7 @@ def join_world(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout
             given=f"rank {job.rank} of {job.world_size} was to meet the others in a job with parameter servers",
             rule="a launcher that starts servers restarts each worker alone, so workers share the servers and no meeting point",
             consequence="there is nobody to all-reduce with, so nothing was started",
-            nearest="a launch without --servers; or dist_async (plan.sync=dist_async, kvstore.create('dist_async', ...))",
+            nearest="a launch without --servers; or dist_async (plan.sync=dist_async, create_kvstore('dist_async'))",
         )
     meet_timeout_s = max(timeout_s, _MEET_S) if meet_timeout_s is None else meet_timeout_s
     store = open_store(job, meet_timeout_s)

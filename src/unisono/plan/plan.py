@@ -264,14 +264,14 @@ class Plan:
         types_of_groups = get_type_hints(Plan)
         return Plan(**values, **{name: types_of_groups[name](**members) for name, members in groups.items()})
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the strategy file: JSON, a line per field, always in the same order."""
-        write_atomically(path, json.dumps(self.to_json(), indent=1).encode() + b"\n")
+        write_atomically(Path(path), json.dumps(self.to_json(), indent=1).encode() + b"\n")
 
     @staticmethod
-    def load(path: Path) -> Plan:
+    def load(path: str | Path) -> Plan:
         """Read a strategy file. Raises PlanError where it cannot be read or its fields do not fit (see ``from_json``)."""
-        data = migrate_plan(read_strategy_file(path))
+        data = migrate_plan(read_strategy_file(Path(path)))
         announce(str(path), data.renamed)
         try:
             return Plan.from_json(data.values)
