@@ -29,10 +29,22 @@ PADDING_SCORE = -3e4
 class BertOptions:
     """Sizes of a BERT; the defaults are those of BERT base.
 
-    ``max_length`` is in tokens; ``dropout`` acts after embeddings and layers.
+    Attributes:
+        vocab_size: Number of rows of the token table, which is also the matrix of the output head.
+        num_layers: Number of blocks.
+        dim: Width of the hidden states.
+        num_heads: Attention heads of a block; each has the width ``dim / num_heads``.
+        ffn_dim: Width of the feed-forward layers.
+        max_length: Largest length of a text in tokens; each position has a learned vector.
+        segments: Number of kinds of segments, such as question and passage; each has a learned vector.
+        dropout: Dropout probability after the embeddings and after each attention and feed-forward layer.
+        norm_eps: Epsilon inside the LayerNorms.
 
     Raises:
-        ConfigError: ``dim`` is not divisible by ``heads``.
+        ConfigError: ``dim`` is not divisible by ``num_heads``.
+
+    Source:
+        Devlin et al. 2019.
     """
 
     vocab_size: int

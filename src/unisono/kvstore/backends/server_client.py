@@ -67,10 +67,16 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """How a worker reaches the parameter servers. Raises ConfigError for invalid addresses and secrets.
+    """Addresses and credentials with which a worker reaches the parameter servers.
 
-    ``addresses``: host and port of each server. ``secret``: the job's 32 bytes. ``tls``: encrypt, and check certificates.
-    ``worker_restart_count``: one higher at each restart of this worker.
+    Attributes:
+        addresses: Host and port of each server.
+        secret: The job's secret of 32 bytes; both sides prove that they know it.
+        tls: Certificates to encrypt and to check the servers with; None: unencrypted.
+        worker_restart_count: One higher at each restart of this worker.
+
+    Raises:
+        ConfigError: An address or the secret is invalid.
     """
 
     addresses: Sequence[tuple[str, int]]
