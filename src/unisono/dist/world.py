@@ -226,7 +226,7 @@ class World:
             given=f"{operation}{size} in group {self.name!r} failed on rank {self.rank} of {self.world_size} after "
             f"{waited_s:.1f} s: {'; '.join(culprits) if culprits else text[:300]}",
             rule=f"every rank takes part in every collective within {self.timeout_s:g} s",
-            consequence="the ranks are no longer in step, and this process cannot go on",
+            consequence="the ranks are no longer in step, and this process cannot continue",
             nearest="start again from the newest checkpoint (the local launcher does so by itself); "
             "the log of the missing rank says why it left",
         )

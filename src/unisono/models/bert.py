@@ -21,7 +21,7 @@ from unisono.models.loss import LazyLogits
 LOSS_CHUNK = 1024  # rows of logits in memory at a time
 # one column for the output bias, and zeros up to the multiple of 8 that matrix units need
 _BIAS_COLUMNS = 8
-# added to the scores of padding: its weight is exactly 0 beside any token; representable in float16
+# added to the scores of padding: its weight is exactly 0 next to any token; representable in float16
 PADDING_SCORE = -3e4
 
 
@@ -221,7 +221,7 @@ class BERT(nn.Module):
             # in a text without any token all are visible: attention to nothing is NaN in some kernels and 0 in others
             if positions is None:
                 mask = padding | ~padding.any(1, keepdim=True)  # [B, T]
-            else:  # other ranks may have the text's tokens: the score hides padding beside them, and nothing alone
+            else:  # other ranks may have the text's tokens: the score hides padding next to them, and nothing alone
                 mask = x.new_zeros(padding.shape).masked_fill(~padding, PADDING_SCORE)
             mask = mask[:, None, None]  # [B, 1, 1, T]
         for block in self.blocks:

@@ -46,7 +46,7 @@ def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
 
 
 def replace_in_logits(model: nn.Module, field: str, by_layer: Mapping[Any, Any]) -> None:
-    """Where ``model`` returns ``LazyLogits`` with the weight of a layer in ``by_layer``, set ``field`` to the layer's value."""
+    """Set ``field`` of the ``LazyLogits`` that ``model`` returns to the value in ``by_layer`` of the layer whose weight they have."""
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, LazyLogits):

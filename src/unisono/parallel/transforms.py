@@ -189,8 +189,10 @@ def _split_stages(parallel: ParallelModel, dims: ParallelDims) -> None:
 def _recompute(parallel: ParallelModel, _dims: ParallelDims | None) -> None:
     stages = parallel.stages
     if parallel.plan.recompute.modules:
-        pieces = [stages.blocks_of(stage) for stage in stages.stage_ids] if stages is not None else [[parallel.model]]
-        recompute_modules(parallel.plan, parallel.recomputed, pieces)
+        blocks_by_stage = (
+            [stages.blocks_of(stage) for stage in stages.stage_ids] if stages is not None else [[parallel.model]]
+        )
+        recompute_modules(parallel.plan, parallel.recomputed, blocks_by_stage)
     elif stages is not None:
         for stage in stages.stage_ids:
             recompute_blocks(parallel.plan, stages.blocks_of(stage), stage)
