@@ -20,7 +20,14 @@ FATAL = 76  # the same start would fail again in the same way
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One thing that is wrong, in four parts; each is a sentence fragment without a final full stop."""
+    """One thing that is wrong, in four parts; each is a sentence fragment without a final full stop.
+
+    Attributes:
+        given: What the user gave, with its value.
+        rule: The rule that it breaks.
+        consequence: What follows from it, such as what was not done.
+        nearest: The nearest thing that works.
+    """
 
     given: str
     rule: str

@@ -156,7 +156,7 @@ def test_who_has_nothing_to_do() -> None:
     server, scheduler = JobSpec(role="server", servers=1), JobSpec(role="scheduler")
     assert idle_role(JobSpec(), "dist_sync") is None
     assert idle_role(server, "dist_async") == (
-        "dist_async: the workers start their servers beside them; this server leaves"
+        "dist_async: the workers start servers on their own hosts; this server exits"
     )
     assert idle_role(server, "dist_sync") == (
         "dist_sync needs no servers: gradients are all-reduced among the workers; this process leaves"
@@ -165,7 +165,7 @@ def test_who_has_nothing_to_do() -> None:
         "dist_sync needs no schedulers: gradients are all-reduced among the workers; this process leaves"
     )
     assert idle_role(scheduler, "dist_async") == (
-        "dist_async: the workers start their servers beside them; this scheduler leaves"
+        "dist_async: the workers start servers on their own hosts; this scheduler exits"
     )
 
 

@@ -217,7 +217,7 @@ def test_a_dead_peer_is_named(pool: Any, tmp_path: Path) -> None:
     assert text.startswith("all_reduce(sum) #2 of 4000 bytes in group 'default' failed on rank 0 of 2 after ")
     assert text.splitlines()[0].endswith(" s: rank 1 (its pid) has ended")
     assert "rule: every rank takes part in every collective within 20 s" in text
-    assert "so:   the ranks are no longer in step, and this process cannot go on" in text
+    assert "so:   the ranks are no longer in step, and this process cannot continue" in text
     assert "try:  start again from the newest checkpoint" in text
 
 

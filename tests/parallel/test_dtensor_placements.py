@@ -224,7 +224,7 @@ def test_what_cannot_apply_is_said(pool: Pool) -> None:
         shard_module(Net(), PINS, dims_of(World(JobSpec())))
     assert str(caught.value) == (
         "placements with plan.tp=1\n"
-        "  rule: they spread parameters over the ranks of tp\n"
+        "  rule: they shard parameters over the ranks of tp\n"
         "  so:   they would act on nothing\n"
         "  try:  plan.tp=2, or no placements"
     )
@@ -252,14 +252,14 @@ def test_a_function_is_told_at_once() -> None:
         ),
         (
             {"blocks.0": "up.weight", "blocks.*.up": "weight"},
-            "placements in 'blocks.0' beside blocks.0.up\n"
+            "placements in 'blocks.0' and placements of blocks.0.up\n"
             "  rule: modules with placements hold no others, and share no parameter with the rest of the model\n"
             "  so:   a value would be asked for both as a DTensor and as a plain tensor\n"
             "  try:  placements in one module that holds both",
         ),
         (
             {"head": "weight"},
-            "placements in 'head' beside table.weight\n"
+            "placements in 'head' and placements of table.weight\n"
             "  rule: modules with placements hold no others, and share no parameter with the rest of the model\n"
             "  so:   a value would be asked for both as a DTensor and as a plain tensor\n"
             "  try:  placements in one module that holds both",

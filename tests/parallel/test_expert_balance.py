@@ -1,4 +1,4 @@
-"""How tokens are spread over experts, in whole runs: biases and balance losses under every axis, and capacity."""
+"""The distribution of tokens over experts in whole runs: biases and balance losses under every axis, and capacity."""
 
 from __future__ import annotations
 

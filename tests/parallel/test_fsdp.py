@@ -109,7 +109,7 @@ def test_names_of_what_stays_whole_are_checked(pool: Pool, tmp_path: Path) -> No
             "fsdp.ignored_modules 'blocks.*', which holds blocks.0.ffn.experts\n"
             "  rule: it names modules of the model, without experts that ep spreads\n"
             "  so:   experts would not be where tokens are sent\n"
-            "  try:  modules beside them, or ep=1"
+            "  try:  modules outside them, or ep=1"
         )
 
 

@@ -123,9 +123,7 @@ def test_lists_that_say_nothing_are_refused(changes: dict, said: str) -> None:
 
 
 def test_lists_that_do_not_fit_the_model_are_refused() -> None:
-    with pytest.raises(
-        PlanError, match=r"recompute.blocks_per_stage\[0\] is 4, and that piece of the model has 3 blocks"
-    ):
+    with pytest.raises(PlanError, match=r"recompute.blocks_per_stage\[0\] is 4, and that stage has 3 blocks"):
         parallelize(changed(plan(recompute="full"), **{"recompute.blocks_per_stage": (4,)}), gpt())
     for name in ("adddmm", "bernoulli_", "native_dropout"):
         with pytest.raises(PlanError, match=f"recompute.saved_ops '{name}'") as raised:

@@ -42,11 +42,20 @@ _NICE = 19
 class Checkpointer:
     """Writes the checkpoints of a run under ``root``. All ranks call each method in the same order, except ``poll``.
 
-    ``attempt`` counts the processes that have worked on this run; ``emit(kind, **fields)`` records events;
-    ``fault(point)`` is called at the named points of a save. ``committed_step`` is the newest step this object has
-    committed, or None.
+    Args:
+        root: Folder of the run's checkpoints, on a file system that all ranks share; created if it is missing.
+        world: The ranks that save together.
+        options: Retention, background writing and the number of failures that stop the run. ``every_steps`` is the caller's.
+        attempt: Number of this process among those that have worked on the run; leftovers of earlier ones are deleted.
+        emit: Called as ``emit(kind, **fields)`` to record an event.
+        fault: Called at the named points of a save, where tests kill the process; default no call.
 
-    Raises CheckpointError if ``root`` cannot be used.
+    Attributes:
+        root: As given.
+        committed_step: The newest step that this object has committed, or None.
+
+    Raises:
+        CheckpointError: ``root`` cannot be used.
     """
 
     def __init__(
@@ -91,15 +100,19 @@ class Checkpointer:
     ) -> float:
         """Begin to save ``step``; returns the seconds the caller was blocked. Waits for an unfinished save first.
 
-        - ``replicated``: tensors equal on all ranks; each rank writes a share of them.
-        - ``own``: tensors of this rank only, under names no other rank uses.
-        - ``meta``: JSON types; rank 0's is saved.
-        - ``sharded``: this rank's parts of tensors that are split over ranks. Every rank passes every name, also for an
-          empty part or a replica. Parts that do not cover each global tensor exactly once fail the save on all ranks.
-        - ``score``: lower is better, for ``keep_best``.
+        All tensors may change after the return.
 
-        All tensors may change after the return. Raises CheckpointError for tensors that cannot be saved, and after
-        ``max_failures`` failed saves in a row.
+        Args:
+            step: The number of steps made.
+            replicated: Tensors by name that are equal on all ranks; each rank writes a share of them.
+            own: Tensors of this rank only, under names no other rank uses.
+            meta: JSON types; rank 0's is saved.
+            sharded: This rank's parts of tensors that are split over ranks. Every rank passes every name, also for an
+                empty part or a replica. Parts that do not cover each global tensor exactly once fail the save on all ranks.
+            score: Lower is better, for ``keep_best``; None: not compared.
+
+        Raises:
+            CheckpointError: Tensors cannot be saved, or ``max_failures`` saves in a row have failed.
         """
         called_s = time.monotonic()
         self.wait()

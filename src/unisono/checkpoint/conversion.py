@@ -35,10 +35,16 @@ from unisono.errors import CheckpointError
 def convert(source: Path, root: Path, *, files: int, keep_optimizer: bool = True, average: bool = False) -> Path:
     """Write the checkpoint ``source`` to ``root/step-…`` in ``files`` files; returns that folder.
 
-    Without ``keep_optimizer`` only the model's tensors and their averages stay; the result can be evaluated and
-    exported, but not resumed. ``average`` replaces the weights by their averages and drops optimizer state.
+    Args:
+        source: Folder of a committed checkpoint.
+        root: Folder in which the new checkpoint gets the name of its step.
+        files: Number of files that the tensors are divided among.
+        keep_optimizer: False keeps only the model's tensors and their averages: the result can be evaluated and exported, but
+            not resumed.
+        average: Replace the weights by their averages, and drop optimizer state.
 
-    Raises CheckpointError: source damaged, target exists, too little space, no averages.
+    Raises:
+        CheckpointError: The source is damaged, the target exists, there is too little space, or there are no averages.
     """
     if problems := verify(source):
         raise CheckpointError(*problems)

@@ -127,7 +127,7 @@ def quarantine_after(root: Path, step: int) -> list[Path]:
 def expired_checkpoints(scores: Mapping[int, float | None], options: CheckpointOptions) -> list[int]:
     """The committed steps to delete, oldest first, given ``{step: score}``.
 
-    Kept are the newest ``keep_last``, every step divisible by ``keep_every_steps``, and the ``keep_best`` lowest scores
+    It keeps the newest ``keep_last``, every step divisible by ``keep_every_steps``, and the ``keep_best`` lowest scores
     (the newer of equal ones). The newest is always retained; a missing or non-finite score is never among the best.
     """
     steps = sorted(scores)

@@ -34,12 +34,21 @@ def verify(path: Path) -> list[Problem]:
 def find_latest(
     root: Path, world: World, *, digests: bool = True, emit: Callable[..., None] | None = None
 ) -> Path | None:
-    """The newest valid committed checkpoint, or None if none was ever committed. A collective of ``world``.
+    """Find the newest valid committed checkpoint. A collective of ``world``.
 
-    Every rank digests its share of the files, and all ranks get the same answer. A damaged checkpoint is quarantined,
-    with an event ``checkpoint_quarantined``. ``digests=False`` checks only seal, names and sizes.
+    Every rank digests its share of the files, and all ranks get the same answer. A damaged checkpoint is quarantined.
 
-    Raises CheckpointError if there are committed checkpoints and none is valid, or if a newer unisono wrote the newest.
+    Args:
+        root: Folder of the run's checkpoints, which all ranks see.
+        world: The ranks that share the work.
+        digests: Whether file contents are read and compared with their digests; False checks only seal, names and sizes.
+        emit: Called as ``emit(kind, **fields)`` with an event ``checkpoint_quarantined`` for each damaged checkpoint.
+
+    Returns:
+        The checkpoint's folder, or None if none was ever committed.
+
+    Raises:
+        CheckpointError: There are committed checkpoints and none is valid, or a newer unisono wrote the newest.
     """
     mine = [entry.step for entry in list_checkpoints(root) if entry.state == "committed"] if world.rank == 0 else None
     steps: list[int] = world.broadcast_json(mine)

@@ -15,5 +15,5 @@ class CheckpointOptions:
     keep_last: int = option(3, "Newest checkpoints that stay.", ge=1)
     keep_every_steps: int = option(0, "Checkpoints whose step is a multiple of this stay for good; 0 = none do.", ge=0)
     keep_best: int = option(1, "Checkpoints with the lowest evaluation loss that stay.", ge=0)
-    asynchronous: bool = option(True, "Write in the background while training goes on.")
+    asynchronous: bool = option(True, "Write in the background while training continues.")
     max_failures: int = option(3, "Failed saves in a row after which the run stops; fewer are only reported.", ge=1)

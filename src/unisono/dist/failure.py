@@ -20,9 +20,16 @@ from unisono.storage.files import write_atomically
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """How a rank failed.
+    """The failure of one rank.
 
-    ``restart_count`` is that of the job. ``step`` is None before the first step. ``at_monotonic_s`` orders one host's failures.
+    Attributes:
+        rank: The rank that failed.
+        restart_count: Restarts of the job before this failure.
+        step: Steps made before it failed; None if training had not begun.
+        type: Name of the exception's class.
+        message: Text of the exception.
+        traceback: The formatted traceback, with those of its causes.
+        at_monotonic_s: Time of the failure in seconds (``time.monotonic``), which orders the failures of one host.
     """
 
     rank: int
@@ -49,7 +56,17 @@ class Failure:
 
 
 def record_failure(folder: Path, job: JobSpec, error: BaseException, *, step: int | None) -> Path:
-    """Write ``failure-rank-N.json`` into ``folder`` atomically; returns its path."""
+    """Write the failure of this rank as ``failure-rank-N.json``, atomically.
+
+    Args:
+        folder: Folder of the record; created for its owner only if it is missing.
+        job: The process's place in the job, with rank and restart count.
+        error: The exception that ended the rank.
+        step: Steps made before it was raised; None if training had not begun.
+
+    Returns:
+        The path of the record.
+    """
     failure = Failure(
         rank=job.rank,
         restart_count=job.restart_count,

@@ -48,11 +48,19 @@ _TRANSPORTS = ("gloo/", "ProcessGroup", "Connection closed by peer")
 
 
 class World:
-    """This process and its peers, created by ``join_world``. ``group`` is None for a single process.
+    """This process and its peers, created by ``join_world``.
 
     Every method except ``guard``, ``guard_collectives`` and ``close`` is a collective: all ranks call it in the same
     order. A failed one raises CommError with the operation, the time waited and, if it can be found out, the missing
     rank.
+
+    Args:
+        job: This process's place in the job; its rank and world size become attributes.
+        group: The process group of the collectives; None for a single process, whose collectives change nothing.
+        store: The store in which ranks look for the missing one after a time-out; None: they do not look there.
+        timeout_s: Seconds after which a collective fails.
+        name: Name of the group in errors.
+        peers: Host, pid and creation time of each rank's process, in rank order; empty if unknown.
     """
 
     def __init__(
@@ -218,7 +226,7 @@ class World:
             given=f"{operation}{size} in group {self.name!r} failed on rank {self.rank} of {self.world_size} after "
             f"{waited_s:.1f} s: {'; '.join(culprits) if culprits else text[:300]}",
             rule=f"every rank takes part in every collective within {self.timeout_s:g} s",
-            consequence="the ranks are no longer in step, and this process cannot go on",
+            consequence="the ranks are no longer in step, and this process cannot continue",
             nearest="start again from the newest checkpoint (the local launcher does so by itself); "
             "the log of the missing rank says why it left",
         )
@@ -237,11 +245,18 @@ class World:
 def join_world(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout_s: float | None = None) -> World:
     """Connect to the other ranks of ``job``; returns once all are connected.
 
-    Collectives on ``device_type`` tensors use torch's default backend for it (Gloo for cpu); those on host tensors
-    always use Gloo. ``timeout_s`` (seconds) bounds every later collective. ``meet_timeout_s`` bounds the rendezvous;
-    None means ``timeout_s``, at least 60 s, because hosts differ in how long Python and torch take to start.
+    Args:
+        job: This process's place in the job.
+        device_type: Type of the tensors in collectives. They use torch's default backend for it (Gloo for cpu); collectives
+            on host tensors always use Gloo.
+        timeout_s: Seconds after which a later collective fails.
+        meet_timeout_s: Seconds to wait for the other ranks; None means ``timeout_s``, at least 60 s, because hosts differ in
+            how long Python and torch take to start.
 
-    Raises LaunchError (port taken, unknown address, no such device) and CommError (a rank did not arrive).
+    Raises:
+        LaunchError: The port is taken, the address is unknown, or there is no such device.
+        CommError: A rank did not arrive.
+        ValueError: ``timeout_s`` is not above 0.
     """
     if job.world_size == 1:
         return World(job, timeout_s=timeout_s)

@@ -85,6 +85,9 @@ def load_bert(folder: Path | str) -> BERT:
     Args:
         folder: Has ``config.json`` and ``model.safetensors``.
 
+    Returns:
+        The model on the CPU, in training mode, with parameters of torch's default dtype.
+
     Raises:
         CheckpointError: A file is missing, or the configuration or a tensor does not match ``BERT``.
     """

@@ -406,17 +406,26 @@ def create_kvstore(
     staleness: int | None = None,
     staleness_lr_decay: bool = False,
 ) -> KVStore:
-    """A store of this kind over the workers of ``world``. A collective on the distributed kinds.
+    """Make a store of a kind, shared by the workers of ``world``. A collective on the distributed kinds.
 
-    ``local_sgd``: when and how 'dist_local' averages. ``hierarchical``: 'dist_sync' sums through one worker of each host;
-    'auto': where there are several hosts with several workers each. ``shared_memory``: 'dist_sync' sums host tensors
-    through memory shared by the workers of one host; 'auto': where possible, and nothing is compressed.
+    Args:
+        kind: 'local' and 'device' add values within one process, on the host or on the accelerator. 'dist_sync' all-reduces
+            over workers, 'dist_async' updates values on parameter servers, 'dist_local' averages the workers' copies
+            periodically.
+        world: The workers. 'local' and 'device' take a single one; 'dist_async' uses only rank, number of workers and run id,
+            and needs no process group.
+        local_sgd: When and how 'dist_local' averages; required there.
+        hierarchical: Whether 'dist_sync' sums through one worker of each host; 'auto': if there are several hosts with several
+            workers each.
+        shared_memory: Whether 'dist_sync' sums host tensors through memory shared by the workers of one host; 'auto': where
+            possible, and nothing is compressed.
+        servers: The parameter servers of 'dist_async'; required there.
+        staleness: Largest number of steps that a worker of 'dist_async' is ahead of the slowest, see ``KVStore.step``; None for
+            any number.
+        staleness_lr_decay: Whether servers apply a gradient, computed before tau pushes of other workers, with lr / (1 + tau).
 
-    ``servers``: the parameter servers of 'dist_async'. A worker is at most ``staleness`` steps ahead of the slowest, None
-    for any number; see ``KVStore.step``. ``staleness_lr_decay``: a gradient computed before tau pushes of other workers is
-    applied with lr / (1 + tau). Of ``world`` it uses rank, number of workers and run id; it needs no process group.
-
-    Raises ConfigError for options that do not fit the kind or the workers.
+    Raises:
+        ConfigError: Options do not fit the kind or the workers.
     """
     options = {  # its kind, and whether it is given
         "local_sgd": ("dist_local", local_sgd is not None),

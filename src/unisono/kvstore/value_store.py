@@ -166,7 +166,7 @@ def optimizer_options(optimizer: OptimOptions | str, hyper: Mapping[str, Any]) -
     elif hyper:
         raise ConfigError(
             given=f"OptimOptions together with {', '.join(sorted(hyper))}",
-            rule="hyper-parameters are given in the options, or beside an optimizer's name",
+            rule="hyper-parameters are given in the options, or with an optimizer's name",
             consequence="no optimizer was set",
             nearest=f"set_optimizer({optimizer.kind!r}, ...)",
         )

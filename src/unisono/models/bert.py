@@ -21,7 +21,7 @@ from unisono.models.loss import LazyLogits
 LOSS_CHUNK = 1024  # rows of logits in memory at a time
 # one column for the output bias, and zeros up to the multiple of 8 that matrix units need
 _BIAS_COLUMNS = 8
-# added to the scores of padding: its weight is exactly 0 beside any token; representable in float16
+# added to the scores of padding: its weight is exactly 0 next to any token; representable in float16
 PADDING_SCORE = -3e4
 
 
@@ -29,10 +29,22 @@ PADDING_SCORE = -3e4
 class BertOptions:
     """Sizes of a BERT; the defaults are those of BERT base.
 
-    ``max_length`` is in tokens; ``dropout`` acts after embeddings and layers.
+    Attributes:
+        vocab_size: Number of rows of the token table, which is also the matrix of the output head.
+        num_layers: Number of blocks.
+        dim: Width of the hidden states.
+        num_heads: Attention heads of a block; each has the width ``dim / num_heads``.
+        ffn_dim: Width of the feed-forward layers.
+        max_length: Largest length of a text in tokens; each position has a learned vector.
+        segments: Number of kinds of segments, such as question and passage; each has a learned vector.
+        dropout: Dropout probability after the embeddings and after each attention and feed-forward layer.
+        norm_eps: Epsilon inside the LayerNorms.
 
     Raises:
-        ConfigError: ``dim`` is not divisible by ``heads``.
+        ConfigError: ``dim`` is not divisible by ``num_heads``.
+
+    Source:
+        Devlin et al. 2019.
     """
 
     vocab_size: int
@@ -209,7 +221,7 @@ class BERT(nn.Module):
             # in a text without any token all are visible: attention to nothing is NaN in some kernels and 0 in others
             if positions is None:
                 mask = padding | ~padding.any(1, keepdim=True)  # [B, T]
-            else:  # other ranks may have the text's tokens: the score hides padding beside them, and nothing alone
+            else:  # other ranks may have the text's tokens: the score hides padding next to them, and nothing alone
                 mask = x.new_zeros(padding.shape).masked_fill(~padding, PADDING_SCORE)
             mask = mask[:, None, None]  # [B, 1, 1, T]
         for block in self.blocks:

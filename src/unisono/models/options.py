@@ -34,7 +34,7 @@ class ModelOptions:
         ge=0.0,
     )
     balance: Balance = option(
-        "bias", "How tokens are spread over experts: a bias on the choice, an extra loss, or not at all."
+        "bias", "How tokens are distributed over experts: a bias on the choice, an extra loss, or not at all."
     )
     dropout: float = option(0.0, "Dropout probability after attention and feed-forward.", ge=0.0, lt=1.0)
     tied: bool = option(True, "Share the token embedding with the output head.")

@@ -29,8 +29,14 @@ def param_groups(
     ``groups`` has the rule. An empty group is left out.
 
     Args:
+        model: The model whose trainable parameters are grouped, or a part of it.
+        options: Its ``effective_weight_decay`` is the decay of group ``decay`` and its ``decay_exclude`` extends ``no_decay``.
         sharded_params: This rank's shards of the parameters, by name, which are updated; default the model's parameters.
         named_roles: Roles by parameter name; default those of ``parameter_roles(model)``.
+
+    Returns:
+        One dict per group with ``name``, ``params``, ``weight_decay`` and ``adapt`` (whether LAMB and LARS use their layer-wise
+        rate), for the constructor of an optimizer.
 
     Raises:
         ConfigError: The model has no trainable parameter, or a pattern of ``decay_exclude`` matches none.
@@ -82,6 +88,8 @@ def build_optimizer(
     parameters; without them a skippable step costs a copy of the state. See ``make_skippable``.
 
     Args:
+        model: The model whose trainable parameters are updated, or a part of it.
+        options: Kind of optimizer and its constants. Clipping is left to the caller: ``clip_norm`` is not read.
         sharded_params: This rank's shards of the parameters, by name, which are updated; default the model's parameters.
         named_roles: Roles of the global model's parameters, if ``model`` is only a part of it.
         global_norms: For LAMB and LARS: maps shards and their norms [n] to the norms [n] of the global parameters.

@@ -79,6 +79,11 @@ class Lamb(_LayerwiseOptimizer):
     either norm is 0 or the group has ``adapt=False``. Weight decay is decoupled and part of the adapted update.
 
     Args:
+        params: Parameters, or groups: dicts with ``params`` that may override the arguments up to ``adapt``.
+        lr: Learning rate.
+        betas: Decay of the running means of the gradient and of its square.
+        eps: Added to the root of the second moment.
+        weight_decay: Multiple of the weight that is added to Adam's direction, before the layer-wise ratio.
         adapt: Use the layer-wise ratio; a group may override it.
         global_norms: If parameters are shards: maps them and their norms [n] to the norms [n] of the global parameters.
 
@@ -133,6 +138,11 @@ class Lars(_LayerwiseOptimizer):
     ``adapt=False``. The learning rate is inside the momentum, so a change of it affects new gradients only.
 
     Args:
+        params: Parameters, or groups: dicts with ``params`` that may override the arguments up to ``adapt``.
+        lr: Learning rate.
+        momentum: Decay of the momentum buffer; 0 keeps no buffer.
+        weight_decay: Multiple of the weight that is added to the gradient.
+        trust_coefficient: Size of a step relative to the norm of the weight, at ``lr = 1`` without momentum.
         adapt: Use the layer-wise rate; a group may override it.
         global_norms: If parameters are shards: maps them and their norms [n] to the norms [n] of the global parameters.
 

@@ -102,13 +102,13 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: ProcessGroup
     ) -> tuple[Tensor, ...]:
         rows = x.to(torch.promote_types(x.dtype, torch.float32)).movedim(1, -1).flatten(0, -2)  # [n, C]
-        # Sums of squares lose digits where the mean is large against the spread: each rank's own are taken around its own
+        # Sums of squares lose digits where the mean is large against the deviation: each rank's own are taken around its own
         # mean, and those few numbers are joined in float64.
         count = torch.tensor([rows.shape[0]], dtype=torch.float64, device=x.device)
         here = rows.sum(0) / max(1, rows.shape[0])  # [C]
-        spread = (rows - here).square().sum(0).double()  # [C]
+        squares_here = (rows - here).square().sum(0).double()  # [C]
         here = here.double()
-        sums = torch.cat([count, count * here, spread + count * here.square()])  # [1 + 2C]
+        sums = torch.cat([count, count * here, squares_here + count * here.square()])  # [1 + 2C]
         dist.all_reduce(sums, group=group)
         count, total, squares = sums.split([1, len(here), len(here)])
         mean = total / count

@@ -105,7 +105,7 @@ def check_unsharded(model: nn.Module, plan: Plan) -> None:
                 given=f"fsdp.ignored_modules {pattern!r}" + (f", which holds {experts[0]}" if experts else ""),
                 rule="it names modules of the model, without experts that ep spreads",
                 consequence="experts would not be where tokens are sent" if experts else "it would change nothing",
-                nearest="modules beside them, or ep=1" if experts else nearest_name(pattern, paths),
+                nearest="modules outside them, or ep=1" if experts else nearest_name(pattern, paths),
             )
 
 

@@ -46,7 +46,13 @@ def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
 
 
 def replace_in_logits(model: nn.Module, field: str, by_layer: Mapping[Any, Any]) -> None:
-    """Where ``model`` returns ``LazyLogits`` with the weight of a layer in ``by_layer``, set ``field`` to the layer's value."""
+    """Set ``field`` of the ``LazyLogits`` that ``model`` returns to the value of its layer in ``by_layer``.
+
+    Args:
+        model: The model, which gets a forward hook.
+        field: Name of a field of ``LazyLogits``.
+        by_layer: Values by the layer whose weight the logits may have; logits of another weight stay as they are.
+    """
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, LazyLogits):

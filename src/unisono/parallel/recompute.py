@@ -35,19 +35,19 @@ _SAVED = {
 }
 
 
-def recompute_blocks(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) -> None:
-    """Recompute blocks of stage number ``piece`` in the backward pass, as the plan says.
+def recompute_blocks(plan: Plan, blocks: Sequence[nn.Module], stage: int = 0) -> None:
+    """Recompute blocks of stage number ``stage`` in the backward pass, as the plan says.
 
     Raises PlanError if the plan counts more blocks than there are, or names an operator that does not exist; in the first forward
     pass, if no block runs a named operator.
     """
     if plan.recompute.mode == "none":
         return
-    count = plan.recompute.blocks_per_stage[piece] if plan.recompute.blocks_per_stage else len(blocks)
+    count = plan.recompute.blocks_per_stage[stage] if plan.recompute.blocks_per_stage else len(blocks)
     if count > len(blocks):
         raise PlanError(
-            given=f"recompute.blocks_per_stage[{piece}] is {count}, and that piece of the model has {len(blocks)} blocks",
-            rule="it counts blocks of the piece, from the first on",
+            given=f"recompute.blocks_per_stage[{stage}] is {count}, and that stage has {len(blocks)} blocks",
+            rule="it counts blocks of the stage, from the first on",
             consequence="less memory would be free than was planned",
             nearest=f"{len(blocks)}",
         )
@@ -58,21 +58,21 @@ def recompute_blocks(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) ->
         _check_policy_after(blocks[count - 1], policy)
 
 
-def recompute_modules(plan: Plan, named: Mapping[str, nn.Module], pieces: Sequence[Sequence[nn.Module]]) -> None:
+def recompute_modules(plan: Plan, named: Mapping[str, nn.Module], stages: Sequence[Sequence[nn.Module]]) -> None:
     """Recompute the modules in ``named`` (from ``find_recomputed_modules``) in the backward pass.
 
-    ``pieces`` are this rank's stages, each a sequence of blocks, or the model alone.
+    ``stages`` are this rank's stages, each a sequence of blocks, or the model alone.
     """
     policy = _policy_of(plan)
     for module in named.values():
         _recompute(module, policy)
     if policy is None:
         return
-    for piece in pieces:
-        inside = {module for block in piece for module in block.modules()}
+    for stage in stages:
+        inside = {module for block in stage for module in block.modules()}
         # an operator that does not run in a stage with all kinds of modules runs in no stage
         if {_pattern(name) for name, module in named.items() if module in inside} == set(map(_pattern, named)):
-            _check_policy_after(piece[-1], policy)
+            _check_policy_after(stage[-1], policy)
 
 
 def find_recomputed_modules(plan: Plan, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:

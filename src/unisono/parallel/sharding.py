@@ -28,13 +28,18 @@ GradGroups = Sequence[tuple[ProcessGroup, Sequence[str]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorShard:
-    """Where a rank's part of a tensor lies in the global tensor, of ``global_shape``.
+    """The place of a rank's part of a tensor in the global tensor.
 
-    The part begins at ``offset``. Where matrices are fused along ``dim`` and each is split, the part consists of ``runs``
-    (offset, length) along ``dim``, one after the other (fused query, key and value: three runs); without runs it is one block.
     A tensor may be split along several dims; parts may be uneven, and empty on ranks behind the end of a short tensor.
-    ``replica_id`` is the number of ranks before this one that hold an equal part: the parts with replica_id 0 tile the global
-    tensor, and a checkpoint has only those.
+
+    Attributes:
+        global_shape: Shape of the global tensor.
+        offset: Index of the part's first element in the global tensor.
+        dim: The dim of ``runs``.
+        runs: (offset, length) pairs along ``dim`` of the blocks that make up the part, one after the other, if matrices are fused
+            along ``dim`` and each is split (fused query, key and value: three runs); empty if the part is one block.
+        replica_id: Number of ranks before this one that hold an equal part. The parts with replica_id 0 tile the global tensor,
+            and a checkpoint has only those.
     """
 
     global_shape: tuple[int, ...]
@@ -55,7 +60,7 @@ class TensorShard:
         )
 
     def narrow(self, dim: int, start: int, length: int) -> TensorShard:
-        """Of this part, ``length`` elements along ``dim`` from the element ``start`` on."""
+        """The ``length`` elements of this part along ``dim`` from its element ``start`` on."""
         if not self.runs or dim != self.dim:
             return replace(self, offset=self._offset_with(dim, self.offset[dim] + start))
         runs: list[tuple[int, int]] = []
@@ -68,7 +73,7 @@ class TensorShard:
         return replace(self, offset=self._offset_with(dim, runs[0][0]), runs=tuple(runs))
 
     def blocks(self) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
-        """For each contiguous block of the part: its index in the part, and its offset in the global tensor."""
+        """The contiguous blocks of the part: the index of each in the part, and its offset in the global tensor."""
         if len(self.runs) < 2:
             yield (), self.offset
             return
@@ -108,7 +113,7 @@ class GlobalParameterSpec:
 
     @staticmethod
     def from_model(model: nn.Module) -> GlobalParameterSpec:
-        """Of a model that is not split yet; its parameters may be on the meta device."""
+        """Describe a model that is not split yet; its parameters may be on the meta device."""
         names = {parameter: name for name, parameter in model.named_parameters()}
         return GlobalParameterSpec(
             parameters={
@@ -125,7 +130,7 @@ class GlobalParameterSpec:
 
 
 class ShardTable:
-    """Where this rank's parts of the parameters lie, by first name, and how their gradients are reduced.
+    """The places of this rank's parts of the parameters, by first name, and how their gradients are reduced.
 
     ``spec`` describes the global model. ``shards`` holds the parameters that any transform has split; ``tensor_parallel`` those
     that tensor parallelism has split, as it left them. ``grad_reduce_dtypes`` has, by every name, the dtype in which a gradient
@@ -237,10 +242,20 @@ class ParameterSharder:
 class ShardedParameters:
     """This rank's shards of the parameters as plain tensors that share the model's memory.
 
-    ``parameters``: by first name, the model's own parameter where it is not a DTensor, else its local tensor. The optimizer,
-    the moving average and the checkpoint work on these, so that an update is the same arithmetic as on one process.
-    ``duplicated`` names the parameters that an earlier pipeline stage has too. ``unsharded_grad_groups`` has groups of ranks and
-    the names of the parameters, not sharded by FSDP2, whose gradients must be summed over the group.
+    The optimizer, the moving average and the checkpoint work on these, so that an update is the same arithmetic as on one
+    process.
+
+    Args:
+        model: The model after all transforms.
+        dims: The mesh of the ranks.
+        table: The places of this rank's shards in the global parameters.
+        duplicated: Names of the parameters that an earlier pipeline stage has too; norms do not count them here.
+
+    Attributes:
+        parameters: By first name, the model's own parameter if it is no DTensor, else its local tensor.
+        grad_reduce_dtypes: By first name, the dtype in which a gradient is reduced over data ranks, if it is not its own.
+        unsharded_grad_groups: Groups of ranks, and names of the parameters, not sharded by FSDP2, whose gradients must be summed
+            over the group.
     """
 
     def __init__(
@@ -289,7 +304,7 @@ class ShardedParameters:
         return self._table.spec.num_parameters
 
     def shard_of(self, name: str, tensor: Tensor) -> TensorShard | None:
-        """Where ``tensor`` lies: the parameter ``name`` here, or anything of its shape. None where it is not split."""
+        """The place of ``tensor``, the local parameter ``name`` or anything of its shape; None if it is not split."""
         if tensor.shape != self.parameters[name].shape:
             return None
         return self._table.shards.get(name)

@@ -57,8 +57,16 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 class ParallelModel:
     """A model while a plan is applied to it, and afterwards.
 
-    ``blocks`` are its repeated blocks on this rank, ``table`` has the shards of its parameters, ``stages`` are this rank's stages
-    of a pipeline. ``recomputed`` and ``compute_dtypes``, by module, are resolved on the global model for later transforms.
+    Attributes:
+        model: The model, which transforms change in place.
+        plan: The plan that is applied.
+        blocks: The repeated blocks of the model; in a pipeline those of this rank's stages.
+        table: The shards of the parameters that this rank holds.
+        context: The context parallelism of a plan with ``cp``.
+        partition: The blocks and parameters of each stage, for a plan with ``pp``.
+        stages: This rank's stages, once a plan with ``pp`` is applied.
+        recomputed: Modules that the backward pass computes again, by their names in the global model.
+        compute_dtypes: Dtypes in which modules compute, by their names in the global model; only those that a dtype rule sets.
     """
 
     model: nn.Module
@@ -75,7 +83,11 @@ class ParallelModel:
 class Transform(NamedTuple):
     """One change of a model that a plan may ask for.
 
-    ``validate(model, plan)`` raises PlanError with all problems of a global model; ``apply(parallel, dims)`` changes the model.
+    Args:
+        name: Name of the change, of which ``TRANSFORMS`` has each once.
+        is_active: Whether a plan asks for it.
+        validate: Called with the global model and the plan; raises PlanError with all problems.
+        apply: Called with a ``ParallelModel`` and the ``ParallelDims`` (None for a single process); changes the model in place.
     """
 
     name: str
@@ -109,10 +121,12 @@ def parallelize(
     """Apply those transforms that are active in ``plan`` to ``model``, in place. All ranks call it, with equal models.
 
     Args:
+        plan: The plan to apply.
+        model: The global model, in memory or on the meta device.
         dims: The mesh of the ranks; None for a single process.
         context: The model's context parallelism, if the plan has ``cp``.
         partition: The model's partition into stages, if the plan has ``pp``.
-        transforms: Default ``TRANSFORMS``.
+        transforms: Transforms in the order in which they are applied; default ``TRANSFORMS``.
 
     Raises:
         PlanError: With all problems of the transforms; nothing was changed.
@@ -175,8 +189,10 @@ def _split_stages(parallel: ParallelModel, dims: ParallelDims) -> None:
 def _recompute(parallel: ParallelModel, _dims: ParallelDims | None) -> None:
     stages = parallel.stages
     if parallel.plan.recompute.modules:
-        pieces = [stages.blocks_of(stage) for stage in stages.stage_ids] if stages is not None else [[parallel.model]]
-        recompute_modules(parallel.plan, parallel.recomputed, pieces)
+        blocks_by_stage = (
+            [stages.blocks_of(stage) for stage in stages.stage_ids] if stages is not None else [[parallel.model]]
+        )
+        recompute_modules(parallel.plan, parallel.recomputed, blocks_by_stage)
     elif stages is not None:
         for stage in stages.stage_ids:
             recompute_blocks(parallel.plan, stages.blocks_of(stage), stage)

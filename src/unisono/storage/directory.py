@@ -1,6 +1,6 @@
 """Directories that are complete or absent, also after a crash.
 
-A directory is filled under a temporary name beside its final one; ``commit_directory`` then makes it count:
+A directory is filled under a temporary name in the same folder; ``commit_directory`` then makes it count:
 
     manifest written ─► directory synced ─► renamed ─► parent synced ─► marker written (optional)
 
@@ -102,7 +102,7 @@ def remove_directory(path: Path, *, marker: str | None = None) -> None:
 
 
 def quarantine_directory(path: Path, reason: str) -> Path:
-    """Move a damaged directory into ``quarantine/`` beside it and write ``reason`` into it; returns its new path.
+    """Move a damaged directory into ``quarantine/`` in the same folder and write ``reason`` into it; returns its new path.
 
     Raises OSError if it cannot be moved.
     """

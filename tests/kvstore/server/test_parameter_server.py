@@ -451,7 +451,7 @@ def test_a_snapshot_continues(tmp_path: Path) -> None:
     said: list[str] = []
     again = ParameterServer(0, snapshots=tmp_path, say=said.append)
     back = Worker(again)
-    assert "goes on from snapshot 2" in said[0]
+    assert "continues from snapshot 2" in said[0]
     assert (back.greeting["clock"], back.greeting["seq"], back.greeting["optimizer"]) == (3, 1, True)
     assert all(torch.equal(value, before[key]) for key, value in back.pull().items())
     assert back.push(filled(0.25), seq=0).entries == 0

@@ -1,4 +1,4 @@
-"""A snapshot is whole or not there, and a damaged one is set aside with its reason."""
+"""A snapshot is whole or not there, and a damaged one is quarantined with its reason."""
 
 from __future__ import annotations
 

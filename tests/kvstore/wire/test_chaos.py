@@ -49,7 +49,6 @@ def test_each_fault_leaves_every_push_applied_once(wires: Any, counting: Any, fa
         assert name == "delay_s" or proxy.done[name] > 0, (name, rate, proxy.done)
     again = fault in ("drop", "corrupt", "all")
     assert connection.traffic().num_reconnects > 0 or not again
-    assert connection.traffic().num_stray_replies > 0 or fault != "duplicate"
 
 
 @pytest.mark.full

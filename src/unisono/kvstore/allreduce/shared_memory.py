@@ -135,7 +135,7 @@ class SharedMemoryAllReduce:
                 given=f"a shared-memory sum of {num_bytes} bytes failed on rank {self._world.rank} of {self._world.world_size} "
                 f"after {waited_s:.1f} s: {why}",
                 rule=f"every rank takes part in every sum within {self._world.timeout_s:g} s",
-                consequence="the ranks are no longer in step, and this process cannot go on",
+                consequence="the ranks are no longer in step, and this process cannot continue",
                 nearest="start again from the newest checkpoint; the log of the missing rank says why it left",
             )
 

@@ -39,18 +39,30 @@ _RESIDUAL = "compression/"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSGDConfig:
-    """When and how ``dist_local`` averages copies. Raises ConfigError with all problems."""
+    """When and how ``dist_local`` averages copies. The defaults of the outer optimizer are DiLoCo's.
+
+    Attributes:
+        local_steps: H, the steps between two averages of a parameter.
+        outer_lr: Learning rate of the outer SGD, lr in the module's formulas; 1 without momentum makes the mean over workers.
+        outer_momentum: Nesterov momentum of the outer SGD, mu in the formulas; from 0 to below 1.
+        num_fragments: F, the number of runs of parameters that are averaged at steps of their own. Fragment f has its
+            boundaries at steps (f + 1) H // F, and then every H.
+        outer_delay_steps: Steps between a boundary and the application of its sum, below H.
+        mix: Weight of the worker's current parameters when a sum is applied; None: 0.5 with a delay, else 0.
+
+    Raises:
+        ConfigError: With all problems of the values.
+
+    Source:
+        Stich 2019 (LocalSGD), Douillard et al. 2023 (DiLoCo), Douillard et al. 2025 (Streaming DiLoCo).
+    """
 
     local_steps: int
-    """H: steps between averages of a parameter."""
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     num_fragments: int = 1
-    """Fragment f of F has its boundaries at steps (f + 1) H // F, and then every H."""
     outer_delay_steps: int = 0
-    """Steps between a boundary and the application of its sum."""
     mix: float | None = None
-    """Weight of the worker's current parameters when a sum is applied; None: 0.5 with a delay, else 0."""
 
     def __post_init__(self) -> None:
         inert_mix = self.outer_delay_steps == 0 and self.mix not in (None, 0)
@@ -113,11 +125,26 @@ class _FragmentPart:
 
 
 class LocalSGD:
-    """Averages ``parameters`` (equal on all workers at the start) in place; call ``after_step`` after every local step.
+    """Averages the parameters of all workers in place; call ``after_step`` after every local step.
 
     All workers make the same calls. Deterministic, and exact on resume from ``state_dict`` and the worker's own
-    parameters. With ``codec`` the change w - x_i is compressed, and its residual is added at the fragment's next
-    boundary. ``sent_bytes`` and ``received_bytes`` count what this worker gives to the sums and gets from them.
+    parameters.
+
+    Args:
+        parameters: The worker's parameters by name, equal on all workers at the start.
+        world: The workers.
+        config: When and how the parameters are averaged.
+        codec: Compresses the change w - x_i; its residual is added at the fragment's next boundary. None: uncompressed.
+
+    Attributes:
+        sent_bytes: Bytes that this worker has given to the sums.
+        received_bytes: Bytes that it has got from them.
+
+    Raises:
+        ConfigError: There are more fragments than parameters.
+
+    Source:
+        Stich 2019 (LocalSGD), Douillard et al. 2023 (DiLoCo), Douillard et al. 2025 (Streaming DiLoCo).
     """
 
     def __init__(

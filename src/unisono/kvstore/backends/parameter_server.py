@@ -251,7 +251,7 @@ class ParameterServerBackend:
 
     def _wait_for_workers(self, client: ServerClient) -> None:
         """At the first start wait for all workers, so that they share the first barrier; a worker that joins later
-        finds values and goes on."""
+        finds values and continues."""
         deadline = time.monotonic() + _MEETING_S
         while True:
             stats = client.stats()

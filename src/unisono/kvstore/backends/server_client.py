@@ -4,7 +4,8 @@ Each server has one connection for values. Server 0, the coordinator, has a seco
 (claims, barriers, clocks), so that waiting delays neither values nor heartbeats. All connections survive a server's
 restart: unanswered requests are sent again, and every request is idempotent.
 
-Values travel from and to host memory: pulls copy them on to tensors elsewhere; pushes take host tensors (``host_copy``).
+Values are sent from host memory and received in it: pulls copy them to tensors elsewhere; pushes take host tensors
+(``host_copy``).
 """
 
 from __future__ import annotations
@@ -67,10 +68,16 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """How a worker reaches the parameter servers. Raises ConfigError for invalid addresses and secrets.
+    """Addresses and credentials with which a worker reaches the parameter servers.
 
-    ``addresses``: host and port of each server. ``secret``: the job's 32 bytes. ``tls``: encrypt, and check certificates.
-    ``worker_restart_count``: one higher at each restart of this worker.
+    Attributes:
+        addresses: Host and port of each server.
+        secret: The job's secret of 32 bytes; both sides prove that they know it.
+        tls: Certificates to encrypt and to check the servers with; None: unencrypted.
+        worker_restart_count: One higher at each restart of this worker.
+
+    Raises:
+        ConfigError: An address or the secret is invalid.
     """
 
     addresses: Sequence[tuple[str, int]]
@@ -255,7 +262,7 @@ class ServerClient:
         return Future(finish, lambda: all(answer.done() for answer in answers))
 
     def commit(self, good: bool = True) -> None:
-        """With a codec, keep the residuals of the pushes since the last call, or drop them if not ``good``."""
+        """Keep the residuals of the pushes since the last call, or drop them if not ``good``; without a codec there are none."""
         if self._feedback is not None:
             self._feedback.commit(good)
 
@@ -269,7 +276,7 @@ class ServerClient:
             self._feedback.load_state_dict(state)
 
     def compression_stats(self) -> dict[str, dict[str, float]]:
-        """By key: ``bytes_in`` and ``bytes_out`` of a push, and ``residual``, the largest of its chunks (see
+        """``bytes_in`` and ``bytes_out`` of a push, and ``residual``, the largest of its chunks, by key (see
         ``ErrorFeedback.stats``). With compressed pulls also ``pull_bytes_in``, the values' own size, and
         ``pull_bytes_out``, the bytes of the last pull."""
         keys: dict[str, dict[str, float]] = {}

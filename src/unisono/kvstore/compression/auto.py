@@ -47,7 +47,12 @@ class CodecSpeed:
 
 @dataclass(frozen=True, slots=True)
 class CodecChoice:
-    """``codec`` is None where gradients should be sent uncompressed."""
+    """A codec to compress gradients with, or none.
+
+    Attributes:
+        codec: Its name; None if gradients should be sent uncompressed.
+        reason: The measured times, in words.
+    """
 
     codec: str | None
     reason: str
@@ -88,11 +93,23 @@ def auto_codec(
     group: ProcessGroup | None = None,
     link_bytes_per_s: float | None = None,
 ) -> CodecChoice:
-    """Measure on all ranks and return rank 0's choice on each. A collective, of well under a second on a link of 1
-    GB/s.
+    """Measure codecs and the link on all ranks, and return rank 0's choice on each.
 
-    ``link_bytes_per_s``: gradient bytes per second that an all-reduce over ``group`` (None: all workers) sums, if
-    known. Raises CommError, and ConfigError for a candidate that cannot be measured alone.
+    A collective, of well under a second on a link of 1 GB/s.
+
+    Args:
+        world: The ranks, all of which call this.
+        device: Device of the gradients, on which the codecs are measured.
+        candidates: Names of the codecs to choose from, as ``find_codec`` takes them.
+        group: The ranks over which gradients are summed; None for all of ``world``.
+        link_bytes_per_s: Gradient bytes per second that an all-reduce over ``group`` sums; None: it is measured.
+
+    Returns:
+        The codec that sums gradients fastest, if it takes at least a tenth less time than none, and the reason.
+
+    Raises:
+        ConfigError: A candidate is unknown, or cannot be measured alone (PowerSGD).
+        CommError: A rank is lost.
     """
     codecs = [_measurable(name) for name in candidates]
     ranks = dist.get_world_size(group) if group is not None else world.world_size

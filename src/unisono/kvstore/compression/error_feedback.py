@@ -119,7 +119,7 @@ class ErrorFeedback:
         self._steps += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """By parameter name the flat residual, and the number of steps: checkpointed state of one worker."""
+        """The flat residual of each parameter, by name, and the number of steps: checkpointed state of one worker."""
         residuals = {f"residual/{name}": value for name, value in self._carried.state_dict().items()}
         return residuals | {"steps": torch.tensor(self._steps)}
 
@@ -131,8 +131,8 @@ class ErrorFeedback:
         self._steps = int(state["steps"])
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """For each parameter sent ``bytes_in``, ``bytes_out`` of a step, and ``residual``, its norm over the last
-        gradient's.
+        """``bytes_in`` and ``bytes_out`` of a step, and ``residual``, its norm over the last gradient's, of each parameter
+        that was sent.
 
         Synchronises with the device. A ``residual`` that grows from step to step means that the codec cannot keep up.
         """

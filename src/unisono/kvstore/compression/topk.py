@@ -62,18 +62,18 @@ class TopK:
         return torch.zeros(numel, dtype=dtype, device=code.device).index_copy_(0, where, values.to(dtype))
 
 
-def _largest(size: Tensor, kept: int) -> Tensor:
-    """Positions of the ``kept`` largest elements; NaN counts as largest.
+def _largest(size: Tensor, count: int) -> Tensor:
+    """Positions of the ``count`` largest elements; NaN counts as largest.
 
     On the host a threshold from a sample first discards most elements: exact selection over all of them takes several
-    times longer. The result is the same, because the threshold is used only where at least ``kept`` elements reach it.
+    times longer. The result is the same, because the threshold is used only where at least ``count`` elements reach it.
     """
     stride = size.numel() // _SAMPLE
     if size.device.type == "cpu" and stride >= 4:
         sample = size[::stride]
-        rank = min(sample.numel(), math.ceil(1.3 * kept / stride) + 32)
+        rank = min(sample.numel(), math.ceil(1.3 * count / stride) + 32)
         threshold = sample.topk(rank).values[-1]
         likely = (~(size < threshold)).nonzero().view(-1)
-        if likely.numel() >= kept:
-            return likely[size[likely].topk(kept, sorted=False).indices]
-    return size.topk(kept, sorted=False).indices
+        if likely.numel() >= count:
+            return likely[size[likely].topk(count, sorted=False).indices]
+    return size.topk(count, sorted=False).indices

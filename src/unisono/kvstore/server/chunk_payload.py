@@ -128,8 +128,8 @@ def answer_views(frame: Frame, chunks: Sequence[Chunk]) -> list[Tensor | None]:
     if frame.slot is None or start + sum(chunk.nbytes for chunk in chunks) > frame.slot.view.nbytes:
         return [None] * len(chunks)
     starts = itertools.accumulate((chunk.nbytes for chunk in chunks), initial=start)
-    room = frame.slot.view
-    return [_view(room[at : at + chunk.nbytes], chunk.dtype) for at, chunk in zip(starts, chunks, strict=False)]
+    view = frame.slot.view
+    return [_view(view[at : at + chunk.nbytes], chunk.dtype) for at, chunk in zip(starts, chunks, strict=False)]
 
 
 def chunk_tensor(frame: Frame, data: memoryview, chunk: Chunk, decoders: Mapping[int, Decoder]) -> Tensor:

@@ -48,21 +48,21 @@ def merge_chunks(placement: ChunkPlacement, tensors: Mapping[str, Tensor]) -> di
         number, _, state = name.partition("/")
         parts.setdefault((state, placement.chunks[int(number)].key), []).append(tensors[name])
     whole: dict[str, Tensor] = {}
-    for (state, key), pieces in parts.items():
+    for (state, key), values in parts.items():
         name = key if state == "value" else f"optim/{state}/{key}"
         if state != "step":
-            whole[name] = torch.cat(pieces).view(placement.shapes[key])
+            whole[name] = torch.cat(values).view(placement.shapes[key])
         else:
-            whole[name] = torch.stack(pieces).amax()
+            whole[name] = torch.stack(values).amax()
     return dict(sorted(whole.items()))
 
 
 def split_into_chunks(placement: ChunkPlacement, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of ``merge_chunks``: ``<number>/value`` and ``<number>/<state>`` for every chunk."""
-    pieces: dict[str, Tensor] = {}
+    chunks: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         _, state, key = name.split("/", 2) if name.startswith("optim/") else ("", "value", name)
         for chunk in placement.chunks_of(key):
             own = tensor.flatten()[chunk.start : chunk.start + chunk.num_elements] if state != "step" else tensor
-            pieces[f"{chunk.number}/{state}"] = own.clone()
-    return pieces
+            chunks[f"{chunk.number}/{state}"] = own.clone()
+    return chunks

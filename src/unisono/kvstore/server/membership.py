@@ -109,7 +109,7 @@ class _Member:
 class Clocks:
     """Leases and clocks of the workers of a run, with bounded staleness (stale synchronous parallel, Ho et al. 2013).
 
-    A worker that has finished clock c goes on when every live worker has finished clock c - s. ``staleness = 0`` is
+    A worker that has finished clock c continues when every live worker has finished clock c - s. ``staleness = 0`` is
     synchronous, None unbounded. This absorbs jitter, not a worker that is always slow.
 
     A worker is live while its lease runs: 6 s from its last heartbeat or request, or 2 s from the loss of its last

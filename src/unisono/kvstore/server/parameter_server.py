@@ -113,10 +113,12 @@ class ParameterServer:
         newest = snapshot.read_newest_snapshot(snapshots) if snapshots is not None else None
         if newest is not None:
             for reason in newest.set_aside:
-                say(f"server {server}: a snapshot does not hold and was set aside: {reason}")
+                say(f"server {server}: a snapshot is damaged and was quarantined: {reason}")
             self._saved = newest.number
             self._restore(newest.facts, newest.tensors)
-            say(f"server {server}: goes on from snapshot {newest.number}; pushes since then are lost without a replica")
+            say(
+                f"server {server}: continues from snapshot {newest.number}; pushes since then are lost without a replica"
+            )
         self._maintenance = threading.Thread(target=self._maintain, name="unisono-server-keeper", daemon=True)
         self._maintenance.start()
 
@@ -553,6 +555,6 @@ def _snapshot_not_written(reason: str) -> CommError:
     return CommError(
         given=f"a snapshot that was not written: {reason}",
         rule="a server saves itself to its own folder",
-        consequence="earlier snapshots are as they were, and training goes on",
+        consequence="earlier snapshots are as they were, and training continues",
         nearest="remove the cause above; the next snapshot is tried in time",
     )

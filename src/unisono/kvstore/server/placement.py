@@ -1,6 +1,6 @@
 """The placement of chunks on servers: a pure function of names, shapes, dtypes and the number of servers.
 
-Keys are split into chunks of at most 4 MiB, so that a large tensor is spread over servers and frames stay small. Chunks
+Keys are split into chunks of at most 4 MiB, so that a large tensor is divided among servers and frames stay small. Chunks
 are whole codec blocks and, where that fits, whole rows, so that rows can be pushed and pulled alone. Chunks go largest
 first to the least loaded server (longest-processing-time-first, Graham 1969): loads differ by at most one chunk. (MXNet
 hashes small tensors and splits large ones evenly over all servers.)
@@ -72,16 +72,16 @@ class ChunkPlacement:
         for key in wanted:
             self._known(key)
         groups: list[list[Chunk]] = []
-        room = 0
+        free_bytes = 0
         for chunk in self.chunks_on(server):
             if chunk.key not in wanted:
                 continue
             last = groups[-1] if groups else []
-            if not last or last[0].dtype != chunk.dtype or chunk.nbytes > room or len(last) == _MOST_ENTRIES:
+            if not last or last[0].dtype != chunk.dtype or chunk.nbytes > free_bytes or len(last) == _MOST_ENTRIES:
                 groups.append([])
-                room = self.chunk_bytes
+                free_bytes = self.chunk_bytes
             groups[-1].append(chunk)
-            room -= chunk.nbytes
+            free_bytes -= chunk.nbytes
         return groups
 
     def _known(self, key: str) -> None:

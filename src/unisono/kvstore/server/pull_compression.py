@@ -206,7 +206,7 @@ class PullDecoder:
                 answer = reply.result()
                 if answer.op is Op.DATA:
                     self.decode(answer, chunks, based, targets)
-            except Exception as error:  # the receiving thread goes on; the waiting caller gets the error
+            except Exception as error:  # the receiving thread continues; the waiting caller gets the error
                 decoded.set_exception(error)
             else:
                 decoded.set_result(answer)
@@ -238,7 +238,7 @@ class PullDecoder:
                 copy.value, copy.number, copy.free, copy.nbytes = value, number, True, data.nbytes
 
     def stats(self) -> dict[str, tuple[int, int]]:
-        """By key the bytes of its values, and the bytes received for them last."""
+        """The bytes of each key's values, and the bytes last received for them, by key."""
         sizes: dict[str, tuple[int, int]] = {}
         with self._lock:
             for copy in self._copies.values():

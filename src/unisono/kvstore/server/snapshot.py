@@ -99,7 +99,7 @@ def read_newest_snapshot(folder: Path) -> ServerSnapshot | None:
         given=f"none of the {len(set_aside)} snapshots in {folder} holds: {'; '.join(set_aside)}",
         rule="a server that starts again takes its newest snapshot whose files are as they were written",
         consequence="it has not started, and nothing was begun over the old run",
-        nearest=f"look into {folder / QUARANTINE}; to go on from a checkpoint, choose an empty folder",
+        nearest=f"look into {folder / QUARANTINE}; to continue from a checkpoint, choose an empty folder",
     )
 
 

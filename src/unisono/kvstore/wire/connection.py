@@ -79,7 +79,6 @@ class Traffic:
     shared_received_bytes: int
     no_shared_memory_reason: str
     num_reconnects: int
-    num_stray_replies: int
     num_queued: int
     num_in_flight: int
 
@@ -118,7 +117,7 @@ class Connection:
         self._to_resend: deque[tuple[int, _Request]] = deque()
         self._in_flight: dict[int, _Request] = {}
         self._tickets = itertools.count(1)
-        self._server_restart_count = self._credits = self._num_reconnects = self._num_stray_replies = 0
+        self._server_restart_count = self._credits = self._num_reconnects = 0
         self._sent = self._received = self._shared_sent = self._shared_received = 0
         self._no_shared_memory_reason = ""
         self._free_slots: list[Slot] = []
@@ -180,7 +179,6 @@ class Connection:
                 self._shared_received + channel.shared_received_bytes,
                 self._no_shared_memory_reason,
                 self._num_reconnects,
-                self._num_stray_replies,
                 len(self._queue) + len(self._to_resend),
                 len(self._in_flight),
             )
@@ -378,9 +376,7 @@ class Connection:
     def _complete(self, reply: Frame) -> None:
         with self._changed:
             request = self._in_flight.pop(reply.ticket, None)
-            if request is None:
-                # a heartbeat has no ticket; any other reply is a duplicate
-                self._num_stray_replies += reply.ticket != 0
+            if request is None:  # a heartbeat, which has no ticket, or a duplicate
                 return
             if request.slot is not None:
                 self._free_slots.append(request.slot)

@@ -209,10 +209,10 @@ def unpack(header: bytes | bytearray | memoryview, limits: Limits) -> FrameHeade
     return FrameHeader(frame, slot, nbytes, digest, xxhash.xxh3_64_intdigest(memoryview(header)[: -_DIGEST.size]))
 
 
-def digest_mismatch(announced: FrameHeader, found: int) -> CommError:
+def digest_mismatch(announced: FrameHeader, digest: int) -> CommError:
     return _refused(
         "digest",
-        f"{found:016x} for {announced.nbytes} bytes of {announced.frame.op.name}",
+        f"{digest:016x} for {announced.nbytes} bytes of {announced.frame.op.name}",
         f"its header says {announced.digest:016x}",
         "if this happens again, check the network between these hosts and their memory",
     )

@@ -111,11 +111,11 @@ def _make(path: Path) -> None:
         draft.unlink()
 
 
-def _checked(found: bytes, where: str, nearest: str) -> bytes:
-    if len(found) != SECRET_BYTES:
-        many = f"more than {SECRET_BYTES}" if len(found) > SECRET_BYTES else str(len(found))
+def _checked(secret: bytes, where: str, nearest: str) -> bytes:
+    if len(secret) != SECRET_BYTES:
+        many = f"more than {SECRET_BYTES}" if len(secret) > SECRET_BYTES else str(len(secret))
         raise _refused(f"{where} holds {many} bytes", f"the secret has {SECRET_BYTES}", nearest)
-    return found
+    return secret
 
 
 def _refused(given: str, rule: str, nearest: str) -> LaunchError:

@@ -48,9 +48,9 @@ class SharedSlots:
 def copy_into_slot(slot: Slot, parts: Sequence[memoryview]) -> None:
     """Copy ``parts`` into the slot, back to back. A part that is already in place, because the answer was written
     there, stays."""
-    start, room = 0, np.frombuffer(slot.view, np.uint8)
+    start, memory = 0, np.frombuffer(slot.view, np.uint8)
     for part in parts:
-        source, target = np.frombuffer(part, np.uint8), room[start : start + part.nbytes]
+        source, target = np.frombuffer(part, np.uint8), memory[start : start + part.nbytes]
         if source.ctypes.data != target.ctypes.data:
             target[:] = source  # numpy lets other threads run meanwhile; a memoryview does not
         start += part.nbytes
@@ -58,9 +58,9 @@ def copy_into_slot(slot: Slot, parts: Sequence[memoryview]) -> None:
 
 def copy_from_slot(data: memoryview, parts: Iterable[memoryview]) -> None:
     """Copy ``data`` of a slot into ``parts``, which it fills exactly."""
-    start, room = 0, np.frombuffer(data, np.uint8)
+    start, memory = 0, np.frombuffer(data, np.uint8)
     for part in parts:
-        np.frombuffer(part, np.uint8)[:] = room[start : start + part.nbytes]
+        np.frombuffer(part, np.uint8)[:] = memory[start : start + part.nbytes]
         start += part.nbytes
 
 

@@ -40,7 +40,7 @@ def partition_model(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     inputs: Mapping[str, Tensor],
-    pieces: int,
+    num_stages: int,
     layers_per_stage: tuple[int, ...] = (),
     block_costs: Sequence[float] = (),
 ) -> PipelinePartition:
@@ -48,7 +48,7 @@ def partition_model(
 
     Args:
         inputs: Those of any micro-batch, for the trace.
-        pieces: Number of stages.
+        num_stages: Number of stages.
         layers_per_stage: Number of blocks of each stage; empty balances the stages by cost.
         block_costs: Costs of what comes before the blocks, of each block, and of what follows them; empty counts the elements of
             the matrices that are multiplied there.
@@ -58,7 +58,7 @@ def partition_model(
     """
     names = {id(module): name for name, module in model.named_modules()}
     paths = tuple(names[id(block)] for block in blocks)
-    _check_numbers(type(model).__name__, len(paths), pieces, layers_per_stage, block_costs)
+    _check_numbers(type(model).__name__, len(paths), num_stages, layers_per_stage, block_costs)
     seen = trace(model, inputs)
     calls = {path: [call for call in seen.calls if call.module == path] for path in paths}
     problems = _chain_problems(paths, calls)
@@ -70,8 +70,8 @@ def partition_model(
     if problems:
         raise PlanError(*problems)
     before, *inside, after = block_costs or _matrix_sizes(seen, ordered, model)
-    layers_per_stage = layers_per_stage or balance_stages(inside, before, after, pieces)
-    stages = [0, *(stage for stage, count in enumerate(layers_per_stage) for _ in range(count)), pieces - 1]
+    layers_per_stage = layers_per_stage or balance_stages(inside, before, after, num_stages)
+    stages = [0, *(stage for stage, count in enumerate(layers_per_stage) for _ in range(count)), num_stages - 1]
     stages_of_parameter: dict[str, tuple[int, ...]] = {}
     for name, _ in model.named_parameters():
         owner = [number for number, path in enumerate(paths, 1) if name.startswith(f"{path}.")]
@@ -85,18 +85,18 @@ def partition_model(
 
 
 def _check_numbers(
-    model: str, num_blocks: int, pieces: int, layers_per_stage: tuple[int, ...], block_costs: Sequence[float]
+    model: str, num_blocks: int, num_stages: int, layers_per_stage: tuple[int, ...], block_costs: Sequence[float]
 ) -> None:
     if not num_blocks:
         raise PlanError(
             given=f"plan.pp for {model}, which has no repeated blocks",
             rule="a pipeline cuts a model between the members of a ModuleList or Sequential of like modules",
             consequence="there is no place to cut",
-            nearest="plan.pp=1 with plan.dp_shard to spread the state",
+            nearest="plan.pp=1 with plan.dp_shard to shard the state",
         )
-    if layers_per_stage and (sum(layers_per_stage) != num_blocks or len(layers_per_stage) != pieces):
+    if layers_per_stage and (sum(layers_per_stage) != num_blocks or len(layers_per_stage) != num_stages):
         raise PlanError(
-            given=f"layers_per_stage {list(layers_per_stage)} for {model} with {num_blocks} blocks in {pieces} stages",
+            given=f"layers_per_stage {list(layers_per_stage)} for {model} with {num_blocks} blocks in {num_stages} stages",
             rule="layers_per_stage has the number of blocks of each stage",
             consequence=f"{sum(layers_per_stage)} blocks would be on a stage",
             nearest="numbers that add up, or none (stages are balanced by cost)",
@@ -214,7 +214,7 @@ def _shared_block_parameters(model: nn.Module, paths: tuple[str, ...], users: Ma
             problems.append(
                 Problem(
                     given=f"plan.pp for a model whose {name} is used outside its block too",
-                    rule="a block's parameters go where the block goes",
+                    rule="a block's parameters are on the block's stage",
                     consequence="another stage would have it under another name",
                     nearest="plan.pp=1, or keep the parameter in a module outside the blocks",
                 )

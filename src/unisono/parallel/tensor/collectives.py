@@ -90,11 +90,11 @@ def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def _gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Sequence[int] = ()) -> Tensor:
     part, sizes = x.movedim(dim, 0), sizes or [x.shape[dim]] * group.size()
-    room = part.new_zeros(max(sizes), *part.shape[1:])  # the collective wants parts of one size
-    room[: part.shape[0]] = part
-    whole = room.new_empty(group.size() * room.shape[0], *room.shape[1:])
-    all_gather_single(whole, room, group=group)
-    parts = zip(whole.split(room.shape[0]), sizes, strict=True)
+    padded = part.new_zeros(max(sizes), *part.shape[1:])  # the collective wants parts of one size
+    padded[: part.shape[0]] = part
+    whole = padded.new_empty(group.size() * padded.shape[0], *padded.shape[1:])
+    all_gather_single(whole, padded, group=group)
+    parts = zip(whole.split(padded.shape[0]), sizes, strict=True)
     return torch.cat([block[:size].movedim(0, dim) for block, size in parts], dim)
 
 

@@ -56,7 +56,7 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], dims: Paralle
         problems.append(
             Problem(
                 given=f"placements with plan.{AXIS}=1",
-                rule=f"they spread parameters over the ranks of {AXIS}",
+                rule=f"they shard parameters over the ranks of {AXIS}",
                 consequence="they would act on nothing",
                 nearest=f"plan.{AXIS}=2, or no placements",
             )
@@ -87,7 +87,7 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], dims: Paralle
 def resolve_placements(
     model: nn.Module, plan: Plan
 ) -> tuple[dict[str, dict[str, Dims]], dict[str, rules.ParameterPlacement]]:
-    """By module, the placements of its parameters (dims by pattern), and those of its inputs and outputs.
+    """The placements of parameters (dims by pattern), and those of inputs and outputs, by module.
 
     Raises PlanError with all problems of the placements of ``plan``.
     """
@@ -155,7 +155,7 @@ def _overlapping(model: nn.Module, placed: Collection[str]) -> Iterator[Problem]
         outside = [name for names in shared for name in names if not _within(name, path)]
         if inside or outside:
             yield Problem(
-                given=f"placements in {path or 'the model'!r} beside {', '.join(inside + outside)}",
+                given=f"placements in {path or 'the model'!r} and placements of {', '.join(inside + outside)}",
                 rule="modules with placements hold no others, and share no parameter with the rest of the model",
                 consequence="a value would be asked for both as a DTensor and as a plain tensor",
                 nearest="placements in one module that holds both",

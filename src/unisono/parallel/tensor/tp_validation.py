@@ -47,7 +47,7 @@ def resolve_rules(model: nn.Module, plan: Plan) -> list[RuleMatch]:
             given=f"plan.tp={plan.mesh.tp} for {type(model).__name__}",
             rule=f"layers are sharded by rules, and the built-in ones ({', '.join(BUILT_IN_RULES)}) do not name its modules",
             consequence="every rank would compute the same",
-            nearest="tensor_parallel.rules in a strategy file, or plan.tp=1 with plan.dp_shard to spread the state",
+            nearest="tensor_parallel.rules in a strategy file, or plan.tp=1 with plan.dp_shard to shard the state",
         )
     problems = list(_unmatched(rules, modules))
     if not problems:
@@ -145,7 +145,7 @@ def _incomplete(pair: ColwiseRowwise) -> Iterator[Problem]:
             given=f"a pair for {pair.module!r} with kv_group_size_attr {pair.kv_group_size_attr!r}",
             rule="it is set to the number of heads per key/value head",
             consequence="it would be unclear what it is set to",
-            nearest='"num_heads_attr" and "num_kv_heads_attr" beside it, or no "kv_group_size_attr"',
+            nearest='"num_heads_attr" and "num_kv_heads_attr" as well, or no "kv_group_size_attr"',
         )
 
 
