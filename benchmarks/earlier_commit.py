@@ -30,7 +30,7 @@ STEPS = 60
 START = {
     "--help": ["-m", "unisono", "--help"],
     "import unisono": ["-c", "import unisono"],
-    "import unisono.Trainer": ["-c", "from unisono import Trainer"],
+    "import the Trainer": ["-c", "from unisono import Trainer"],
 }
 TRAIN: Mapping[str, Any] = {
     "run.dir": "run",

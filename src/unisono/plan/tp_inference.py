@@ -66,7 +66,7 @@ def require_rules(inferred: InferredRules, model: str, tp: int) -> tuple[Rule, .
         rule=f"layers are sharded by rules; the built-in ones ({', '.join(BUILT_IN_RULES)}) do not name its modules, and no pair "
         f"of layers was found in what it computes ({reasons or 'it has no linear layers'})",
         consequence="every rank would compute the same",
-        nearest="tensor_parallel.rules in a strategy file, or plan.tp=1 with plan.dp_shard to spread the state",
+        nearest="tensor_parallel.rules in a strategy file, or plan.tp=1 with plan.dp_shard to shard the state",
     )
 
 
