@@ -30,7 +30,7 @@ test: $(BIN)/.dev
 
 # BUDGET_S=1200: starts nothing that cannot end within 1200 s, and says what it did not reach (tests/support/budget.py).
 test-full: $(BIN)/.dev
-	$(BIN)/python -m pytest -q -n $(FULL_PROCESSES) --dist load --maxschedchunk=1 -m "full or peer" $(if $(BUDGET_S),--budget-s $(BUDGET_S))
+	$(BIN)/python -m pytest -q -n $(FULL_PROCESSES) --dist load --maxschedchunk=1 -m "full or peer" $(if $(BUDGET_S),--budget-s '$(BUDGET_S)')
 
 check: $(BIN)/.dev
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -10,7 +11,19 @@ from pathlib import Path
 
 import budget
 import pytest
-from budget import ROOT, SHARDS, Budget, commit_number, key, order, package, packages_of, shard_of
+from budget import (
+    ROOT,
+    SHARDS,
+    Budget,
+    budget_s,
+    commit_number,
+    key,
+    order,
+    package,
+    packages_of,
+    read_durations,
+    shard_of,
+)
 
 IDS = [
     f"tests/{folder}test_{file}.py::test_it[{case}]"
@@ -32,6 +45,23 @@ def test_a_test_belongs_to_the_package_of_its_folder() -> None:
         "docs/a/b",
     ]
     assert packages_of([*paths, "README.md"]) == {"data", "train"}
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "abc", ""])
+def test_a_budget_is_a_number_of_seconds(text: str) -> None:
+    assert budget_s("2.5") == 2.5
+    with pytest.raises(argparse.ArgumentTypeError, match="is no number of seconds above 0"):
+        budget_s(text)
+
+
+@pytest.mark.parametrize("content", [b"", b"null", b"[1]", b"\xff", b'{"a": "x", "b": NaN, "c": -1}'])
+def test_a_damaged_table_gives_no_estimates(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "durations.json"
+    assert read_durations(path) == {}
+    path.write_bytes(content)
+    assert read_durations(path) == {}
+    path.write_text('{"a": 2, "b": null}')
+    assert read_durations(path) == {"a": 2.0}
 
 
 def test_estimates_survive_a_move_and_are_shared_by_cases() -> None:

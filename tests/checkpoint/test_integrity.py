@@ -63,6 +63,11 @@ def fifo(last):
     os.mkfifo(last / "manifest.json")
 
 
+def folder(last):
+    (last / "manifest.json").unlink()
+    (last / "manifest.json").mkdir()
+
+
 def rename_step(last):
     shutil.copytree(last.parent / "step-00000010", last, dirs_exist_ok=True)
 
@@ -83,6 +88,7 @@ DAMAGE = {
     "manifest gone": (lambda last: (last / "manifest.json").unlink(), "manifest.json is missing"),
     "manifest cut": (lambda last: os.truncate(last / "manifest.json", 200), "manifest.json: Input data was truncated"),
     "manifest a pipe": (fifo, "manifest.json is no regular file"),
+    "manifest a folder": (folder, "manifest.json is no regular file"),
     "shards of two steps": (mix, "has another digest than when it was written"),
     "another step in this place": (rename_step, "manifest.json is of step 10"),
     "shard a link out of the folder": (link_out, f"{SHARD} is no regular file"),
@@ -227,3 +233,12 @@ def test_large_files_are_digested_in_parts(tmp_path):
     assert verify(tmp_path / "step-00000001") == []
     flip(tmp_path / "step-00000001" / SHARD, 17 * 2**20)
     assert len(verify(tmp_path / "step-00000001")) == 1
+
+
+def test_a_folder_in_the_place_of_the_marker_seals_nothing(root):
+    last = root / "step-00000020"
+    (last / "COMMIT").unlink()
+    (last / "COMMIT").mkdir()
+    (problem,) = verify(last)
+    assert "COMMIT is no regular file" in problem.given
+    assert find_latest(root, lone()) == root / "step-00000010"

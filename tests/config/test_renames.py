@@ -9,7 +9,7 @@ from config_example import texts
 
 from unisono.config import load_config
 from unisono.config.renames import OPTION_VALUES, OPTIONS, PLAN_FIELDS, migrate_plan
-from unisono.errors import ConfigError
+from unisono.errors import ConfigError, PlanError
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.plan.resolve import derive_plan
@@ -159,3 +159,22 @@ def test_a_strategy_file_of_version_2_is_the_same_plan() -> None:
     # what a checkpoint of before holds is read to what one of now holds
     before = {name: value for name, value in V2.items() if name not in ("pins", "provenance")}
     assert {**migrate_plan(before).values, "tensor_parallel.rules": []} == derived.decisions()
+
+
+@pytest.mark.parametrize(
+    ("more", "given", "nearest"),
+    [
+        ({"sync.bucket_bytes": 1}, "the field 'sync.bucket_bytes' of version 3", "bucket_bytes"),
+        ({"batch": {"global_batch": 16}}, "the field 'batch' of version 3", "version 3, with all fields in groups"),
+        (
+            {"rules": [{"rule": "pair", "column": ["a"], "colwise": ["b"]}]},
+            "a rule 'pair' with 'colwise' of version 3",
+            "column",
+        ),
+    ],
+)
+def test_a_plan_of_version_2_with_a_newer_name_is_refused(more: dict[str, object], given: str, nearest: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        Plan.from_json(V2 | more)
+    (problem,) = raised.value.problems
+    assert (problem.given, problem.nearest) == (given, nearest)

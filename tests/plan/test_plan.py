@@ -124,7 +124,6 @@ def test_foreign_plans_are_refused_by_name() -> None:
         Plan.from_json(
             {
                 **data,
-                "version": 1,
                 "tensor_parallel": {**data["tensor_parallel"], "rules": "many"},
                 "fsdp": {**data["fsdp"], "zero": 4},
             }
@@ -132,5 +131,21 @@ def test_foreign_plans_are_refused_by_name() -> None:
     assert [(each.rule, each.nearest) for each in raised.value.problems] == [
         ("a field holds a value of its type", "1 or 2 or 3"),
         ("a field holds a value of its type", "a list, as docs/plans.md has it"),
-        ("this unisono reads version 3", "a plan of version 3, or another unisono"),
     ]
+
+
+@pytest.mark.parametrize("version", [1, 4, 2.0, "2", True, None, 2**70])
+def test_a_plan_of_another_version_has_that_problem_alone(version: object) -> None:
+    with pytest.raises(PlanError) as raised:
+        Plan.from_json({"version": version, "colour": 3})
+    (problem,) = raised.value.problems
+    assert (problem.given, problem.nearest) == (
+        f"a plan of version {version!r}",
+        "a plan of version 3, or another unisono",
+    )
+
+
+def test_a_field_is_given_once_and_in_its_group() -> None:
+    data = plan().to_json()
+    with pytest.raises(PlanError, match=r"there is no field 'sync.bucket_bytes outside of its group'"):
+        Plan.from_json({**data, "sync.bucket_bytes": 7777})

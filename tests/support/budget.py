@@ -9,12 +9,15 @@ first, then the others in turn, so that a few pushes reach every test. A package
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import subprocess
 import time
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +93,24 @@ class Budget:
             self._taken_s += seconds
 
 
+def budget_s(text: str) -> float:
+    """A budget from the command line. Raises ArgumentTypeError unless it is finite and above 0."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0; leave it out to run everything")
+
+
+def read_durations(path: Path) -> dict[str, float]:
+    """The estimates; without those that are no number of seconds, and none where the file is missing or damaged."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        table = {}
+    entries: dict[str, Any] = table if isinstance(table, dict) else {}
+    return {key: float(s) for key, s in entries.items() if isinstance(s, int | float) and 0 <= s < math.inf}
+
+
 def _git(*arguments: str) -> str | None:
     """Standard output, None where git, the repository or the ref is missing."""
     try:
@@ -118,7 +139,7 @@ def commit_number() -> int:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("budget")
     group.addoption(
-        "--budget-s", type=float, metavar="S", help="start no test that cannot end within S seconds from now"
+        "--budget-s", type=budget_s, metavar="S", help="start no test that cannot end within S seconds from now"
     )
     group.addoption("--record-durations", action="store_true", help=f"write {TABLE.name} from this run")
 
@@ -140,7 +161,7 @@ class _Runner:
         self._end_s = end_s
         self._changed = sorted(changed_packages())
         self._number = commit_number()
-        self._budget = Budget(end_s, json.loads(TABLE.read_text(encoding="utf-8")))
+        self._budget = Budget(end_s, read_durations(TABLE))
         self._missed: Counter[str] = Counter()
 
     @pytest.hookimpl(optionalhook=True)
@@ -213,7 +234,7 @@ class _Recorder:
             self._failed.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        table = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
+        table = read_durations(TABLE)
         longest: dict[str, float] = {}
         for test in self._seconds.keys() - self._failed:
             longest[key(test)] = max(longest.get(key(test), 0.1), round(self._seconds[test], 1))

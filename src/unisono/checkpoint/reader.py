@@ -281,11 +281,14 @@ def _open(path: Path) -> int:
 
 def _small_file(path: Path) -> bytes:
     fd = _open(path)
-    with open(fd, "rb") as file:
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_JSON_BYTES:
             raise CheckpointDamage(f"{path.name} is no regular file of at most {MAX_JSON_BYTES} bytes")
-        return file.read(MAX_JSON_BYTES)
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(MAX_JSON_BYTES)
+    finally:
+        os.close(fd)
 
 
 def _has_file_layout(tensor: Tensor) -> bool:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from unisono.errors import ConfigError, Problem
+from unisono.errors import ConfigError, PlanError, Problem
 
 if TYPE_CHECKING:
     from unisono.config.toml_file import KeyPath
@@ -85,6 +85,7 @@ RULE_FIELDS: Mapping[str, str] = {
     "enter": "input_module",
 }
 _PLAN_VERSION = 2
+_PLAN_GROUPS = frozenset(new.partition(".")[0] for new in PLAN_FIELDS.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,9 +180,14 @@ class MigratedPlan(NamedTuple):
 
 
 def migrate_plan(data: Mapping[str, Any]) -> MigratedPlan:
-    """Convert a plan of version 2 to version 3, by dotted name; any other version is unchanged."""
+    """Convert a plan of version 2 to version 3, by dotted name; any other version is unchanged.
+
+    Raises PlanError with all fields of a plan of version 2 that have their names of version 3.
+    """
     if data.get("version") != _PLAN_VERSION:
         return MigratedPlan(dict(data), ())
+    if problems := list(_newer_names(data)):
+        raise PlanError(*problems)
     values: dict[str, Any] = {}
     renamed: list[str] = []
     for name, value in data.items():
@@ -190,6 +196,30 @@ def migrate_plan(data: Mapping[str, Any]) -> MigratedPlan:
         if new != name:
             renamed.append(f"{name} → {new}")
     return MigratedPlan(values | {"version": _PLAN_VERSION + 1}, tuple(renamed))
+
+
+def _newer_names(data: Mapping[str, Any]) -> Iterator[Problem]:
+    """Fields of a plan of version 2 that version 3 has introduced: next to the earlier one, one of the two would be lost."""
+    earlier = {new: old for old, new in PLAN_FIELDS.items()}
+    for name in data.keys() - PLAN_FIELDS.keys():
+        if "." in name or name in _PLAN_GROUPS:
+            yield _newer(f"the field {name!r}", earlier.get(name, "version 3, with all fields in groups"))
+    rules: Any = data.get("rules")
+    for rule in cast("list[Any]", rules) if isinstance(rules, list) else []:
+        if isinstance(rule, Mapping) and cast("Mapping[str, Any]", rule).get("rule") == "pair":
+            for old, new in RULE_FIELDS.items():
+                if new in rule:
+                    yield _newer(f"a rule 'pair' with {new!r}", old)
+
+
+def _newer(given: str, nearest: str) -> Problem:
+    rule = f"a strategy file of version {_PLAN_VERSION} has the names of version {_PLAN_VERSION} only"
+    return Problem(
+        given=f"{given} of version {_PLAN_VERSION + 1}",
+        rule=rule,
+        consequence="the plan was not loaded",
+        nearest=nearest,
+    )
 
 
 def _migrated_rule(rule: Any) -> Any:

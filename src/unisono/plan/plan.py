@@ -234,10 +234,15 @@ class Plan:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Plan:
-        """The inverse of ``to_json``; a plan of version 2 is migrated. Raises PlanError with all unknown, missing and
-        ill-typed fields at once."""
+        """The inverse of ``to_json``; a plan of version 2 is migrated. Raises PlanError for another version, else with all
+        unknown, missing and ill-typed fields at once."""
+        version = data.get("version", VERSION)
+        if type(version) is not int or version not in (2, VERSION):
+            rule = f"this unisono reads version {VERSION}, and migrates version 2"
+            near = f"a plan of version {VERSION}, or another unisono"
+            raise PlanError(_not_loaded(f"a plan of version {version!r}", rule, near))
         types = _field_types()
-        given = _flat(migrate_plan(data).values)
+        given = _flat(data) if version == VERSION else migrate_plan(data).values
         rule = f"a plan has the fields {', '.join(types)}, all of them"
         problems: list[Problem] = []
         for name in given.keys() - types:
@@ -256,9 +261,6 @@ class Plan:
                 problems.append(_not_loaded(fault, "a field holds a value of its type", _accepted(types[name])))
                 continue
             (groups.setdefault(group, {}) if group else values)[short] = value
-        if values.get("version", VERSION) != VERSION:
-            near = f"a plan of version {VERSION}, or another unisono"
-            problems.append(_not_loaded(f"version {values['version']}", f"this unisono reads version {VERSION}", near))
         if problems:
             raise PlanError(*sorted(problems, key=lambda problem: problem.given))
         types_of_groups = get_type_hints(Plan)
@@ -271,10 +273,11 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a strategy file. Raises PlanError where it cannot be read or its fields do not fit (see ``from_json``)."""
-        data = migrate_plan(read_strategy_file(Path(path)))
-        announce(str(path), data.renamed)
+        data = read_strategy_file(Path(path))
         try:
-            return Plan.from_json(data.values)
+            plan = Plan.from_json(data)
+            announce(str(path), migrate_plan(data).renamed)
+            return plan
         except PlanError as error:
             raise PlanError(
                 *(replace(problem, given=f"{path}: {problem.given}") for problem in error.problems)
@@ -350,13 +353,13 @@ _GROUPS = frozenset(f.name for f in fields(Plan)) - {"version", "pins", "provena
 
 
 def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted name; a group that is no object stays under its own name, so that its type is reported."""
+    """Values by dotted name. A group that is no object, and a field outside of its group, stay under names that no field has."""
     flat: dict[str, Any] = {}
     for name, value in data.items():
         if name in _GROUPS and isinstance(value, Mapping):
             flat |= {f"{name}.{member}": item for member, item in cast("Mapping[str, Any]", value).items()}
         else:
-            flat[name] = value
+            flat[f"{name} outside of its group" if "." in name else name] = value
     return flat
 
 
