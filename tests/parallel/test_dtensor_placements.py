@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from plan_edit import changed
 from pool import Pool
 from torch import Tensor, nn
@@ -116,6 +120,26 @@ def test_pinned_parameters_train_like_one_process(pool: Pool, mode: str, ranks: 
         assert outcome["pins"]["blocks.0.norm.weight"] == (None,)
         assert outcome["held"] < 0.75 * alone["held"]
         assert "head.weight" not in outcome["pins"], "what is tied stays tied"
+
+
+def trained_in_turns(job: JobSpec, folder: str) -> list[list[float]]:
+    """Losses in jobs of the same two processes, which have the other rank each time."""
+    losses = []
+    for turn in range(3):
+        here = replace(job, rank=(job.rank + turn) % 2)
+        store = dist.FileStore(f"{folder}/{turn}", 2)
+        dist.init_process_group("gloo", store=store, rank=here.rank, world_size=2, timeout=timedelta(seconds=20))
+        world = World(here, group=dist.group.WORLD, timeout_s=20)
+        losses.append(trained(world, "function")["losses"])
+        world.close()
+    return losses
+
+
+def test_a_process_may_have_another_rank_in_its_next_job(pool: Pool, tmp_path: Path) -> None:
+    """torch caches the mesh of DTensors, with this process's rank in it."""
+    alone = trained(World(JobSpec()), "alone")
+    for outcome in pool.run(trained_in_turns, str(tmp_path), ranks=2, joined=False):
+        assert outcome == [pytest.approx(alone["losses"], rel=1e-9)] * 3
 
 
 def gradients(world: World) -> dict[str, list]:

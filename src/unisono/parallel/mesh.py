@@ -31,6 +31,7 @@ class ParallelDims:
 
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
+        clear_mesh_caches()  # a job before this one in the same process may have had an equal mesh
         ranks = torch.arange(plan.mesh.world_size).view([int(getattr(plan.mesh, axis)) for axis in AXES])
         shard = ranks.flatten(2, 3)  # pp, dp_replicate, shard, tp
         experts = shard.unflatten(2, (-1, plan.mesh.ep))  # pp, dp_replicate, experts, ep, tp
@@ -115,6 +116,11 @@ class ParallelDims:
 
 
 def clear_mesh_caches() -> None:
-    """Clear torch's cache of DTensor placements, which would keep the sockets of process groups open."""
+    """Clear torch's cache of DTensor placements.
+
+    It keeps the sockets of process groups open, and gives results of DTensor operations the mesh with which they were first
+    computed. That may be one of an earlier job: meshes of the same ranks are equal, even if this process had another rank then or
+    their process groups are gone.
+    """
     debug: Any = torch.distributed.tensor.debug
     debug._clear_sharding_prop_cache()
