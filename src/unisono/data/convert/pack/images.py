@@ -157,8 +157,7 @@ def pack_image_rows(
         target: The ``.rec`` to write; several shards append a number to its stem.
         options: Processing of each image. By default its bytes stay unchanged.
         field: Name of the field with an encoded image, or an image as an array.
-        label: Name of the field with a number, or an array of labels; all rows must be like the first, and integers or
-            floats like it.
+        label: Name of the field with a number, or an array of labels; all rows must be like the first, also in type.
         base64: Columns of a CSV file that hold bytes as base64.
         pack: Shards, workers and the treatment of bad inputs.
 
