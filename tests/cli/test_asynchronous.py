@@ -152,8 +152,8 @@ def test_workers_of_other_launchers_start_the_servers(
         with ThreadPoolExecutor(4) as pool:
             ended = list(pool.map(lambda own: desk.process(*arguments, **tracker, **own), members))
         assert [each.code for each in ended] == [0] * 4, [each.err for each in ended]
-        assert "this scheduler leaves" in ended[0].out
-        assert "this server leaves" in ended[1].out
+        assert "this scheduler exits" in ended[0].out
+        assert "this server exits" in ended[1].out
     assert weight(tmp_path / "run", 6) == alone(6)
     wait_until(lambda: not [each for each in psutil.process_iter() if is_beside(each)], "no server is left behind")
 

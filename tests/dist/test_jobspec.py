@@ -159,10 +159,10 @@ def test_who_has_nothing_to_do() -> None:
         "dist_async: the workers start servers on their own hosts; this server exits"
     )
     assert idle_role(server, "dist_sync") == (
-        "dist_sync needs no servers: gradients are all-reduced among the workers; this process leaves"
+        "dist_sync needs no servers: gradients are all-reduced among the workers; this process exits"
     )
     assert idle_role(scheduler, "dist_sync") == (
-        "dist_sync needs no schedulers: gradients are all-reduced among the workers; this process leaves"
+        "dist_sync needs no schedulers: gradients are all-reduced among the workers; this process exits"
     )
     assert idle_role(scheduler, "dist_async") == (
         "dist_async: the workers start servers on their own hosts; this scheduler exits"

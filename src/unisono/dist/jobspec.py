@@ -141,7 +141,7 @@ def idle_role(job: JobSpec, kind: str) -> str | None:
         return None
     if kind == "dist_async":
         return f"dist_async: the workers start servers on their own hosts; this {job.role} exits"
-    return f"{kind} needs no {job.role}s: gradients are all-reduced among the workers; this process leaves"
+    return f"{kind} needs no {job.role}s: gradients are all-reduced among the workers; this process exits"
 
 
 # --- the sources ---------------------------------------------------------------------------------------------------
