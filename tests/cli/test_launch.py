@@ -176,6 +176,6 @@ def test_servers_and_schedulers_of_a_synchronous_run_leave(tmp_path: Path) -> No
             check=False,
         )
         assert (ended.returncode, ended.stderr) == (0, "")
-        said = f"dist_sync needs no {role}s: gradients are all-reduced among the workers; this process leaves\n"
+        said = f"dist_sync needs no {role}s: gradients are all-reduced among the workers; this process exits\n"
         assert ended.stdout == said
     assert list(tmp_path.iterdir()) == []
