@@ -26,7 +26,7 @@ from benchmarks.paired import ratio
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP_STEPS = 10
-STEPS = 60
+STEPS = 40
 START = {
     "--help": ["-m", "unisono", "--help"],
     "import unisono": ["-c", "import unisono"],
@@ -46,7 +46,6 @@ STEP: Mapping[str, Mapping[str, Any]] = {
     "1 process": {},
     "2 processes": {"launch.processes": 2},
     "2 processes, dp_shard=2": {"launch.processes": 2, "plan.dp_shard": 2},
-    "2 processes, tp=2": {"launch.processes": 2, "plan.tp": 2},
 }
 PUSH_PULL = ["--kind", "dist_sync,dist_sync_shm,dist_async", "--size", "10MB,resnet50", "--rounds", "3"]
 LOADER = """
