@@ -40,9 +40,9 @@ check: $(BIN)/.dev
 	$(BIN)/codespell --skip docs/_build src tests docs benchmarks README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/python tests/support/size.py
 
-# the pages and the reference; no network, every warning is an error
+# the pages and the reference, all built anew (what sphinx keeps hides warnings); no network, every warning is an error
 docs: $(BIN)/.dev
-	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
 
 bench: $(BIN)/.dev
 	$(BIN)/python -m benchmarks.run

@@ -34,6 +34,7 @@ autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True, "show-inheritance": False}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # A field named `type` must not be the target of every annotation `type[...]`.
 napoleon_custom_sections = [("Source", "Source"), ("Shapes", "Shapes")]
 
 assert unisono.__all__  # the reference is made from what packages export
