@@ -22,7 +22,7 @@ $(BIN)/.dev: $(BIN)/.base
 
 # 75 means: stopped by a signal with everything saved; the next `make demo` goes on.
 demo: $(BIN)/.base
-	@$(BIN)/unisono train --set run.dir=$(RUN) || { code=$$?; test $$code -eq 75 && echo "saved; 'make demo' again goes on" || exit $$code; }
+	@$(BIN)/unisono train --set run.dir=$(RUN) || { code=$$?; test $$code -eq 75 && echo "saved; 'make demo' again continues" || exit $$code; }
 
 # A file of tests is run by one of the processes; each has warm workers of its own. Three keep two cores busy: tests also wait.
 test: $(BIN)/.dev

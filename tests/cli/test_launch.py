@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,15 @@ def test_two_ranks_here_and_what_a_dry_run_shows_of_them(tmp_path: Path) -> None
 
 
 @pytest.mark.full
+def test_launches_started_together_have_folders_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as threads:
+        ended = list(threads.map(lambda _: _launch(["-n", "1", "--", "true"], tmp_path), range(2)))
+    assert [launch.returncode for launch in ended] == [0, 0], [launch.stderr for launch in ended]
+    folders = list((tmp_path / "runs").iterdir())
+    assert len(folders) == 2
+    assert all((folder / "launch.json").is_file() for folder in folders)
+
+
 def test_what_a_dry_run_shows_is_a_job_when_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ALL_REDUCE)
     shown = _launch(["-n", "2", "--dry-run", "--json", "--", sys.executable, "train.py"], tmp_path)
