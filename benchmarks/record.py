@@ -1,9 +1,9 @@
 """Result files: ``results/<name>.json`` holds every run of a benchmark, the oldest first. Standard library only.
 
-A run holds its commit, date, command, machine, versions, load average, ``sources`` (a digest of each package of
-``src/unisono`` that the benchmark exercises; absent where they were not clean) and ``result``, the JSON that the script
-printed; a ``note`` says why a run does not count. ``stale`` lists the packages
-that had changed since the newest run when ``benchmarks.tables --mark-stale`` last looked; a new run removes it.
+A run holds its commit, date, command, machine, versions, load average, ``sources`` (digests of the files that it ran, one for
+each package of unisono and one for the benchmarks; absent where they were not clean) and ``result``, the JSON that the script
+printed; a ``note`` says why a run does not count. ``stale`` lists the packages that had changed since the newest run when
+``benchmarks.tables --mark-stale`` last looked; a new run removes it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ROOT / "src" / "unisono"
 
 Run = dict[str, Any]
 
@@ -63,20 +62,16 @@ def save(results: Results, folder: Path = RESULTS) -> None:
     )
 
 
-def digests(names: Sequence[str], packages: Path = PACKAGES) -> dict[str, str]:
-    """SHA-256 of the paths and the code of each package's files; names that do not exist are left out."""
-    return {name: _digest(packages / name) for name in names if (packages / name).exists()}
-
-
-def _digest(path: Path) -> str:
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    sha = hashlib.sha256()
-    for file in files:
-        if "__pycache__" not in file.parts:
-            content = code_of(file.read_text()).encode() if file.suffix == ".py" else file.read_bytes()
-            sha.update(f"{file.relative_to(path.parent).as_posix()}\0{len(content)}\0".encode())
-            sha.update(content)
-    return sha.hexdigest()[:12]
+def digests(files: Iterable[Path], root: Path = ROOT) -> dict[str, str]:
+    """SHA-256 of the paths and the code of ``files``, by package: "benchmarks", or the part of ``src/unisono``."""
+    shas: dict[str, Any] = {}
+    for file in sorted(files):
+        parts = file.relative_to(root).parts
+        content = code_of(file.read_text()).encode()
+        sha = shas.setdefault(parts[2] if parts[0] == "src" else parts[0], hashlib.sha256())
+        sha.update(f"{'/'.join(parts)}\0{len(content)}\0".encode())
+        sha.update(content)
+    return {package: sha.hexdigest()[:12] for package, sha in sorted(shas.items())}
 
 
 @cache
@@ -93,7 +88,7 @@ def code_of(source: str) -> str:
     return "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
 
-def changed(run: Run, names: Sequence[str], packages: Path = PACKAGES) -> list[str]:
-    """Packages of ``names`` that differ from those of ``run``; all of them where the run recorded none."""
-    now, then = digests(names, packages), run.get("sources", {})
-    return [name for name in names if now.get(name) != then.get(name)]
+def changed(run: Run, files: Iterable[Path], root: Path = ROOT) -> list[str]:
+    """Packages whose code differs from that of ``run``; all of them where the run recorded none."""
+    now, then = digests(files, root), run.get("sources", {})
+    return sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tables
-from benchmarks.record import PACKAGES, ROOT, Run, digests, load, save
+from benchmarks.reach import files_of
+from benchmarks.record import ROOT, Run, digests, load, save
 from benchmarks.suite import BENCHMARKS, Benchmark
 
 DISTRIBUTIONS = ("torch", "numpy", "safetensors", "msgspec", "rich", "click", "psutil", "plotly", "xxhash")
@@ -67,7 +68,7 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """The commit of the sources, with -dirty if they differ from it."""
     head = _git("rev-parse", "--short=12", "HEAD") or "unknown"
-    return head + ("-dirty" if _git("status", "--porcelain", "--", str(PACKAGES)) else "")
+    return head + ("-dirty" if _git("status", "--porcelain", "--", "src", "benchmarks/*.py") else "")
 
 
 def _git(*arguments: str) -> str:
@@ -78,9 +79,9 @@ def run_one(benchmark: Benchmark, *, quick: bool, more: tuple[str, ...]) -> Run:
     """Run a script. Raises CalledProcessError, and JSONDecodeError where it printed something else."""
     arguments = [*benchmark.arguments, *(benchmark.quick if quick else ()), *more]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    sources, revision = digests(benchmark.packages), commit()
+    sources, revision = digests(files_of(benchmark.module)), commit()
     before, begin = os.getloadavg()[0], datetime.now(UTC)
-    command = [sys.executable, "-m", f"benchmarks.{benchmark.script or benchmark.name}", *arguments]
+    command = [sys.executable, "-m", f"benchmarks.{benchmark.module}", *arguments]
     answer = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     return {
         "command": " ".join(["python", *command[1:]]),

@@ -1,4 +1,4 @@
-"""Every benchmark: its script, the packages it exercises, and the rows of its table. Standard library only.
+"""Every benchmark: its script and the rows of its table. Standard library only.
 
 README's table has the rows with a ``headline``, under that label. Rows with an aim come before the wildcard that shows the rest.
 """
@@ -10,13 +10,6 @@ from dataclasses import dataclass
 from benchmarks import figures
 from benchmarks.figures import Row, at_least, at_most
 
-# Packages and modules of src/unisono that a training run imports.
-TRAINING = (
-    *("data", "dist", "kvstore", "measure", "models", "observe", "optim", "parallel", "plan", "train"),
-    *("checkpoint", "storage"),
-)
-KVSTORE = ("dist", "kvstore", "storage")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
@@ -27,9 +20,13 @@ class Benchmark:
     script: str = ""  # where it is not of the benchmark's name
     arguments: tuple[str, ...] = ()
     quick: tuple[str, ...] = ()
-    packages: tuple[str, ...]  # of src/unisono, that it exercises
     text: str
     rows: tuple[Row, ...]
+
+    @property
+    def module(self) -> str:
+        """The script's name below ``benchmarks``."""
+        return self.script or self.name
 
 
 _DIFFERENCE = figures.number("{:.1e}")
@@ -68,7 +65,6 @@ BENCHMARKS = (
         name="step_time",
         title="Step time against a hand-written loop",
         quick=("--blocks", "6"),
-        packages=TRAINING,
         text="The demo's GPT trained by `Trainer` and by a bare PyTorch loop (fused AdamW, `clip_grad_norm_`, chunked loss) in "
         "alternating blocks of one process, and by DDP in two processes. The floor is 1: the loop logs, guards and saves "
         "nothing and finds its batches in memory. Host time is the same difference with a model of 38 tiny parameters and no "
@@ -103,7 +99,6 @@ BENCHMARKS = (
         script="parallel.axes",
         title="Each axis of a plan against torch's primitives by hand",
         quick=("--blocks", "3"),
-        packages=TRAINING,
         text="A GPT 512 wide on two processes of one thread, fp32, both sides in the same processes in turns. The floor is 1 "
         "where both do the same: the hand-written side logs, guards and saves nothing and finds its batches in memory.",
         rows=(
@@ -131,7 +126,6 @@ BENCHMARKS = (
         script="parallel.start",
         title="Start of a job on two processes",
         quick=("--rounds", "1"),
-        packages=("config", *TRAINING),
         text="From the start of the processes, without a launcher, to the end of their first step. The hand-written script reads "
         "batches and weights from a file; ours reads configuration and prepared data.",
         rows=(Row("{0}: Trainer / by hand", "axes/*", figures.start_of_job), _NOT_RUN),
@@ -141,7 +135,6 @@ BENCHMARKS = (
         script="parallel.memory",
         title="Memory of a rank where the state is sharded",
         quick=("--steps", "3", "--rounds", "1"),
-        packages=TRAINING,
         text="Tensor bytes of one of two ranks by ZeRO stage, from torch's allocator; the larger of the two ranks. The number "
         "is the stage; Accelerate's 2 keeps parameters gathered after the forward pass.",
         rows=(
@@ -162,7 +155,6 @@ BENCHMARKS = (
         script="parallel.recompute",
         title="What recompute trades",
         quick=("--blocks", "2"),
-        packages=TRAINING,
         text="One process, the GPT of the axes; losses of all three are equal bit for bit.",
         rows=(
             Row("{0}: kept for the backward pass", "kinds/*", figures.of_none("kept_bytes")),
@@ -175,7 +167,6 @@ BENCHMARKS = (
         script="parallel.compilations",
         title="Compilations after warm-up",
         quick=("--epochs", "2"),
-        packages=TRAINING,
         text="Graphs that torch.compile makes, with accumulation and epochs whose last step is short.",
         rows=(Row("{0}", "rows/*", figures.compilations, aim=at_most(0, "0 after it")),),
     ),
@@ -184,7 +175,6 @@ BENCHMARKS = (
         title="The same GPT under other frameworks",
         arguments=("--sizes", "demo", "--rounds", "21", "--steps", "4"),
         quick=("--rounds", "3"),
-        packages=("config", "launch", *TRAINING),
         text="Every contestant computes the same losses from the same batches, ready in memory for all but unisono, which "
         "reads its data. Ratios are the rival's time over ours, so above 1 means that we are faster; the fastest rival is the "
         "one with the smallest paired median. `same`: fp32, "
@@ -204,7 +194,6 @@ BENCHMARKS = (
         title="The same GPT, 768 wide",
         arguments=("--sizes", "wide", "--parts", "same,default", "--rounds", "9"),
         quick=("--rounds", "3"),
-        packages=("config", "launch", *TRAINING),
         text="As above, where matrix products decide.",
         rows=_rivals(),
     ),
@@ -214,7 +203,6 @@ BENCHMARKS = (
         title="The same GPT, 1024 wide",
         arguments=("--sizes", "wider", "--parts", "default", "--rounds", "7"),
         quick=("--rounds", "3"),
-        packages=("config", "launch", *TRAINING),
         text="Defaults only, as above: how the advantage of bf16 grows with the share of matrix products.",
         rows=_rivals(
             default="The same with nothing set, 1024 wide (unisono chooses bf16 where the processor multiplies it natively)"
@@ -224,7 +212,6 @@ BENCHMARKS = (
         name="precision",
         title="Loss curve of bf16 against fp32",
         quick=("--seeds", "2", "--steps", "30"),
-        packages=("config", *TRAINING),
         text="Held-out loss of the demo after the same steps. What bf16 changes should be less than what another seed changes.",
         rows=(
             Row(
@@ -240,7 +227,6 @@ BENCHMARKS = (
         name="checkpoint_stall",
         title="Stall of a save",
         quick=("--rounds", "2"),
-        packages=TRAINING,
         text="Extra wall time of a training window because of a save, until it is durable, over the time of a synchronous save "
         "of torch.distributed.checkpoint (DCP) of the same state. The floor is 0; bytes cannot go below the state's own.",
         rows=(
@@ -261,7 +247,6 @@ BENCHMARKS = (
         name="events",
         title="Events",
         quick=("--events", "500"),
-        packages=("observe",),
         text="Step events through the log with each view attached. The floor is the file alone: encoding and one write.",
         rows=(Row("{0}", "results/*", figures.event_rate),),
     ),
@@ -270,7 +255,6 @@ BENCHMARKS = (
         script="data.records",
         title="Records: formats of loaders",
         quick=("--rounds", "1"),
-        packages=("data",),
         text="The same payloads in every format, read in order and at random; a contestant that could not run says why. "
         "Speeds are of the median block. Opening is that of a RecordIO file of ten million records.",
         rows=(
@@ -298,7 +282,6 @@ BENCHMARKS = (
         script="data.images",
         title="Images to training batches",
         quick=("--rounds", "1", "--steps", "8", "--photos", "640"),
-        packages=("data",),
         text="JPEGs of 500x375 to RandomResizedCrop(224), flip and normalised float32 batches of 64 with two workers each. "
         "Crops and flips of all were measured on their output and agree, or the line says so. `tiles` are lossless restart "
         "markers, `packed` is re-encoded at a short side of 256, `cached` decoded in memory; the last word is what resizes. "
@@ -333,7 +316,6 @@ BENCHMARKS = (
         script="data.tokens",
         title="Tokens to training batches",
         quick=("--rounds", "1", "--steps", "20"),
-        packages=("data",),
         text="Batches of 16 x 1,024 of 50 million uint16 tokens; the number is that of workers. The floor is one gather and one "
         "conversion. `mask`, the default, adds weights, positions and documents, which the others do not give. The fastest rival "
         "is the one with the highest paired median.",
@@ -399,7 +381,6 @@ BENCHMARKS = (
         name="data_order",
         script="data.order",
         title="Mixing, resume, damage",
-        packages=("data",),
         text="What loaders do with order and with damaged files; no times. Resume is by world size, after 37 of 156 steps on 2x4 "
         "ranks. unisono's global batch stays; the others keep 8 samples a rank.",
         rows=(
@@ -424,7 +405,6 @@ BENCHMARKS = (
         script="data.loader",
         title="The loader itself",
         quick=("--rounds", "1", "--steps", "100", "--tuning-s", "12"),
-        packages=("data",),
         text="Batches of 64 of a data set that does nothing, so that only the loader is left; its first batch; memory with 8 "
         "workers; what tuning gains when nothing is set.",
         rows=(
@@ -440,7 +420,6 @@ BENCHMARKS = (
         script="kvstore.pushpull",
         title="Push and pull against MXNet",
         quick=("--rounds", "1", "--repeats", "2", "--layouts", "2x1", "--sizes", "1KB,10MB"),
-        packages=KVSTORE,
         text="Workers and servers on one host, one thread each; `2x1` is 2 workers and 1 server; every sum of ours was checked. "
         "`dist_sync` is over Gloo without shared memory, `_shm` through shared memory; it has no servers. `all_reduce` is "
         "torch's on gloo. The limits are a memcpy and as many bytes through a bare socket, there and back.",
@@ -489,7 +468,6 @@ BENCHMARKS = (
         script="kvstore.step",
         title="A step against DistributedDataParallel",
         quick=("--blocks", "4", "--steps", "1"),
-        packages=KVSTORE,
         text="Two processes of one thread on gloo; both sides in the same processes in turns, with the same weights and batches.",
         rows=(
             Row("{0}: bucketed all-reduce / DDP: wall", "models/*/wall", aim=at_most(1.02)),
@@ -507,7 +485,6 @@ BENCHMARKS = (
         script="kvstore.links",
         title="Compression and local steps over slow links",
         quick=("--rounds", "1", "--steps", "1"),
-        packages=KVSTORE,
         text="A GPT of 3.4 million parameters, two workers in network namespaces, links limited by a token bucket. Local steps "
         "are amortised over their round. `auto` chooses among bf16 and int8 only.",
         rows=(
@@ -521,7 +498,6 @@ BENCHMARKS = (
         script="kvstore.convergence",
         title="What converges how",
         quick=("--seeds", "1", "--steps", "32"),
-        packages=TRAINING,
         text="Held-out loss of small models after the same samples, under every way to keep workers in step: the mean and the "
         "standard deviation over seeds, and the mean difference to plain sums of the same seed and optimizer. The aim is two "
         "standard deviations between seeds of plain sums. docs/kvstore.md says what is equal.",
@@ -532,7 +508,6 @@ BENCHMARKS = (
         script="kvstore.faults",
         title="Killed workers and servers",
         quick=("--rounds", "1"),
-        packages=("optim", *KVSTORE),
         text="SIGKILL to what others wait for. A worker's lease ends two seconds after its last connection closed; a server "
         "comes back with its newest snapshot, and most of that time it imports torch.",
         rows=(Row("{0}: until {1}", "killed/*/*", figures.spread_of_seconds),),
@@ -540,7 +515,6 @@ BENCHMARKS = (
     Benchmark(
         name="order",
         title="Order of samples",
-        packages=("data",),
         text="Positions per second of the keyed order, which stores nothing, and of numpy's stored permutation.",
         rows=(
             Row("order, calls of {0}", "order, calls of *", figures.rates_by_size),
@@ -551,7 +525,6 @@ BENCHMARKS = (
         name="earlier_commit",
         title="An earlier commit against this one",
         quick=("--rounds", "1"),
-        packages=("__init__.py", "cli", "config", "launch", "lazy.py", *TRAINING),
         text="The time of this code over that of the commit `before`, process by process in turns: whole processes for the "
         "start, the demo's model in fp32 for the steps, batches of 64 samples of 128 bytes for the loader, two workers for "
         "push and pull.",
@@ -564,7 +537,6 @@ BENCHMARKS = (
         name="footprint",
         title="Start-up, size, demo",
         quick=("--repeats", "3", "--no-demo"),
-        packages=("__init__.py", "cli", "config", "lazy.py", *TRAINING),
         text="Whole processes, so that nothing is hidden; `python` alone is the floor of the start-up times and `import torch` "
         "what the command line avoids. The size is what pip adds to an environment with torch.",
         rows=(

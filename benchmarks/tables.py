@@ -3,7 +3,7 @@
     python -m benchmarks.tables [--check | --stale | --mark-stale]
 
 Only what stands between the marks of a page is written. ``--check`` writes nothing and fails where a page is not as it would
-be written. ``--stale`` lists results whose packages have changed since their newest run; ``--mark-stale`` also writes that
+be written. ``--stale`` lists results whose code (``reach``) has changed since their newest run; ``--mark-stale`` also writes that
 into their files: pages then show them as not yet re-run, and README without a figure, until there is a new run.
 """
 
@@ -16,7 +16,8 @@ from pathlib import Path
 
 from benchmarks.figures import Line, lines
 from benchmarks.kvstore import convergence_table
-from benchmarks.record import PACKAGES, RESULTS, ROOT, Results, Run, changed, load, save
+from benchmarks.reach import files_of
+from benchmarks.record import RESULTS, ROOT, Results, Run, changed, load, save
 from benchmarks.suite import BENCHMARKS, Benchmark
 
 BEGIN, END = "<!-- figures: written by python -m benchmarks.tables -->\n", "<!-- end of figures -->\n"
@@ -34,6 +35,11 @@ def aim_of(line: Line) -> str:
 def run_of(run: Run) -> str:
     """Day and commit of a run."""
     return f"{run['date'][:10]}, `{run['commit']}`"
+
+
+def processor_of(run: Run) -> str:
+    """The processor's name without its maker's marks."""
+    return " ".join(run["machine"]["cpu"].replace("(R)", "").replace(" CPU", "").split())
 
 
 def machine_of(run: Run) -> str:
@@ -55,7 +61,7 @@ def headlines(benchmarks: Sequence[Benchmark], folder: Path = RESULTS) -> str:
         for row in benchmark.rows:
             line = shown.get(row.headline)
             if row.headline and line and run and not results.stale:
-                rows.append(f"| {row.headline} | {line.figure} | {aim_of(line)} | {run_of(run)} |")
+                rows.append(f"| {row.headline} | {line.figure} | {aim_of(line)} | {run_of(run)}, {processor_of(run)} |")
                 machines.append(machine_of(run))
             elif row.headline:
                 rows.append(f"| {row.headline} | {NOT_RERUN if run else NOT_RUN} | {row.aim or ''} | |")
@@ -75,7 +81,7 @@ def _section(benchmark: Benchmark, results: Results) -> Iterator[str]:
         yield from (NOT_RUN.capitalize() + ".", "")
         return
     if results.stale:
-        yield from (f"**{NOT_RERUN.capitalize()}**: {', '.join(results.stale)} changed since this run.", "")
+        yield from (not_rerun(results), "")
     yield from ("| what | measured | aim |", "|---|---|---|")
     yield from (f"| {line.label} | {line.figure} | {aim_of(line)} |" for line in lines(benchmark.rows, run["result"]))
     yield from (
@@ -88,6 +94,11 @@ def _section(benchmark: Benchmark, results: Results) -> Iterator[str]:
     )
     if "not_shown" in run["result"]:
         yield from (f"Not shown: {run['result']['not_shown']}", "")
+
+
+def not_rerun(results: Results) -> str:
+    """The line that marks a result of changed code; empty for others."""
+    return f"**{NOT_RERUN.capitalize()}**: {', '.join(results.stale)} changed since this run." if results.stale else ""
 
 
 def _is_busy(run: Run) -> bool:
@@ -107,11 +118,11 @@ def pages() -> dict[Path, str]:
     """Every generated page, as it should be."""
     readme, figures = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
     convergence = convergence_table.PAGE
-    newest = load("kvstore_convergence").newest
+    results = load("kvstore_convergence")
     return {
         readme: between(readme.read_text(), headlines(BENCHMARKS)),
         figures: between(figures.read_text(), sections(BENCHMARKS)),
-        convergence: convergence_table.page(convergence.read_text(), newest),
+        convergence: convergence_table.page(convergence.read_text(), results.newest, not_rerun(results)),
     }
 
 
@@ -121,10 +132,12 @@ def write() -> None:
         path.write_text(text)
 
 
-def stale(benchmarks: Sequence[Benchmark], folder: Path = RESULTS, packages: Path = PACKAGES) -> dict[str, list[str]]:
-    """By benchmark with a run, the packages that have changed since the newest."""
+def stale(benchmarks: Sequence[Benchmark], folder: Path = RESULTS, root: Path = ROOT) -> dict[str, list[str]]:
+    """By benchmark with a run, the packages whose code has changed since the newest."""
     runs = {benchmark: load(benchmark.name, folder).newest for benchmark in benchmarks}
-    changes = {benchmark.name: changed(run, benchmark.packages, packages) for benchmark, run in runs.items() if run}
+    changes = {
+        benchmark.name: changed(run, files_of(benchmark.module, root), root) for benchmark, run in runs.items() if run
+    }
     return {name: names for name, names in changes.items() if names}
 
 

@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks are no part of what is installed
 from benchmarks import figures, record, run, tables  # noqa: E402
 from benchmarks.figures import Row, at_least, at_most  # noqa: E402
 from benchmarks.kvstore import convergence_table  # noqa: E402
+from benchmarks.reach import files_of  # noqa: E402
 from benchmarks.suite import BENCHMARKS, Benchmark  # noqa: E402
 
 RATIO = {"ratio": 1.0104, "interval": [0.99, 1.03], "confidence": 0.95, "pairs": 40}
@@ -34,7 +35,7 @@ def a_run(result: dict[str, Any], **more: Any) -> record.Run:
 
 
 def a_benchmark(*rows: Row) -> Benchmark:
-    return Benchmark(name="step_time", title="Step time", packages=("train",), text="Beside a loop.", rows=rows)
+    return Benchmark(name="step_time", title="Step time", text="Against a loop.", rows=rows)
 
 
 def results(folder: Path, *runs: record.Run, stale: tuple[str, ...] = ()) -> Path:
@@ -70,12 +71,10 @@ def test_every_headline_is_a_row_of_its_benchmark_alone() -> None:
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.name)
-def test_a_benchmark_has_a_script_packages_and_lines(benchmark: Benchmark) -> None:
-    script = (benchmark.script or benchmark.name).replace(".", "/")
-    assert (ROOT / "benchmarks" / f"{script}.py").exists()
-    assert record.digests(benchmark.packages)
-    newest = record.load(benchmark.name).newest
-    assert newest is None or list(figures.lines(benchmark.rows, newest["result"]))
+def test_a_benchmark_reaches_code_of_unisono_and_each_result_has_lines(benchmark: Benchmark) -> None:
+    assert len(record.digests(files_of(benchmark.module))) > 1
+    for earlier in record.load(benchmark.name).runs[-1:]:
+        assert list(figures.lines(benchmark.rows, earlier["result"]))
 
 
 def test_there_is_a_benchmark_for_every_result() -> None:
@@ -83,18 +82,83 @@ def test_there_is_a_benchmark_for_every_result() -> None:
 
 
 def test_the_digest_of_a_package_changes_with_its_code_alone(tmp_path: Path) -> None:
-    module = tmp_path / "optim" / "lamb.py"
-    module.parent.mkdir()
+    module = tmp_path / "src" / "unisono" / "optim" / "lamb.py"
+    module.parent.mkdir(parents=True)
 
     def digest(source: str) -> str:
         module.write_text(source)
-        return record.digests(["optim"], tmp_path)["optim"]
+        return record.digests([module], tmp_path)["optim"]
 
     code = 'class Lamb:\n    """Of the paper."""\n\n    def step(self):\n        return "# no comment"\n'
     prose = 'class Lamb:\n    """LAMB.\n\n    Two.\n    """\n    # why\n    def step(self):\n        return "# no comment"\n'
     assert digest(prose) == digest(code)
     assert digest(code.replace("no comment", "another value")) != digest(code)
     assert digest(code.replace("self", "this")) != digest(code)
+
+
+# --- the files that a benchmark runs ---------------------------------------------------------------------------------
+
+
+def a_tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+TREE = {
+    "benchmarks/step_time.py": "import os\nfrom benchmarks import paired\nfrom unisono import Trainer\n",
+    "benchmarks/paired.py": "import unisono.errors\n",
+    "benchmarks/other.py": "import unisono.other\n",
+    "src/unisono/__init__.py": "import lazy_loader\n",
+    "src/unisono/__init__.pyi": "from .train.trainer import Trainer as Trainer\nfrom .other import Other as Other\n",
+    "src/unisono/errors.py": "",
+    "src/unisono/other.py": "",
+    "src/unisono/train/__init__.py": "",
+    "src/unisono/train/trainer.py": "if TYPE_CHECKING:\n    import unisono.other\ndef run():\n    from unisono import data\n",
+    "src/unisono/data/__init__.py": "",
+}
+
+
+def reached(root: Path) -> set[str]:
+    files_of.cache_clear()
+    return {path.relative_to(root).as_posix() for path in files_of("step_time", root)}
+
+
+def test_imports_are_followed_to_the_module_that_has_the_name(tmp_path: Path) -> None:
+    assert reached(a_tree(tmp_path, TREE)) == {
+        *("benchmarks/step_time.py", "benchmarks/paired.py", "src/unisono/__init__.py", "src/unisono/errors.py"),
+        *("src/unisono/train/__init__.py", "src/unisono/train/trainer.py", "src/unisono/data/__init__.py"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        ('Popen([python, "-m", "unisono", "train"])', "src/unisono/__main__.py"),
+        ('command = ("-m", "benchmarks.other")', "benchmarks/other.py"),
+        ('Contestant(module="benchmarks.other")', "benchmarks/other.py"),
+        ('import_module(f"unisono.oth{rest}")', "src/unisono/other.py"),
+    ],
+)
+def test_modules_that_are_started_or_imported_by_name_are_followed(script: str, name: str, tmp_path: Path) -> None:
+    tree = {**TREE, "src/unisono/__main__.py": ""}
+    assert name not in reached(a_tree(tmp_path / "without", tree))
+    assert name in reached(a_tree(tmp_path / "with", {**tree, "benchmarks/step_time.py": script + "\n"}))
+
+
+def test_what_benchmarks_of_this_repository_run() -> None:
+    packages = {benchmark.name: set(record.digests(files_of(benchmark.module))) for benchmark in BENCHMARKS}
+    assert {"train", "parallel", "kvstore", "cli", "launch"} <= packages["earlier_commit"]
+    assert packages["data_images"] >= {"benchmarks", "data", "storage", "errors.py"}
+    assert not packages["data_images"] & {"train", "kvstore", "cli"}
+    assert packages["kvstore_pushpull"] >= {"kvstore", "launch", "optim", "dist"}
+
+
+def test_a_script_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"benchmarks\.no_such"):
+        files_of("no_such")
 
 
 # --- lines -----------------------------------------------------------------------------------------------------------
@@ -206,7 +270,10 @@ def test_a_new_run_keeps_the_earlier_ones_and_is_what_is_shown(tmp_path: Path) -
 
 def test_readme_shows_day_commit_and_machine(tmp_path: Path) -> None:
     table = tables.headlines([a_benchmark(WALL)], results(tmp_path, a_run({"one": {"wall": RATIO}})))
-    assert "| Step ÷ a loop | 1.010 (0.990 to 1.030, 40 pairs) | ≤ 1.02: met | 2026-11-22, `07df0efd30f7` |\n" in table
+    assert (
+        "| Step ÷ a loop | 1.010 (0.990 to 1.030, 40 pairs) | ≤ 1.02: met | 2026-11-22, `07df0efd30f7`, EPYC |\n"
+        in table
+    )
     assert table.endswith("Measured on EPYC, 2 cores, torch 2.13.0, Python 3.11.7.\n")
 
 
@@ -230,26 +297,24 @@ def test_a_page_without_marks_is_an_error() -> None:
     assert text == f"text\n{tables.BEGIN}\nnew\n\n{tables.END}more\n"
 
 
-def test_a_result_is_stale_once_a_package_of_its_own_has_changed(tmp_path: Path) -> None:
-    packages = tmp_path / "unisono"
-    for name in ("train", "data"):
-        (packages / name).mkdir(parents=True)
-        (packages / name / "a.py").write_text("x = 1\n")
-    newest = a_run({"one": {"wall": RATIO}}, sources=record.digests(["train"], packages))
+def test_a_result_is_stale_once_code_that_it_ran_has_changed(tmp_path: Path) -> None:
+    root = a_tree(tmp_path / "root", TREE)
+    files_of.cache_clear()
+    newest = a_run({"one": {"wall": RATIO}}, sources=record.digests(files_of("step_time", root), root))
     folder = results(tmp_path / "results", newest)
-    benchmark = a_benchmark(WALL)
-    assert tables.stale([benchmark], folder, packages) == {}
-    (packages / "data" / "a.py").write_text("x = 2\n")
-    (packages / "train" / "__pycache__").mkdir()
-    (packages / "train" / "__pycache__" / "a.pyc").write_bytes(b"0")
-    assert tables.stale([benchmark], folder, packages) == {}
-    (packages / "train" / "a.py").write_text("x = 2\n")
-    assert tables.stale([benchmark], folder, packages) == {"step_time": ["train"]}
+    assert tables.stale([a_benchmark(WALL)], folder, root) == {}
+    (root / "src/unisono/other.py").write_text("x = 2\n")
+    assert tables.stale([a_benchmark(WALL)], folder, root) == {}
+    (root / "src/unisono/data/__init__.py").write_text("x = 2\n")
+    assert tables.stale([a_benchmark(WALL)], folder, root) == {"step_time": ["data"]}
+    (root / "benchmarks/paired.py").write_text("import unisono.errors\nx = 2\n")
+    assert tables.stale([a_benchmark(WALL)], folder, root) == {"step_time": ["benchmarks", "data"]}
 
 
 def test_a_run_without_digests_is_stale(tmp_path: Path) -> None:
+    root = a_tree(tmp_path / "root", TREE)
     folder = results(tmp_path, a_run({"one": {"wall": RATIO}}))
-    assert tables.stale([a_benchmark(WALL)], folder) == {"step_time": ["train"]}
+    assert tables.stale([a_benchmark(WALL)], folder, root)["step_time"][:2] == ["__init__.py", "benchmarks"]
 
 
 def test_a_run_records_what_it_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +325,7 @@ def test_a_run_records_what_it_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
     found = run.run_one(a_benchmark(WALL), quick=True, more=("--blocks=2",))
     assert found["result"] == {"one": 1}
     assert found["command"] == "python -m benchmarks.step_time --blocks=2"
-    assert found["sources"] == record.digests(["train"])
+    assert found["sources"] == record.digests(files_of("step_time"))
     assert {"date", "commit", "machine", "versions", "load_average", "wall_s"} <= found.keys()
 
 
@@ -278,3 +343,12 @@ def test_what_converges_worse_is_named() -> None:
     assert "| dist_sync | sgd, 0.5 | 2.000 ± 0.010 | +0.000, +0.0 % | yes, ≤ 0.020 |" in section
     assert "| 1bit | sgd, 0.5 | 2.300 ± 0.010 | +0.300, +15.0 % | no, > 0.020 |" in section
     assert section.endswith("Outside the band: 1bit (gpt, +15 %).\n")
+
+
+def test_the_table_of_convergence_says_that_its_code_has_changed() -> None:
+    line = tables.not_rerun(record.Results(name="kvstore_convergence", stale=["kvstore"]))
+    assert line == "**Not yet re-run**: kvstore changed since this run."
+    model = {"parameters": 1, "steps": 1, "batch": 1, "knowing_nothing": 1.0, "knowing_all": 0.0, "ways": {}}
+    newest = a_run({"models": {"gpt": model}})
+    assert convergence_table.section(newest, line).startswith(line + "\n\n**gpt**")
+    assert "Not yet" not in convergence_table.section(newest, "")

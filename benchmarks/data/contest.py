@@ -18,8 +18,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contestants import ROOT, Contestant, Worker, interpreter
 from benchmarks.paired import ratio
-from benchmarks.rivals import ROOT, Contestant, Worker, interpreter
 
 Problems = dict[str, str]
 

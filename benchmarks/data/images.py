@@ -15,9 +15,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contestants import Contestant
 from benchmarks.data.contest import chosen, contest
 from benchmarks.data.photos import expected, photos, ramps
-from benchmarks.rivals import Contestant
 
 BATCH = 64
 WAYS = [f"{way} {by}" for way in ("untouched", "tiles", "packed", "cached") for by in ("torch", "opencv")]

@@ -16,8 +16,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contestants import Contestant
 from benchmarks.data.contest import Problems, ask_all, contest
-from benchmarks.rivals import Contestant
 
 MODULE = "benchmarks.data.peers.loader"
 OVERHEAD = {

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.contestants import Contestant
 from benchmarks.data.contest import ask_all, chosen, contest
-from benchmarks.rivals import Contestant
 
 from unisono.data.recordio.maintenance import reindex
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.contestants import Contestant
 from benchmarks.data.contest import chosen, contest
-from benchmarks.rivals import Contestant
 
 from unisono.data import PackedWindows, TokenWriter, open_tokens, pack_tokens
 

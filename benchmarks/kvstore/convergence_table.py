@@ -14,12 +14,12 @@ PAGE = ROOT / "docs" / "kvstore.md"
 BEGIN, END = "<!-- from benchmarks/results/kvstore_convergence.json -->\n", "<!-- end -->\n"
 
 
-def section(run: Run | None) -> str:
-    """What stands between the marks."""
+def section(run: Run | None, not_rerun: str = "") -> str:
+    """The text between the marks. ``not_rerun``: a line that says so where the code has changed since ``run``."""
     if run is None:
         return "Not measured yet.\n"
     models: dict[str, Any] = run["result"]["models"]
-    lines: list[str] = []
+    lines = [not_rerun, ""] if not_rerun else []
     for name, model in models.items():
         lines += [
             f"**{name}**, {model['parameters']:,} parameters, {model['steps']} steps of {model['batch']} samples; held-out loss "
@@ -43,10 +43,10 @@ def section(run: Run | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(text: str, run: Run | None) -> str:
+def page(text: str, run: Run | None, not_rerun: str = "") -> str:
     """``text`` with the section renewed."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{PAGE.name} lacks {BEGIN.strip()} or, behind it, {END.strip()}")
-    return before + begin + section(run) + end + after
+    return before + begin + section(run, not_rerun) + end + after

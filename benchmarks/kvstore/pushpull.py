@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.contestants import interpreter
 from benchmarks.data.contest import reason
 from benchmarks.paired import ratio, spread
-from benchmarks.rivals import interpreter
 
 from unisono.errors import CommError
 from unisono.kvstore.bench.processes import measure_on_this_host

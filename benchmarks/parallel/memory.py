@@ -149,7 +149,7 @@ def accelerated(arguments: argparse.Namespace, zero: int) -> None:
 
 def run_all(arguments: argparse.Namespace, settings: list[str], workload: Path) -> dict[str, Any]:
     """Every contestant, one after the other; the ratios."""
-    from benchmarks.rivals import interpreter  # needs more than Accelerate's environment has
+    from benchmarks.contestants import interpreter  # needs more than Accelerate's environment has
 
     rows: dict[str, Any] = {}
     not_run: dict[str, str] = {}
