@@ -21,7 +21,7 @@ from unisono.checkpoint.manifest import (
     shard_name,
 )
 from unisono.checkpoint.safetensors_format import dtype_code
-from unisono.checkpoint.shard_assignment import ShardFileLayout, Table
+from unisono.checkpoint.shard_assignment import ShardFileLayout, TensorSpecs
 from unisono.errors import CheckpointError, Problem, UnisonoError
 from unisono.storage.directory import commit_directory
 from unisono.storage.files import os_reason
@@ -38,7 +38,7 @@ def describe_pieces(layout: ShardFileLayout) -> list[list[Any]]:
     ]
 
 
-def tensor_table(shards: Sequence[Sequence[Sequence[Any]]], sharded: Table) -> dict[str, TensorEntry]:
+def tensor_table(shards: Sequence[Sequence[Sequence[Any]]], sharded: TensorSpecs) -> dict[str, TensorEntry]:
     """Merge every rank's ``describe_pieces`` into the manifest's tensor table. ``sharded`` are the tensors sharded over ranks.
 
     Raises CheckpointError if ranks contradict each other or the blocks do not cover a tensor exactly once.

@@ -50,14 +50,16 @@ def find_latest(
     Raises:
         CheckpointError: There are committed checkpoints and none is valid, or a newer unisono wrote the newest.
     """
-    mine = [entry.step for entry in list_checkpoints(root) if entry.state == "committed"] if world.rank == 0 else None
-    steps: list[int] = world.broadcast_json(mine)
+    committed = (
+        [entry.step for entry in list_checkpoints(root) if entry.state == "committed"] if world.rank == 0 else None
+    )
+    steps: list[int] = world.broadcast_json(committed)
     paths = {entry.step: entry.path for entry in list_checkpoints(root) if entry.state == "committed"}
     bad: list[str] = []
     for step in reversed(steps):
         path = paths.get(step)
-        own = _share_of_faults(path, world, digests) if path else [f"rank {world.rank} does not see it"]
-        faults: list[str] = sorted({text for texts in world.gather_json(own) for text in texts})
+        found = _share_of_faults(path, world, digests) if path else [f"rank {world.rank} does not see it"]
+        faults: list[str] = sorted({text for texts in world.gather_json(found) for text in texts})
         if not faults:
             return path
         reason = "; ".join(faults)

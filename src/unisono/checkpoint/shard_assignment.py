@@ -24,7 +24,7 @@ from unisono.parallel.sharding import TensorShard
 # A smaller tensor is never split: such a difference between shards does not matter.
 _SMALLEST_CUT_BYTES = 2**20
 
-Table = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape, dtype)
+TensorSpecs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape, dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,13 +57,18 @@ class ShardFileLayout:
     pieces: tuple[TensorPiece, ...]
     header: bytes
     size: int
-    sharded: Table
+    sharded: TensorSpecs
     fingerprint: str
     total_bytes: int
 
 
 def lay_out_shard(
-    replicated: Table, own: Table, sharded: Mapping[str, tuple[Tensor, TensorShard]], *, rank: int, world_size: int
+    replicated: TensorSpecs,
+    own: TensorSpecs,
+    sharded: Mapping[str, tuple[Tensor, TensorShard]],
+    *,
+    rank: int,
+    world_size: int,
 ) -> ShardFileLayout:
     """The file layout of ``rank``: its share of the replicated tensors, all of its own, its parts of sharded ones."""
     rows = assign_shards({name: (shape, dtype.itemsize) for name, (shape, dtype) in replicated.items()}, world_size)[

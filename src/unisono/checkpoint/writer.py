@@ -88,9 +88,9 @@ class SaveWriter:
 
     def steps(self, save: Save) -> Iterator[None]:
         """Do the save, yielding often. A failure on one rank raises on all ranks that can still be reached."""
-        what = f"saving step {save.step} to {self.root}"
+        operation = f"saving step {save.step} to {self.root}"
         temporary, final = self._paths(save)
-        tables = self._on_all_ranks(lambda: self._prepare(save), what)
+        tables = self._on_all_ranks(lambda: self._prepare(save), operation)
         self._check_agreement(save, tables)
         yield
         running = xxhash.xxh3_128()
@@ -112,14 +112,14 @@ class SaveWriter:
                 raise error
             return {"bytes": save.snapshot.size, "digest": running.hexdigest(), "pieces": describe_pieces(save.layout)}
 
-        reports = self._on_all_ranks(report, what)
+        reports = self._on_all_ranks(report, operation)
         yield
 
         def commit() -> None:
             if self._world.rank == 0:
                 commit_checkpoint(temporary, final, manifest=self._manifest(save, reports), fault=self._fault)
 
-        self._on_all_ranks(commit, what)
+        self._on_all_ranks(commit, operation)
         save.num_bytes = sum(rank_report["bytes"] for rank_report in reports)
         save.took_s = time.monotonic() - save.began_s
         yield
@@ -175,12 +175,12 @@ class SaveWriter:
             tensors=tensor_table([report["pieces"] for report in reports], save.layout.sharded),
         )
 
-    def _on_all_ranks(self, work: Callable[[], Any], what: str) -> list[Any]:
+    def _on_all_ranks(self, work: Callable[[], Any], operation: str) -> list[Any]:
         """Do ``work`` on every rank; returns all ranks' results, or raises one CheckpointError with all problems."""
         try:
             report: dict[str, Any] = {"value": work()}
         except Exception as error:
-            report = {"problems": [asdict(problem) for problem in problems_of(error, what)]}
+            report = {"problems": [asdict(problem) for problem in problems_of(error, operation)]}
         reports = self._world.gather_json(report)
         problems = dict.fromkeys(Problem(**parts) for answer in reports for parts in answer.get("problems", ()))
         if problems:

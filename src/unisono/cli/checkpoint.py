@@ -42,16 +42,16 @@ def verify_all(path: str, as_json: bool) -> int:
 
     Exit code 1 if any is bad.
     """
-    given = Path(path)
-    if not given.is_dir():
+    root = Path(path)
+    if not root.is_dir():
         raise _nothing_at(path, "nothing was verified")
     from unisono.checkpoint import list_checkpoints, verify
 
-    folders = [e.path for e in list_checkpoints(given / "checkpoints") if e.state == "committed"]
+    folders = [e.path for e in list_checkpoints(root / "checkpoints") if e.state == "committed"]
     if not folders:
-        if (given / "checkpoints").is_dir() or (given / RESOLVED).is_file():
+        if (root / "checkpoints").is_dir() or (root / RESOLVED).is_file():
             raise _nothing_at(path, "nothing was verified")
-        folders = [given]
+        folders = [root]
     results = [(str(folder), verify(folder)) for folder in folders]
     rows = [{"path": folder, "ok": not bad, "problems": [p.given for p in bad]} for folder, bad in results]
     lines: list[str] = []

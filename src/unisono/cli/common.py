@@ -92,8 +92,8 @@ def load_run(run_dir: str) -> Resolved[RunConfig]:
         CheckpointError: The folder has no run.
     """
     run_file = require_run(run_dir) / RESOLVED
-    here = [f"run.dir={json.dumps(run_dir)}"]
-    resolved = load_config(RunConfig, [run_file], overrides=here, environ=os.environ)
+    overrides = [f"run.dir={json.dumps(run_dir)}"]
+    resolved = load_config(RunConfig, [run_file], overrides=overrides, environ=os.environ)
     announce(str(run_file), resolved.renamed)
     return resolved
 

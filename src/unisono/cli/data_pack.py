@@ -115,7 +115,7 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
             a tar or another table → .rec, as im2rec
     text    files, lines or a table's column → token shards NAME-00000.bin …
     rows    any table that convert reads → .rec, .mindrecord, .jsonl, .parquet, .tar, .csv
-    python  what --function gives, by --schema → the same
+    python  rows that --function gives, with the fields of --schema → the same
 
     What became of every input is written to TARGET.report.json. -v shows progress and time left.
     """
@@ -125,9 +125,9 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
         raise _refused(
             f"{source}, which is not there", "SOURCE is a file or a folder, or - with --function", "its path"
         )
-    given = {name for name, value in options.items() if value not in (None, (), {}) and name in _KINDS_OF}
+    set_options = {name for name, value in options.items() if value not in (None, (), {}) and name in _KINDS_OF}
     kind = kind or ("images" if options["image"] else _guess(source, target, options["function"]))
-    if inert := sorted(name for name in given if kind not in _KINDS_OF[name][0].split()):
+    if inert := sorted(name for name in set_options if kind not in _KINDS_OF[name][0].split()):
         flags = ", ".join(_KINDS_OF[name][1] for name in inert)
         raise _refused(
             f"{flags} with --kind {kind}", "these options are for other kinds", "leave them out; --help lists the kinds"
@@ -176,8 +176,8 @@ def _images(source: Path, target: Path, options: Mapping[str, Any], pack: PackOp
             "--exif or --no-exif with images passed through", "untouched bytes keep their EXIF", "leave it out"
         )
     if options["pass_through"] and not image.passes_through:
-        asked = ", ".join(f"--{name.replace('_', '-')}" for name in names[:5] if options[name] is not None)
-        raise _refused(f"--pass-through and {asked}", "bytes stay as they are, or pixels are made", "one of the two")
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names[:5] if options[name] is not None)
+        raise _refused(f"--pass-through and {flags}", "bytes stay as they are, or pixels are made", "one of the two")
     if options["image"] is not None or options["label"] is not None or options["base64"]:
         listed = [name for name in _LISTED if options[name] is not None]
         if options["image"] is None or options["label"] is None or listed:

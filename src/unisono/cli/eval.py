@@ -27,20 +27,20 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     from unisono.train.step import ForwardBackward, input_selector
 
     job = job_from_environ(os.environ)
-    asked = config.plan
-    if asked.file:
-        given = load_plan(asked)
-        asked = PlanOptions(
-            device=given.mesh.device,
-            precision=given.precision.compute,
-            global_batch=given.batch.global_batch,
-            micro_batch=given.batch.micro_batch,
+    options = config.plan
+    if options.file:
+        plan = load_plan(options)
+        options = PlanOptions(
+            device=plan.mesh.device,
+            precision=plan.precision.compute,
+            global_batch=plan.batch.global_batch,
+            micro_batch=plan.batch.micro_batch,
         )
     unsharded = PlanOptions(  # every process has the whole model, whatever the plan of the training
-        device=asked.device,
-        precision=asked.precision,
-        global_batch=asked.global_batch * job.world_size,
-        micro_batch=asked.micro_batch,
+        device=options.device,
+        precision=options.precision,
+        global_batch=options.global_batch * job.world_size,
+        micro_batch=options.micro_batch,
     )
     device, plan = resolve_plan(unsharded, job)
     world = join_world(job, device_type=device.type, timeout_s=config.launch.timeout_s)

@@ -52,18 +52,18 @@ def command(command: tuple[str, ...], as_json: bool, **options: Any) -> int:
 
     Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted with the state saved, 76 failed and would again.
     """
-    given = _Arguments(**options)
-    _check_unused(given)
-    if given.by_mpirun or given.by_srun:
-        handover = _handover(command, given)
-        return _show_handover(handover, as_json=as_json) if given.dry_run else handover.run()
+    arguments = _Arguments(**options)
+    _check_unused(arguments)
+    if arguments.by_mpirun or arguments.by_srun:
+        handover = _handover(command, arguments)
+        return _show_handover(handover, as_json=as_json) if arguments.dry_run else handover.run()
     # two launches in the same second need two folders
-    folder = given.folder or Path(time.strftime(f"runs/launch-%Y%m%d-%H%M%S-{os.getpid()}"))
-    job = _layout(command, given, folder)
+    folder = arguments.folder or Path(time.strftime(f"runs/launch-%Y%m%d-%H%M%S-{os.getpid()}"))
+    job = _layout(command, arguments, folder)
     for host in job.hosts:
         if host.role == "scheduler":
             click.echo(f"launch: {host.name} runs nothing: this launcher is the scheduler", err=True)
-    if not given.dry_run:
+    if not arguments.dry_run:
         return run_job(job, folder)
     described = describe_launch(job)
     print_result(as_json, described, dry_run_text(described))
@@ -93,41 +93,41 @@ class _Arguments:
         return LaunchOptions(max_restarts=self.max_restarts, tls=self.tls)
 
 
-def _handover(command: tuple[str, ...], given: _Arguments) -> ExecCommand:
+def _handover(command: tuple[str, ...], arguments: _Arguments) -> ExecCommand:
     """The command line of mpirun or srun."""
-    environ = forwarded(os.environ, parse_settings(given.settings, os.environ))
-    if given.by_srun:
-        return srun(command, processes=given.processes, interface=given.interface, forwarded=environ)
+    environ = forwarded(os.environ, parse_settings(arguments.settings, os.environ))
+    if arguments.by_srun:
+        return srun(command, processes=arguments.processes, interface=arguments.interface, forwarded=environ)
     return mpirun(
         command,
-        processes=given.processes,
-        hostfile=given.hostfile,
-        interface=given.interface,
+        processes=arguments.processes,
+        hostfile=arguments.hostfile,
+        interface=arguments.interface,
         forwarded=environ,
-        options=given.launch,
+        options=arguments.launch,
     )
 
 
-def _layout(command: tuple[str, ...], given: _Arguments, folder: Path) -> JobLayout:
+def _layout(command: tuple[str, ...], arguments: _Arguments, folder: Path) -> JobLayout:
     """The processes of the job on this host or on those of the hostfile."""
-    environ = parse_settings(given.settings, os.environ)
-    if given.hostfile is None:
-        if given.interface:
-            interface_by_name(given.interface)
-        hosts = [Host(name="this host", slots=given.processes or 1, here=True)]
+    environ = parse_settings(arguments.settings, os.environ)
+    if arguments.hostfile is None:
+        if arguments.interface:
+            interface_by_name(arguments.interface)
+        hosts = [Host(name="this host", slots=arguments.processes or 1, here=True)]
     else:
-        hosts = read_hostfile(given.hostfile, port=given.ssh_port)
+        hosts = read_hostfile(arguments.hostfile, port=arguments.ssh_port)
         environ = forwarded(os.environ, environ)
     return JobLayout(
         command=command,
         server_command=SERVER,
         hosts=tuple(hosts),
-        slots=assign_processes(hosts, given.processes, given.servers),
+        slots=assign_processes(hosts, arguments.processes, arguments.servers),
         run_id=folder.absolute().name,
-        options=given.launch,
+        options=arguments.launch,
         environ=environ,
-        interface=given.interface,
-        port=given.port,
+        interface=arguments.interface,
+        port=arguments.port,
         snapshots=str(folder.absolute() / "servers"),
     )
 
@@ -139,29 +139,37 @@ def _show_handover(handover: ExecCommand, *, as_json: bool) -> int:
     return 0
 
 
-def _check_unused(given: _Arguments) -> None:
+def _check_unused(arguments: _Arguments) -> None:
     """Raise ``ConfigError`` for options that would have no effect together."""
-    handed_over = given.by_mpirun or given.by_srun
-    by = "--mpirun" if given.by_mpirun else "--srun"
-    no_hosts = given.hostfile is None
+    handed_over = arguments.by_mpirun or arguments.by_srun
+    by = "--mpirun" if arguments.by_mpirun else "--srun"
+    no_hosts = arguments.hostfile is None
     rules = [
-        (given.by_mpirun and given.by_srun, "--mpirun and --srun", "one of them starts the processes"),
-        (handed_over and given.servers > 0, f"{by} with --servers", f"{by} starts workers only"),
-        (handed_over and given.port > 0, f"{by} with --port", "ranks take MASTER_PORT from --env, or derive it alike"),
-        (given.by_srun and not no_hosts, "--srun with --hostfile", "SLURM knows its hosts"),
+        (arguments.by_mpirun and arguments.by_srun, "--mpirun and --srun", "one of them starts the processes"),
+        (handed_over and arguments.servers > 0, f"{by} with --servers", f"{by} starts workers only"),
         (
-            given.ssh_port is not None and (no_hosts or given.by_mpirun),
+            handed_over and arguments.port > 0,
+            f"{by} with --port",
+            "ranks take MASTER_PORT from --env, or derive it alike",
+        ),
+        (arguments.by_srun and not no_hosts, "--srun with --hostfile", "SLURM knows its hosts"),
+        (
+            arguments.ssh_port is not None and (no_hosts or arguments.by_mpirun),
             "--ssh-port without ssh",
             "it belongs to --hostfile",
         ),
-        (given.port > 0 and given.servers > 0, "--port with --servers", "workers of an asynchronous job do not meet"),
         (
-            bool(given.tls) and not given.servers,
+            arguments.port > 0 and arguments.servers > 0,
+            "--port with --servers",
+            "workers of an asynchronous job do not meet",
+        ),
+        (
+            bool(arguments.tls) and not arguments.servers,
             "--tls without --servers",
             "Gloo and NCCL, which carry all else, encrypt nothing",
         ),
         (
-            given.port > 0 and no_hosts,
+            arguments.port > 0 and no_hosts,
             "--port without --hostfile",
             "ranks of one host meet at a port the launcher holds",
         ),

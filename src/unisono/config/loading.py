@@ -83,7 +83,7 @@ class _Walk:
 
     layout: OptionTree
     problems: list[Problem]
-    renamed: list[str]  # keys of earlier versions, and what they were read as
+    renamed: list[str]  # as ``Reading.renamed``
     unread: bool  # a source could not be read: values are missing, so rules across fields cannot be checked
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     origins: dict[str, str] = field(default_factory=dict[str, str])

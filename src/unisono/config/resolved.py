@@ -107,7 +107,11 @@ def resolve(
 
 
 def diff(a: Resolved[T], b: Resolved[T]) -> list[Difference]:
-    """The options in which ``a`` and ``b`` differ, in order of declaration; empty exactly when the hashes agree."""
+    """The options in which ``a`` and ``b`` differ, in order of declaration; empty exactly when the hashes agree.
+
+    Raises:
+        TypeError: They are configurations of different classes.
+    """
     if a.layout.cls is not b.layout.cls:
         raise TypeError(f"cannot compare {a.layout.cls.__name__} with {b.layout.cls.__name__}")
     return [

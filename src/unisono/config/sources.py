@@ -51,7 +51,7 @@ class Reading:
     python: PythonFile | None = None
     files: list[Path] = field(default_factory=list[Path])
     problems: list[Problem] = field(default_factory=list[Problem])
-    renamed: list[str] = field(default_factory=list[str])  # keys of earlier versions, and what they were read as
+    renamed: list[str] = field(default_factory=list[str])  # "old → new" of each key or value of an earlier version
     cause: BaseException | None = None  # exception of a Python file, for its traceback
 
     def layer(self, path: Path, *, named: str = "", above: tuple[Path, ...] = ()) -> None:

@@ -135,22 +135,22 @@ def _label_breach(leaf: Leaf, beneath: Any) -> tuple[str, str]:
 def _breach(leaf: Leaf, value: Any, origin: str) -> tuple[str, str] | None:
     """(rule, nearest legal value) that a value of the right type breaks; None for a legal value."""
     many = isinstance(value, list | tuple | dict)
-    whole = f"each element of {leaf.key}" if many else leaf.key
+    subject = f"each element of {leaf.key}" if many else leaf.key
     for atom in _atoms(value):
         number = isinstance(atom, int | float) and not isinstance(atom, bool)
         if number and not _inside(atom, leaf.spec):
             bound = None if many else _crossed(atom, leaf.spec)
             nearest = _default_hint(leaf, origin) if bound is None else assignment(origin, leaf.key, bound)
-            return f"{whole} must be {limit_words(leaf.spec)}", nearest
+            return f"{subject} must be {limit_words(leaf.spec)}", nearest
         if isinstance(atom, int) and not -(2**63) <= atom < 2**64:
-            return f"{whole} fits in 64 bits", _default_hint(leaf, origin)
+            return f"{subject} fits in 64 bits", _default_hint(leaf, origin)
         if leaf.choices is not None and atom not in leaf.choices:
             listed = ", ".join(shown(choice) for choice in leaf.choices)
-            return f"{whole} is one of {listed}", nearest_name(str(atom), map(str, leaf.choices))
+            return f"{subject} is one of {listed}", nearest_name(str(atom), map(str, leaf.choices))
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # arguments and variables in another encoding
-        return f"{whole} is Unicode text", _default_hint(leaf, origin)
+        return f"{subject} is Unicode text", _default_hint(leaf, origin)
     return None
 
 

@@ -39,8 +39,8 @@ def literal(text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     items = cast("list[Any]", document["value"])
-    whole = len(document) == 1 and len(items) == 1 and not text.rstrip().endswith(",")
-    return items[0] if whole else text
+    is_one_value = len(document) == 1 and len(items) == 1 and not text.rstrip().endswith(",")
+    return items[0] if is_one_value else text
 
 
 def encode(value: Any) -> Any:

@@ -58,13 +58,13 @@ def weighted(dataset: Dataset | MapStyle, weights: Sequence[float] | NDArray[np.
         Systematic sampling: Madow 1949.
     """
     base = as_dataset(dataset)
-    given = np.asarray(weights, np.float64)
-    _check_length(base, given, "weights")
-    WeightedOrder(given, seed=0)
+    sample_weights = np.asarray(weights, np.float64)
+    _check_length(base, sample_weights, "weights")
+    WeightedOrder(sample_weights, seed=0)
     return _ReorderedDataset(
         base,
-        f"weighted:{xxhash.xxh3_64_hexdigest(given.tobytes())}",
-        lambda seed, global_batch: WeightedOrder(given, seed=seed),
+        f"weighted:{xxhash.xxh3_64_hexdigest(sample_weights.tobytes())}",
+        lambda seed, global_batch: WeightedOrder(sample_weights, seed=seed),
     )
 
 
@@ -98,15 +98,19 @@ def bucketed(
         DataError: The number of lengths is not that of the samples.
     """
     base = as_dataset(dataset)
-    given = np.asarray(lengths, np.int64)
-    _check_length(base, given, "lengths")
+    sample_lengths = np.asarray(lengths, np.int64)
+    _check_length(base, sample_lengths, "lengths")
     size = len(base)
 
     def make_order(seed: int, global_batch: int) -> SampleOrder:
-        whole = ShuffledOrder(Permutation(size, seed=seed))
-        return BucketedOrder(whole, given, size=size, batch=global_batch, window_batches=window_batches, seed=seed)
+        shuffled = ShuffledOrder(Permutation(size, seed=seed))
+        return BucketedOrder(
+            shuffled, sample_lengths, size=size, batch=global_batch, window_batches=window_batches, seed=seed
+        )
 
-    return _ReorderedDataset(base, f"bucketed:{window_batches}:{xxhash.xxh3_64_hexdigest(given.tobytes())}", make_order)
+    return _ReorderedDataset(
+        base, f"bucketed:{window_batches}:{xxhash.xxh3_64_hexdigest(sample_lengths.tobytes())}", make_order
+    )
 
 
 def mapped(dataset: Dataset | MapStyle, function: Callable[[Batch], Batch]) -> Dataset:

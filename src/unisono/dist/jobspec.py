@@ -291,11 +291,11 @@ def _maybe(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def _role(environ: Mapping[str, str], name: str, default: str | None = None) -> Role:
-    given = environ.get(name, default)
+    value = environ.get(name, default)
     for role in ROLES:
-        if role == given:
+        if role == value:
             return role
-    raise _invalid(name, given, f"a process is one of {', '.join(ROLES)}")
+    raise _invalid(name, value, f"a process is one of {', '.join(ROLES)}")
 
 
 def _invalid(name: str, value: str | None, rule: str) -> LaunchError:

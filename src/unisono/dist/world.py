@@ -183,15 +183,15 @@ class World:
         The groups have this World's time-out, which torch's ``init_device_mesh`` would not set. All ranks pass the
         same lists.
         """
-        own: dict[str, ProcessGroup] = {}
+        own_groups: dict[str, ProcessGroup] = {}
         with self.guard(f"groups({', '.join(rank_lists)})"), _gloo_interface(self.job):
             for name, lists in rank_lists.items():
                 for ranks in map(list, lists):
                     group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), group_desc=name)
                     if self.rank in ranks:
-                        own[name] = cast(ProcessGroup, group)
+                        own_groups[name] = cast(ProcessGroup, group)
         self.barrier()  # as in with_own_group
-        return own
+        return own_groups
 
     @contextmanager
     def guard_collectives(self, operation: str) -> Generator[None]:

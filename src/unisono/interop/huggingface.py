@@ -126,7 +126,7 @@ def write_weights(
     files = _split_into_files(named, views, max_shard_bytes)
     one = len(files) == 1
     names = [_WEIGHTS if one else f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
-    whole: tuple[str, Tensor] = "", torch.empty(0)  # several entries in a row may be of one tensor, such as experts
+    loaded: tuple[str, Tensor] = "", torch.empty(0)  # several entries in a row may be of one tensor, such as experts
     for file_name, members in zip(names, files, strict=True):
         # wide elements first, in the order of safetensors
         ordered = sorted(members, key=lambda entry: -views[entry.key].dtype.itemsize)
@@ -135,10 +135,10 @@ def write_weights(
         with (folder / file_name).open("wb") as file:
             file.write(header)
             for entry in ordered:
-                if whole[0] != entry.name:
-                    whole = "", torch.empty(0)  # free the last tensor first
-                    whole = entry.name, _values(entry.name, tensors[entry.name], read)
-                part = entry.transform(whole[1]).contiguous()
+                if loaded[0] != entry.name:
+                    loaded = "", torch.empty(0)  # free the last tensor first
+                    loaded = entry.name, _values(entry.name, tensors[entry.name], read)
+                part = entry.transform(loaded[1]).contiguous()
                 file.write(cast(Any, part.reshape(-1).view(torch.uint8).numpy()).data)
     if not one:
         index = {
@@ -190,9 +190,9 @@ def _own_names(model: nn.Module) -> tuple[list[ExportedTensor], dict[str, str]]:
     named: list[ExportedTensor] = []
     tied: dict[str, str] = {}
     for name, tensor in cast("dict[str, Tensor]", model.state_dict(keep_vars=True)).items():
-        known = first.setdefault(tensor, name)
-        if known == name:
+        first_name = first.setdefault(tensor, name)
+        if first_name == name:
             named.append(ExportedTensor(name, name))
         else:
-            tied[name] = known
+            tied[name] = first_name
     return named, tied

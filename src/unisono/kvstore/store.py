@@ -376,12 +376,12 @@ class KVStore:
             return first
         shape, _ = self._keys.lookup(key)
         with torch.no_grad():
-            whole = [
+            dense = [
                 part.detach() if isinstance(part, Tensor) else to_dense(as_sparse_rows(key, part, shape), shape)
                 for part in parts
             ]
-            total = whole[0].to(home)
-            for part in whole[1:]:
+            total = dense[0].to(home)
+            for part in dense[1:]:
                 total = total + part.to(home)
         return total
 

@@ -93,13 +93,13 @@ class ValueStore:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy a state of the same keys and optimizer into the live tensors. Raises CheckpointError for any difference."""
-        own = self.state_dict()
+        current = self.state_dict()
         differing = sorted(
             name
-            for name in own.keys() | state.keys()
-            if name not in own
+            for name in current.keys() | state.keys()
+            if name not in current
             or name not in state
-            or (own[name].shape, own[name].dtype) != (state[name].shape, state[name].dtype)
+            or (current[name].shape, current[name].dtype) != (state[name].shape, state[name].dtype)
         )
         if differing:
             raise CheckpointError(

@@ -56,8 +56,8 @@ class Attempt:
     def root(self) -> int | None:
         """The rank whose failure explains the others; None if none failed."""
         bad = [rank for rank, code in self.codes.items() if code not in (0, REQUEUE)]
-        own = [rank for rank in bad if not self.workers[rank].killed_by_us or rank in self.failures]
-        return min(own or bad, key=self._rank_order, default=None)
+        own_failures = [rank for rank in bad if not self.workers[rank].killed_by_us or rank in self.failures]
+        return min(own_failures or bad, key=self._rank_order, default=None)
 
     def _rank_order(self, rank: int) -> tuple[int, float]:
         failure = self.failures.get(rank)

@@ -97,11 +97,11 @@ class HostAgent:
         if key in self.listeners:
             self.listeners.pop(key).close()
         self.listeners[key] = listener = _listener(address, port)
-        own = str(listener.getsockname()[0])
+        bound_host = str(listener.getsockname()[0])
         self.send(
             event="listening",
             # on this host the name may resolve to a loopback address, which other hosts would take for their own
-            loopback=own.startswith("127.") or own == "::1",
+            loopback=bound_host.startswith("127.") or bound_host == "::1",
             address=f"{address}:{listener.getsockname()[1]}",
             why=chosen.why if chosen else "the name in the hosts file",
         )

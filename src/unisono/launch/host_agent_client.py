@@ -282,8 +282,8 @@ class HostAgentClient:
         print(f"[{self._workers[number].name}] {_terminal_text(text)}", file=self._terminal, flush=True)
 
     def _save_failure(self, failure: Failure, age_s: float) -> None:
-        here = replace(failure, at_monotonic_s=time.monotonic() - age_s).to_json()
-        write_atomically(self._failures / f"failure-rank-{failure.rank}.json", json.dumps(here).encode())
+        record = replace(failure, at_monotonic_s=time.monotonic() - age_s).to_json()
+        write_atomically(self._failures / f"failure-rank-{failure.rank}.json", json.dumps(record).encode())
 
     def _unreachable(self, reason: str) -> LaunchError:
         self.cut()

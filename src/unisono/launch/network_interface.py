@@ -56,7 +56,7 @@ def interface_towards(host: str) -> NetworkInterface:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
-            own = str(probe.getsockname()[0])
+            source_address = str(probe.getsockname()[0])
     except OSError as error:
         raise LaunchError(
             given=f"host {socket.gethostname()} does not reach {host!r} ({error.strerror})",
@@ -65,10 +65,10 @@ def interface_towards(host: str) -> NetworkInterface:
             nearest="the address of that host in the hosts file instead of its name",
         ) from error
     for name, addresses in _addresses().items():
-        if own in addresses or (own.startswith("127.") and "127.0.0.1" in addresses):
-            return NetworkInterface(name=name, address=own, why=f"the way from here to {host} leads over it")
+        if source_address in addresses or (source_address.startswith("127.") and "127.0.0.1" in addresses):
+            return NetworkInterface(name=name, address=source_address, why=f"the way from here to {host} leads over it")
     raise LaunchError(
-        given=f"the way to {host!r} leaves host {socket.gethostname()} from {own}, which is on none of its interfaces",
+        given=f"the way to {host!r} leaves host {socket.gethostname()} from {source_address}, which is on none of its interfaces",
         rule="an address belongs to an interface that is up",
         consequence="nothing was started",
         nearest="--interface with one of: " + ", ".join(sorted(_addresses())),

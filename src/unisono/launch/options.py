@@ -65,5 +65,5 @@ def options_message(options: LaunchOptions) -> dict[str, Any]:
 def options_of_message(message: Mapping[str, Any]) -> LaunchOptions:
     """The inverse of ``options_message``."""
     names = {key: name for name, key in _MESSAGE_KEYS.items()}
-    given = {names.get(key, key): value for key, value in message.items() if key != "numa"}  # of earlier versions
-    return LaunchOptions(**given)
+    values = {names.get(key, key): value for key, value in message.items() if key != "numa"}  # of earlier versions
+    return LaunchOptions(**values)

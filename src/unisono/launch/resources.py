@@ -107,16 +107,16 @@ def divide_host(
 def _threads(options: LaunchOptions, environ: Mapping[str, str], usable: int, processes: int) -> tuple[int, str]:
     if options.num_threads:
         return options.num_threads, "launch.num_threads"
-    given = environ.get(_THREAD_VARIABLES[0], "")
-    if given.isdigit() and int(given) > 0:
-        return int(given), f"environment {_THREAD_VARIABLES[0]}"
+    value = environ.get(_THREAD_VARIABLES[0], "")
+    if value.isdigit() and int(value) > 0:
+        return int(value), f"environment {_THREAD_VARIABLES[0]}"
     return max(1, usable // processes), f"{usable} usable cores / {processes} processes"
 
 
 def _waiting(environ: Mapping[str, str], threads: int, busy_frac: float) -> tuple[dict[str, str], str]:
-    given = {name: environ[name] for name in _SHORT_SPIN if name in environ}
-    if given:
-        return given, "environment"
+    settings = {name: environ[name] for name in _SHORT_SPIN if name in environ}
+    if settings:
+        return settings, "environment"
     if threads == 1:
         return {}, "not set: one thread"
     if busy_frac < _BUSY_FRAC:

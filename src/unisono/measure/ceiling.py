@@ -86,9 +86,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype, *, cache: Path | None =
     arithmetic = _ARITHMETIC.get(str(dtype).removeprefix("torch."), "")
     if arithmetic == "fp32" and tf32:
         arithmetic = "tf32"
-    known = datasheet_peak(name, arithmetic)
-    if known is not None:
-        return PeakFlops(value=known, kind="datasheet", name=f"{name}, {arithmetic}")
+    datasheet = datasheet_peak(name, arithmetic)
+    if datasheet is not None:
+        return PeakFlops(value=datasheet, kind="datasheet", name=f"{name}, {arithmetic}")
     return measured_ceiling(device, dtype, cache=cache)
 
 
@@ -143,8 +143,8 @@ def measured_ceiling(device: torch.device, dtype: torch.dtype, *, cache: Path | 
     name = f"{where}, {threads} threads" if threads else where
     key = f"matmul | {name} | torch {torch.__version__}"
     entries = _read_cache(cache)
-    known = entries.get(key)
-    if isinstance(known, dict) and isinstance(tflops := cast("dict[str, Any]", known).get("tflops"), int | float):
+    entry = entries.get(key)
+    if isinstance(entry, dict) and isinstance(tflops := cast("dict[str, Any]", entry).get("tflops"), int | float):
         return PeakFlops(value=float(tflops) * _T, kind="measured", name=name)
     result = time_matmul(device, dtype)
     if cache is not None and result["spread_frac"] <= _QUIET_SPREAD_FRAC:

@@ -202,8 +202,8 @@ def _balanced_forward(layer: Experts, x: Tensor, weights: Tensor, choice: Tensor
     parts = x.flatten(0, -2).repeat_interleave(choice.shape[-1], 0).tensor_split(layer.num_experts)
     stacks = zip(parts, layer.gate.unbind(), layer.up.unbind(), layer.down.unbind(), strict=True)
     outputs = [F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down) for rows, gate, up, down in stacks]
-    whole = torch.cat(outputs).view(*choice.shape, x.shape[-1])  # [B, T, k, D]
-    return (whole * weights[..., None]).sum(-2).to(whole.dtype)
+    expert_outputs = torch.cat(outputs).view(*choice.shape, x.shape[-1])  # [B, T, k, D]
+    return (expert_outputs * weights[..., None]).sum(-2).to(expert_outputs.dtype)
 
 
 def inactive_parameters(model: nn.Module) -> int:
@@ -233,8 +233,8 @@ def _grouped_matmul(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
     ``grouped_mm`` needs at least one row, a supported dtype and rows of a multiple of 16 bytes. It is up to three times faster
     than one product per expert, and the host need not know the counts.
     """
-    whole = all(width * rows.element_size() % 16 == 0 for width in stack.shape[1:])
-    if rows.shape[0] and whole and rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
+    is_aligned = all(width * rows.element_size() % 16 == 0 for width in stack.shape[1:])
+    if rows.shape[0] and is_aligned and rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return F.grouped_mm(rows, stack.mT, offs=counts.cumsum(0, dtype=torch.int32))
     parts = rows.split(counts.tolist())
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, stack.unbind(), strict=True)])

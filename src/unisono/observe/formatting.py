@@ -79,8 +79,8 @@ def _status_parts(event: Fields) -> Iterator[tuple[int, str]]:
         return number(event.get(field))
 
     total_steps = event.get("steps_total")
-    known = isinstance(total_steps, int) and total_steps > 0
-    yield 0, f"step {event['step']}" + (f"/{total_steps} {100 * event['step'] / total_steps:.1f}%" if known else "")
+    has_total = isinstance(total_steps, int) and total_steps > 0
+    yield 0, f"step {event['step']}" + (f"/{total_steps} {100 * event['step'] / total_steps:.1f}%" if has_total else "")
     if (loss := value("train/loss")) is not None:
         highest = value("train/loss_max")
         yield 2, f"loss {loss:.4g}" + (f" (max {highest:.3g})" if highest is not None else "")
@@ -172,9 +172,9 @@ def _held(count_bytes: Fields) -> str:
 def _rules_inferred(event: Fields) -> str:
     """Layers sharded by inferred rules, and layers that are replicated with the reason."""
     rules = cast("list[Fields]", event.get("rules") or [])
-    left = cast("Fields", event.get("left") or {})
+    reasons = cast("Fields", event.get("left") or {})
     sharded = ", ".join(str(rule["module"]) for rule in rules)
-    replicated = "".join(f"; {name} is replicated: {why}" for name, why in left.items())
+    replicated = "".join(f"; {name} is replicated: {why}" for name, why in reasons.items())
     return f"rules of tensor parallelism inferred for {sharded}{replicated}"
 
 

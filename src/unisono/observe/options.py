@@ -26,6 +26,7 @@ class ObserveOptions:
     )
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
+        """Trackers that are unknown or listed twice, by field name."""
         for name, count in Counter(self.trackers).items():
             if count > 1:
                 yield (

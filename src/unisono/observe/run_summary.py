@@ -57,6 +57,7 @@ class RunSummary:
 
     @property
     def bits_per_byte(self) -> float | None:
+        """Bits per byte of text in the last evaluation; None if it was not measured."""
         return self.eval_metrics.get("bits_per_byte")
 
 
@@ -162,11 +163,11 @@ def _int(value: Any) -> int | None:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    known = sorted(value for value in values if value is not None and math.isfinite(value))
-    if not known:
+    finite = sorted(value for value in values if value is not None and math.isfinite(value))
+    if not finite:
         return None
-    middle = len(known) // 2
-    return known[middle] if len(known) % 2 else (known[middle - 1] + known[middle]) / 2
+    middle = len(finite) // 2
+    return finite[middle] if len(finite) % 2 else (finite[middle - 1] + finite[middle]) / 2
 
 
 def decimate(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, float]]:

@@ -34,12 +34,15 @@ _QUEUE_LIMIT: Final = 10_000
 
 
 class Sink(Protocol):
-    """Interface of a tracker. If ``write`` raises, it is not called again. ``close`` flushes and is called once."""
+    """Interface of a tracker."""
 
     name: str
 
-    def write(self, event: Event) -> None: ...
-    def close(self) -> None: ...
+    def write(self, event: Event) -> None:
+        """Take one event, on rank 0. If it raises, it is not called again."""
+
+    def close(self) -> None:
+        """Flush and release everything; called once."""
 
 
 SinkFactory = Callable[[Path, str, int], Sink]

@@ -55,6 +55,7 @@ class OptimOptions:
         return DEFAULT_WEIGHT_DECAY[self.kind] if self.weight_decay is None else self.weight_decay
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
+        """Fields that ``kind`` does not read, and Nesterov without momentum, by field name."""
         yield from _unused_fields(self, "optimizer", OPTIMIZER_FIELDS)
         if self.kind == "sgd" and self.nesterov and self.momentum == 0:
             yield (
@@ -83,6 +84,7 @@ class ScheduleOptions:
     step_factor: float = option(0.1, "Factor of each drop (step).", gt=0, le=1)
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
+        """Fields that ``kind`` does not read, by field name."""
         yield from _unused_fields(self, "schedule", SCHEDULE_FIELDS)
 
 
@@ -123,13 +125,13 @@ def _unused_fields(
     options: OptimOptions | ScheduleOptions, what: str, used_by: Mapping[str, frozenset[str]]
 ) -> Iterator[tuple[str, Problem]]:
     """Problems of fields that are set although ``kind`` does not read them."""
-    own = used_by.get(options.kind)
-    if own is None:  # an unknown kind is reported by its choices
+    read_fields = used_by.get(options.kind)
+    if read_fields is None:  # an unknown kind is reported by its choices
         return
     special = frozenset[str]().union(*used_by.values())
     for field in fields(options):
         value: object = getattr(options, field.name)
-        if field.name in special - own and value != field.default:
+        if field.name in special - read_fields and value != field.default:
             users = sorted(kind for kind, names in used_by.items() if field.name in names)
             yield (
                 field.name,

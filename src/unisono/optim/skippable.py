@@ -53,8 +53,8 @@ class _SkipHooks:
         self._stateless: list[nn.Parameter] = []
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {name: getattr(optimizer, name, None) for name in ("found_inf", "grad_scale")}
-        self._attributes = {name: value for name, value in given.items() if value is not None}
+        attributes = {name: getattr(optimizer, name, None) for name in ("found_inf", "grad_scale")}
+        self._attributes = {name: value for name, value in attributes.items() if value is not None}
         params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._grads = _match_layouts(params)
         found_inf, grad_scale = self._attributes.get("found_inf"), self._attributes.get("grad_scale")

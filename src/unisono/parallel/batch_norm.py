@@ -105,12 +105,12 @@ class _Normalise(torch.autograd.Function):
         # Sums of squares lose digits where the mean is large against the deviation: each rank's own are taken around its own
         # mean, and those few numbers are joined in float64.
         count = torch.tensor([rows.shape[0]], dtype=torch.float64, device=x.device)
-        here = rows.sum(0) / max(1, rows.shape[0])  # [C]
-        squares_here = (rows - here).square().sum(0).double()  # [C]
-        here = here.double()
-        sums = torch.cat([count, count * here, squares_here + count * here.square()])  # [1 + 2C]
+        local_mean = rows.sum(0) / max(1, rows.shape[0])  # [C]
+        local_squares = (rows - local_mean).square().sum(0).double()  # [C]
+        local_mean = local_mean.double()
+        sums = torch.cat([count, count * local_mean, local_squares + count * local_mean.square()])  # [1 + 2C]
         dist.all_reduce(sums, group=group)
-        count, total, squares = sums.split([1, len(here), len(here)])
+        count, total, squares = sums.split([1, len(local_mean), len(local_mean)])
         mean = total / count
         variance = (squares / count - mean.square()).clamp(min=0)
         inverse = (variance + eps).rsqrt()

@@ -212,12 +212,12 @@ class ContextParallel:
         current = self._current
         assert current is not None
         length, order, documents = current.length, current.order, current.documents
-        own = length // self._count
-        if not query.shape[-2] == key.shape[-2] == value.shape[-2] == own:
+        local_length = length // self._count
+        if not query.shape[-2] == key.shape[-2] == value.shape[-2] == local_length:
             sizes = f"{query.shape[-2]} queries with {key.shape[-2]} keys"
             raise PlanError(
                 given=f"attention of {sizes} under plan.cp={self._count}, with sequences of {length}",
-                rule=f"it is attention of a sequence to itself, of which each rank has {own} tokens",
+                rule=f"it is attention of a sequence to itself, of which each rank has {local_length} tokens",
                 consequence="it is not known which keys are whose",
                 nearest="plan.cp=1 (transformers: model.config.use_cache=False keeps no earlier keys)",
             )
@@ -229,10 +229,10 @@ class ContextParallel:
         # [B, 1, T/cp, T]
         same = None if documents is None else documents[:, None, order, None] == documents[:, None, None]
         if attn_mask is not None or not is_causal:
-            mask = None if attn_mask is None else self._whole_keys(attn_mask, own, length, order)
+            mask = None if attn_mask is None else self._whole_keys(attn_mask, local_length, length, order)
             return attend(query, key, value, attn_mask=_both(mask, same), is_causal=is_causal)
         outputs: list[Tensor] = []
-        size = own // 2
+        size = local_length // 2
         for place, (run, queries) in enumerate(zip(self._runs, query.chunk(2, -2), strict=True)):
             end = (run + 1) * size  # later keys are masked
             mask = current.causal[place]
@@ -312,6 +312,6 @@ class _Gather(torch.autograd.Function):
         count = dist.get_world_size(ctx.group)
         runs = gradients[0].unflatten(-2, (2 * count, -1)).movedim(-3, 0)  # [2·cp, ..., r, E]
         parts = torch.cat([runs[:count], runs[count:].flip(0)], -2)  # [cp, ..., T/cp, E]
-        own = parts.new_empty(parts.shape[1:])
-        reduce_scatter_single(own.flatten(), parts.flatten(), group=ctx.group)
-        return own, None
+        gradient = parts.new_empty(parts.shape[1:])
+        reduce_scatter_single(gradient.flatten(), parts.flatten(), group=ctx.group)
+        return gradient, None

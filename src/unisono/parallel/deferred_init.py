@@ -135,8 +135,8 @@ class _InitRecorder(TorchDispatchMode):
         try:
             with self.fake:
                 result = func(*args, **kwargs)
-        # torch raises these for an operation that fake tensors cannot run
-        except (NotImplementedError, RuntimeError) as error:
+        # torch raises this, or its subclass NotImplementedError, for an operation that fake tensors cannot run
+        except RuntimeError as error:
             raise _refused(name, inputs[0] if inputs else None, "it needs values, and there are none yet") from error
         if factory:
             kwargs["dtype"] = result.dtype  # the default may differ when it is replayed
@@ -371,10 +371,10 @@ def _to_meta(model: nn.Module, torchs_own: Collection[str]) -> None:
         return replacements[id(tensor)]
 
     for path, module in model.named_modules():
-        for own in (module._parameters, module._buffers):
-            for name, tensor in own.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
                 if isinstance(tensor, FakeTensor):
-                    own[name] = cast(Any, plain(tensor))
+                    tensors[name] = cast(Any, plain(tensor))
         for name, value in vars(module).items():
             if isinstance(value, FakeTensor):
                 where = f"{path}.{name}".lstrip(".")

@@ -56,8 +56,8 @@ def apply_fsdp(model: nn.Module, blocks: list[nn.Module], dims: ParallelDims, ta
     paths = {module: path for path, module in model.named_modules()}
 
     def reduce_dtype(module: nn.Module, name: str, parameter: nn.Parameter) -> torch.dtype:
-        own = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
-        return table.grad_reduce_dtypes.get(f"{paths[module]}.{name}".lstrip("."), own)
+        default_dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+        return table.grad_reduce_dtypes.get(f"{paths[module]}.{name}".lstrip("."), default_dtype)
 
     shard_unit = partial(_shard_unit, replicated=replicated, placement=placement, reduce_dtype=reduce_dtype)
     if plan.mesh.ep > 1 and plan.mesh.shard_degree > plan.mesh.ep:

@@ -33,13 +33,12 @@ _SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterMemory:
-    """Shape and bytes of a rank's shard of one parameter; ``state_numel`` does not count step counts."""
+    """Shape and bytes of a rank's shard of one parameter."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     parameter_bytes: int
     gradient_bytes: int
-    state_numel: int
     state_bytes: int
 
     @property
@@ -129,7 +128,6 @@ def build_ledger(
             dtype=entry.dtype,
             parameter_bytes=numel * size,
             gradient_bytes=(before_rows if plan.fsdp.zero == 1 else numel) * wide if entry.trained else 0,
-            state_numel=numel * len(moments),
             state_bytes=numel * len(moments) * wide + counters * _COUNTER_BYTES,
         )
     return MemoryLedger(parameters=held)

@@ -180,8 +180,8 @@ def _dtypes_of_parameters(
             within = inner == path or inner.startswith(path + ".")
             if not within or (field == "parameters" and is_norm(module) and inner != path):
                 continue
-            own = module.named_parameters(recurse=False)
-            values |= {(inner, name): value for name, parameter in own if parameter.is_floating_point()}
+            parameters = module.named_parameters(recurse=False)
+            values |= {(inner, name): value for name, parameter in parameters if parameter.is_floating_point()}
     return values
 
 

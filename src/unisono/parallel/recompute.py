@@ -166,16 +166,18 @@ class _Policy:
     """Selects the operators whose results are saved: those named, or the built-in list."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        known = {name.partition("::")[2].partition(".")[0] for name in _all_operators() if name.startswith("aten::")}
+        operators = {
+            name.partition("::")[2].partition(".")[0] for name in _all_operators() if name.startswith("aten::")
+        }
         problems = [
             Problem(
                 given=f"recompute.saved_ops {name!r}",
                 rule="it names operators of aten, without overload, such as 'mm', that make a new tensor and draw nothing",
                 consequence="nothing could be kept, or what is drawn again would be other numbers",
-                nearest=nearest_name(name, known - {name}),
+                nearest=nearest_name(name, operators - {name}),
             )
             for name in names
-            if name not in known or name.endswith("_") or _draws(name)
+            if name not in operators or name.endswith("_") or _draws(name)
         ]
         if problems:
             raise PlanError(*problems)

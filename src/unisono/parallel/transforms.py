@@ -238,7 +238,7 @@ def _check_blocks(choice: str, near: str, model: nn.Module) -> None:
 
 
 def _fits_any_model(_model: nn.Module, _plan: Plan) -> None:
-    """Find no problem."""
+    """The check of a transform that any model can have."""
 
 
 TRANSFORMS: tuple[Transform, ...] = (

@@ -127,12 +127,12 @@ def balance_stages(blocks: Sequence[float], before: float, after: float, num_sta
     starts: list[list[int]] = []
     for stages in range(2, num_stages + 1):
         extra = after if stages == num_stages else 0.0
-        here, best = [float("inf")] * (count + 1), [0] * (count + 1)
+        costs, best = [float("inf")] * (count + 1), [0] * (count + 1)
         for end in range(stages, count + 1):
-            here[end], best[end] = min(
+            costs[end], best[end] = min(
                 (max(heaviest[start], sums[end] - sums[start] + extra), start) for start in range(stages - 1, end)
             )
-        heaviest = here
+        heaviest = costs
         starts.append(best)
     ends = [count]
     for best in reversed(starts):

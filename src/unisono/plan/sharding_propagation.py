@@ -201,8 +201,10 @@ def _unsqueezed(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[Va
 
 def _indexed(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
     shape, sharding = _only(op, shardings)
-    given = op.arguments[1]
-    index: list[Any] = list(given) if isinstance(given, tuple) and not isinstance(given, Operand) else [given]
+    argument = op.arguments[1]
+    index: list[Any] = (
+        list(argument) if isinstance(argument, tuple) and not isinstance(argument, Operand) else [argument]
+    )
     if any(item is not None and item is not Ellipsis and not isinstance(item, (int, slice)) for item in index):
         raise CannotPropagate("is indexed by a tensor")
     used = sum(isinstance(item, (int, slice)) for item in index)
@@ -237,8 +239,8 @@ def _along(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSh
 
 def _reduced(op: TracedOp, shardings: Mapping[int, ValueSharding]) -> list[ValueSharding | None]:
     shape, sharding = _only(op, shardings)
-    given = _argument(op, 1, "dim")
-    dims = [dim % len(shape) for dim in ([given] if isinstance(given, int) else given or range(len(shape)))]
+    argument = _argument(op, 1, "dim")
+    dims = [dim % len(shape) for dim in ([argument] if isinstance(argument, int) else argument or range(len(shape)))]
     if sharding.dim in dims:
         raise CannotPropagate(f"goes through {op.name} along the sharded dim")
     keepdim = len(op.shapes[0]) == len(shape)

@@ -90,14 +90,14 @@ def trace(model: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
     """Run ``model(**inputs)`` once on fake tensors like ``inputs`` and record its operations. The model's state does not change.
     Parameters and buffers on another device, also the meta device, are treated as if on the device of the inputs."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    given = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
-    moved = _fakes_on_device(model, {tensor.device for tensor in given.values()}, fake)
+    fakes = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
+    moved = _fakes_on_device(model, {tensor.device for tensor in fakes.values()}, fake)
     recorder = _OpRecorder({name: moved.get(name, parameter) for name, parameter in model.named_parameters()})
     handles = recorder.watch(model)
     try:
         with balanced_routing(model), fake, torch.no_grad(), recorder:
-            input_values = recorder.values(given)
-            returned = functional_call(model, moved, (), given)
+            input_values = recorder.values(fakes)
+            returned = functional_call(model, moved, (), fakes)
     finally:
         for handle in handles:
             handle.remove()
@@ -168,13 +168,13 @@ class _OpRecorder(TorchFunctionMode):
         result = _grouped(*args[:2]) if _name(func) == "_grouped_mm" else func(*args, **(kwargs or {}))
         outputs = _tensors(result)
         if outputs:
-            given = tuple(args), dict(kwargs or {})
-            arguments, keywords = pytree.tree_map_only(Tensor, self._operand, given)
+            call_args = tuple(args), dict(kwargs or {})
+            arguments, keywords = pytree.tree_map_only(Tensor, self._operand, call_args)
             op = TracedOp(
                 name=_name(func),
                 module=self._within[-1],
-                parameters=self.parameters(given),
-                inputs=self.values(given),
+                parameters=self.parameters(call_args),
+                inputs=self.values(call_args),
                 outputs=tuple(map(self._number, outputs)),
                 shapes=tuple(tuple(output.shape) for output in outputs),
                 arguments=arguments,

@@ -61,10 +61,10 @@ def _mesh(plan: Plan, world_size: int) -> Iterator[Problem]:
             near[name] = largest_divisor(ranks, axes[name])
             ranks //= near[name]
         near["dp_replicate"] = ranks
-        given = [name for name in axes if axes[name] > 1 or name.startswith("dp_")]
+        shown = [name for name in axes if axes[name] > 1 or name.startswith("dp_")]
         changed = [name for name in axes if near[name] > 1 or name.startswith("dp_") or axes[name] > 1]
         yield Problem(
-            given=f"{' x '.join(f'{name} {axes[name]}' for name in given)} on {world_size} ranks",
+            given=f"{' x '.join(f'{name} {axes[name]}' for name in shown)} on {world_size} ranks",
             rule="the product of the mesh axes is the number of ranks",
             consequence=f"the plan is for {mesh.world_size} ranks",
             nearest=f"{', '.join(f'{name}={near[name]}' for name in changed)}, "

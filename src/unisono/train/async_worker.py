@@ -223,7 +223,7 @@ class AsyncWorker(SyncState):
         ]
 
     def ask_to_stop(self, *, finished: bool = False) -> None:
-        """Have all workers end at the next step that nobody has begun; ``finished``: with nothing left to do."""
+        """End the run of all workers at the next step that no worker has begun. ``finished``: the run is complete."""
         if not self._asked_to_stop:
             self._servers.stop(finished=finished)
         self._asked_to_stop = True

@@ -219,13 +219,13 @@ def _resolve(group: str, key: str, part: Any, built_in: Mapping[str, Any]) -> An
     plugins = {entry.name: entry for entry in entry_points(group=f"unisono.{group}")}
     if part in plugins:
         return _load(plugins[part], key)
-    known = [*built_in, *plugins]
+    names = [*built_in, *plugins]
     raise ConfigError(
         given=f"{key} = {part!r}",
         rule=f"it is built in ({', '.join(sorted(built_in)) or 'nothing is'}), an installed entry point of the group "
         f"'unisono.{group}' ({', '.join(sorted(plugins)) or 'none here'}), or a callable of a Python file",
         consequence="the run lacks this component, and nothing was started",
-        nearest=nearest_name(part, known) if known else "give a callable in a Python configuration file",
+        nearest=nearest_name(part, names) if names else "give a callable in a Python configuration file",
     )
 
 

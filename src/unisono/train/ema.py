@@ -38,7 +38,7 @@ class WeightAverage:
 def swapped_values(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Generator[None]:
     """Inside, each of ``parameters`` holds the value of its name; afterwards its own again."""
     with torch.no_grad():
-        own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        originals = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             parameter.copy_(values[name])
     try:
@@ -46,4 +46,4 @@ def swapped_values(parameters: Mapping[str, nn.Parameter], values: Mapping[str, 
     finally:
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.copy_(own[name])
+                parameter.copy_(originals[name])

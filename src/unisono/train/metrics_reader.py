@@ -42,7 +42,6 @@ class MetricsReader:
     skipped_total: int
     compiling: bool = False  # the next reading contains a step that compiled
     stop_requested: bool = False
-    last_loss: float | None = None
     _pending: list[Step] = field(default_factory=list[Step])
     _skips_in_a_row: int = 0
 
@@ -68,7 +67,6 @@ class MetricsReader:
         for step, row in zip(steps, rows, strict=True):
             self.weight_total += row[WEIGHT]
             self.stop_requested |= row[STOP] > 0
-            self.last_loss = row[LOSS]
             fields = {
                 "step": step.index,
                 "steps_total": self.steps_total,

@@ -181,14 +181,16 @@ def _refuse_other_order(saved: Mapping[str, Any], here: Mapping[str, Any], path:
         )
 
 
-def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     texts: list[str] = []
-    for name in here:
+    for name in current:
         if name == "plan":
-            there = migrate_plan(saved["plan"]).values
+            saved_plan = migrate_plan(saved["plan"]).values
             texts += [
-                f"plan.{k} {there.get(k)!r} then, {v!r} now" for k, v in here["plan"].items() if there.get(k) != v
+                f"plan.{k} {saved_plan.get(k)!r} then, {v!r} now"
+                for k, v in current["plan"].items()
+                if saved_plan.get(k) != v
             ]
-        elif saved.get(name) != here[name]:
-            texts.append(f"{name} {saved.get(name)!r} then, {here[name]!r} now")
+        elif saved.get(name) != current[name]:
+            texts.append(f"{name} {saved.get(name)!r} then, {current[name]!r} now")
     return texts

@@ -39,15 +39,16 @@ from unisono.train.gradient_sync import local_sgd_config
 from unisono.train.step import input_selector
 
 
-def resolve_plan(asked: Plan | PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
-    """This rank's device, and the plan of the job: derived from options, or as it is given. Raises PlanError."""
-    given = load_plan(asked) if isinstance(asked, PlanOptions) and asked.file else asked
-    if isinstance(given, Plan):
-        validate_plan(given, job.world_size)
-        return find_device(given.mesh.device, job.local_rank), given
-    device = find_device(given.device, job.local_rank)
+def resolve_plan(plan: Plan | PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
+    """This rank's device, and the plan of the job: as it is given, from a file, or derived. Raises PlanError."""
+    if isinstance(plan, PlanOptions) and plan.file:
+        plan = load_plan(plan)
+    if isinstance(plan, Plan):
+        validate_plan(plan, job.world_size)
+        return find_device(plan.mesh.device, job.local_rank), plan
+    device = find_device(plan.device, job.local_rank)
     native_bf16 = computes_bf16(device)
-    return device, derive_plan(given, world_size=job.world_size, device=device.type, native_bf16=native_bf16)
+    return device, derive_plan(plan, world_size=job.world_size, device=device.type, native_bf16=native_bf16)
 
 
 def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: float) -> World:
@@ -73,11 +74,11 @@ def open_events(run_dir: Path, world: World) -> EventLog:
 
 def infer_tp_rules(plan: Plan, model: nn.Module, first: Callable[[], Mapping[str, Tensor]], events: EventLog) -> Plan:
     """Return ``plan``, with rules inferred from a traced micro-batch where the built-in ones do not fit the model."""
-    known = built_in_rules(dict(model.named_modules()))
-    if known and not pairs_with_extra_parameters(known, model):
+    built_in = built_in_rules(dict(model.named_modules()))
+    if built_in and not pairs_with_extra_parameters(built_in, model):
         return plan
     inputs = dict(first())
-    if known and runs_with_shards(known, plan.mesh.tp, model, inputs):
+    if built_in and runs_with_shards(built_in, plan.mesh.tp, model, inputs):
         return plan
     inferred = infer_rules(model, inputs)
     rules = require_rules(inferred, type(model).__name__, plan.mesh.tp)

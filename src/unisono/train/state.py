@@ -155,19 +155,19 @@ class TrainState:
 
         Raises CheckpointError if names, shapes or dtypes are those of another model.
         """
-        mine, shards = self.global_state(), self.shards()
-        saved = _saved_global_names(reader, mine, shards)
-        differences = [f"{name} is not used" for name in sorted(saved - mine.keys())]
-        for name, here in sorted(mine.items()):
+        current, shards = self.global_state(), self.shards()
+        saved = _saved_global_names(reader, current, shards)
+        differences = [f"{name} is not used" for name in sorted(saved - current.keys())]
+        for name, tensor in sorted(current.items()):
             if name not in saved:  # only outer/ tensors: _saved_global_names refuses the others
                 differences.append(f"{name} is new")
                 continue
             if name not in shards:
-                reader.read_into(name, here)
+                reader.read_into(name, tensor)
                 continue
             for index, offset in shards[name].blocks():
-                if here[index].numel():
-                    reader.read_part(name, here[index], offset)
+                if tensor[index].numel():
+                    reader.read_part(name, tensor[index], offset)
         meta = reader.meta["state"]
         self.step = int(meta["step"])
         self.best_loss = meta["best_loss"]
@@ -178,17 +178,17 @@ class TrainState:
     def _restore_sync_state(self, reader: CheckpointReader, rank: int) -> list[str]:
         rank_local = [name for name in reader.names() if name.startswith("sync/")]
         prefix = f"sync/rank-{rank:05d}/"
-        own = {name.removeprefix(prefix): name for name in rank_local if name.startswith(prefix)}
+        saved_names = {name.removeprefix(prefix): name for name in rank_local if name.startswith(prefix)}
         if self.sync_state is None:
             return [f"{len(rank_local)} rank-local tensors are not used"] if rank_local else []
         diverged = self._diverged_state() if self.sync_state.params_diverge else {}
-        if not own or not diverged.keys() <= own.keys():
+        if not saved_names or not diverged.keys() <= saved_names.keys():
             self.sync_state.load_rank_state(None)
             return [f"no rank-local state for rank {rank}: using the global state"]
         for path, tensor in diverged.items():
-            reader.read_into(own[path], tensor)
+            reader.read_into(saved_names[path], tensor)
         self.sync_state.load_rank_state(
-            {name: reader.tensor(path) for name, path in own.items() if name not in diverged}
+            {name: reader.tensor(path) for name, path in saved_names.items() if name not in diverged}
         )
         return []
 
@@ -265,10 +265,12 @@ def _saved_global_names(
         if not name.startswith(_OUTER_PREFIX)
     ]
     for name in sorted(saved & mine.keys()):
-        there, own = reader.spec(name), mine[name]
-        shape, dtype = shards[name].global_shape if name in shards else tuple(own.shape), own.dtype
-        if (there.shape, there.dtype) != (shape, dtype):
-            differences.append(f"{name} is {list(there.shape)} {there.dtype} there, {list(shape)} {dtype} here")
+        saved_spec, tensor = reader.spec(name), mine[name]
+        shape, dtype = shards[name].global_shape if name in shards else tuple(tensor.shape), tensor.dtype
+        if (saved_spec.shape, saved_spec.dtype) != (shape, dtype):
+            differences.append(
+                f"{name} is {list(saved_spec.shape)} {saved_spec.dtype} there, {list(shape)} {dtype} here"
+            )
     if differences:
         shown = "; ".join(differences[:4]) + (f"; and {len(differences) - 4} more" if len(differences) > 4 else "")
         raise CheckpointError(

@@ -255,14 +255,14 @@ class Trainer:
         self.store = open_store(self.plan, self.world)
 
     def _build_model(self) -> DeferredModel | None:
-        """Set ``self.model``, equal on all ranks; if it is made without values, to be sharded first, return what fills it."""
-        given, deferred = self._given_model, None
-        if isinstance(given, nn.Module) or not self.plan.is_model_sharded:
-            self.model = given if isinstance(given, nn.Module) else given()
+        """Build ``self.model``. Returns the deferred model whose values are materialized after sharding, else None."""
+        model, deferred = self._given_model, None
+        if isinstance(model, nn.Module) or not self.plan.is_model_sharded:
+            self.model = model if isinstance(model, nn.Module) else model()
             self.model.to(self.device)
             self.store.broadcast(self.model.state_dict())
         else:
-            deferred = deferred_init(given)
+            deferred = deferred_init(model)
             agree(self.world, "model", deferred.fingerprint)
             self.model = deferred.model
         flops = self._given_flops
@@ -291,7 +291,7 @@ class Trainer:
         )
 
     def _shard_model(self, deferred: DeferredModel | None) -> None:
-        """Make of the model what the plan asks for; ``sharded`` are this rank's shards of its parameters."""
+        """Apply the plan's transforms to the model, and materialize a deferred one."""
         parallel = parallelize(self._dims.plan, self.model.train(), self._dims, self._context, self._partition)
         model, self._shard_table, stages = parallel.model, parallel.table, parallel.stages
         if self.plan.tensor_parallel.placements:
@@ -394,7 +394,7 @@ class Trainer:
         self._loop = AsyncLoop(runner=self._build_runner(worker), loader=loader, worker=worker)
 
     def _open_checkpoints(self) -> RunCheckpoints:
-        """Open the folder of checkpoints, and report what this run starts as."""
+        """Open the folder of checkpoints, and emit ``run_start`` with the plan, the environment and the order of samples."""
         order = {
             "data": str(getattr(self.data, "fingerprint", type(self.data).__qualname__)),
             "samples": len(self.data) if isinstance(self.data, Dataset) else 0,

@@ -142,10 +142,12 @@ def _for_csv(path: Path, name: str, fields: Collection[str]) -> Collection[str]:
 
 
 def _no_format(path: Path, suffix: str, formats: dict[str, str]) -> Exception:
-    known = ", ".join(formats)
+    suffixes = ", ".join(formats)
     verb = "read" if formats is _READ else "written"
     return unwritable_error(
-        f"{path}, whose suffix is {suffix!r}", f"the suffix names the format, {verb} are {known}", f"one of {known}"
+        f"{path}, whose suffix is {suffix!r}",
+        f"the suffix names the format, {verb} are {suffixes}",
+        f"one of {suffixes}",
     )
 
 

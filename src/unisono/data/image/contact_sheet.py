@@ -32,6 +32,7 @@ def contact_sheet(
     Raises:
         DataError: The number of images, labels or columns is out of range.
         ExtraError: Pillow is not installed.
+        TypeError: Pillow has no images of this dtype or number of channels.
     """
     try:
         from PIL import Image, ImageDraw

@@ -252,6 +252,6 @@ def _pillow_pixels(image: ImageFile, name: str, color: Color) -> Pixels:
             return np.repeat(high[:, :, None], len(mode), axis=2)
         if image.mode not in ("I", "F"):
             return np.array(image.convert(mode), np.uint8).reshape(image.height, image.width, len(mode))
-    except Exception as error:  # as above
+    except Exception as error:  # nor have its errors for damaged pixels
         raise unreadable_jpeg_error(f"a {name} of {image.width}x{image.height} pixels: {error}") from error
     raise unreadable_jpeg_error(f"a {name} of mode {image.mode}", "convert it to 8 bits, with the range that is meant")

@@ -80,6 +80,8 @@ def encode_jpeg(pixels: Pixels, *, quality: int = 90, subsampling: str = "4:2:0"
 
     Raises:
         ExtraError: Pillow is not installed.
+        TypeError: Pillow has no images of this dtype or number of channels.
+        OSError: Pillow has, and JPEG has none, such as 4 channels.
     """
     try:
         from PIL import Image

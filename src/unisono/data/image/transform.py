@@ -91,22 +91,13 @@ def resize(pixels: Pixels, size: tuple[int, int], by: Literal["torch", "opencv"]
         return pixels.copy()  # the result is erased in place
     if by == "opencv":
         return _opencv_resize()(pixels, size[::-1]).reshape(*size, pixels.shape[2])
-    whole = np.ascontiguousarray(pixels)
-    if not whole.flags.writeable:
-        whole = whole.copy()  # torch has no read-only tensors
+    contiguous = np.ascontiguousarray(pixels)
+    if not contiguous.flags.writeable:
+        contiguous = contiguous.copy()  # torch has no read-only tensors
     # [1, C, H, W], with the image's memory layout. Views by numpy: torch releases and reacquires the GIL for each.
-    planes = torch.from_numpy(whole.reshape(1, *whole.shape).transpose(0, 3, 1, 2))
+    planes = torch.from_numpy(contiguous.reshape(1, *contiguous.shape).transpose(0, 3, 1, 2))
     small = F.interpolate(planes, size=size, mode="bilinear", antialias=True, align_corners=False)
     return np.ascontiguousarray(small.numpy()[0].transpose(1, 2, 0))
-
-
-def has_opencv() -> bool:
-    """Whether OpenCV is installed, for ``resize="opencv"``."""
-    try:
-        import cv2 as cv2  # pyright: ignore[reportMissingImports, reportUnusedImport]
-    except ImportError:
-        return False
-    return True
 
 
 def _cropped(

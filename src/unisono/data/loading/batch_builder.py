@@ -202,15 +202,25 @@ def unreadable_error(spec: MicroBatchSpec, sample: int | None, error: Exception)
     """The error for a micro-batch that could not be built; ``sample`` is None if no single sample caused it."""
     ids = spec.sample_ids[: spec.num_rows]
     shown = ", ".join(map(str, ids[:8].tolist())) + (f", … ({ids.size} in all)" if ids.size > 8 else "")
-    what = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
+    reason = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
     who = f"samples {shown}" if sample is None else f"sample {sample}"
     return DataError(
-        given=f"reading {who} of step {spec.step} failed with {type(error).__name__}: {what}",
+        given=f"reading {who} of step {spec.step} failed with {type(error).__name__}: {reason}",
         rule="every sample of a step is readable",
         consequence=f"step {spec.step} cannot run",
         nearest="repair or leave out what is named; loader.max_bad_sample_frac lets some bad samples weigh 0 instead"
         if sample is not None
         else f"loader.batch({spec.step}) raises the same error in the calling thread",
+    )
+
+
+def not_numbers_error(name: str, array: NDArray[Any]) -> DataError:
+    """The error for an array of a batch that cannot become a tensor."""
+    return DataError(
+        given=f"{name!r} of dtype {array.dtype}",
+        rule="batches hold numbers",
+        consequence="it cannot become a tensor",
+        nearest="encode it as integers in the dataset, or leave it out",
     )
 
 

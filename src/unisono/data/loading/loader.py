@@ -32,6 +32,7 @@ from unisono.data.loading.batch_builder import (
     PairTransform,
     ThreadProgress,
     Transform,
+    not_numbers_error,
 )
 from unisono.data.loading.micro_batch_specs import SpecSource, rank_range
 from unisono.data.loading.worker_pool import Job, PoolWorker, WorkerPool, usable_cores
@@ -425,12 +426,7 @@ def to_tensors(built: BuiltBatch, *, pin: bool) -> _Delivered:
 
 def _tensor(name: str, array: NDArray[Any]) -> torch.Tensor:
     if array.dtype.kind not in "biufc":
-        raise DataError(
-            given=f"{name!r} of dtype {array.dtype}",
-            rule="batches hold numbers",
-            consequence="it cannot become a tensor",
-            nearest="encode it as integers in the dataset, or leave it out",
-        )
+        raise not_numbers_error(name, array)
     return torch.as_tensor(array if array.flags.writeable else array.copy())  # shares the array's memory
 
 

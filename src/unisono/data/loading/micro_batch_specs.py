@@ -75,29 +75,31 @@ class SpecSource:
         for shard in shards:
             step, rank = divmod(shard, self._world_size)
             step_positions, step_samples = self._schedule.positions(step)
-            own = rank_range(len(step_positions), rank, self._world_size)
-            low, high = _with_partners(own, len(step_positions)) if self._pairs else (own.start, own.stop)
-            slots.append((low, own, len(step_positions), step_samples))
+            shard_slots = rank_range(len(step_positions), rank, self._world_size)
+            low, high = shard_slots.start, shard_slots.stop
+            if self._pairs:
+                low, high = _with_partners(shard_slots, len(step_positions))
+            slots.append((low, shard_slots, len(step_positions), step_samples))
             positions.append(step_positions[low:high])
         ids, occurrences = self._order.samples_at(np.concatenate(positions))
         ends = np.cumsum([len(part) for part in positions])[:-1]
         columns = zip(slots, np.split(ids, ends), np.split(occurrences, ends), strict=True)
         return [ShardSamples(*place, shard_ids, counts) for place, shard_ids, counts in columns]
 
-    def _spec(self, step: int, samples: ShardSamples, own: range) -> MicroBatchSpec:
-        slots = np.arange(own.start, own.stop)
+    def _spec(self, step: int, samples: ShardSamples, own_slots: range) -> MicroBatchSpec:
+        slots = np.arange(own_slots.start, own_slots.stop)
         is_filler = slots >= samples.step_samples
         partner_rows, pair_ids, is_first = _NO_IDS, _NO_IDS, _NO_FLAGS
         if self._pairs:
             partner = np.where((slots ^ 1) < samples.step_slots, slots ^ 1, slots)
             is_first = slots % 2 == 0
             pair_ids = step * self._schedule.global_batch + slots - ~is_first
-            first, last = _with_partners(own, samples.step_slots)
-            slots = np.concatenate([slots, np.arange(first, own.start), np.arange(own.stop, last)])
+            first, last = _with_partners(own_slots, samples.step_slots)
+            slots = np.concatenate([slots, np.arange(first, own_slots.start), np.arange(own_slots.stop, last)])
             partner_rows = np.argsort(slots)[np.searchsorted(np.sort(slots), partner)]
         return MicroBatchSpec(
             step=step,
-            num_rows=len(own),
+            num_rows=len(own_slots),
             sample_ids=samples.sample_ids[slots - samples.first_slot],
             occurrences=samples.occurrences[slots - samples.first_slot],
             is_filler=is_filler,

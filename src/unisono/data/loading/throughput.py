@@ -42,15 +42,15 @@ def measure_throughput(path: Path, *, seconds: float = 1.0, size: int = 224) -> 
     rates = [_reads("random reads, first pass", records, order, bytes_each, once=True, seconds=seconds)]
     for check in ("never", "always"):
         opened = RecordFile(path, check=check)
-        what = "random reads" + (", checksum each" if check == "always" else "")
-        rates.append(_reads(what, opened, order, bytes_each, once=False, seconds=seconds))
+        name = "random reads" + (", checksum each" if check == "always" else "")
+        rates.append(_reads(name, opened, order, bytes_each, once=False, seconds=seconds))
     if _are_images(records):
         rates += _images(path, order, seconds=seconds, size=size)
     return rates
 
 
 def _reads(
-    what: str, records: RecordFile, order: list[int], bytes_each: float, *, once: bool, seconds: float
+    name: str, records: RecordFile, order: list[int], bytes_each: float, *, once: bool, seconds: float
 ) -> Throughput:
     def read(numbers: list[int]) -> int:
         for number in numbers:
@@ -58,7 +58,7 @@ def _reads(
         return len(numbers)
 
     per_s = _rate(lambda at: read(order[at : at + 64]), len(order), 1 if once else _REPEATS, seconds)
-    return Throughput(name=what, per_s=per_s, bytes_per_s=per_s * bytes_each)
+    return Throughput(name=name, per_s=per_s, bytes_per_s=per_s * bytes_each)
 
 
 def _images(path: Path, order: list[int], *, seconds: float, size: int) -> list[Throughput]:

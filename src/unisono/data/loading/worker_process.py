@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from unisono.data.dataset import Batch
-from unisono.data.loading.batch_builder import BatchBuilder, BuiltBatch, MicroBatchSpec
+from unisono.data.loading.batch_builder import BatchBuilder, BuiltBatch, MicroBatchSpec, not_numbers_error
 from unisono.data.loading.subprocess_map import Subprocess, serve_requests
 from unisono.data.loading.worker_pool import PoolWorker
 from unisono.errors import DataError, Problem, UnisonoError
@@ -224,7 +224,7 @@ def _layout(arrays: Batch) -> tuple[list[tuple[str, str, list[int], int]], int]:
     end = _HEADER_BYTES
     for name, array in arrays.items():
         if array.dtype.kind not in "biufc":
-            raise TypeError(f"{name!r} is of dtype {array.dtype}; batches hold numbers")
+            raise not_numbers_error(name, array)
         table.append((name, array.dtype.str, list(array.shape), end))
         end += -(-array.nbytes // _ALIGN) * _ALIGN
     return table, end

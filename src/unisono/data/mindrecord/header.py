@@ -171,9 +171,9 @@ def read_header(path: Path, data: memoryview) -> MindRecordHeader:
         head = msgspec.json.decode(data[LENGTH_BYTES : LENGTH_BYTES + length], type=MindRecordHeader)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise damaged_error(path, LENGTH_BYTES, f"the header is not understood: {error}") from error
-    what = _contradiction(head, length)
-    if what:
-        raise damaged_error(path, LENGTH_BYTES, what)
+    contradiction = _contradiction(head, length)
+    if contradiction:
+        raise damaged_error(path, LENGTH_BYTES, contradiction)
     return head
 
 
@@ -197,8 +197,8 @@ def _contradiction(head: MindRecordHeader, length: int) -> str:
     for name, field in fields.items():
         if field.shape is not None and (field.shape.count(-1) > 1 or any(dim < 1 and dim != -1 for dim in field.shape)):
             return f"field {name!r} has shape {list(field.shape)}"
-        known = field.type in ((*SCALAR_TYPES, "bytes") if field.shape is None else ARRAY_TYPES)
-        if not known or (name in blobs) != (field.shape is not None or field.type == "bytes"):
+        is_known_type = field.type in ((*SCALAR_TYPES, "bytes") if field.shape is None else ARRAY_TYPES)
+        if not is_known_type or (name in blobs) != (field.shape is not None or field.type == "bytes"):
             return f"field {name!r} is a {field.type!r}{'' if field.shape is None else ' array'}, which cannot be stored so"
     missing = set(head.indexed) - fields.keys()
     return f"the header has an index of {sorted(missing)}, which are no fields" if missing else ""

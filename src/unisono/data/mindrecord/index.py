@@ -133,8 +133,8 @@ def _compared(path: Path, head: MindRecordHeader, groups: RowGroups, table: NDAr
     blob_bases = head.header_size + head.page_size * np.repeat(groups.blob_pages, counts)
     if not good.all():
         row = int(np.argmin(good))
-        what = f"{index_path(path).name} contradicts the header and the rows before about the row's location"
-        raise damaged_error(path, int(blob_bases[row]), what, row=row)
+        contradiction = f"{index_path(path).name} contradicts the header and the rows before about the row's location"
+        raise damaged_error(path, int(blob_bases[row]), contradiction, row=row)
     return RowLocations(
         raw_begins=raw_bases + raw_begins,
         raw_ends=raw_bases + raw_ends,

@@ -56,8 +56,8 @@ class MindRecordFile:
         for number, shard in enumerate(shards):
             _same_set(shards[0], shard)
             if names_set and len(shards) > 1 and shard.head.shard_id != number:
-                what = f"{shard.path}, which says it is file {shard.head.shard_id} of its set, as file {number}"
-                raise _unfit(what, "the names that the files were written with")
+                given = f"{shard.path}, which says it is file {shard.head.shard_id} of its set, as file {number}"
+                raise _unfit(given, "the names that the files were written with")
         self._shards = shards
         # The first row of each file among all rows, [files + 1].
         self._starts = list(itertools.accumulate((shard.rows for shard in shards), initial=0))
@@ -145,8 +145,8 @@ class _ShardReader:
         # MindSpore relies on the index and never reads the length in the page
         (length,) = LENGTH.unpack_from(self._data, begin)
         if length != end - begin - LENGTH_BYTES:
-            what = f"it says {length} bytes, and the index {end - begin - LENGTH_BYTES}"
-            raise damaged_error(self.path, begin, what, row=row)
+            difference = f"it says {length} bytes, and the index {end - begin - LENGTH_BYTES}"
+            raise damaged_error(self.path, begin, difference, row=row)
         return self._data[begin + LENGTH_BYTES : end], begin
 
 

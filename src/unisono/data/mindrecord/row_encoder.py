@@ -84,9 +84,9 @@ class _Refused(Exception):
     """A value that cannot be written: the value, the rule, and what to write instead."""
 
     def problem(self, number: int, name: str) -> Problem:
-        what, rule, nearest = self.args
+        value, rule, nearest = self.args
         return Problem(
-            given=f"row {number}, field {name!r}: {what}",
+            given=f"row {number}, field {name!r}: {value}",
             rule=rule,
             consequence="the row was not written; the rows before it are kept",
             nearest=nearest,
@@ -198,7 +198,7 @@ def _field(kind: Kind) -> FieldType | None:
     return FieldType(type=kind["type"], shape=None if shape is None else tuple(shape))
 
 
-def _schema_problems(given: Mapping[str, Kind], fields: Mapping[str, FieldType | None]) -> Iterator[Problem]:
+def _schema_problems(schema: Mapping[str, Kind], fields: Mapping[str, FieldType | None]) -> Iterator[Problem]:
     if not 0 < len(fields) <= _MAX_FIELDS:
         yield _bad(f"a schema of {len(fields)} fields", f"a row has 1 to {_MAX_FIELDS} fields", "name the fields")
     by_lower_case: dict[str, str] = {}
@@ -213,7 +213,7 @@ def _schema_problems(given: Mapping[str, Kind], fields: Mapping[str, FieldType |
         by_lower_case[name.lower()] = name
         if field is None:
             rule = "a field is its type, or a mapping of type and shape"
-            yield _bad(f"field {name!r}: {given[name]!r}", rule, '{"type": "int32", "shape": [-1]}')
+            yield _bad(f"field {name!r}: {schema[name]!r}", rule, '{"type": "int32", "shape": [-1]}')
         elif field.type not in (*SCALAR_TYPES, "bytes"):
             rule = f"types are {', '.join(SCALAR_TYPES)} and bytes"
             yield _bad(f"field {name!r} of type {field.type!r}", rule, "the next larger of these types")

@@ -126,7 +126,7 @@ def value_reader(name: str, field: FieldType, *, packed: bool) -> Callable[[memo
     if not field.shape:  # bytes; a field with a scalar shape is read as the bytes that are there
         return bytes
     dtype, shape = np.dtype(_DTYPES[field.type]), field.shape
-    whole = math.prod(dim for dim in shape if dim != -1)
+    fixed_size = math.prod(dim for dim in shape if dim != -1)
 
     def read(data: memoryview) -> NDArray[Any]:
         if packed and dtype.kind == "i":
@@ -135,7 +135,7 @@ def value_reader(name: str, field: FieldType, *, packed: bool) -> Callable[[memo
             raise ValueError(f"field {name!r} has {len(data)} bytes, which are no {dtype.name} values")
         else:
             flat = np.frombuffer(data, dtype).copy()  # the file is read-only and not aligned
-        if flat.size % whole if -1 in shape else flat.size != whole:
+        if flat.size % fixed_size if -1 in shape else flat.size != fixed_size:
             raise ValueError(f"field {name!r} has {flat.size} values, which are no {list(shape)}")
         return flat.reshape(shape)
 

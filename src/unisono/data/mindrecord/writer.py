@@ -127,10 +127,10 @@ class MindRecordWriter:
             raise ValueError("this writer has put its files in place, or thrown them away")
         number = self._rows
         raw, blob = self._encoder.encode(row, number)
-        for part, what in ((raw, "scalars"), (blob, "blobs")):
+        for part, kind in ((raw, "scalars"), (blob, "blobs")):
             if len(part) + LENGTH_BYTES > self._page_bytes:
                 raise DataError(
-                    given=f"row {number}: {what} of {len(part)} bytes",
+                    given=f"row {number}: {kind} of {len(part)} bytes",
                     rule=f"the scalars, or the blobs, of a row are in one page: of {self._page_bytes} bytes, 8 for the length",
                     consequence="the row was not written; the rows before it are kept",
                     nearest=f"page_bytes={-(-(len(part) + LENGTH_BYTES) // 4) * 4} or more, up to {MAX_PAGE_BYTES}",
@@ -331,12 +331,12 @@ def _problems(name: str, shards: int, page_bytes: int, header_bytes: int) -> Ite
         yield _bad(f"the file name {name!r}", "a name has none of \\ / : * ? \" < > | ` & ' ; and no space at its ends")
     if not 1 <= shards <= _MAX_SHARDS:
         yield _bad(f"shards={shards}", f"a set has 1 to {_MAX_SHARDS} files")
-    for what, value, least, most in (
+    for option, value, least, most in (
         ("page_bytes", page_bytes, _MIN_PAGE_BYTES, MAX_PAGE_BYTES),
         ("header_bytes", header_bytes, _MIN_HEADER_BYTES, MAX_HEADER_BYTES),
     ):
         if not least <= value <= most or value % 4:
-            yield _bad(f"{what}={value}", f"it is a multiple of 4 from {least} to {most}")
+            yield _bad(f"{option}={value}", f"it is a multiple of 4 from {least} to {most}")
 
 
 def _bad(given: str, rule: str) -> Problem:

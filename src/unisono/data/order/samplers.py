@@ -58,17 +58,23 @@ class WeightedOrder:
     """
 
     def __init__(self, weights: NDArray[np.float64] | Sequence[float], *, seed: int) -> None:
-        given = np.asarray(weights, np.float64)
-        if given.ndim != 1 or not given.size or not np.isfinite(given).all() or given.min() < 0 or given.sum() <= 0:
+        values = np.asarray(weights, np.float64)
+        if (
+            values.ndim != 1
+            or not values.size
+            or not np.isfinite(values).all()
+            or values.min() < 0
+            or values.sum() <= 0
+        ):
             raise DataError(
-                given=f"weights of shape {list(given.shape)} from {given.min(initial=0)} to {given.max(initial=0)}",
+                given=f"weights of shape {list(values.shape)} from {values.min(initial=0)} to {values.max(initial=0)}",
                 rule="one weight per sample, finite, >= 0, at least one above 0",
                 consequence="no sample can be drawn",
                 nearest="1 / (size of the sample's class) balances classes; 0 leaves a sample out",
             )
-        self._ends = np.cumsum(given) * (given.size / given.sum())  # on a line of length n
-        self._last = int(np.flatnonzero(given)[-1])
-        self._order = Permutation(given.size, seed=seed)
+        self._ends = np.cumsum(values) * (values.size / values.sum())  # on a line of length n
+        self._last = int(np.flatnonzero(values)[-1])
+        self._order = Permutation(values.size, seed=seed)
         self._seed = seed
 
     def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
@@ -175,12 +181,12 @@ class BucketedOrder:
 
 def _integer_shares(sizes: Sequence[int], weights: Sequence[float]) -> Ids:
     """Multiples of 1/MIXTURE_PERIOD nearest to the weights, in sum MIXTURE_PERIOD (largest remainder)."""
-    given = np.asarray(weights, np.float64)
-    usable = len(sizes) == given.size > 0 and np.isfinite(given).all() and given.min() > 0 and min(sizes) > 0
-    exact = given / given.sum() * MIXTURE_PERIOD if usable else given
+    values = np.asarray(weights, np.float64)
+    usable = len(sizes) == values.size > 0 and np.isfinite(values).all() and values.min() > 0 and min(sizes) > 0
+    exact = values / values.sum() * MIXTURE_PERIOD if usable else values
     if not usable or exact.min() < 1:
         raise DataError(
-            given=f"sources of {list(sizes)} samples with weights {given.tolist()}",
+            given=f"sources of {list(sizes)} samples with weights {values.tolist()}",
             rule=f"each source has samples and a weight of at least 1/{MIXTURE_PERIOD} of the sum",
             consequence="no mixture can be made",
             nearest="leave out sources that are not to be drawn; weights are relative to each other",

@@ -46,8 +46,8 @@ class StepSchedule:
     @property
     def steps_per_epoch(self) -> int:
         """Steps of one epoch; with rollover, the steps until every sample was seen."""
-        whole, left = divmod(self.num_samples, self.global_batch)
-        return whole + (left > 0 and self._kind != "drop")
+        full_steps, remainder = divmod(self.num_samples, self.global_batch)
+        return full_steps + (remainder > 0 and self._kind != "drop")
 
     def positions(self, step: int) -> tuple[NDArray[np.int64], int]:
         """(positions of a step, int64; how many of them, counted from the first, are not padding)."""

@@ -90,10 +90,10 @@ def verify(path: Path) -> VerifyReport:
         checksums = str(sidecar.head.facts.get("checksums", ""))
         if payload_of(data) != sidecar.head.payload:
             bad = list(_bad_records(path, data, sidecar))
-            known = [(f.offset, f.end) for f in bad]
+            bad_ranges = [(f.offset, f.end) for f in bad]
             # damage that the checksums assign to a record is not reported again as damaged framing
             findings = bad + [
-                f for f in findings if f.path != path or not any(a < f.end and f.offset < b for a, b in known)
+                f for f in findings if f.path != path or not any(a < f.end and f.offset < b for a, b in bad_ranges)
             ]
             if not findings:
                 findings.append(Finding(path=path, offset=0, end=len(data), what="bytes between records have changed"))

@@ -184,8 +184,8 @@ def load_synonyms(path: Path | str) -> dict[str, list[str]]:
         raise _no_lexicon(f"{path}: {error}") from error
     lexicon: dict[str, list[str]] = {}
     for word, synonyms in rows:
-        known = lexicon.setdefault(word.lower(), [])
-        known += [new for new in dict.fromkeys(synonyms) if new.lower() != word.lower() and new not in known]
+        merged = lexicon.setdefault(word.lower(), [])
+        merged += [new for new in dict.fromkeys(synonyms) if new.lower() != word.lower() and new not in merged]
     return {word: synonyms for word, synonyms in lexicon.items() if synonyms}
 
 

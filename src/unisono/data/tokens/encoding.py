@@ -84,7 +84,7 @@ def _batches(documents: Iterable[Document], chars: int) -> Iterator[list[Documen
         yield batch
 
 
-def _ended_at(batch: list[Document], code: int) -> UnisonoError:
+def _ended_at(_batch: list[Document], code: int) -> UnisonoError:
     return _ended(f"a tokenizing process ended with exit code {code}")
 
 

@@ -86,16 +86,16 @@ def pack_documents(slots: Ids, seq_len: int) -> tuple[Ids, Ids, Ids, Ids]:
     Returns (documents, begins, lengths) [pieces] in the order of the samples, ``begins`` in slots from the document's first,
     and the number of pieces per sample [samples]. Documents without a slot have no piece.
     """
-    whole, rest = np.divmod(slots, seq_len)
-    documents = np.repeat(np.arange(slots.size), whole)
-    begins = (np.arange(documents.size) - np.repeat(np.cumsum(whole) - whole, whole)) * seq_len
+    num_full, rest = np.divmod(slots, seq_len)
+    documents = np.repeat(np.arange(slots.size), num_full)
+    begins = (np.arange(documents.size) - np.repeat(np.cumsum(num_full) - num_full, num_full)) * seq_len
     by_length = np.argsort(-rest, kind="stable")[: np.count_nonzero(rest)]
     bins = np.array(_best_fit(rest[by_length].tolist(), seq_len), np.int64)
     in_bins = np.argsort(bins, kind="stable")
     rests = by_length[in_bins]
     return (
         np.concatenate([documents, rests]),
-        np.concatenate([begins, whole[rests] * seq_len]),
+        np.concatenate([begins, num_full[rests] * seq_len]),
         np.concatenate([np.full(documents.size, seq_len, np.int64), rest[rests]]),
         np.concatenate([np.ones(documents.size, np.int64), np.bincount(bins)]),
     )

@@ -200,19 +200,19 @@ def _with_packing(prepared: PreparedCorpus, seq_len: int) -> PreparedCorpus:
 def _digests(corpus: Corpus, cache: Path) -> dict[str, str]:
     """xxh3-128 of every file by path; taken from the listing of an earlier run if size and times are unchanged."""
     path = cache / f"listing-{xxhash.xxh3_64_hexdigest(os.fsencode(corpus.root.absolute()))}.json"
-    known: dict[str, _FileDigest] = {}
+    earlier: dict[str, _FileDigest] = {}
     with suppress(FileNotFoundError, msgspec.DecodeError):  # no listing, or not one of ours: take every digest anew
-        known = {entry.file.path: entry for entry in msgspec.json.decode(path.read_bytes(), type=list[_FileDigest])}
+        earlier = {entry.file.path: entry for entry in msgspec.json.decode(path.read_bytes(), type=list[_FileDigest])}
     settled_ns = time.time_ns() - _FRESH_NS
     entries: list[_FileDigest] = []
     for file in corpus.files:
-        before = known.get(file.path)
+        before = earlier.get(file.path)
         if before is not None and before.file == file:
             entries.append(before)
         else:
             entries.append(_FileDigest(file=file, digest=xxhash.xxh3_128_hexdigest(_read(corpus, file.path))))
     settled = [entry for entry in entries if max(entry.file.mtime_ns, entry.file.ctime_ns) < settled_ns]
-    if settled != list(known.values()):
+    if settled != list(earlier.values()):
         with suppress(OSError):  # only speed is lost; a folder that cannot be written is reported when it matters
             write_atomically(path, msgspec.json.encode(settled))
     return {entry.file.path: entry.digest for entry in entries}

@@ -150,8 +150,8 @@ class TokenWindows:
             if self._boundaries == "mask":
                 local = grid.edges(indices[rows] - grid.first)
                 edges.append(rows[local // self.seq_len] * self.seq_len + local % self.seq_len)
-        left: list[int] = np.flatnonzero(alone).tolist()
-        for row in left:
+        outside_grids: list[int] = np.flatnonzero(alone).tolist()
+        for row in outside_grids:
             start = int(indices[row]) * self._stride
             stream, sizes, begins = self._assemble(start)
             batch["tokens"][row], batch["targets"][row] = stream[:-1], stream[1:]

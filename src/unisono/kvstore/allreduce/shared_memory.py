@@ -50,8 +50,8 @@ class SharedMemoryAllReduce:
         self._peers = world.gather_json(identity())
         self._memory = _open(world, self._peers, size)
         self._counters = memoryview(self._memory)[:head].cast("q")
-        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._parts = [whole[head + n * slot_bytes :][:slot_bytes] for n in range(world.world_size + 1)]
+        memory = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._parts = [memory[head + n * slot_bytes :][:slot_bytes] for n in range(world.world_size + 1)]
         self._typed = {torch.uint8: self._parts}
         self.slot_bytes = slot_bytes
         self._turn = 0
@@ -249,13 +249,13 @@ class PushStaging:
             if len(total) == part.shape.numel():
                 yield part.key, total.view(part.shape)
                 continue
-            whole = self._wholes.get(part.key)
-            if whole is None or (whole.shape, whole.dtype) != (part.shape, part.dtype):
-                whole = self._wholes[part.key] = torch.empty(part.shape, dtype=part.dtype)
-            rest = whole.view(-1)[part.first :]
+            buffer = self._wholes.get(part.key)
+            if buffer is None or (buffer.shape, buffer.dtype) != (part.shape, part.dtype):
+                buffer = self._wholes[part.key] = torch.empty(part.shape, dtype=part.dtype)
+            rest = buffer.view(-1)[part.first :]
             rest[: len(total)].copy_(total)
             if len(rest) == len(total):
-                yield part.key, whole
+                yield part.key, buffer
 
     def close(self) -> None:
         """Drop what was not summed and free the memory. Not a collective."""

@@ -268,11 +268,11 @@ class AllReduceBackend:
 
     def _compare(self) -> None:
         """Raise CommError on all workers unless all have made the same calls."""
-        mine = self._hash >> 1  # fits int64, and so does its negative
+        call_hash = self._hash >> 1  # fits int64, and so does its negative
         if self._staging is not None:
-            alike = self._staging.all_equal(mine)
+            alike = self._staging.all_equal(call_hash)
         else:
-            ends = self._world.all_reduce(torch.tensor([mine, -mine]), "max")
+            ends = self._world.all_reduce(torch.tensor([call_hash, -call_hash]), "max")
             alike = int(ends[0]) == -int(ends[1])
         if not alike:
             agree(self._world, "the order of store calls", self._calls)
@@ -308,8 +308,8 @@ class AllReduceBackend:
             sums = dict(zip([entry.key for entry in entries], dense, strict=True))
             return _Batch(entries, _compressed_all_reduce(coder, sums), values)
         if len(dense) == 1:
-            whole = dense[0]
-            return _Batch(entries, self._over_network(whole.view(-1)), [whole])
+            tensor = dense[0]
+            return _Batch(entries, self._over_network(tensor.view(-1)), [tensor])
         flat = torch.cat([value.reshape(-1) for value in dense])
         parts = flat.split([value.numel() for value in dense])
         totals: list[PushValue] = [part.view_as(value) for part, value in zip(parts, dense, strict=True)]

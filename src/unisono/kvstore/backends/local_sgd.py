@@ -235,14 +235,14 @@ class LocalSGD:
             coder.load_state_dict({n.removeprefix(start): tensor for n, tensor in state.items() if n.startswith(start)})
         if self._exchanges:
             state = {name: tensor for name, tensor in state.items() if not name.startswith(_RESIDUAL)}
-        own = {
+        current = {
             f"{what}/{part.name}": tensor
             for parts in self._fragments
             for part in parts
             for what, tensor in (("outer", part.outer), ("momentum", part.momentum), ("delta", part.delta))
         }
-        wrong = {name for name in own if name not in state and not name.startswith("delta/")} | {
-            name for name, tensor in state.items() if name not in own or own[name].shape != tensor.shape
+        wrong = {name for name in current if name not in state and not name.startswith("delta/")} | {
+            name for name, tensor in state.items() if name not in current or current[name].shape != tensor.shape
         }
         if wrong:
             raise CheckpointError(
@@ -252,7 +252,7 @@ class LocalSGD:
                 nearest=f"the number of fragments it was saved with (here {self._config.num_fragments}) and the same model",
             )
         for name, tensor in state.items():
-            own[name].copy_(tensor)
+            current[name].copy_(tensor)
         self._pending = {
             number: []
             for number, parts in enumerate(self._fragments)
@@ -302,15 +302,15 @@ def split_into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[l
             nearest=f"num_fragments = {max(len(names), 1)}",
         )
     runs: list[list[str]] = []
-    left = sum(value.numel() for value in parameters.values())
+    remaining = sum(value.numel() for value in parameters.values())
     for number in range(count, 0, -1):
-        run, size, goal = [names.pop(0)], 0, left / number
+        run, size, goal = [names.pop(0)], 0, remaining / number
         size = parameters[run[0]].numel()
         while len(names) >= number and (number == 1 or size + parameters[names[0]].numel() / 2 <= goal):
             run.append(names.pop(0))
             size += parameters[run[-1]].numel()
         runs.append(run)
-        left -= size
+        remaining -= size
     return runs
 
 
@@ -421,10 +421,10 @@ class LocalSGDBackend:
         steps = inner.pop("steps", None)
         if steps is None:
             raise CheckpointError(
-                given="a saved state without 'steps'",
+                given=f"a saved state without 'steps', with {', '.join(map(repr, sorted(state)[:5])) or 'no entries'}",
                 rule="the state of a 'dist_local' store says how many steps were made",
                 consequence="nothing was loaded",
-                nearest="what state_dict of a 'dist_local' store gave",
+                nearest="the whole dict that state_dict() of a store of kind 'dist_local' returned",
             )
         local = LocalSGD(self._values.tensors, self._world, self._config, self._codec) if outer else None
         if local is not None:

@@ -219,15 +219,15 @@ class ParameterServerBackend:
         residuals = {
             name.removeprefix(_RESIDUAL): tensor for name, tensor in state.items() if name.startswith(_RESIDUAL)
         }
-        whole = {
+        store_state = {
             name: tensor for name, tensor in state.items() if self._codec is None or not name.startswith(_RESIDUAL)
         }
         template = self._template()
-        template.load_state_dict(whole)
+        template.load_state_dict(store_state)
         client.load_residuals(residuals)
         self.barrier()
         # all workers load the same state
-        client.load_state({name.removeprefix("value/"): tensor for name, tensor in whole.items()})
+        client.load_state({name.removeprefix("value/"): tensor for name, tensor in store_state.items()})
         self.barrier()
 
     def close(self) -> None:

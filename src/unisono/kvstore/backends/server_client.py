@@ -311,8 +311,8 @@ class ServerClient:
         pieces = split_into_chunks(self.placement, tensors)
         for server, group in self._groups(tuple(self.placement.shapes)):
             facts = {str(chunk.number): {"version": 0, "applied": {}} for chunk in group}
-            own = {name: piece for name, piece in pieces.items() if name.partition("/")[0] in facts}
-            image = encode_chunk_state({"recipe": None, "chunks": facts}, own)
+            group_pieces = {name: piece for name, piece in pieces.items() if name.partition("/")[0] in facts}
+            image = encode_chunk_state({"recipe": None, "chunks": facts}, group_pieces)
             self._connections[server].request(Frame(Op.STATE, flags=WRITE, payload=image)).result()
 
     # --- work, clocks, meetings ------------------------------------------------------------------------------------
@@ -431,8 +431,8 @@ class ServerClient:
 
     def _residuals(self) -> ErrorFeedback:
         chunks = [chunk for chunk in self.placement.chunks if chunk.dtype.is_floating_point]
-        whole = {_name(chunk): torch.empty(chunk.num_elements, dtype=chunk.dtype) for chunk in chunks}
-        return ErrorFeedback(whole, worker=self.worker)
+        templates = {_name(chunk): torch.empty(chunk.num_elements, dtype=chunk.dtype) for chunk in chunks}
+        return ErrorFeedback(templates, worker=self.worker)
 
     def _row_parts(self, key: str, ids: Tensor) -> list[tuple[Chunk, Tensor, slice]]:
         """The chunks that hold some of these rows: row numbers within the chunk, and their slice of ``ids``."""

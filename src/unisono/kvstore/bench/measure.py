@@ -258,9 +258,9 @@ def _dist_sync(size: str, codec: Codec | PowerSGD | None, world: World) -> Gener
     ready()
     go()
     code = sum(stats["bytes_out"] for stats in sums.stats().values())
-    whole = sum(value.nbytes for key, value in values.items() if key not in sums.stats())
+    uncoded_bytes = sum(value.nbytes for key, value in values.items() if key not in sums.stats())
     summable = isinstance(codec, PowerSGD) or codec.summable is not None
-    theory_bytes = _ring(world, code + whole) if summable else (world.world_size - 1) * code
+    theory_bytes = _ring(world, code + uncoded_bytes) if summable else (world.world_size - 1) * code
     yield _Side(go=go, ready=ready, out=out, expected=None, theory_bytes=theory_bytes)
 
 
@@ -294,7 +294,7 @@ def _served(
     name: str, codec: Codec | PowerSGD | None, world: World, settings: BenchSettings, *, shared_memory: bool
 ) -> Generator[dict[str, Callable[[], Any]]]:
     """All sizes are keys of one run, on servers with this codec. Plain SGD with a rate of 1."""
-    assert not isinstance(codec, PowerSGD)  # Settings has seen to it
+    assert not isinstance(codec, PowerSGD)  # BenchSettings refuses it for dist_async
     plain: Codec | None = codec
     tables = {size: {f"{size}/{key}": shape for key, shape in shapes_of(size).items()} for size in settings.sizes}
     table = {key: (shape, torch.float32) for shapes in tables.values() for key, shape in shapes.items()}

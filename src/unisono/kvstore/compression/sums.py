@@ -123,20 +123,20 @@ class PowerSGDSum:
 
     @torch.no_grad()
     def launch(self, gradients: Mapping[str, Tensor]) -> PendingSum:
-        whole = {name: g for name, g in gradients.items() if self._matrix(g) is None}
+        uncompressed = {name: g for name, g in gradients.items() if self._matrix(g) is None}
         matrices: dict[str, Tensor] = {}  # gradient plus residual, [rows, columns]
         for name, gradient in gradients.items():
-            if name not in whole:
+            if name not in uncompressed:
                 flat = self._feedback.compensated(name, gradient)
                 matrices[name] = flat.view(gradient.shape[0], -1)
         left = {name: matrix @ self._factors[name] for name, matrix in matrices.items()}  # P, [rows, rank]
-        sent, parts = _joined([*(g.to(accumulation_dtype(g.dtype)) for g in whole.values()), *left.values()])
+        sent, parts = _joined([*(g.to(accumulation_dtype(g.dtype)) for g in uncompressed.values()), *left.values()])
         work = dist.all_reduce(sent, group=self._group, async_op=True)
 
         def then() -> None:
-            for gradient, total in zip(whole.values(), parts, strict=False):
+            for gradient, total in zip(uncompressed.values(), parts, strict=False):
                 gradient.copy_(total)
-            bases = dict(zip(matrices, map(orthonormal, parts[len(whole) :]), strict=True))
+            bases = dict(zip(matrices, map(orthonormal, parts[len(uncompressed) :]), strict=True))
             self._second(gradients, matrices, bases)
 
         both = sent.nbytes + sum(

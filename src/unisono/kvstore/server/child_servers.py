@@ -168,11 +168,11 @@ class _Child:
     def _start(self) -> subprocess.Popen[str]:
         secret, listener = secret_pipe(self._secret), self._listener.fileno()
         self._word, word = os.pipe()
-        own = {"UNISONO_SERVER": str(self.server), "UNISONO_EPOCH": str(self._restart_count)}
+        identity = {"UNISONO_SERVER": str(self.server), "UNISONO_EPOCH": str(self._restart_count)}
         passed = {"UNISONO_LISTEN_FD": str(listener), "UNISONO_SECRET_FD": str(secret), _WORD: str(word)}
         process = subprocess.Popen(
             [sys.executable, "-m", _MODULE],
-            env=child_environ() | own | passed | dict(self._environ),
+            env=child_environ() | identity | passed | dict(self._environ),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener, secret, word],

@@ -47,14 +47,14 @@ def merge_chunks(placement: ChunkPlacement, tensors: Mapping[str, Tensor]) -> di
     for name in sorted(tensors, key=lambda name: int(name.partition("/")[0])):
         number, _, state = name.partition("/")
         parts.setdefault((state, placement.chunks[int(number)].key), []).append(tensors[name])
-    whole: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
     for (state, key), values in parts.items():
         name = key if state == "value" else f"optim/{state}/{key}"
         if state != "step":
-            whole[name] = torch.cat(values).view(placement.shapes[key])
+            merged[name] = torch.cat(values).view(placement.shapes[key])
         else:
-            whole[name] = torch.stack(values).amax()
-    return dict(sorted(whole.items()))
+            merged[name] = torch.stack(values).amax()
+    return dict(sorted(merged.items()))
 
 
 def split_into_chunks(placement: ChunkPlacement, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -63,6 +63,6 @@ def split_into_chunks(placement: ChunkPlacement, tensors: Mapping[str, Tensor]) 
     for name, tensor in tensors.items():
         _, state, key = name.split("/", 2) if name.startswith("optim/") else ("", "value", name)
         for chunk in placement.chunks_of(key):
-            own = tensor.flatten()[chunk.start : chunk.start + chunk.num_elements] if state != "step" else tensor
-            chunks[f"{chunk.number}/{state}"] = own.clone()
+            part = tensor.flatten()[chunk.start : chunk.start + chunk.num_elements] if state != "step" else tensor
+            chunks[f"{chunk.number}/{state}"] = part.clone()
     return chunks

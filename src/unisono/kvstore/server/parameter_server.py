@@ -241,11 +241,11 @@ class ParameterServer:
         chunks with a value, batch shards done."""
         with self._lock:
             run, counts = self._run, dict(sorted(self._counts.items()))
-        known = {"server": self._server, "counts": counts, "largest_lag": self._largest_lag}
+        counters = {"server": self._server, "counts": counts, "largest_lag": self._largest_lag}
         if run is None:
-            return known
+            return counters
         workers = {str(worker): clock for worker, clock in run.clocks.live_clocks.items()}
-        return known | {
+        return counters | {
             "workers": workers,
             "workers_ever": self._peers["worker"].num_ever_connected,
             "chunks": len(run.stores["worker"].initialised_chunks),
@@ -266,10 +266,10 @@ class ParameterServer:
 
     def _init(self, run: _RunState, peer: Peer, frame: Frame) -> Frame:
         store, (parts, _, _) = run.stores[peer.role], read_chunks(frame, prefix=False)
-        given = [(chunk, chunk_tensor(replace(frame, codec=0), data, store.chunk(chunk), {})) for chunk, data in parts]
-        num_new = sum(store.init(chunk, value) for chunk, value in given)
+        values = [(chunk, chunk_tensor(replace(frame, codec=0), data, store.chunk(chunk), {})) for chunk, data in parts]
+        num_new = sum(store.init(chunk, value) for chunk, value in values)
         if peer.role == "worker":
-            self._replicate(run, frame, [chunk for chunk, _ in given])
+            self._replicate(run, frame, [chunk for chunk, _ in values])
         return Frame(Op.ACK, entries=num_new)
 
     def _push(self, run: _RunState, peer: Peer, frame: Frame, entries: list[ChunkGradient] | None = None) -> Frame:

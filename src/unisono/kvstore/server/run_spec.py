@@ -67,28 +67,28 @@ class RunSpec:
         }
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> RunSpec:
+    def from_json(cls, content: Mapping[str, Any]) -> RunSpec:
         """The inverse of ``to_json``. Raises CommError for invalid content."""
         try:
-            staleness = given["staleness"]
-            table = {str(key): (_shape(shape), _dtype(dtype)) for key, (shape, dtype) in given["table"].items()}
+            staleness = content["staleness"]
+            table = {str(key): (_shape(shape), _dtype(dtype)) for key, (shape, dtype) in content["table"].items()}
             nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in table.values())
             if nbytes > _MOST_BYTES:
                 raise ValueError(f"a table of {nbytes} bytes, over {_MOST_BYTES}")
-            servers, chunk_bytes = _count(given["servers"]), _count(given["chunk_bytes"])
+            servers, chunk_bytes = _count(content["servers"]), _count(content["chunk_bytes"])
             if servers > _MOST_SERVERS or nbytes > _MOST_CHUNKS * chunk_bytes:
                 raise ValueError(f"{servers} servers for {nbytes} bytes in chunks of {chunk_bytes}")
             return cls(
                 table=table,
                 num_servers=servers,
-                uncut_keys=tuple(sorted(str(key) for key in given["whole"])),
+                uncut_keys=tuple(sorted(str(key) for key in content["whole"])),
                 chunk_bytes=chunk_bytes,
                 staleness=None if staleness is None else _count(staleness),
-                num_batch_shards=_count(given["units"]),
-                batch_shards_per_step=_count(given["units_per_step"]),
-                batch_shards_per_save=_count(given["units_per_save"]),
-                codec=str(given["codec"]),
-                labels={str(name): str(value) for name, value in given["about"].items()},
+                num_batch_shards=_count(content["units"]),
+                batch_shards_per_step=_count(content["units_per_step"]),
+                batch_shards_per_save=_count(content["units_per_save"]),
+                codec=str(content["codec"]),
+                labels={str(name): str(value) for name, value in content["about"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             rule = "it has table, servers, whole, chunk_bytes, staleness, units, units_per_step, units_per_save, codec and about"
@@ -97,20 +97,20 @@ class RunSpec:
 
     def require_equal(self, other: RunSpec, who: str) -> None:
         """Raise CommError naming the first difference."""
-        here, there = self.to_json(), other.to_json()
+        own, others = self.to_json(), other.to_json()
         for key in sorted(self.table.keys() | other.table.keys()):
-            mine, theirs = here["table"].get(key), there["table"].get(key)
+            mine, theirs = own["table"].get(key), others["table"].get(key)
             if mine != theirs:
                 raise _different(
                     who, f"key {key!r} as {_text(theirs)}", f"it is {_text(mine)} for the workers before it"
                 )
         for name in sorted(self.labels.keys() | other.labels.keys()):
-            mine, theirs = here["about"].get(name), there["about"].get(name)
+            mine, theirs = own["about"].get(name), others["about"].get(name)
             if mine != theirs:
                 raise _different(who, f"{name} {theirs}", f"it is {mine} for the workers before it")
-        for name in here.keys() - {"table", "about"}:
-            if here[name] != there[name]:
-                raise _different(who, f"{name} = {there[name]}", f"it is {here[name]} for the workers before it")
+        for name in own.keys() - {"table", "about"}:
+            if own[name] != others[name]:
+                raise _different(who, f"{name} = {others[name]}", f"it is {own[name]} for the workers before it")
 
 
 def _text(entry: list[Any] | None) -> str:

@@ -85,9 +85,9 @@ class Channel:
         else:
             copy_into_slot(frame.slot, parts)
             self.shared_sent_bytes += sum(part.nbytes for part in parts)
-        left = sum(part.nbytes for part in pending)
+        num_bytes = sum(part.nbytes for part in pending)
         with self._sending:
-            deadline = time.monotonic() + self.limits.time_for(left)
+            deadline = time.monotonic() + self.limits.time_for(num_bytes)
             while pending:
                 count = self._push(pending[:_BUFFERS_PER_CALL], deadline)
                 self.sent_bytes += count
@@ -126,22 +126,22 @@ class Channel:
         if slot is not None:
             self.shared_received_bytes += announced.nbytes
         digest = xxhash.xxh3_64(seed=announced.seed)
-        given = place(announced) if place else None
+        buffers = place(announced) if place else None
         if slot is not None and place is None:
-            given = [slot.view[: announced.nbytes]] if announced.nbytes else []
-        if given is None:
-            given = [np.empty(announced.nbytes, np.uint8).data] if announced.nbytes else []
+            buffers = [slot.view[: announced.nbytes]] if announced.nbytes else []
+        if buffers is None:
+            buffers = [np.empty(announced.nbytes, np.uint8).data] if announced.nbytes else []
         deadline = time.monotonic() + self.limits.time_for(announced.nbytes)
         if slot is not None and place is not None:
-            copy_from_slot(slot.view, given)
-        for buffer in given if slot is None else ():
+            copy_from_slot(slot.view, buffers)
+        for buffer in buffers if slot is None else ():
             for start in range(0, buffer.nbytes, _PIECE_BYTES):
                 piece = buffer[start : start + _PIECE_BYTES]
                 self._fill(piece, deadline)
                 digest.update(piece)
         if digest.intdigest() != announced.digest:
             raise ConnectionLost(*digest_mismatch(announced, digest.intdigest()).problems)
-        return replace(announced.frame, payload=given[0] if given else b"", slot=slot if place is None else None)
+        return replace(announced.frame, payload=buffers[0] if buffers else b"", slot=slot if place is None else None)
 
     def _slot(self, announced: FrameHeader) -> Slot | None:
         if not announced.slot_number:

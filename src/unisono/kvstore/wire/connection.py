@@ -148,7 +148,7 @@ class Connection:
                 given=f"{frame.op.name} with {size} bytes",
                 rule=f"a frame carries at most {self._limits.max_payload_bytes}",
                 consequence="it was not sent",
-                nearest="send chunks",
+                nearest="an optimizer without layer-wise norms (adamw, sgd), so that keys can be cut; or smaller tensors",
             )
         parts = [into] if isinstance(into, memoryview) else list(into or ())
         request = _Request(frame, [part.cast("B") for part in parts], Future())

@@ -103,11 +103,11 @@ class FrameServer:
         self._lock = threading.Lock()
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._unauthenticated: dict[socket.socket, None] = {}
-        # whose handler is at work
+        # channels whose handler is running
         self._busy: set[Channel] = set()
         self._newest = restart_count
         self._closing = threading.Event()
-        self.num_accepted = self.num_refused = 0
+        self.num_refused = 0
         self._wake, self._woken = socket.socketpair()
         self._loops = [
             threading.Thread(target=loop, name=f"unisono-wire-{loop.__name__[1:]}", daemon=True)
@@ -121,7 +121,7 @@ class FrameServer:
         """Host and port of every listener."""
         return [listener.getsockname()[:2] for listener in self._listeners]
 
-    # --- who comes in
+    # --- new connections
 
     def _accept(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -147,7 +147,7 @@ class FrameServer:
                 sock.close()
                 return
             if len(self._unauthenticated) >= self._admission.max_unauthenticated:
-                # the one that owes its proof for longest: honest ones need milliseconds
+                # drop the one that has not proved itself for longest: a handshake takes milliseconds
                 oldest = next(iter(self._unauthenticated))
                 del self._unauthenticated[oldest]
                 self.num_refused += 1
@@ -160,7 +160,6 @@ class FrameServer:
                 self.num_refused += 1
                 sock.close()
                 return
-            self.num_accepted += 1
             self._unauthenticated[sock] = None
             self._threads[sock] = thread
 

@@ -87,8 +87,8 @@ def create_shared_slots(slots: int, slot_bytes: int) -> tuple[int, dict[str, int
 
 def map_slots(fd: int, slots: int, slot_bytes: int) -> SharedSlots:
     """Map the memory of ``fd``, which may be closed afterwards."""
-    whole = memoryview(mmap.mmap(fd, slots * slot_bytes))
-    return SharedSlots([Slot(n + 1, whole[n * slot_bytes :][:slot_bytes]) for n in range(slots)])
+    memory = memoryview(mmap.mmap(fd, slots * slot_bytes))
+    return SharedSlots([Slot(n + 1, memory[n * slot_bytes :][:slot_bytes]) for n in range(slots)])
 
 
 def accept_shared_slots(offer: Mapping[str, Any], most_slots: int, most_bytes: int) -> SharedSlots:

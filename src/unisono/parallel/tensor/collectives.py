@@ -83,25 +83,25 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
-    whole = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(whole, group=group)
-    return whole
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def _gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Sequence[int] = ()) -> Tensor:
     part, sizes = x.movedim(dim, 0), sizes or [x.shape[dim]] * group.size()
     padded = part.new_zeros(max(sizes), *part.shape[1:])  # the collective wants parts of one size
     padded[: part.shape[0]] = part
-    whole = padded.new_empty(group.size() * padded.shape[0], *padded.shape[1:])
-    all_gather_single(whole, padded, group=group)
-    parts = zip(whole.split(padded.shape[0]), sizes, strict=True)
+    gathered = padded.new_empty(group.size() * padded.shape[0], *padded.shape[1:])
+    all_gather_single(gathered, padded, group=group)
+    parts = zip(gathered.split(padded.shape[0]), sizes, strict=True)
     return torch.cat([block[:size].movedim(0, dim) for block, size in parts], dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    whole = x.movedim(dim, 0).contiguous()
-    part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
-    reduce_scatter_single(part, whole, group=group)
+    contiguous = x.movedim(dim, 0).contiguous()
+    part = contiguous.new_empty(contiguous.shape[0] // group.size(), *contiguous.shape[1:])
+    reduce_scatter_single(part, contiguous, group=group)
     return part.movedim(0, dim).contiguous()
 
 

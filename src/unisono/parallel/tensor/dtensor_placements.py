@@ -112,10 +112,10 @@ def resolve_placements(
             else:
                 twice = redistributed.setdefault(path, placement) is not placement
             if twice:
-                what = repr(placement.parameter) if placement.parameter else "the inputs and outputs"
+                subject = repr(placement.parameter) if placement.parameter else "the inputs and outputs"
                 problems.append(
                     Problem(
-                        given=f"two placements of {what} of {path or 'the model'!r}",
+                        given=f"two placements of {subject} of {path or 'the model'!r}",
                         rule="a parameter has one placement, and so have the inputs and outputs of a module",
                         consequence="it is unclear which counts",
                         nearest="one of them, or patterns that do not overlap",
@@ -370,8 +370,8 @@ def _convert_at_boundary(model: nn.Module, mesh: DeviceMesh) -> None:
         args, kwargs = pytree.tree_map_only(Tensor, replicated, (args, kwargs))
         try:
             outputs = forward(*args, **kwargs)
-        # torch raises these for an operation without a sharding strategy
-        except (NotImplementedError, RuntimeError) as error:
+        # torch raises this, or its subclass NotImplementedError, for an operation without a sharding strategy
+        except RuntimeError as error:
             text = str(error)
             if "sharding strategy" not in text and "mixed torch.Tensor and DTensor" not in text:
                 raise

@@ -159,11 +159,11 @@ def _make_rowwise(layer: Any, group: ProcessGroup, *, sequence_parallel: bool) -
 
     def row_parallel(_forward: Any, x: Tensor) -> Tensor:
         part = F.linear(x, layer.weight if out == 0 else layer.weight.T)
-        whole = (
+        product = (
             reduce_scatter_to_sp_region(part, SEQUENCE_DIM, group)
             if sequence_parallel
             else reduce_from_tp_region(part, group)
         )
-        return whole if layer.bias is None else whole + layer.bias.to(whole.dtype)
+        return product if layer.bias is None else product + layer.bias.to(product.dtype)
 
     wrap_forward(layer, row_parallel)

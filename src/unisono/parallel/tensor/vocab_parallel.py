@@ -37,8 +37,8 @@ class VocabShard:
         """Local row of each token, 0 for a token of another rank, and whether the row is local."""
         index = self.group.rank()
         places = tokens - list(accumulate(self.sizes, initial=0))[index]
-        here = (places >= 0) & (places < self.sizes[index])
-        return places.where(here, 0), here
+        is_local = (places >= 0) & (places < self.sizes[index])
+        return places.where(is_local, 0), is_local
 
     def combine(self, log_norm: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Combine over the ranks: the logsumexp of the local ``log_norm``, and the sum of ``chosen``."""

@@ -47,8 +47,8 @@ def _rows(path: Path, labels: dict[str, int]) -> Iterator[Row]:
             record = source.read(len(labels) + _SIDE * _SIDE * 3, "a record", record=number)
             for name, label in zip(labels, record, strict=False):
                 if label >= labels[name]:
-                    what = f"{name} {label}, where there are {labels[name]} classes"
-                    raise damaged_error(path, offset, what, record=number)
+                    damage = f"{name} {label}, where there are {labels[name]} classes"
+                    raise damaged_error(path, offset, damage, record=number)
             planes = np.frombuffer(record, np.uint8, offset=len(labels)).reshape(3, _SIDE, _SIDE)
             image = np.ascontiguousarray(planes.transpose(1, 2, 0))
             yield {"image": image, **dict(zip(labels, record, strict=False))}

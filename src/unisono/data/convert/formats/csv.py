@@ -89,21 +89,21 @@ def _types(path: Path, binary: frozenset[str]) -> tuple[list[str], dict[str, str
         raise unreadable_error(
             f"{path}: base64 for {unknown[0]!r}", f"columns are {', '.join(names)}", "one of these, or leave it out"
         )
-    left: dict[int, tuple[str, ...]] = {
+    candidates: dict[int, tuple[str, ...]] = {
         place: ("int64", "float64") for place, name in enumerate(names) if name not in binary
     }
     empty = True
     for number, offset, cells in records:
         empty = False
         _same_width(path, number, offset, cells, names)
-        for place, possible in list(left.items()):
+        for place, possible in list(candidates.items()):
             text, quoted = cells[place]
-            left[place] = () if quoted else tuple(kind for kind in possible if _IS[kind](text))
-            if not left[place]:
-                del left[place]
+            candidates[place] = () if quoted else tuple(kind for kind in possible if _IS[kind](text))
+            if not candidates[place]:
+                del candidates[place]
     kinds = dict.fromkeys(names, "string") | dict.fromkeys(binary, "bytes")
     if not empty:
-        kinds |= {names[place]: possible[0] for place, possible in left.items()}
+        kinds |= {names[place]: possible[0] for place, possible in candidates.items()}
     return names, kinds
 
 

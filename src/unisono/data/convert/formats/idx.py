@@ -67,8 +67,8 @@ def _dims(source: ByteSource, count: int) -> tuple[int, ...]:
     """The sizes in the header, checked against the file's size if it is known."""
     head = source.read(4 + 4 * count, "the head of an idx file")
     if head[:4] != bytes([0, 0, 8, count]):
-        what = f"it begins with {head[:4].hex()}, where unsigned bytes of {count} dims begin with 000008{count:02x}"
-        raise damaged_error(source.path, 0, what)
+        damage = f"it begins with {head[:4].hex()}, where unsigned bytes of {count} dims begin with 000008{count:02x}"
+        raise damaged_error(source.path, 0, damage)
     dims = struct.unpack(f">{count}I", head[4:])
     item_bytes = 1
     for dim in dims[1:]:
@@ -76,6 +76,6 @@ def _dims(source: ByteSource, count: int) -> tuple[int, ...]:
     if not 0 < item_bytes <= MAX_RECORD_BYTES:
         raise damaged_error(source.path, 4, f"dims {list(dims)}, where a picture has 1 to {MAX_RECORD_BYTES:,} bytes")
     if source.size is not None and source.size != source.offset + dims[0] * item_bytes:
-        what = f"dims {list(dims)} are {dims[0] * item_bytes:,} bytes, and {source.size - source.offset:,} follow"
-        raise damaged_error(source.path, 4, what)
+        damage = f"dims {list(dims)} are {dims[0] * item_bytes:,} bytes, and {source.size - source.offset:,} follow"
+        raise damaged_error(source.path, 4, damage)
     return dims

@@ -216,9 +216,9 @@ def _no_nulls(path: Path, at: int, name: str, column: Any) -> None:
 
 
 def _damaged(path: Path, error: object) -> Exception:
-    what = str(error).strip().replace("\n", "; ")
+    reason = str(error).strip().replace("\n", "; ")
     return unreadable_error(
-        f"{path}: {what}", "pyarrow can read the file, every page of it", "a whole copy of the file"
+        f"{path}: {reason}", "pyarrow can read the file, every page of it", "a whole copy of the file"
     )
 
 

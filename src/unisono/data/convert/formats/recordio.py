@@ -45,9 +45,9 @@ def read(path: Path) -> Table:
             yield {"data": payload, **{name: _value(column, number) for name, column in columns.items()}}
 
     # only a record shows the dtype of an array
-    known = len(file) > 0 or not any(isinstance(column, RaggedColumn) for column in columns.values())
-    kinds = {name: _kind(column) for name, column in columns.items()} if known else {}
-    return Table(rows=rows(), schema={"data": FieldType(type="bytes"), **kinds} if known else None)
+    has_schema = len(file) > 0 or not any(isinstance(column, RaggedColumn) for column in columns.values())
+    kinds = {name: _kind(column) for name, column in columns.items()} if has_schema else {}
+    return Table(rows=rows(), schema={"data": FieldType(type="bytes"), **kinds} if has_schema else None)
 
 
 def _value(column: SideColumn, number: int) -> Any:

@@ -128,16 +128,18 @@ def _members(path: Path) -> Iterator[tuple[str, int, bytes]]:
             name, size = extra.get("path", name), _size_of(path, offset, extra, size)
             extra = {}
             if kind not in "05" or (kind == "5" and size) or not _is_path(name):
-                what = f"a folder of {size} bytes" if kind == "5" else "a file" if kind == "0" else f"of type {kind!r}"
+                member_type = (
+                    f"a folder of {size} bytes" if kind == "5" else "a file" if kind == "0" else f"of type {kind!r}"
+                )
                 raise unreadable_error(
-                    f"{path}: offset {offset}: member {name!r}, {what}",
+                    f"{path}: offset {offset}: member {name!r}, {member_type}",
                     "members are plain files below the archive: no links, devices or sparse files, "
                     "no names that begin with / or hold ..",
                     "an archive of plain files under relative names",
                 )
             if size > MAX_RECORD_BYTES:
-                what = f"member {name!r} of {size:,} bytes, where {MAX_RECORD_BYTES:,} are the most"
-                raise damaged_error(path, offset, what)
+                damage = f"member {name!r} of {size:,} bytes, where {MAX_RECORD_BYTES:,} are the most"
+                raise damaged_error(path, offset, damage)
             content = _content(source, size)
             if kind == "0":
                 yield name, offset, content

@@ -48,8 +48,8 @@ def read(path: Path, arrays: Collection[str] = ()) -> Table:
             rows=({"data": payload} for _, payload in chain([first], records)), schema={"data": FieldType(type="bytes")}
         )
     if unknown := sorted(set(arrays) - example.keys()):
-        known = ", ".join(example)
-        raise unreadable_error(f"{path}: {unknown[0]!r} as array", f"features are {known}", "one of these")
+        features = ", ".join(example)
+        raise unreadable_error(f"{path}: {unknown[0]!r} as array", f"features are {features}", "one of these")
     row = _row(path, 0, 0, first[1], arrays)
     schema = {name: _kind(value, example[name]) for name, value in row.items()}
     return Table(rows=_rows(path, chain([first], records), arrays), schema=schema)

@@ -115,21 +115,21 @@ def _walk(listing: ImageListing, parts: tuple[str, ...], above: set[str], follow
         listing.refuse("/".join(parts) or ".", f"the folder cannot be read: {error.strerror}")
         return
     for entry in entries:
-        here = (*parts, entry.name)
+        entry_parts = (*parts, entry.name)
         printable = entry.name.encode("utf-8", "backslashreplace").decode()
         if printable != entry.name:  # bytes that are not UTF-8 appear as lone surrogates
             listing.refuse("/".join((*parts, printable)), "its name is not UTF-8")
         elif entry.is_dir():
             if entry.is_symlink() and not follow:
-                listing.refuse("/".join(here), "a link to a folder; --follow-links takes it")
+                listing.refuse("/".join(entry_parts), "a link to a folder; --follow-links takes it")
             else:
-                yield from _walk(listing, here, above | {real}, follow)
+                yield from _walk(listing, entry_parts, above | {real}, follow)
         elif Path(entry.name).suffix.lower() not in IMAGE_SUFFIXES:
             listing.left_out += 1
         elif entry.is_symlink() and not follow and not _inside(listing.root, Path(entry.path)):
-            listing.refuse("/".join(here), "a link that leads out; --follow-links takes it")
+            listing.refuse("/".join(entry_parts), "a link that leads out; --follow-links takes it")
         else:
-            yield here
+            yield entry_parts
 
 
 ListEntry = tuple[str, tuple[float, ...], int, str]  # path, labels, key, where in the list
@@ -210,8 +210,8 @@ def _add(listing: ImageListing, name: str, labels: tuple[float, ...], key: int) 
         listing.refuse(name, f"it cannot be read: {error.strerror}")
         return
     if not begin.startswith(_BEGINNINGS):
-        what = f"begins with {begin.hex(' ')}" if begin else "is empty"
-        listing.refuse(name, f"not an image that is read here: it {what}")
+        content = f"begins with {begin.hex(' ')}" if begin else "is empty"
+        listing.refuse(name, f"not an image that is read here: it {content}")
     elif status.st_size > MAX_RECORD_BYTES:
         listing.refuse(name, f"{status.st_size:,} bytes, more than {MAX_RECORD_BYTES:,}")
     else:

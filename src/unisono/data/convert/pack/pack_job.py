@@ -95,7 +95,7 @@ class PackJob:
 
     Attributes:
         source: Name of the source, for errors and the report.
-        target: The file to write, or the name from which the files of parts and shards have theirs.
+        target: The file to write; the files of parts and shards are named after it.
         identity: All else that determines the bytes of the target; a job of another identity does not continue this
             one.
         on_error: Treatment of bad inputs.
@@ -324,10 +324,10 @@ class PackProgress:
         self._last_log_s = now
         rate = self._inputs / max(1e-9, now - self._begin)
         done = self._taken_over + self._inputs
-        left = "" if self._total is None else f", {(self._total - done) / rate:.0f} s left"
+        time_left = "" if self._total is None else f", {(self._total - done) / rate:.0f} s left"
         of = "" if self._total is None else f" of {self._total}"
         _LOG.info("packing: %d%s inputs, %d records, %.1f MB, %.0f inputs/s%s", done, of, self._records,
-                  self._bytes / 1e6, rate, left)  # fmt: skip
+                  self._bytes / 1e6, rate, time_left)  # fmt: skip
 
 
 class BadInputError(Exception):

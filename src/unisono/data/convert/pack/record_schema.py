@@ -145,21 +145,21 @@ def _encoded(value: Any, field: FieldType) -> list[bytes]:
 
 def _as_type(value: Any, kind: str) -> NDArray[Any]:
     """The values in a type, little-endian: integers exactly, floats rounded. Raises for values outside its range."""
-    given = np.asarray(value)
+    array = np.asarray(value)
     dtype = np.dtype(kind).newbyteorder("<")
-    if not given.size:  # an empty list has no type
-        return given.astype(dtype)
-    if given.dtype.kind not in _ACCEPTED[dtype.kind]:
+    if not array.size:  # an empty list has no type
+        return array.astype(dtype)
+    if array.dtype.kind not in _ACCEPTED[dtype.kind]:
         raise TypeError(f"not {kind}")
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
-        if int(given.min()) < limits.min or int(given.max()) > limits.max:
+        if int(array.min()) < limits.min or int(array.max()) > limits.max:
             raise OverflowError(f"outside of {kind}")
     with np.errstate(over="ignore"):
-        array = given.astype(dtype)
-    if dtype.kind == "f" and (np.isinf(array) & ~np.isinf(given)).any():
+        converted = array.astype(dtype)
+    if dtype.kind == "f" and (np.isinf(converted) & ~np.isinf(array)).any():
         raise OverflowError(f"outside of {kind}")
-    return array
+    return converted
 
 
 def _decoded(view: memoryview, at: int, field: FieldType) -> tuple[Any, int]:
