@@ -54,6 +54,11 @@ def doubled(batch: Batch) -> Batch:
     return {**batch, "row": batch["row"] * 2}
 
 
+def as_text(batch: Batch) -> Batch:
+    """No numbers."""
+    return {**batch, "x": batch["x"].astype(str)}
+
+
 def process_id(sample: Batch, rng: np.random.Generator) -> Batch:
     """Which process made it."""
     return {**sample, "process": np.array(os.getpid())}

@@ -157,7 +157,16 @@ def test_prefetch_changes_nothing(depth: int) -> None:
     assert [batch.step for batch in batches] == list(range(7, 30))
     assert xs(batches) == xs(loader(Numbers(50)).iterate(0, 30))[7:]
     assert data.threads == ({"unisono-loader"} if depth else {"MainThread"})
-    assert all(batch.wait_s >= 0 for batch in batches)
+
+
+def test_a_batch_says_how_long_it_was_waited_for() -> None:
+    class Slow(Numbers):
+        def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+            time.sleep(0.05)
+            return super().read(indices)
+
+    assert loader(Slow(50)).batch(0).wait_s >= 3 * 0.05  # three micro-batches
+    assert next(loader(Slow(50), prefetch_depth=1).iterate(0, 2)).wait_s >= 0.05
 
 
 def test_resuming_reads_only_what_is_asked_for() -> None:

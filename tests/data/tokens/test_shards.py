@@ -61,7 +61,7 @@ def test_fingerprint_names_content_and_order(make_tokens: MakeTokens) -> None:
 
 
 def test_ids_outside_the_vocabulary_are_refused(make_tokens: MakeTokens) -> None:
-    with pytest.raises(ValueError, match=r"token ids lie in \[0, 257\), got 5\.\.300"):
+    with pytest.raises(DataError, match=r"token ids 5\.\.300\n  rule: token ids lie in \[0, 257\)"):
         make_tokens([[5, 300]])
 
 
@@ -72,7 +72,7 @@ def add_all(writer: TokenWriter, ids: list[int]) -> None:
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     writer = TokenWriter(tmp_path, "part", vocab_size=257, end_of_document=256)
-    with pytest.raises(ValueError, match="token ids lie in"), writer:
+    with pytest.raises(DataError, match="token ids lie in"), writer:
         add_all(writer, [1, 999])
     assert list(tmp_path.iterdir()) == []
     assert writer.paths == []

@@ -185,7 +185,10 @@ class TokenWriter:
             self._open = None
 
     def add(self, ids: NDArray[Any], token_bytes: NDArray[Any]) -> None:
-        """Append one document: its ids without the end-of-document id, and the bytes of text per id."""
+        """Append one document: its ids without the end-of-document id, and the bytes of text per id.
+
+        Raises DataError for ids outside the vocabulary.
+        """
         shard = self._open
         if shard is not None and shard.tokens + ids.size + 1 > self._shard_tokens:
             self._commit(shard)
@@ -194,7 +197,12 @@ class TokenWriter:
             shard = self._open = _UnfinishedShard(shard_path(self._folder, self._name, len(self.paths)))
         block = np.append(ids, self._end_of_document)
         if int(block.min()) < 0 or int(block.max()) >= self._vocab_size:
-            raise ValueError(f"token ids lie in [0, {self._vocab_size}), got {int(block.min())}..{int(block.max())}")
+            raise DataError(
+                given=f"token ids {int(block.min())}..{int(block.max())}",
+                rule=f"token ids lie in [0, {self._vocab_size}), the tokenizer's vocabulary",
+                consequence="the document was not written",
+                nearest="the vocab_size of the tokenizer that made them",
+            )
         raw = block.astype(self._dtype).tobytes()
         shard.file.write(raw)
         shard.hash.update(raw)
