@@ -1,10 +1,12 @@
 """An earlier commit of unisono against this checkout: start-up, steps, loader, push and pull. Prints JSON.
 
-    python -m benchmarks.earlier_commit --before FOLDER [--rounds 9] [--only step]
+    python -m benchmarks.earlier_commit --before FOLDER [--rounds 9] [--slices 60] [--only step]
 
-FOLDER is a checkout of the earlier commit with a ``.venv`` of its own. Each measurement is a process of one checkout and then
-the same of the other, in reversed order every other round; the median of the paired ratios is reported. Settings use the option
-keys of the first release, which every later commit reads. A step's time is the median interval between ``step`` events of rank 0.
+FOLDER is a checkout of the earlier commit with a ``.venv`` of its own. Start-up and push and pull are measured process by
+process: one of a checkout, then the same of the other, in reversed order every other round. Steps and batches are measured in
+slices of time: the processes of both checkouts live on, those of one run while the kernel stops those of the other, and a
+slice's figure is the median interval between steps inside it. The median of the paired ratios is reported. Settings use the
+option keys of the first release, which every later commit reads.
 """
 
 from __future__ import annotations
@@ -12,31 +14,34 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 from benchmarks.paired import ratio
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM_UP_STEPS = 10
-STEPS = 40
+SLICE_S = 1.5
+WARM_UP_S = 8.0
 START = {
     "--help": ["-m", "unisono", "--help"],
     "import unisono": ["-c", "import unisono"],
     "import the Trainer": ["-c", "from unisono import Trainer"],
 }
 TRAIN: Mapping[str, Any] = {
-    "run.dir": "run",
     "plan.device": "cpu",
     "plan.precision": "fp32",
-    "train.steps": STEPS,
+    "train.steps": 1_000_000,
     "train.eval_every": 0,
     "checkpoint.every_steps": 0,
     "observe.console": "plain",
@@ -48,8 +53,9 @@ STEP: Mapping[str, Mapping[str, Any]] = {
     "2 processes, dp_shard=2": {"launch.processes": 2, "plan.dp_shard": 2},
 }
 PUSH_PULL = ["--kind", "dist_sync,dist_sync_shm,dist_async", "--size", "10MB,resnet50", "--rounds", "3"]
-LOADER = """
+SAMPLES = """
 import sys, time
+from pathlib import Path
 import numpy as np
 from unisono.data import Loader, LoaderOptions, as_dataset
 class Samples:
@@ -57,25 +63,55 @@ class Samples:
         return 1_000_000
     def __getitem__(self, index):
         return {"x": np.zeros(32, np.float32)}
+dataset = as_dataset(Samples())
+"""
+TOKENS = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from unisono.data import Loader, LoaderOptions, TokenWindows, TokenWriter, open_tokens
+with TokenWriter(Path("."), "part", vocab_size=256, end_of_document=255) as writer:
+    for document in range(2000):
+        writer.add(np.arange(5000) % 255, np.ones(5000))
+dataset = TokenWindows(open_tokens(writer.paths), seq_len=1024)
+"""
+LOOP = """
 option = "num_workers" if hasattr(LoaderOptions(), "num_workers") else "workers"
 options = LoaderOptions(**{option: int(sys.argv[1]), "worker_kind": "thread"})
-steps = Loader(as_dataset(Samples()), seed=1, global_batch=64, options=options).iterate(0, 10**9)
-for _ in range(200):
-    next(steps)
-begin = time.perf_counter()
-for _ in range(10_000):
-    next(steps)
-print((time.perf_counter() - begin) / 10_000)
+with open("times", "w", buffering=1) as times:
+    for number, _ in enumerate(Loader(dataset, seed=1, global_batch=int(sys.argv[2]), options=options).iterate(0, 10**9)):
+        if number % int(sys.argv[3]) == 0:
+            times.write(f"{time.monotonic()}\\n")
 """
+# script, workers, samples in a batch, batches in a measured interval
+LOADER: Mapping[str, tuple[str, int, int, int]] = {
+    "64 samples of 128 bytes, 0 workers": (SAMPLES, 0, 64, 200),
+    "64 samples of 128 bytes, 1 worker": (SAMPLES, 1, 64, 200),
+    "16 token windows of 1,024 with masks, 0 workers": (TOKENS, 0, 16, 20),
+    "16 token windows of 1,024 with masks, 1 worker": (TOKENS, 1, 16, 20),
+}
 
 Seconds = Mapping[str, float]
+Ratios = dict[str, Any]
+
+
+def python(checkout: Path, arguments: Sequence[str]) -> list[str]:
+    """The command of the checkout's Python."""
+    return [str(checkout / ".venv/bin/python"), *arguments]
+
+
+def environ() -> dict[str, str]:
+    """The environment of a checkout's process, whose package is the one of its own ``.venv``."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+# --- process by process ----------------------------------------------------------------------------------------------
 
 
 def run(checkout: Path, arguments: list[str], folder: Path) -> str:
     """The output of the checkout's Python with ``arguments``. Raises CalledProcessError."""
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(checkout / ".venv/bin/python"), *arguments]
-    return subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout
+    command = python(checkout, arguments)
+    return subprocess.run(command, cwd=folder, env=environ(), stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def start(checkout: Path, folder: Path) -> Seconds:
@@ -88,39 +124,13 @@ def start(checkout: Path, folder: Path) -> Seconds:
     return seconds
 
 
-def step(checkout: Path, folder: Path) -> Seconds:
-    """Time of a step of the demo's model, by plan."""
-    seconds: dict[str, float] = {}
-    for number, (name, settings) in enumerate(STEP.items()):
-        run_dir = folder / f"run{number}"
-        options = [f"--set={key}={value}" for key, value in {**TRAIN, **settings, "run.dir": run_dir}.items()]
-        run(checkout, ["-m", "unisono", "train", *options], folder)
-        lines = (run_dir / "events" / "rank00000.jsonl").read_text().splitlines()
-        times = [event["m"] for event in map(json.loads, lines) if event["kind"] == "step"][WARM_UP_STEPS:]
-        seconds[name] = statistics.median(end - begin for begin, end in pairwise(times))
-    return seconds
-
-
-def loader(checkout: Path, folder: Path) -> Seconds:
-    """Time of a batch of 64 small samples, by the number of worker threads."""
-    return {f"{workers} workers": float(run(checkout, ["-c", LOADER, str(workers)], folder)) for workers in (0, 1)}
-
-
 def push_pull(checkout: Path, folder: Path) -> Seconds:
     """Time of a push and pull by two workers, by store and size."""
     answer = json.loads(run(checkout, ["-m", "unisono", "kvstore", "bench", *PUSH_PULL, "--json"], folder))
     return {f"{row['kind']}, {row['size']}": row["median_s"] for row in answer["rows"] if row["kind"] != "all_reduce"}
 
 
-MEASUREMENTS: Mapping[str, Callable[[Path, Path], Seconds]] = {
-    "start": start,
-    "step": step,
-    "loader": loader,
-    "push and pull": push_pull,
-}
-
-
-def compare(measure: Callable[[Path, Path], Seconds], before: Path, rounds: int) -> dict[str, Any]:
+def by_process(measure: Callable[[Path, Path], Seconds], before: Path, rounds: int) -> Ratios:
     """By figure, the ratio of this checkout's time to that of ``before``; one more round comes first and is not counted."""
     times: dict[Path, list[Seconds]] = {ROOT: [], before: []}
     for number in range(rounds + 1):
@@ -135,23 +145,144 @@ def compare(measure: Callable[[Path, Path], Seconds], before: Path, rounds: int)
     }
 
 
+# --- in slices of time -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """Arguments for Python, and the function that reads the times of its steps (time.monotonic) in its folder."""
+
+    arguments: Sequence[str]
+    times: Callable[[Path], list[float]]
+
+
+class Alternating:
+    """A program that runs in slices of time: its processes, of all ranks, are stopped in between. Ends with the block."""
+
+    def __init__(self, checkout: Path, program: Program, folder: Path) -> None:
+        self.folder, self._times = folder, program.times
+        command = python(checkout, program.arguments)
+        log = (folder / "log").open("w")
+        self._process = subprocess.Popen(command, cwd=folder, env=environ(), stdout=log, stderr=log)
+        self.slices: list[tuple[float, float]] = []
+        # the first slice is as long as it takes until steps are steady
+        while not self.times() and self._process.poll() is None:
+            time.sleep(0.2)
+        time.sleep(WARM_UP_S)
+        self._signal(signal.SIGSTOP)
+        if self._process.poll() is not None:
+            raise RuntimeError(
+                f"{command} ended with {self._process.returncode}: {(folder / 'log').read_text()[-2000:]}"
+            )
+
+    def times(self) -> list[float]:
+        """Times of its steps so far."""
+        return self._times(self.folder)
+
+    def run_slice(self) -> None:
+        """Let it run for a slice of time."""
+        begin = time.monotonic()
+        self._signal(signal.SIGCONT)
+        time.sleep(SLICE_S)
+        self._signal(signal.SIGSTOP)
+        self.slices.append((begin, time.monotonic()))
+
+    def step_s(self) -> list[float | None]:
+        """The median interval between steps of each slice; None for a slice without two steps."""
+        times = self.times()
+        inside = [[at for at in times if begin <= at <= end] for begin, end in self.slices]
+        intervals = [[later - earlier for earlier, later in pairwise(steps)] for steps in inside]
+        return [statistics.median(of_slice) if of_slice else None for of_slice in intervals]
+
+    def _signal(self, number: int) -> None:
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._process.pid)
+            for process in [root, *root.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+
+    def __enter__(self) -> Alternating:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+
+def in_slices(name: str, program: Program, before: Path, slices: int) -> Any:
+    """The ratio of this checkout's time of a step to that of ``before``, over pairs of neighbouring slices."""
+    with ExitStack() as stack:
+        alternating: list[Alternating] = []
+        for checkout in (before, ROOT):
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            alternating.append(stack.enter_context(Alternating(checkout, program, folder)))
+        for number in range(slices):
+            for one in alternating[:: 1 if number % 2 else -1]:
+                one.run_slice()
+        theirs, ours = (one.step_s() for one in alternating)
+    print(f"{name}: {slices} slices", file=sys.stderr)
+    pairs = [(now, then) for now, then in zip(ours, theirs, strict=True) if now is not None and then is not None]
+    return ratio([now for now, _ in pairs], [then for _, then in pairs])
+
+
+def _event_times(folder: Path) -> list[float]:
+    """When rank 0 emitted its ``step`` events."""
+    path = folder / "run" / "events" / "rank00000.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    events = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [event["m"] for event in events if event["kind"] == "step"]
+
+
+def _written_times(folder: Path) -> list[float]:
+    path = folder / "times"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [float(line) for line in lines if line.endswith("\n")]
+
+
+def step(before: Path, slices: int) -> Ratios:
+    """Time of a step of the demo's model, by plan."""
+    programs = {
+        name: Program(
+            arguments=[
+                *("-m", "unisono", "train"),
+                *(f"--set={key}={value}" for key, value in {**TRAIN, **settings, "run.dir": "run"}.items()),
+            ],
+            times=_event_times,
+        )
+        for name, settings in STEP.items()
+    }
+    return {name: in_slices(name, program, before, slices) for name, program in programs.items()}
+
+
+def loader(before: Path, slices: int) -> Ratios:
+    """Time of batches, by data set and number of worker threads."""
+    programs = {
+        name: Program(arguments=["-c", script + LOOP, *map(str, numbers)], times=_written_times)
+        for name, (script, *numbers) in LOADER.items()
+    }
+    return {name: in_slices(name, program, before, slices) for name, program in programs.items()}
+
+
 def main() -> None:
     """Print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--before", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", choices=list(MEASUREMENTS), help="one of the measurements")
+    parser.add_argument("--rounds", type=int, default=9, help="of processes")
+    parser.add_argument("--slices", type=int, default=60, help="of each checkout")
+    parser.add_argument("--only", choices=("start", "step", "loader", "push and pull"), help="one of the measurements")
     arguments = parser.parse_args()
     before: Path = arguments.before.resolve()
+    measurements: Mapping[str, Callable[[], Ratios]] = {
+        "start": lambda: by_process(start, before, 3 * arguments.rounds),
+        "step": lambda: step(before, arguments.slices),
+        "loader": lambda: loader(before, arguments.slices),
+        "push and pull": lambda: by_process(push_pull, before, arguments.rounds),
+    }
     commit = ["git", "rev-parse", "--short=12", "HEAD"]
     result: dict[str, Any] = {
         "before": subprocess.run(commit, cwd=before, stdout=subprocess.PIPE, text=True, check=True).stdout.strip(),
         "rounds": arguments.rounds,
-        "times": {
-            name: compare(measure, before, arguments.rounds)
-            for name, measure in MEASUREMENTS.items()
-            if arguments.only in (None, name)
-        },
+        "times": {name: measure() for name, measure in measurements.items() if arguments.only in (None, name)},
     }
     print(json.dumps(result, indent=1))
 

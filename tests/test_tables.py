@@ -110,13 +110,13 @@ def a_tree(root: Path, files: dict[str, str]) -> Path:
 TREE = {
     "benchmarks/step_time.py": "import os\nfrom benchmarks import paired\nfrom unisono import Trainer\n",
     "benchmarks/paired.py": "import unisono.errors\n",
-    "benchmarks/other.py": "import unisono.other\n",
+    "benchmarks/other.py": "import unisono.measure\n",
     "src/unisono/__init__.py": "import lazy_loader\n",
-    "src/unisono/__init__.pyi": "from .train.trainer import Trainer as Trainer\nfrom .other import Other as Other\n",
+    "src/unisono/__init__.pyi": "from .train.trainer import Trainer as Trainer\nfrom .measure import PeakFlops as PeakFlops\n",
     "src/unisono/errors.py": "",
-    "src/unisono/other.py": "",
+    "src/unisono/measure.py": "",
     "src/unisono/train/__init__.py": "",
-    "src/unisono/train/trainer.py": "if TYPE_CHECKING:\n    import unisono.other\ndef run():\n    from unisono import data\n",
+    "src/unisono/train/trainer.py": "if TYPE_CHECKING:\n    import unisono.measure\ndef run():\n    from unisono import data\n",
     "src/unisono/data/__init__.py": "",
 }
 
@@ -139,7 +139,7 @@ def test_imports_are_followed_to_the_module_that_has_the_name(tmp_path: Path) ->
         ('Popen([python, "-m", "unisono", "train"])', "src/unisono/__main__.py"),
         ('command = ("-m", "benchmarks.other")', "benchmarks/other.py"),
         ('Contestant(module="benchmarks.other")', "benchmarks/other.py"),
-        ('import_module(f"unisono.oth{rest}")', "src/unisono/other.py"),
+        ('import_module(f"benchmarks.oth{rest}")', "benchmarks/other.py"),
     ],
 )
 def test_modules_that_are_started_or_imported_by_name_are_followed(script: str, name: str, tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_result_is_stale_once_code_that_it_ran_has_changed(tmp_path: Path) -> 
     newest = a_run({"one": {"wall": RATIO}}, sources=record.digests(files_of("step_time", root), root))
     folder = results(tmp_path / "results", newest)
     assert tables.stale([a_benchmark(WALL)], folder, root) == {}
-    (root / "src/unisono/other.py").write_text("x = 2\n")
+    (root / "src/unisono/measure.py").write_text("x = 2\n")
     assert tables.stale([a_benchmark(WALL)], folder, root) == {}
     (root / "src/unisono/data/__init__.py").write_text("x = 2\n")
     assert tables.stale([a_benchmark(WALL)], folder, root) == {"step_time": ["data"]}

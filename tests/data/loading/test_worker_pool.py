@@ -125,9 +125,11 @@ def test_an_error_in_a_process_has_its_sample_and_its_traceback() -> None:
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_a_transform_that_returns_no_numbers_is_an_error_of_the_data(kind: str) -> None:
-    with loader(samples.Rows(40), worker_kind=kind, batch_transform=samples.as_text) as one:
-        with pytest.raises(DataError, match=r"'x' of dtype <U\d+\n  rule: batches hold numbers"):
-            next(one.iterate(0, 1))
+    with (
+        loader(samples.Rows(40), worker_kind=kind, batch_transform=samples.as_text) as one,
+        pytest.raises(DataError, match=r"'x' of dtype <U\d+\n  rule: batches hold numbers"),
+    ):
+        next(one.iterate(0, 1))
 
 
 def test_what_a_process_cannot_import_is_refused_at_once() -> None:
