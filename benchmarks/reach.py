@@ -26,13 +26,21 @@ def files_of(script: str, root: Path = ROOT) -> tuple[Path, ...]:
         raise ValueError(f"benchmarks.{script} is no module below {root}")
     reached, waiting = {first}, [first]
     while waiting:
-        for name in _modules(waiting.pop(), root):
-            parts = name.split(".")
-            for path in (_file(".".join(parts[:length]), root) for length in range(1, len(parts) + 1)):
-                if path is not None and path not in reached:
-                    reached.add(path)
-                    waiting.append(path)
+        new = _next_files(waiting.pop(), root) - reached
+        reached |= new
+        waiting += new
     return tuple(sorted(reached))
+
+
+@cache
+def _next_files(file: Path, root: Path) -> frozenset[Path]:
+    """The files of the modules that a file imports or starts, with those of the packages around them."""
+    modules = {
+        ".".join(parts[:length])
+        for parts in (name.split(".") for name in _modules(file, root))
+        for length in range(1, len(parts) + 1)
+    }
+    return frozenset(path for path in (_file(module, root) for module in modules) if path is not None)
 
 
 def _file(module: str, root: Path) -> Path | None:
@@ -44,8 +52,7 @@ def _file(module: str, root: Path) -> Path | None:
     return next((file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()), None)
 
 
-@cache
-def _modules(file: Path, root: Path) -> frozenset[str]:
+def _modules(file: Path, root: Path) -> set[str]:
     """Dotted names of the modules that a file imports or starts."""
     names: set[str] = set()
     nodes: list[ast.AST] = [ast.parse(file.read_text())]
@@ -73,7 +80,7 @@ def _modules(file: Path, root: Path) -> frozenset[str]:
             case _:
                 pass
         nodes += ast.iter_child_nodes(node)
-    return frozenset(names)
+    return names
 
 
 def _home(package: str, name: str, root: Path) -> str:
