@@ -327,9 +327,9 @@ BENCHMARKS = (
                 aim=at_least(0.6),
             ),
             Row(
-                "unisono offsets ignore / floor offsets",
+                "unisono sliding ignore / floor sliding",
                 "",
-                figures.speed_over("unisono offsets ignore", "floor offsets"),
+                figures.speed_over("unisono sliding ignore", "floor sliding"),
                 aim=at_least(0.6),
             ),
             Row(

@@ -4,7 +4,7 @@
 
 50 million uint16 tokens in the page cache; batches of 16 windows of 1,024 inputs and targets. Each contestant is a process;
 a block is ``--steps`` batches and at least half a second. Most read windows side by side, whose floor is ``floor rows``;
-nanoGPT and unisono's windows of stride 1 (``unisono offsets``) begin at any token, whose floor is ``floor offsets``.
+nanoGPT and unisono's windows of stride 1 (``unisono sliding``) begin at any token, whose floor is ``floor sliding``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from unisono.data import PackedWindows, TokenWriter, open_tokens, pack_tokens
 BATCH, LENGTH, TOKENS = 16, 1024, 50_000_000
 KINDS = {
     "floor rows": "",
-    "floor offsets": "",
+    "floor sliding": "",
     "unisono windows ignore": "",
     "unisono windows mask": "",
-    "unisono offsets ignore": "",
-    "unisono offsets mask": "",
+    "unisono sliding ignore": "",
+    "unisono sliding mask": "",
     "unisono loader ignore 0": "",
     "unisono loader mask 0": "",
     "unisono loader mask 1": "",

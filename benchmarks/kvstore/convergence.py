@@ -9,7 +9,7 @@ quarter of its samples, and of local steps each worker makes its own from its ha
 
 Learning rates are those of the plain sums, found once for each optimizer, but where updates are four times as many: they are
 divided by 4 for SGD and by 2 for AdamW (linear and square root of the batch: Goyal et al. 2017, Malladi et al. 2022). Two lines
-show what happens where nothing is divided, and whether damping, which divides by 1 + lateness, makes up for it.
+show what happens where nothing is divided, and whether staleness_lr_decay, which divides by 1 + staleness, makes up for it.
 1 and 2 bits do not go with AdamW (docs/compression.md): on the GPT they are compared with sums under SGD. They and ``topk`` have
 two lines, with the rate of the plain sums and a quarter of it, both compared with the same sums: what a codec holds back is late,
 and late gradients may want small steps.
@@ -96,8 +96,8 @@ WAYS: Mapping[str, Way] = {
     "dist_async": _asynchronous(),
     "dist_async, learning rate not divided": _asynchronous(rescaled=False),
     "dist_async, staleness 2": _asynchronous(staleness=2),
-    "dist_async, staleness 2, damping": _asynchronous(staleness=2, staleness_lr_decay=True),
-    "dist_async, staleness 2, damping, learning rate not divided": _asynchronous(
+    "dist_async, staleness 2, staleness_lr_decay": _asynchronous(staleness=2, staleness_lr_decay=True),
+    "dist_async, staleness 2, staleness_lr_decay, learning rate not divided": _asynchronous(
         rescaled=False, staleness=2, staleness_lr_decay=True
     ),
     "dist_async, int8": _asynchronous(compression="int8"),

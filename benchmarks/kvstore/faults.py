@@ -35,7 +35,7 @@ from unisono.optim import OptimOptions
 from unisono.optim.groups import Role
 
 TABLE = {"value": ((250_000,), torch.float32)}
-UNITS = 4
+BATCH_SHARDS = 4
 _MODULE = "benchmarks.kvstore.faults"
 
 
@@ -91,7 +91,7 @@ def _server() -> Generator[_Server]:
 
 
 def _worker(address: tuple[str, int], secret: bytes, number: int) -> ServerClient:
-    agreed = RunSpec(table=TABLE, num_servers=1, num_batch_shards=UNITS, labels={"run": "bench"})
+    agreed = RunSpec(table=TABLE, num_servers=1, num_batch_shards=BATCH_SHARDS, labels={"run": "bench"})
     config = ServerConfig(addresses=[address], secret=secret)
     worker = ServerClient(config, agreed, worker=number, report=lambda text: None)
     worker.init({"value": torch.zeros(TABLE["value"][0])})
@@ -100,8 +100,8 @@ def _worker(address: tuple[str, int], secret: bytes, number: int) -> ServerClien
     return worker
 
 
-def holds_a_unit(address: str, secret_file: str) -> None:
-    """A worker that claims a unit of work, says so, and never does it."""
+def claims_and_waits(address: str, secret_file: str) -> None:
+    """A worker that claims a batch shard, says so, and never computes it."""
     host, _, port = address.rpartition(":")
     worker = _worker((host, int(port)), Path(secret_file).read_bytes(), 1)
     print(worker.claim(wait=True).item.number, flush=True)
@@ -109,25 +109,28 @@ def holds_a_unit(address: str, secret_file: str) -> None:
 
 
 def killed_worker() -> dict[str, float]:
-    """Seconds until a barrier that it missed is over for the others, and until its unit is dealt to another worker."""
+    """Seconds until a barrier that it missed is over for the others, and until its batch shard is assigned to another worker."""
     with _server() as server:
         other = _worker(server.address, server.secret, 0)
         try:
-            other.mark_done(other.claim(wait=True).item)  # the beginning, before there are units
+            other.mark_done(other.claim(wait=True).item)  # the beginning, before there are batch shards
             command = [sys.executable, "-m", _MODULE, "--holder", "{}:{}".format(*server.address), str(server.file)]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
                 assert holder.stdout is not None
-                held = int(holder.stdout.readline())
+                claimed = int(holder.stdout.readline())
                 holder.send_signal(signal.SIGKILL)
                 begin_s = time.monotonic()
-            for unit in set(range(UNITS)) - {held}:
-                assert other.claim(wait=True).item == WorkItem("unit", unit)
-                other.mark_done(WorkItem("unit", unit))
+            for batch_shard in set(range(BATCH_SHARDS)) - {claimed}:
+                assert other.claim(wait=True).item == WorkItem("unit", batch_shard)
+                other.mark_done(WorkItem("unit", batch_shard))
             other.barrier(1)
             past_s = time.monotonic() - begin_s
-            while other.claim(wait=True).item != WorkItem("unit", held):
+            while other.claim(wait=True).item != WorkItem("unit", claimed):
                 pass
-            return {"others pass the barrier": past_s, "its unit is another's": time.monotonic() - begin_s}
+            return {
+                "others pass the barrier": past_s,
+                "its batch shard is another worker's": time.monotonic() - begin_s,
+            }
         finally:
             other.close()
 
@@ -205,7 +208,7 @@ def main() -> None:
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.holder:
-        holds_a_unit(*arguments.holder)
+        claims_and_waits(*arguments.holder)
     elif arguments.rank:
         waits_for_a_peer()
     else:

@@ -1,4 +1,4 @@
-"""What dist_async and dist_local do together with precisions, codecs, each other's checkpoints, a bound and damping."""
+"""What dist_async and dist_local do together with precisions, codecs, each other's checkpoints, a bound and staleness_lr_decay."""
 
 from __future__ import annotations
 
@@ -167,7 +167,9 @@ def test_no_unit_begins_before_those_that_the_bound_asks_for(
     assert lag > 1 if staleness is None else lag <= staleness
 
 
-def in_order(job: JobSpec, addresses: list[str], secret: str, run_dir: str, ranks: int, damping: bool) -> Any:
+def in_order(
+    job: JobSpec, addresses: list[str], secret: str, run_dir: str, ranks: int, staleness_lr_decay: bool
+) -> Any:
     """Both compute a unit of the only step from the same values; the first pushes, then the second. The first's values behind
     its own push, and in the end."""
     folder = Path(run_dir)
@@ -193,7 +195,13 @@ def in_order(job: JobSpec, addresses: list[str], secret: str, run_dir: str, rank
     with pytest.MonkeyPatch.context() as patch:
         around(patch, started, finishing)
         with tiny.trainer(
-            folder, world=world, sync="dist_async", steps=1, staleness=0, staleness_lr_decay=damping, **changes
+            folder,
+            world=world,
+            sync="dist_async",
+            steps=1,
+            staleness=0,
+            staleness_lr_decay=staleness_lr_decay,
+            **changes,
         ) as run:
             before = values()
             for _ in run:
@@ -204,10 +212,12 @@ def in_order(job: JobSpec, addresses: list[str], secret: str, run_dir: str, rank
 def test_a_late_gradient_is_damped_by_how_late_it_is(tmp_path: Path, pool: Pool, fresh: Callable[[], Any]) -> None:
     """One push of another's came first: it counts 1 / (1 + 1)."""
     steps: list[dict[str, np.ndarray]] = []
-    for damping in (False, True):
-        (run_dir := tmp_path / f"damping-{damping}").mkdir()
+    for staleness_lr_decay in (False, True):
+        (run_dir := tmp_path / f"staleness_lr_decay-{staleness_lr_decay}").mkdir()
         with fresh() as servers:
-            (before, own, last), _ = together(pool, servers, run_dir, 2, in_order, damping=damping)
+            (before, own, last), _ = together(
+                pool, servers, run_dir, 2, in_order, staleness_lr_decay=staleness_lr_decay
+            )
         steps += [{name: own[name] - before[name] for name in own}, {name: last[name] - own[name] for name in own}]
     first, second, one, damped = steps
     for name in damped:

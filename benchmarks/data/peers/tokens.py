@@ -29,9 +29,9 @@ def windows(path: Path) -> np.ndarray:
 
 
 def floor(folder: Path, path: Path, how: str) -> Batches:
-    """``rows``: np.take of rows into a reused buffer; ``offsets``: of any place, by a strided view."""
+    """``rows``: np.take of rows into a reused buffer; ``sliding``: of any place, by a strided view."""
     rows = windows(path)
-    if how == "offsets":
+    if how == "sliding":
         rows = np.lib.stride_tricks.sliding_window_view(np.memmap(path, np.uint16, mode="r"), LENGTH + 1)
     rng, raw, out = (
         np.random.default_rng(1),
@@ -49,14 +49,14 @@ def floor(folder: Path, path: Path, how: str) -> Batches:
 
 
 def unisono(folder: Path, path: Path, how: str) -> Batches:
-    """``windows`` side by side, ``offsets`` or ``loader``, ``ignore`` or ``mask`` of documents, and the loader's threads."""
+    """``windows`` side by side, ``sliding`` or ``loader``, ``ignore`` or ``mask`` of documents, and the loader's threads."""
     from unisono.data import Loader, LoaderOptions, TokenWindows, open_tokens
 
     what, boundaries, *workers = how.split()
     data = TokenWindows(
         open_tokens([path]),
         seq_len=LENGTH,
-        stride=1 if what == "offsets" else LENGTH,
+        stride=1 if what == "sliding" else LENGTH,
         boundaries="ignore" if boundaries == "ignore" else "mask",
     )
     if not workers:
