@@ -1,4 +1,4 @@
-"""What dist_async and dist_local do together with precisions, codecs, each other's checkpoints, a bound and staleness_lr_decay."""
+"""dist_async and dist_local with precisions, codecs, checkpoints of each other, a bound, and staleness_lr_decay."""
 
 from __future__ import annotations
 
