@@ -103,9 +103,10 @@ class BatchBuilder:
     @property
     def _two_phase(self) -> TwoPhaseTransform | None:
         """The transform, if its second phase may run on the batch: not where a pair transform needs finished samples."""
-        if self.pair_transform is None and isinstance(self.transform, TwoPhaseTransform):
-            return self.transform
-        return None
+        # checked last: isinstance of a protocol takes a tenth of the time of a small batch
+        if self.transform is None or self.pair_transform is not None or not isinstance(self.transform, TwoPhaseTransform):
+            return None
+        return self.transform
 
     @property
     def _sample_transform(self) -> Transform | None:
@@ -125,11 +126,11 @@ class BatchBuilder:
             if self.pair_transform is not None:
                 samples = self._transform_pairs(self.pair_transform, samples, spec, progress)
             batch = _name_step(spec, lambda: collate(samples[: spec.num_rows], ids))
-        second_phase = None if self._two_phase is None else self._two_phase.transform_batch
-        for transform in (second_phase, self.batch_transform):
+        two_phase = self._two_phase
+        for transform in (None if two_phase is None else two_phase.transform_batch, self.batch_transform):
             if transform is not None:
                 batch = _name_step(spec, lambda f=transform, batch=batch: check_batch(f(batch), spec.num_rows))
-        bad_rows = [row for row, sample in enumerate(ids) if sample in bad]
+        bad_rows = [row for row, sample in enumerate(ids) if sample in bad] if bad else []
         if self.adds_weights:
             without_weight = spec.is_filler.copy()
             without_weight[bad_rows] = True
