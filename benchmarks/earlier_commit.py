@@ -210,18 +210,23 @@ class Alternating:
 
 
 def in_slices(name: str, program: Program, before: Path, slices: int) -> Any:
-    """The ratio of this checkout's time of a step to that of ``before``, over pairs of neighbouring slices."""
-    with ExitStack() as stack:
-        alternating: list[Alternating] = []
-        for checkout in (before, ROOT):
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            alternating.append(stack.enter_context(Alternating(checkout, program, folder)))
-        for number in range(slices):
-            for one in alternating[:: 1 if number % 2 else -1]:
-                one.run_slice()
-        theirs, ours = (one.step_s() for one in alternating)
+    """The ratio of this checkout's time of a step to that of ``before``, over pairs of neighbouring slices.
+
+    Half of the slices are of processes of which those of ``before`` started first, half of others.
+    """
+    pairs: list[tuple[float, float]] = []
+    for checkouts in ((before, ROOT), (ROOT, before)):
+        with ExitStack() as stack:
+            alternating: dict[Path, Alternating] = {}
+            for checkout in checkouts:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                alternating[checkout] = stack.enter_context(Alternating(checkout, program, folder))
+            for number in range(slices // 2):
+                for one in list(alternating.values())[:: 1 if number % 2 else -1]:
+                    one.run_slice()
+            times = zip(alternating[ROOT].step_s(), alternating[before].step_s(), strict=True)
+            pairs += [(now, then) for now, then in times if now is not None and then is not None]
     print(f"{name}: {slices} slices", file=sys.stderr)
-    pairs = [(now, then) for now, then in zip(ours, theirs, strict=True) if now is not None and then is not None]
     return ratio([now for now, _ in pairs], [then for _, then in pairs])
 
 
