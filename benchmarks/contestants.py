@@ -21,8 +21,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # torch first and by itself, so that a CPU wheel of it that the index offers is taken and nothing pulls another
 ENVIRONMENTS = {
-    "accelerate": ["torch==2.13.0", "accelerate"],
-    "lightning": ["torch==2.13.0", "lightning"],
+    # these two compute with unisono's GPT, for which lazy_loader is enough
+    "accelerate": ["torch==2.13.0", "accelerate", "lazy_loader"],
+    "lightning": ["torch==2.13.0", "lightning", "lazy_loader"],
     # its extension modules are built for numpy 1
     "mindspore": ["mindspore==2.10.0", "numpy<2"],
     "mxnet": ["mxnet==1.9.1", "numpy<1.24", "opencv-python-headless==4.7.0.72"],
@@ -31,7 +32,7 @@ ENVIRONMENTS = {
     "loaders": [
         "torch==2.13.0",
         *("numpy", "pillow", "simplejpeg", "opencv-python-headless", "webdataset", "spdl"),
-        *("msgspec", "xxhash", "psutil", "click", "rich", "safetensors", "tomli-w"),
+        *("lazy_loader", "msgspec", "xxhash", "psutil", "click", "rich", "safetensors", "tomli-w"),
     ],
     "grain": ["grain", "array_record", "simplejpeg", "opencv-python-headless"],
     "litdata": ["torch==2.13.0", "litdata", "simplejpeg", "opencv-python-headless"],
