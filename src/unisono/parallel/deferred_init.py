@@ -135,7 +135,7 @@ class _InitRecorder(TorchDispatchMode):
         try:
             with self.fake:
                 result = func(*args, **kwargs)
-        # torch raises this, or its subclass NotImplementedError, for an operation that fake tensors cannot run
+        # torch raises this or a subclass for an operation that fake tensors cannot run
         except RuntimeError as error:
             raise _refused(name, inputs[0] if inputs else None, "it needs values, and there are none yet") from error
         if factory:

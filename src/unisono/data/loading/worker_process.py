@@ -125,7 +125,8 @@ class ProcessWorker(PoolWorker[MicroBatchSpec, Delivered]):
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-# Pickle is what reaches a child process with a user's own objects; it goes to our own child only (docs/adr/0005).
+# Pickle, because a user's data set and transforms are arbitrary objects and a fork after threads may hang. It writes only for our
+# own child, over a socket pair that nobody else has; nothing from a file or another machine comes this way (docs/adr/0005).
 class _ImportablePickler(pickle.Pickler):
     """Refuses what is defined in the parent's program, which the child never runs."""
 

@@ -370,7 +370,7 @@ def _convert_at_boundary(model: nn.Module, mesh: DeviceMesh) -> None:
         args, kwargs = pytree.tree_map_only(Tensor, replicated, (args, kwargs))
         try:
             outputs = forward(*args, **kwargs)
-        # torch raises this, or its subclass NotImplementedError, for an operation without a sharding strategy
+        # torch raises this or a subclass for an operation without a sharding strategy
         except RuntimeError as error:
             text = str(error)
             if "sharding strategy" not in text and "mixed torch.Tensor and DTensor" not in text:
