@@ -159,12 +159,17 @@ def test_refusals_are_alike_on_all_workers(pool: Pool, how: str, ranks: int, giv
 
 def leaves(world) -> tuple[int, int]:
     gc.collect()  # memory of stores of earlier tests in this process
-    before = set(os.listdir("/proc/self/fd"))
+    files, mappings = set(os.listdir("/proc/self/fd")), mapped()
     shared = SharedMemoryAllReduce(world)
     shared.all_reduce(torch.ones(3))
+    assert len(mapped() - mappings) == 1
     shared.close()
-    maps = Path("/proc/self/maps").read_text()
-    return len(set(os.listdir("/proc/self/fd")) - before), maps.count("unisono-sum")
+    return len(set(os.listdir("/proc/self/fd")) - files), len(mapped() - mappings)
+
+
+def mapped() -> set[str]:
+    """The memory of this process that is shared for sums, as lines of /proc/self/maps."""
+    return {line for line in Path("/proc/self/maps").read_text().splitlines() if "unisono-sum" in line}
 
 
 def test_nothing_is_left_behind(pool: Pool) -> None:

@@ -182,6 +182,8 @@ def refusals(world) -> list[str]:
     assert sync.stats().keys() == {"weight", "kernel"}
     assert sync.stats()["weight"]["bytes_in"] == 4 * 40 * 30
     assert sync.stats()["weight"]["bytes_out"] == 4 * 2 * (40 + 30)
+    for each in (plain, sync, others):
+        each.close()
     return texts
 
 
