@@ -208,6 +208,14 @@ def fastest_rival(match: Match) -> Figure:
     return _ratio(rows[fastest], after=f", {fastest}")
 
 
+def fastest_rival_by_default(match: Match) -> Figure:
+    """As ``fastest_rival``; without a value on a processor without native bf16, where the aim says nothing."""
+    figure = fastest_rival(match)
+    if match.nodes[0]["bf16_native"]:
+        return figure
+    return Figure(f"{figure.text}; this processor has no native bf16")
+
+
 def contestant(rate: str, unit: str) -> Show:
     """A contestant's rate and its speed over that of the baseline, which is the value."""
 

@@ -48,7 +48,7 @@ def _rivals(*, same: str = "", default: str = "") -> tuple[Row, ...]:
         Row(
             "{0}, default: fastest rival / unisono",
             "sizes/*/default/contestants",
-            figures.fastest_rival,
+            figures.fastest_rival_by_default,
             aim=at_least(2, "≥ 2 with native bf16"),
             headline=default,
         ),

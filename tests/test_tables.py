@@ -222,6 +222,15 @@ def test_the_fastest_rival_is_the_one_of_the_highest_paired_median() -> None:
     assert line.is_met is False
 
 
+@pytest.mark.parametrize(("native", "aim"), [(True, "≥ 2: **aim missed**"), (False, "≥ 2")])
+def test_an_aim_of_native_bf16_is_judged_where_bf16_is_native(native: bool, aim: str) -> None:
+    row = Row("x", "contestants", figures.fastest_rival_by_default, aim=at_least(2))
+    line = a_line(row, {"bf16_native": native, "contestants": {"lightning": {"time_over_baseline": RATIO}}})
+    assert line.figure.startswith("1.010 (0.990 to 1.030, 40 pairs), lightning")
+    assert ("no native bf16" in line.figure) is not native
+    assert tables.aim_of(line) == aim
+
+
 def test_without_rounds_it_is_the_quotient_of_medians() -> None:
     result = outcome(**ROUNDS)
     for row in result["contestants"].values():

@@ -111,6 +111,7 @@ def test_a_payload_over_the_limit_is_refused_before_it_is_sent(wires: Any, count
         connection.request(Frame(Op.PUSH, payload=b"x" * 1001))
     assert caught.value.problems[0].given == "PUSH with 1001 bytes"
     assert caught.value.problems[0].rule == "a frame carries at most 1000"
+    assert "adamw" in caught.value.problems[0].nearest
 
 
 def test_what_is_not_answered_when_it_is_closed_fails(wires: Any, counting: Any) -> None:
