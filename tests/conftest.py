@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
+from pool import nursery as nursery
 from pool import pool as pool
 
 pytest_plugins = ["budget"]

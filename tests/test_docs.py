@@ -6,7 +6,6 @@ import dataclasses
 import re
 import shlex
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,12 +38,6 @@ def commands() -> list[str]:
         found += re.findall(r"^(?:    |\$ |    \$ )(unisono [^\n|#]*)$", page.read_text(), re.M)
         found += re.findall(r"`(unisono [^`]+)`", page.read_text())
     return sorted(set(found))
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery("pool:warm") as nursery:
-        yield nursery
 
 
 @pytest.mark.parametrize(("page", "code"), python_blocks())

@@ -4,8 +4,7 @@
         child = nursery.start("faults_worker:main", {"units": 3}, log=path)
 
 A child is a real process to be killed, stopped and looked at; it runs ``function(facts)`` and exits with its answer. With
-``namespace`` it lives in that network namespace. All are killed with the nursery, or when the tests die. ``warm`` names the
-function that imports what children need; it must start no threads, which a child would not have.
+``namespace`` it lives in that network namespace. All are killed with the nursery, or when the tests die.
 """
 
 from __future__ import annotations
@@ -27,7 +26,14 @@ from pathlib import Path
 from typing import Any, Self
 
 _CLONE_NEWNET = 0x40000000
-_WARM = ("torch", "unisono.kvstore.backends.server_client", "unisono.kvstore.server.__main__", "torch.optim")
+_WARM = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "unisono.kvstore.backends.server_client",
+    "unisono.kvstore.server.__main__",
+)
 _MOST_BYTES = 1 << 20
 FIRST_FD = 10
 
@@ -66,12 +72,12 @@ class Child:
 class Nursery:
     """Starts the process that the others are born of."""
 
-    def __init__(self, warm: str = "nursery:warm_servers") -> None:
+    def __init__(self) -> None:
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environ = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
         environ |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), str(os.getpid()), warm],
+            [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())],
             env=environ,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -125,8 +131,8 @@ def _die_with(parent: int) -> None:
             os._exit(1)
 
 
-def _nurse(end: socket.socket, warm: str) -> None:
-    _named(warm)()
+def _nurse(end: socket.socket) -> None:
+    _warm()
     assert len(os.listdir("/proc/self/task")) == 1
     # what is here by now is no garbage, and children look at it no more
     gc.collect()
@@ -171,17 +177,22 @@ def _named(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def warm_servers() -> None:
-    """What torch imports only when an optimizer first makes a step takes seconds."""
+def _warm() -> None:
+    """Imports what most children import; some of it torch imports only when an optimizer first makes a step. Starts no
+    threads, which a child would not have."""
     for name in _WARM:
         importlib.import_module(name)
     import torch
     from parameter_servers import recipe
 
+    import unisono
     from unisono.kvstore.server.chunk_optimizer import ChunkOptimizer
 
+    _ = unisono.Trainer
     value = torch.nn.Parameter(torch.zeros(1))
     ChunkOptimizer(recipe({"a": value}), "a", value).step(torch.zeros(1), 1.0, None)
+    value.grad = torch.zeros(1)
+    torch.optim.AdamW([value]).step()
 
 
 def _live(order: Mapping[str, Any], fds: Sequence[int]) -> None:
@@ -209,4 +220,4 @@ def _live(order: Mapping[str, Any], fds: Sequence[int]) -> None:
 
 if __name__ == "__main__":
     _die_with(int(sys.argv[2]))
-    _nurse(socket.socket(fileno=int(sys.argv[1])), sys.argv[3])
+    _nurse(socket.socket(fileno=int(sys.argv[1])))

@@ -149,13 +149,18 @@ class Pool:
         self._started += 1
         log = Path(self._folder.name) / f"worker-{self._started}.log"
         log.touch()
-        if not self._nurseries:
-            self._nurseries = [Nursery("pool:warm"), Nursery("pool:warm")]
-        nursery = self._nurseries[self._started % 2]
+        nursery = self.nurseries[self._started % 2]
         ours, theirs = socket.socketpair()
         process = nursery.start("pool:serve", log=log, fds=[theirs.fileno()])
         theirs.close()
         return _Worker(process, Connection(ours.detach()), log)
+
+    @property
+    def nurseries(self) -> list[Nursery]:
+        """Started when first needed."""
+        if not self._nurseries:
+            self._nurseries = [Nursery(), Nursery()]
+        return self._nurseries
 
     def close(self) -> None:
         """Ends all workers."""
@@ -176,22 +181,13 @@ def pool() -> Iterator[Pool]:
     made.close()
 
 
+@pytest.fixture(scope="session")
+def nursery(pool: Pool) -> Nursery:
+    """Starts other processes than the pool's workers in milliseconds."""
+    return pool.nurseries[0]
+
+
 # --- inside a worker -------------------------------------------------------------------------------------------------
-
-
-def warm() -> None:
-    """Imports what the ranks of most tests import; some of it torch imports only when an optimizer first makes a step."""
-    import torch
-    import torch.distributed.fsdp
-    import torch.distributed.pipelining
-    import torch.distributed.tensor.parallel
-
-    import unisono
-
-    _ = unisono.Trainer
-    value = torch.nn.Parameter(torch.zeros(1))
-    value.grad = torch.zeros(1)
-    torch.optim.AdamW([value]).step()
 
 
 def serve() -> None:

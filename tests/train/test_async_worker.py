@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from asynchronous import SHARED, STEPS, digests, one_process, place, samples_of, together, worker
+from nursery import Nursery
 from parameter_servers import ParameterServers, parameter_servers
 from pool import Pool
 from procs import wait_until
@@ -26,8 +27,8 @@ from unisono.train import async_worker
 
 
 @pytest.fixture
-def servers(tmp_path: Path) -> Iterator[ParameterServers]:
-    with parameter_servers(tmp_path, 2) as made:
+def servers(tmp_path: Path, nursery: Nursery) -> Iterator[ParameterServers]:
+    with parameter_servers(tmp_path, 2, nursery=nursery) as made:
         yield made
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 from asynchronous import together, worker
+from nursery import Nursery
 from parameter_servers import parameter_servers
 from pool import Pool
 
@@ -80,8 +81,8 @@ def test_one_process_has_no_link(tmp_path: Path, pool: Pool) -> None:
 
 
 @pytest.mark.full
-def test_asynchronous_workers_tell_of_each_server(tmp_path: Path, pool: Pool) -> None:
-    with parameter_servers(tmp_path, 2) as servers:
+def test_asynchronous_workers_tell_of_each_server(tmp_path: Path, pool: Pool, nursery: Nursery) -> None:
+    with parameter_servers(tmp_path, 2, nursery=nursery) as servers:
         outcomes = together(pool, servers, tmp_path / "run", 2, worker, every_steps=0)
         peers = [f"{host}:{port}" for host, port in servers.addresses]
     for rank, outcome in enumerate(outcomes):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 from asynchronous import SHARED, digests, one_process, place, samples_of, together, worker
+from nursery import Nursery
 from parameter_servers import parameter_servers
 from pool import Pool
 from procs import wait_until
@@ -26,9 +27,9 @@ LOCAL = {"sync": "dist_local", "local_steps": 4}
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
+def fresh(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Callable[[], Any]:
     """Servers belong to one run."""
-    return lambda: parameter_servers(tmp_path_factory.mktemp("servers"), 1)
+    return lambda: parameter_servers(tmp_path_factory.mktemp("servers"), 1, nursery=nursery)
 
 
 def follows(losses: list[float], exact: list[float]) -> bool:

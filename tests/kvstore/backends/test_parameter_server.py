@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from nursery import Nursery
 from parameter_servers import parameter_servers
 from pool import Pool
 from torch import Tensor, nn
@@ -72,9 +73,9 @@ def plain_sgd(store: KVStore, lr: float = 1.0) -> None:
 # --- values --------------------------------------------------------------------------------------------------------
 
 
-def test_every_acknowledged_push_is_applied_once(pool: Pool, tmp_path: Path) -> None:
+def test_every_acknowledged_push_is_applied_once(pool: Pool, nursery: Nursery, tmp_path: Path) -> None:
     """Two worker processes, a server process, whole numbers: sums are exact whatever the order."""
-    with parameter_servers(tmp_path) as servers:
+    with parameter_servers(tmp_path, nursery=nursery) as servers:
         pushed = pool.run(push_numbers, servers.addresses, servers.secret, ranks=2, joined=False)
         with closing(store_of(servers.addresses, 2, 3, servers.secret)) as late:
             found = {"w": torch.zeros(3000, 1000), "b": torch.zeros(5)}
