@@ -171,6 +171,8 @@ def _is_plain(hint: Any) -> bool:
     if hint in _SCALARS:
         return True
     origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return all(map(_is_plain, args))
     if origin is Literal:
         return all(isinstance(choice, str | int) for choice in args)
     if origin in (tuple, list):
@@ -212,4 +214,8 @@ def _arm_words(hint: Any) -> Iterator[str]:
 
 
 def _many(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(_many, get_args(hint)))
+    if get_origin(hint) is dict:
+        return f"tables of {_many(get_args(hint)[1])}"
     return _MANY[hint] if hint in _MANY else "values, each " + " or ".join(_arm_words(hint))

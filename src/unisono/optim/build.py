@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from unisono.optim import kernels
 from unisono.optim.groups import Role, parameter_roles
 from unisono.optim.layerwise import GlobalNorms, Lamb, Lars
 from unisono.optim.options import OPTIMIZER_FIELDS, OptimOptions
+from unisono.optim.run_optimizer import empty_pattern
 from unisono.optim.skippable import make_skippable
 from unisono.optim.state import ADAM_STATE, MOMENTUM_STATE, create_state
 
@@ -26,7 +28,8 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups ``decay``, ``no_decay`` and ``plain`` with the parameters in the order of their names.
 
-    ``groups`` has the rule. An empty group is left out.
+    The module ``groups`` has the rule. Each table of ``options.groups`` has up to three such groups of its own, with its
+    pattern in their names. An empty group is left out.
 
     Args:
         model: The model whose trainable parameters are grouped, or a part of it.
@@ -39,23 +42,31 @@ def param_groups(
         rate), for the constructor of an optimizer.
 
     Raises:
-        ConfigError: The model has no trainable parameter, or a pattern of ``decay_exclude`` matches none.
+        ConfigError: The model has no trainable parameter, or a pattern of ``decay_exclude`` or ``groups`` matches none.
     """
     by_name = sharded_params if sharded_params is not None else dict(model.named_parameters(remove_duplicate=False))
-    by_role: dict[Role, list[nn.Parameter]] = {role: [] for role in Role}
-    for name, role in (parameter_roles(model, options.decay_exclude) if named_roles is None else named_roles).items():
+    roles = parameter_roles(model, options.decay_exclude) if named_roles is None else named_roles
+    table_of = _match_groups(roles, options.groups)
+    members: dict[tuple[int, Role], list[nn.Parameter]] = {
+        (table, role): [] for table in (len(options.groups), *range(len(options.groups))) for role in Role
+    }
+    for name, role in roles.items():
         if name in by_name:
-            by_role[role].append(by_name[name])
-    groups = [
-        {
-            "name": role.name.lower(),
+            members[table_of[name], role].append(by_name[name])
+    groups: list[dict[str, Any]] = []
+    for (number, role), params in members.items():
+        if not params:
+            continue
+        table: Mapping[str, Any] = options.groups[number] if number < len(options.groups) else {}
+        group = {
+            "name": role.name.lower() + (f" {table['match']}" if table else ""),
             "params": params,
-            "weight_decay": options.effective_weight_decay if role is Role.DECAY else 0.0,
+            "weight_decay": table.get("weight_decay", options.effective_weight_decay if role is Role.DECAY else 0.0),
             "adapt": role is not Role.PLAIN,
         }
-        for role, params in by_role.items()
-        if params
-    ]
+        if "lr_scale" in table:
+            group["lr"] = options.lr * float(table["lr_scale"])
+        groups.append(group)
     if not groups:
         raise ConfigError(
             given=f"{type(model).__name__} has no parameter that requires a gradient",
@@ -64,6 +75,26 @@ def param_groups(
             nearest="requires_grad_(True) on the layers to train",
         )
     return groups
+
+
+def _match_groups(names: Iterable[str], tables: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """For each name the index of the first table whose pattern matches it; ``len(tables)`` where none does.
+
+    Raises ConfigError for a table that gets no parameter.
+    """
+    names, patterns = list(names), [str(table["match"]) for table in tables]
+    matches = {
+        name: next((n for n, pattern in enumerate(patterns) if fnmatchcase(name, pattern)), len(tables))
+        for name in names
+    }
+    problems = [
+        empty_pattern(pattern, patterns, names, "optim.groups")
+        for number, pattern in enumerate(patterns)
+        if number not in matches.values()
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    return matches
 
 
 def state_names(options: OptimOptions) -> tuple[str, ...]:

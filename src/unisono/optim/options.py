@@ -41,6 +41,11 @@ class OptimOptions:
         None, "Decay of weight matrices; unset: adamw 0.1, lamb 0.01, sgd and lars 1e-4, adam 0.", ge=0
     )
     decay_exclude: tuple[str, ...] = option((), "More parameters without decay: patterns of names such as '*.pos'.")
+    groups: tuple[dict[str, str | float], ...] = option(
+        (),
+        "Groups of parameters, the first match wins: tables of match (a pattern of names), lr_scale and weight_decay.",
+    )
+    freeze: tuple[str, ...] = option((), "Parameters that are not trained: patterns of names such as 'encoder.*'.")
     clip_norm: float = option(1.0, "Largest global gradient norm; 0 turns clipping off.", ge=0)
     beta1: float = option(0.9, "Decay of the gradient's running mean (adam, adamw, lamb).", ge=0, lt=1)
     beta2: float = option(0.95, "Decay of the squared gradient's running mean (adam, adamw, lamb).", ge=0, lt=1)
@@ -57,6 +62,8 @@ class OptimOptions:
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Fields that ``kind`` does not read, and Nesterov without momentum, by field name."""
         yield from _unused_fields(self, "optimizer", OPTIMIZER_FIELDS)
+        for number, group in enumerate(self.groups, start=1):
+            yield from (("groups", problem) for problem in _group_problems(number, group))
         if self.kind == "sgd" and self.nesterov and self.momentum == 0:
             yield (
                 "nesterov",
@@ -86,6 +93,33 @@ class ScheduleOptions:
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Fields that ``kind`` does not read, by field name."""
         yield from _unused_fields(self, "schedule", SCHEDULE_FIELDS)
+
+
+_GROUP_KEYS: Mapping[str, float] = {"lr_scale": 10.0, "weight_decay": 0.0}
+
+
+def _group_problems(number: int, group: Mapping[str, str | float]) -> Iterator[Problem]:
+    """Problems of one table of ``optim.groups``."""
+    example = 'match = "head.*", lr_scale = 10.0'
+    wrong = ""
+    if not isinstance(group.get("match"), str):
+        wrong = "no match"
+    elif unknown := sorted(group.keys() - {"match", *_GROUP_KEYS}):
+        wrong = f"the unknown key {unknown[0]!r}"
+    elif len(group) == 1:
+        wrong = "neither lr_scale nor weight_decay"
+    else:
+        for key in _GROUP_KEYS.keys() & group.keys():
+            value = group[key]
+            if isinstance(value, str) or not 0 <= value < float("inf"):
+                wrong = f"{key} = {value!r}"
+    if wrong:
+        yield Problem(
+            given=f"table {number} of optim.groups has {wrong}",
+            rule="a table has match, a pattern of parameter names, and lr_scale or weight_decay, numbers from 0 on",
+            consequence="it is unclear which parameters it changes, and how",
+            nearest=f"[[optim.groups]] with {example}",
+        )
 
 
 def decay_steps(options: ScheduleOptions, total_steps: int) -> int:

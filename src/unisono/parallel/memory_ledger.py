@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from unisono.errors import PlanError
-from unisono.optim import state_tensors
+from unisono.optim.run_optimizer import RunOptimizer
 from unisono.parallel.mesh import AXES
 from unisono.parallel.pipeline.partition import PipelinePartition
 from unisono.parallel.sharding import GlobalParameterSpec, TensorShard
@@ -133,11 +132,14 @@ def build_ledger(
     return MemoryLedger(parameters=held)
 
 
-def check_ledger(expected: MemoryLedger, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
-    """Compare a rank's parameters and optimizer state with the ledger. Raises PlanError with the first differences."""
+def check_ledger(expected: MemoryLedger, parameters: Mapping[str, nn.Parameter], optimizer: RunOptimizer) -> None:
+    """Compare a rank's parameters, and optimizer state if it exists yet, with the ledger.
+
+    Raises PlanError with the first differences.
+    """
     held = expected.parameters
     states: dict[str, list[Tensor]] = {}
-    for path, tensor in state_tensors(parameters, optimizer).items():
+    for path, tensor in optimizer.state_tensors(parameters).items():
         states.setdefault(path.split("/", 2)[2], []).append(tensor)
     wrong: list[str] = []
     for name in [*held, *(name for name in parameters if name not in held)]:
@@ -147,7 +149,7 @@ def check_ledger(expected: MemoryLedger, parameters: Mapping[str, nn.Parameter],
         want, shard, state = held[name], parameters[name], states.get(name, [])
         if (tuple(shard.shape), shard.dtype) != (want.shape, want.dtype):
             wrong.append(f"{name} is {list(shard.shape)} {shard.dtype}, and should be {list(want.shape)} {want.dtype}")
-        elif (have := sum(state_tensor.nbytes for state_tensor in state)) != want.state_bytes:
+        elif optimizer.eager_state and (have := sum(state_tensor.nbytes for state_tensor in state)) != want.state_bytes:
             wrong.append(f"the optimizer holds {have} bytes for {name}, and should hold {want.state_bytes}")
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""

@@ -26,6 +26,7 @@ from unisono.kvstore.wire.secret import read_secret
 from unisono.kvstore.wire.tls import read_tls
 from unisono.observe.events import EventLog
 from unisono.observe.meters import StepTimers
+from unisono.optim.run_optimizer import RunOptimizer
 from unisono.plan.plan import Plan
 from unisono.train.comm_stats import PeerTraffic
 from unisono.train.gradient_sync import compression_reason
@@ -46,30 +47,28 @@ class RemoteOptimizer:
 
     def __init__(
         self,
-        local: torch.optim.Optimizer,
+        local: RunOptimizer,
         servers: ServerClient,
         parameters: Mapping[str, nn.Parameter],
         *,
         late_pull: bool,
         timers: StepTimers,
     ) -> None:
-        self.param_groups, self.state = local.param_groups, local.state
-        self.grad_scale: Tensor | None = None
-        self.found_inf: Tensor | None = None
+        self.param_groups, self.state = local.param_groups, local.members[0].state
+        self.state_tensors, self.create_state = local.state_tensors, local.create_state
         self.batch_shard = 0
         self._servers, self._late_pull, self._timers = servers, late_pull, timers
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, grad_scale: Tensor, found_inf: Tensor) -> None:
         """Push gradients, divided by ``grad_scale``, and load the new values; do nothing where ``found_inf`` is set."""
-        if self.found_inf is not None and bool(self.found_inf):
+        if bool(found_inf):
             return
         sent: dict[str, Tensor] = {}
         for name, parameter in self._trained.items():
             gradient = cast(Tensor, parameter.grad)
-            gradient = gradient if self.grad_scale is None else gradient / self.grad_scale
-            sent[name] = as_host_memory(gradient.to(parameter.dtype))
+            sent[name] = as_host_memory((gradient / grad_scale).to(parameter.dtype))
         lr = float(self.param_groups[0]["lr"])
         into = None if self._late_pull else self._trained
         with self._timers.phase("comm_exposed"):
@@ -152,7 +151,7 @@ class AsyncWorker(SyncState):
             state.optimizer, self._servers, self._parameters, late_pull=self._bounded, timers=timers
         )
         self._optimizer.state.clear()  # the servers have it
-        state.optimizer, state.sync_state = cast(torch.optim.Optimizer, self._optimizer), self
+        state.optimizer, state.sync_state = cast(RunOptimizer, self._optimizer), self
         self._num_shards = 0
         self._unused_item: WorkItem | None = None
         self._claim = Claim(item=WAIT, weight=0.0, is_last=False)  # the latest

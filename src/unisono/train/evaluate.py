@@ -110,6 +110,7 @@ class Evaluator:
         self.events.emit("eval", step=self.state.step, **{f"eval/{name}": value for name, value in values.items()})
         if data is None:
             self.values, self.evaluated_step = values, self.state.step
+            self.state.learning_rates.after_evaluation(values["loss"])
             self._count_without_gain(values["loss"])
         return values
 

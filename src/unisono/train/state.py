@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from unisono.checkpoint import CheckpointReader
 from unisono.errors import CheckpointError
-from unisono.optim import state_tensors
+from unisono.optim.learning_rate import LearningRates
+from unisono.optim.run_optimizer import RunOptimizer
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.precision import LossScale
 from unisono.parallel.sharding import ShardedParameters, TensorShard
@@ -67,7 +68,8 @@ class TrainState:
 
     model: nn.Module
     sharded: ShardedParameters
-    optimizer: torch.optim.Optimizer
+    optimizer: RunOptimizer
+    learning_rates: LearningRates
     loss_scale: LossScale
     guard: StepGuard
     average: WeightAverage | None
@@ -91,6 +93,8 @@ class TrainState:
         """
         tensors = self.local_state()
         if self.stage_tensors is not None:
+            if not self.optimizer.eager_state:  # it may have state now that it had not before
+                self.stage_tensors = StageTensors(self, self.stage_tensors.dims)
             tensors |= self.stage_tensors.of_other_stages()
         if self.sync_state is not None:
             tensors |= self.sync_state.global_state()
@@ -102,6 +106,11 @@ class TrainState:
 
     def shards(self) -> dict[str, TensorShard]:
         """This rank's shard of each tensor of ``global_state`` that is sharded over ranks, by path."""
+        shards = self.own_shards()
+        return shards if self.stage_tensors is None else self.stage_tensors.shards(shards)
+
+    def own_shards(self) -> dict[str, TensorShard]:
+        """``shards`` of the tensors of ``local_state`` alone."""
         shards: dict[str, TensorShard] = {}
         for path, tensor in self.local_state().items():
             # model/NAME, optim/STATE/NAME, ema/NAME
@@ -109,7 +118,7 @@ class TrainState:
             shard = self.sharded.shard_of(name, tensor) if name in self.sharded.parameters else None
             if shard is not None:
                 shards[path] = shard
-        return shards if self.stage_tensors is None else self.stage_tensors.shards(shards)
+        return shards
 
     def local_state(self) -> dict[str, Tensor]:
         """This rank's parameters, buffers, optimizer state and moving average, by checkpoint path."""
@@ -118,7 +127,7 @@ class TrainState:
         named = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = {name: tensor for name, tensor in self.model.state_dict().items() if name not in named}
         tensors = {f"model/{name}": tensor.detach() for name, tensor in {**buffers, **parameters}.items()}
-        tensors |= state_tensors(parameters, self.optimizer)
+        tensors |= self.optimizer.state_tensors(parameters)
         if self.average is not None:
             tensors |= self.average.state()
         return tensors
@@ -148,13 +157,16 @@ class TrainState:
 
     def meta(self) -> dict[str, Any]:
         """State that is no tensor."""
-        return {name: getattr(self, name) for name in ("step", "best_loss", "evaluations_without_gain")}
+        values = {name: getattr(self, name) for name in ("step", "best_loss", "evaluations_without_gain")}
+        schedule = self.learning_rates.state()
+        return values | ({"schedule": schedule} if schedule else {})
 
     def restore(self, reader: CheckpointReader, *, rank: int, seed: int) -> list[str]:
         """Load the whole state, bit for bit; returns the differences: tensors that are new or not used.
 
         Raises CheckpointError if names, shapes or dtypes are those of another model.
         """
+        self._create_optimizer_state(reader, rank)
         current, shards = self.global_state(), self.shards()
         saved = _saved_global_names(reader, current, shards)
         differences = [f"{name} is not used" for name in sorted(saved - current.keys())]
@@ -171,9 +183,20 @@ class TrainState:
         meta = reader.meta["state"]
         self.step = int(meta["step"])
         self.best_loss = meta["best_loss"]
+        self.learning_rates.load_state(meta.get("schedule", {}))
         self.evaluations_without_gain = int(meta["evaluations_without_gain"])
         self._restore_generators(reader, rank=rank, seed=seed)
         return differences + self._restore_sync_state(reader, rank)
+
+    def _create_optimizer_state(self, reader: CheckpointReader, rank: int) -> None:
+        """Create the state of optimizers that have none before their first step, as the checkpoint lists it."""
+        saved: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        for name in reader.names():
+            path = name.removeprefix(f"sync/rank-{rank:05d}/")
+            if path.startswith("optim/"):
+                spec = reader.spec(name)
+                saved[path] = torch.Size(spec.shape), spec.dtype
+        self.optimizer.create_state(self.sharded.parameters, saved)
 
     def _restore_sync_state(self, reader: CheckpointReader, rank: int) -> list[str]:
         rank_local = [name for name in reader.names() if name.startswith("sync/")]
@@ -213,7 +236,7 @@ class StageTensors:
 
     def __init__(self, state: TrainState, dims: ParallelDims) -> None:
         """Gather the tables of all stages. A collective."""
-        self._dims, shards = dims, state.shards()
+        self.dims, shards = dims, state.own_shards()
         table = {
             path: [list(shards[path].global_shape if path in shards else t.shape), str(t.dtype).removeprefix("torch.")]
             for path, t in state.local_state().items()
@@ -233,7 +256,7 @@ class StageTensors:
 
     def shards(self, mine: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
         """All tensors of all stages as shards. Of one that several stages have (a tied embedding) the first stage's counts."""
-        rank, ranks_per_stage = self._dims.world.rank, self._dims.world.world_size // self._dims.plan.mesh.pp
+        rank, ranks_per_stage = self.dims.world.rank, self.dims.world.world_size // self.dims.plan.mesh.pp
         shards: dict[str, TensorShard] = {}
         for path, (shape, _) in sorted(self._table.items()):
             first = self._first[path]

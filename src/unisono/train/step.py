@@ -70,7 +70,6 @@ class TrainStep:
 
     forward_backward: ForwardBackward
     objective: Objective
-    schedule: Callable[[int], float]
     clip_norm: float
     plan: Plan
     state: TrainState
@@ -119,13 +118,10 @@ class TrainStep:
         norm = state.sharded.global_norm(gradients) / divisor
         good = state.guard.accept(loss, norm)
         self.observe_gradients(state.step, gradients, divisor)
-        lr = self.schedule(state.step)
-        for group in state.optimizer.param_groups:
-            group["lr"] = lr
-        grad_scale: Any = divisor / clip_coefficient(norm, self.clip_norm) if self.clip_norm else divisor
-        state.optimizer.grad_scale = grad_scale  # pyright: ignore[reportAttributeAccessIssue]
-        state.optimizer.found_inf = (~good).float()  # pyright: ignore[reportAttributeAccessIssue]
-        state.optimizer.step()
+        lr = state.learning_rates.apply(state.step)
+        grad_scale = divisor / clip_coefficient(norm, self.clip_norm) if self.clip_norm else divisor
+        state.optimizer.step(grad_scale, (~good).float())
+        state.learning_rates.after_step()
         update_router_biases(self.forward_backward.model, state.sharded.sum_over_data_ranks, good)
         state.loss_scale.update(~norm.isfinite())
         if state.average is not None:

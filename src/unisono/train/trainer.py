@@ -36,8 +36,9 @@ from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
-from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer, build_schedule, state_names
-from unisono.optim.groups import parameter_roles
+from unisono.optim import OptimOptions, ScheduleOptions
+from unisono.optim.learning_rate import SchedulerFactory
+from unisono.optim.run_optimizer import GivenOptimizer
 from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.deferred_init import DeferredModel, allocate_shards, deferred_init, materialize
 from unisono.parallel.device import set_backend
@@ -67,6 +68,7 @@ from unisono.train.loop import StepRunner, SyncLoop
 from unisono.train.metrics import Metric
 from unisono.train.metrics_reader import GradientStats, MetricsReader
 from unisono.train.objectives import Objective
+from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
 from unisono.train.setup import (
@@ -131,9 +133,13 @@ class Trainer:
             this job; a ``Plan`` is only validated.
         objective: ``(outputs, batch) -> (loss_sum, weight)``, two 0-dim tensors. The loss of a step is the sum of ``loss_sum``
             divided by the sum of ``weight``, both over all micro-batches and ranks.
-        optimizer: Kind, learning rate, decay and clipping of the optimizer. Default: ``OptimOptions()``, AdamW.
-        schedule: ScheduleOptions (default: ``ScheduleOptions()``), or a function of the step, from 0, that returns the
-            learning rate itself.
+        optimizer: ``OptimOptions`` (default: ``OptimOptions()``, AdamW); a ``torch.optim`` optimizer of the model's parameters; a
+            class or function of a list of parameters that builds one; or several by pattern of parameter names, of which the
+            first match wins: ``{"*.bias": partial(SGD, lr=0.1), "*": AdamW}``.
+        schedule: ``ScheduleOptions``; a function of the step, from 0, that returns the learning rate itself; or a
+            ``torch.optim.lr_scheduler`` class, a partial of one, or ``lambda optimizer: …`` that builds one. Default:
+            ``ScheduleOptions()``, cosine, with ``OptimOptions``, and a constant rate with another optimizer.
+        clip_norm: Largest global gradient norm with an optimizer that is no ``OptimOptions``. Default: no clipping.
         options: Length of the run, cadence of evaluations, early stopping, EMA and the guard against bad steps. Default:
             ``TrainOptions()``.
         checkpoint: When checkpoints are written and how many are kept. Default: ``CheckpointOptions()``.
@@ -172,8 +178,9 @@ class Trainer:
         plan: Plan | PlanOptions | None = None,
         *,
         objective: Objective,
-        optimizer: OptimOptions | None = None,
-        schedule: ScheduleOptions | Callable[[int], float] | None = None,
+        optimizer: OptimOptions | GivenOptimizer | None = None,
+        schedule: ScheduleOptions | Callable[[int], float] | SchedulerFactory | None = None,
+        clip_norm: float | None = None,
         options: TrainOptions | None = None,
         checkpoint: CheckpointOptions | None = None,
         run_dir: str | Path = "runs/first",
@@ -200,8 +207,9 @@ class Trainer:
         self.run_dir = Path(run_dir)
         self._given_plan = plan or PlanOptions()
         self._objective = objective
-        self._optim = optimizer or OptimOptions()
-        self._given_schedule = schedule or ScheduleOptions()
+        self._optim = OptimizerSetup(
+            given=OptimOptions() if optimizer is None else optimizer, schedule=schedule, clip_norm=clip_norm
+        )
         self._checkpoint = checkpoint or CheckpointOptions()
         self._seed, self._resume = seed, resume
         self._metrics = dict(metrics or {})
@@ -252,6 +260,7 @@ class Trainer:
         agree(self.world, "configuration", self._provenance.get("config_hash"))
         set_backend(self.plan)
         check_sync_options(self.plan, self.options)
+        self._optim.check(self.plan)
         self.store = open_store(self.plan, self.world)
 
     def _build_model(self) -> DeferredModel | None:
@@ -268,7 +277,7 @@ class Trainer:
         flops = self._given_flops
         self._flops_per_token = flops(self.model) if callable(flops) else flops
         self._dims = ParallelDims(worker_plan(self.plan), self.world)
-        self._roles = parameter_roles(self.model, self._optim.decay_exclude)
+        self._optim.prepare_model(self.model, self.events)
         self._inputs = input_selector(self.model)
         return deferred
 
@@ -307,13 +316,7 @@ class Trainer:
     def _build_state(self) -> None:
         """Create the optimizer, all other state of the run, and the gradient synchronisation that has a part of it."""
         sharded, options = self._sharded, self.options
-        self._optimizer = build_optimizer(
-            self.model,
-            self._optim,
-            sharded_params=sharded.parameters,
-            named_roles=self._roles,
-            global_norms=sharded.global_norms if sharded.is_sharded else None,
-        )
+        self._optimizer = self._optim.build(self.model, sharded)
         self._ledger = self._check_memory()
         total_dtype = torch.float64 if self.device.type != "mps" else torch.float32
         scales = self.plan.precision.uses_loss_scale
@@ -322,6 +325,7 @@ class Trainer:
             model=self.model,
             sharded=sharded,
             optimizer=self._optimizer,
+            learning_rates=self._optim.learning_rates(self._optimizer, options.steps),
             loss_scale=loss_scale,
             guard=StepGuard(self.device, sigmas=options.spike_sigmas),
             average=WeightAverage(sharded.parameters, options.ema_decay) if options.ema_decay else None,
@@ -335,7 +339,7 @@ class Trainer:
             self.model,
             sharded,
             self._dims,
-            optimizer=self._optim.kind,
+            optimizer=self._optim.name,
             step=lambda: self.state.step,
             events=self.events,
         )
@@ -349,7 +353,7 @@ class Trainer:
             self._dims.plan,
             table.spec,
             self.world.rank,
-            state=state_names(self._optim),
+            state=self._optim.state_names,
             shards=table.tensor_parallel,
             stacks=expert_parameters(self.model),
             layout=self._partition,
@@ -366,7 +370,8 @@ class Trainer:
             self._loop = SyncLoop(runner=self._build_runner(self._sync), loader=self._loader)
             return
         loader = require_random_access(self._loader)
-        options, optim = self.options, self._optim
+        options, optim = self.options, self._optim.options
+        assert optim is not None  # OptimizerSetup.check
         worker = AsyncWorker(
             self.plan,
             self.world.job,
@@ -383,7 +388,7 @@ class Trainer:
             # a push brings its learning rate, and gradients are clipped here
             optimizer_spec=ServerOptimizerSpec(
                 options=replace(optim, clip_norm=0.0),
-                roles=dict(self._roles),
+                roles=dict(self._optim.roles),
                 staleness_lr_decay=self.plan.sync.staleness_lr_decay,
             ),
             events=self.events,
@@ -441,9 +446,7 @@ class Trainer:
     def _build_runner(self, traffic: GradientSync | ReportsTraffic) -> StepRunner:
         """One step of this run and everything that reports it; ``traffic`` counts what is sent for it."""
         plan = self._dims.plan  # dist_async: the plan of one worker; else self.plan
-        options, schedule = self.options, self._given_schedule
-        if isinstance(schedule, ScheduleOptions):
-            schedule = build_schedule(schedule, options.steps, self._optim.lr)
+        options = self.options
         forward_backward = ForwardBackward(
             model=self.model,
             inputs=self._inputs,
@@ -456,8 +459,7 @@ class Trainer:
         train_step = TrainStep(
             forward_backward=forward_backward,
             objective=self._objective,
-            schedule=schedule,
-            clip_norm=self._optim.clip_norm,
+            clip_norm=self._optim.norm_limit,
             plan=plan,
             state=self.state,
             sync=self._sync,

@@ -1,0 +1,299 @@
+"""The optimizers of a run: built from options, or any ``torch.optim.Optimizer`` of the user's.
+
+A user's optimizer creates its state in its first step. So its state is not in the memory plan, a resumed run creates it from
+the checkpoint, and a skipped first step reads the flag on the host (``skippable``). ``trial`` finds out beforehand, on a small
+tensor, what the optimizer keeps and whether it works on shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.errors import ConfigError, Problem, nearest_name
+from unisono.optim.skippable import make_skippable, non_tensor_state
+from unisono.optim.state import state_tensors
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+# an optimizer of the model's parameters, a class or function that builds one, or several by name pattern
+GivenOptimizer = Optimizer | OptimizerFactory | Mapping[str, OptimizerFactory]
+
+
+class RunOptimizer:
+    """One or several optimizers, each of its own parameters, that make one step together.
+
+    Args:
+        members: Optimizers that obey ``make_skippable``. Their parameters are disjoint.
+        eager_state: Whether their state was created with them, as ``build_optimizer`` does.
+    """
+
+    def __init__(self, members: Sequence[Optimizer], *, eager_state: bool) -> None:
+        self.members = tuple(members)
+        self.eager_state = eager_state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers; changes of a group's values act on its optimizer."""
+        return [group for member in self.members for group in member.param_groups]
+
+    def step(self, grad_scale: Tensor, found_inf: Tensor) -> None:
+        """Divide gradients by ``grad_scale`` [] and update; where ``found_inf`` [] is not 0 nothing changes."""
+        for member in self.members:
+            member.grad_scale = grad_scale  # pyright: ignore[reportAttributeAccessIssue]
+            member.found_inf = found_inf  # pyright: ignore[reportAttributeAccessIssue]
+            member.step()
+
+    def state_tensors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """The live state as ``optim/<state>/<parameter name>``. Raises CheckpointError for state that is no tensor."""
+        return {path: tensor for member in self.members for path, tensor in state_tensors(parameters, member).items()}
+
+    def create_state(
+        self, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, tuple[torch.Size, torch.dtype]]
+    ) -> None:
+        """Create the state that ``saved`` lists by path and that does not exist yet; values are to be loaded.
+
+        ``saved`` has the shapes of the global tensors. A tensor of a parameter's global shape gets the shape of its shard.
+        """
+        if self.eager_state:
+            return
+        for member in self.members:
+            own = {p: group for group in member.param_groups for p in group["params"]}
+            for path, (shape, dtype) in saved.items():
+                _, state, name = path.split("/", 2)
+                parameter = parameters.get(name)
+                if parameter is None or parameter not in own or state in member.state.get(parameter, {}):
+                    continue
+                group = own[parameter]
+                on_host = state == "step" and not (group.get("fused") or group.get("capturable"))
+                member.state[parameter][state] = (
+                    torch.zeros(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+                    if not shape or shape.numel() == 1 or not _is_parameter_like(member, parameter, shape)
+                    else torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+                )
+
+    def clear_state(self) -> None:
+        """Delete all state."""
+        for member in self.members:
+            member.state.clear()
+
+
+def _is_parameter_like(member: Optimizer, parameter: nn.Parameter, shape: torch.Size) -> bool:
+    """Whether a state tensor of the global ``shape`` is one value per element of the parameter, of which this may be a shard."""
+    return len(shape) == parameter.ndim and (shape == parameter.shape or shape.numel() > parameter.numel())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What a few steps on a small tensor showed of an optimizer.
+
+    Attributes:
+        state: Names of the state tensors of a parameter's shape.
+        scalars: Names of the state tensors of one number.
+        elementwise: Whether shards of a tensor, each with an optimizer of its own, move like the tensor.
+    """
+
+    state: tuple[str, ...]
+    scalars: tuple[str, ...]
+    elementwise: bool
+
+
+def build_user_optimizer(
+    given: OptimizerFactory | Mapping[str, OptimizerFactory], parameters: Mapping[str, nn.Parameter]
+) -> RunOptimizer:
+    """Build the optimizers of a run from what the user gave.
+
+    Args:
+        given: A class or function of a list of parameters that returns an optimizer; or several by pattern (``fnmatch``) of
+            parameter names, of which the first match wins.
+        parameters: The parameters to update, by name.
+
+    Raises:
+        ConfigError: A parameter has no optimizer, an optimizer has other parameters, or its kind cannot be used.
+    """
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    if isinstance(given, Mapping):
+        factories = assign_by_pattern(trained, tuple(given), "optimizer")
+        members = [_build(given[pattern], [trained[n] for n in names]) for pattern, names in factories.items() if names]
+    else:
+        members = [_build(given, list(trained.values()))]
+    return RunOptimizer([make_skippable(member) for member in members], eager_state=False)
+
+
+def adopt_optimizer(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], parameters: Mapping[str, nn.Parameter]
+) -> RunOptimizer:
+    """Use an optimizer of the model's parameters, whose places this rank's shards take.
+
+    Args:
+        names: Name of each parameter of the model before it was sharded.
+        parameters: This rank's shards by name. A pipeline stage has those of its blocks only.
+
+    Raises:
+        ConfigError: The optimizer has parameters that are not the model's.
+    """
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if foreign:
+        raise ConfigError(
+            given=f"optimizer {type(optimizer).__name__} has {len(foreign)} parameters that the model has not, the first of "
+            f"shape {list(foreign[0].shape)}",
+            rule="an optimizer that is passed was made of this model's parameters",
+            consequence="values would be updated that the model does not use",
+            nearest="make it from model.parameters() of the model that is passed",
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [parameters[names[p]] for p in group["params"] if names[p] in parameters]
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    return RunOptimizer([make_skippable(optimizer)], eager_state=False)
+
+
+def assign_by_pattern(names: Iterable[str], patterns: Sequence[str], what: str) -> dict[str, list[str]]:
+    """The names of each pattern (``fnmatch``), of which the first match wins.
+
+    Raises ConfigError for a pattern without a name of its own, and for names that no pattern matches.
+    """
+    all_names = list(names)
+    members: dict[str, list[str]] = {pattern: [] for pattern in patterns}
+    unmatched: list[str] = []
+    for name in all_names:
+        first = next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+        (unmatched if first is None else members[first]).append(name)
+    problems = [empty_pattern(pattern, patterns, all_names, what) for pattern in patterns if not members[pattern]]
+    if unmatched:
+        more = f", and {len(unmatched) - 1} more" if len(unmatched) > 1 else ""
+        problems.append(
+            Problem(
+                given=f"parameter {unmatched[0]!r}{more}: no pattern of {what} ({', '.join(patterns)}) matches",
+                rule="every parameter that requires a gradient has one optimizer",
+                consequence="it would never change",
+                nearest="a last pattern '*', or requires_grad_(False) on it",
+            )
+        )
+    if problems:
+        raise ConfigError(*problems)
+    return members
+
+
+def empty_pattern(pattern: str, patterns: Sequence[str], names: Sequence[str], what: str) -> Problem:
+    """The problem of a pattern that gets no parameter: none matches, or earlier patterns took them all."""
+    matching = [name for name in names if fnmatchcase(name, pattern)]
+    earlier = next((other for other in patterns if matching and fnmatchcase(matching[0], other)), "")
+    return Problem(
+        given=f"{what} has the pattern {pattern!r}, "
+        + (f"whose parameters {earlier!r} takes before it" if matching else "which matches no parameter"),
+        rule="the first pattern that matches a name wins, and each pattern gets at least one parameter",
+        consequence="it would change nothing",
+        nearest=f"put {pattern!r} before {earlier!r}" if matching else nearest_name(pattern, names),
+    )
+
+
+def _build(factory: OptimizerFactory, params: list[nn.Parameter]) -> Optimizer:
+    if not params:
+        raise ConfigError(
+            given="a model without a parameter that requires a gradient",
+            rule="an optimizer needs something to train",
+            consequence="training would change nothing",
+            nearest="requires_grad_(True) on the layers to train",
+        )
+    optimizer = factory(params)
+    if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            given=f"optimizer {_name(factory)} returned {type(optimizer).__name__}",
+            rule="it is a torch.optim.Optimizer class, or a function of a list of parameters that returns an optimizer",
+            consequence="there is nothing to train with",
+            nearest="optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
+        )
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if {id(p) for p in held} != {id(p) for p in params}:
+        raise ConfigError(
+            given=f"optimizer {_name(factory)} has {len(held)} parameters, and was given {len(params)}",
+            rule="it has exactly the parameters it is given, which may be shards of the model's",
+            consequence="some would not be trained, or values would be updated that the model does not use",
+            nearest="optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
+        )
+    return optimizer
+
+
+def try_optimizer(given: GivenOptimizer) -> Trial:
+    """Make steps with each optimizer on a small tensor, and on its halves. Raises ConfigError if one cannot be used."""
+    factories = list(given.values()) if isinstance(given, Mapping) else [given]
+    trials = [_try(factory if callable(factory) else _same_kind(factory)) for factory in factories]
+    return Trial(
+        state=tuple(dict.fromkeys(name for trial in trials for name in trial.state)),
+        scalars=tuple(dict.fromkeys(name for trial in trials for name in trial.scalars)),
+        elementwise=all(trial.elementwise for trial in trials),
+    )
+
+
+def _same_kind(optimizer: Optimizer) -> OptimizerFactory:
+    """A function that builds another optimizer of this class and these constants."""
+    group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    return lambda params: type(optimizer)([{"params": list(params), **group}])  # pyright: ignore[reportCallIssue]
+
+
+_TRIAL_STEPS = 3
+
+
+def _try(factory: OptimizerFactory) -> Trial:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(4, 6, generator=generator)
+    gradients = [torch.randn(4, 6, generator=generator) for _ in range(_TRIAL_STEPS)]
+
+    def run(rows: slice) -> tuple[Tensor, Optimizer]:
+        parameter = nn.Parameter(start[rows].clone())
+        optimizer = factory([parameter])
+        for gradient in gradients:
+            parameter.grad = gradient[rows].clone()
+            optimizer.step()
+        return parameter.detach(), optimizer
+
+    name = _name(factory)
+    try:
+        whole, optimizer = run(slice(0, 4))
+        name = type(optimizer).__name__
+        halves = torch.cat([run(slice(a, b))[0] for a, b in pairwise((0, 2, 4))])
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            given=f"optimizer {name}: its step on a tensor with a dense gradient fails: {error}",
+            rule="an optimizer updates dense parameters from their gradients, by step() without a closure",
+            consequence="it cannot train this model",
+            nearest="one of torch.optim's others, such as torch.optim.AdamW",
+        ) from error
+    state: dict[str, Any] = next(iter(optimizer.state.values()), {})
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(non_tensor_state(optimizer, key, value))
+    return Trial(
+        state=tuple(key for key, value in state.items() if value.shape == start.shape),
+        scalars=tuple(key for key, value in state.items() if value.numel() == 1),
+        elementwise=bool(torch.allclose(whole, halves, rtol=1e-5, atol=1e-7)),
+    )
+
+
+def require_elementwise(trial: Trial, name: str, layout: str) -> None:
+    """Raise ConfigError for an optimizer that needs whole tensors under ``layout``, where a rank has shards."""
+    if not trial.elementwise:
+        raise ConfigError(
+            given=f"optimizer {name} with {layout}",
+            rule="a rank updates its shard of each parameter, so an update of an element may not depend on other elements",
+            consequence="shards would be trained differently from the whole parameter",
+            nearest="an element-wise optimizer such as torch.optim.AdamW, OptimOptions(kind='lamb'), or no sharding",
+        )
+
+
+def optimizer_name(given: GivenOptimizer) -> str:
+    """Names of the optimizer classes or functions, for reports and error texts."""
+    if isinstance(given, Mapping):
+        return ", ".join(f"{pattern}: {_name(factory)}" for pattern, factory in given.items())
+    return _name(given)
+
+
+def _name(factory: Any) -> str:
+    factory = getattr(factory, "func", factory)  # functools.partial
+    return str(getattr(factory, "__qualname__", type(factory).__qualname__))

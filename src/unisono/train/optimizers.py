@@ -1,0 +1,215 @@
+"""The optimizer and schedule that a trainer was given: options of ours, or torch's and the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.errors import ConfigError, Problem, nearest_name
+from unisono.observe.events import EventLog
+from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer, state_names
+from unisono.optim.groups import Role, parameter_roles
+from unisono.optim.learning_rate import (
+    GivenSchedule,
+    LearningRates,
+    ScheduledRates,
+    TorchRates,
+    is_scheduler_factory,
+)
+from unisono.optim.run_optimizer import (
+    GivenOptimizer,
+    RunOptimizer,
+    Trial,
+    adopt_optimizer,
+    build_user_optimizer,
+    optimizer_name,
+    require_elementwise,
+    try_optimizer,
+)
+from unisono.parallel.sharding import ShardedParameters
+from unisono.plan.plan import Plan
+
+_CONSTANT = ScheduleOptions(kind="constant")
+
+
+@dataclass(kw_only=True)
+class OptimizerSetup:
+    """Builds the optimizer and learning rates of a run, in the order of the methods.
+
+    Attributes:
+        given: Options, or an optimizer of the user's (see ``Trainer``).
+        schedule: The schedule; None is that of ``ScheduleOptions()`` with options, and a constant rate otherwise.
+        clip_norm: Largest global gradient norm; None takes that of the options, and does not clip otherwise.
+    """
+
+    given: OptimOptions | GivenOptimizer
+    schedule: GivenSchedule | None
+    clip_norm: float | None
+    roles: Mapping[str, Role] = field(default_factory=dict[str, Role])
+    _trial: Trial | None = None
+    _names: dict[nn.Parameter, str] = field(default_factory=dict[nn.Parameter, str])
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        if isinstance(self.given, OptimOptions):
+            problems += [problem for _, problem in self.given.problems()]
+            if self.clip_norm is not None:
+                problems.append(
+                    Problem(
+                        given=f"clip_norm={self.clip_norm} together with OptimOptions",
+                        rule="OptimOptions has clip_norm; the argument is for an optimizer of your own",
+                        consequence="it would be unclear which of the two holds",
+                        nearest=f"OptimOptions(clip_norm={self.clip_norm})",
+                    )
+                )
+        if isinstance(self.schedule, ScheduleOptions):
+            problems += [problem for _, problem in self.schedule.problems()]
+        if problems:
+            raise ConfigError(*problems)
+
+    @property
+    def options(self) -> OptimOptions | None:
+        """The options; None for an optimizer of the user's."""
+        return self.given if isinstance(self.given, OptimOptions) else None
+
+    @property
+    def name(self) -> str:
+        """The kind of the options, or the names of the user's optimizers in lower case."""
+        return self.given.kind if isinstance(self.given, OptimOptions) else optimizer_name(self.given).lower()
+
+    @property
+    def norm_limit(self) -> float:
+        """Largest global gradient norm; 0 does not clip."""
+        return self.given.clip_norm if isinstance(self.given, OptimOptions) else self.clip_norm or 0.0
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the state tensors of a parameter: those of its shape and step counts."""
+        if isinstance(self.given, OptimOptions):
+            return state_names(self.given)
+        assert self._trial is not None
+        return self._trial.state + tuple(name for name in self._trial.scalars if name == "step")
+
+    def check(self, plan: Plan) -> None:
+        """Raise ConfigError for an optimizer or schedule that cannot be used under ``plan``."""
+        if plan.sync.kind == "dist_async":
+            _refuse_on_servers(self)
+        if isinstance(self.given, OptimOptions):
+            return
+        self._trial = try_optimizer(self.given)
+        if plan.is_model_sharded and (plan.uses_fsdp or plan.mesh.tp > 1):
+            layout = "dp_shard" if plan.uses_fsdp else "tp"
+            require_elementwise(self._trial, optimizer_name(self.given), layout)
+        if plan.is_model_sharded and isinstance(self.given, Optimizer) and self.given.state:
+            raise ConfigError(
+                given="an optimizer that has made steps already, under a plan that shards the model",
+                rule="its state becomes that of shards, which only a checkpoint's reader can split",
+                consequence="the state would not fit the parameters",
+                nearest="a new optimizer, or a class or function that builds one",
+            )
+
+    def prepare_model(self, model: nn.Module, events: EventLog) -> None:
+        """Freeze what is not to be trained, and note which parameters the user's optimizer has. Before sharding."""
+        names = {name: p for name, p in model.named_parameters()}
+        if isinstance(self.given, OptimOptions):
+            freeze_by_pattern(names, self.given.freeze)
+            self.roles = parameter_roles(model, self.given.decay_exclude)
+        elif isinstance(self.given, Optimizer):
+            self._names = {p: name for name, p in names.items()}
+            held = {p for group in self.given.param_groups for p in group["params"]}
+            without = [name for name, p in names.items() if p.requires_grad and p not in held]
+            for name in without:
+                names[name].requires_grad_(False)
+            if without:
+                events.emit(
+                    "notice",
+                    step=0,
+                    code="not_in_optimizer",
+                    what=f"{len(without)} parameters are not in the optimizer, the first {without[0]!r}",
+                    why="they would never change; no gradient of theirs is computed",
+                    cost="none",
+                    fix="add them to the optimizer if they are to be trained",
+                )
+
+    def build(self, model: nn.Module, sharded: ShardedParameters) -> RunOptimizer:
+        """The optimizer of this rank's shards."""
+        if isinstance(self.given, OptimOptions):
+            optimizer = build_optimizer(
+                model,
+                self.given,
+                sharded_params=sharded.parameters,
+                named_roles=self.roles,
+                global_norms=sharded.global_norms if sharded.is_sharded else None,
+            )
+            return RunOptimizer([optimizer], eager_state=True)
+        if isinstance(self.given, Optimizer):
+            return adopt_optimizer(self.given, self._names, sharded.parameters)
+        return build_user_optimizer(self.given, sharded.parameters)
+
+    def learning_rates(self, optimizer: RunOptimizer, total_steps: int) -> LearningRates:
+        """The learning rates of the run. Raises ConfigError for a schedule that does not fit its steps."""
+        schedule = self.schedule
+        if schedule is None:
+            schedule = ScheduleOptions() if isinstance(self.given, OptimOptions) else _CONSTANT
+        if is_scheduler_factory(schedule):
+            return TorchRates(optimizer, schedule)  # pyright: ignore[reportArgumentType]
+        groups = optimizer.param_groups
+        base = self.given.lr if isinstance(self.given, OptimOptions) else float(groups[0]["lr"])
+        return ScheduledRates(groups, schedule, total_steps, base)  # pyright: ignore[reportArgumentType]
+
+    def describe(self, optimizer: RunOptimizer) -> dict[str, Any]:
+        """Everything about the optimizer that changes the mathematics, as JSON by name."""
+        groups = [
+            {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in group.items()
+                if isinstance(value, bool | int | float | str | tuple) and name not in ("lr", "state", "initial_lr")
+            }
+            for group in optimizer.param_groups
+        ]
+        schedule = self.schedule.func if isinstance(self.schedule, partial) else self.schedule
+        return {
+            "kind": self.name,
+            "groups": groups,
+            "clip_norm": self.norm_limit,
+            "schedule": str(getattr(schedule, "__qualname__", schedule)),
+        }
+
+
+def freeze_by_pattern(parameters: Mapping[str, nn.Parameter], patterns: Iterable[str]) -> None:
+    """Set ``requires_grad`` to False for parameters whose name matches a pattern. Raises ConfigError for one without a match."""
+    for pattern in patterns:
+        names = [name for name in parameters if fnmatchcase(name, pattern)]
+        if not names:
+            raise ConfigError(
+                given=f"optim.freeze has {pattern!r}",
+                rule="each pattern names at least one parameter",
+                consequence="it would freeze nothing",
+                nearest=nearest_name(pattern, parameters),
+            )
+        for name in names:
+            parameters[name].requires_grad_(False)
+
+
+def _refuse_on_servers(setup: OptimizerSetup) -> None:
+    given = setup.given
+    wrong = ""
+    if not isinstance(given, OptimOptions):
+        wrong = f"optimizer {optimizer_name(given)}"
+    elif given.groups:
+        wrong = "optim.groups"
+    elif setup.schedule is not None and is_scheduler_factory(setup.schedule):
+        wrong = "a torch scheduler"
+    if wrong:
+        raise ConfigError(
+            given=f"{wrong} with plan.sync 'dist_async'",
+            rule="servers make the update, from options that are sent to them; no code is sent",
+            consequence="nothing was started",
+            nearest="OptimOptions without groups and ScheduleOptions, or plan.sync='dist_sync'",
+        )
