@@ -7,7 +7,7 @@ tensor, what the optimizer keeps and whether it works on shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -31,12 +31,18 @@ class RunOptimizer:
 
     Args:
         members: Optimizers that obey ``make_skippable``. Their parameters are disjoint.
-        eager_state: Whether their state was created with them, as ``build_optimizer`` does.
+        state_names: For each optimizer the names of a parameter's state after a step. None: all state exists already, as
+            ``build_optimizer`` creates it.
     """
 
-    def __init__(self, members: Sequence[Optimizer], *, eager_state: bool) -> None:
+    def __init__(self, members: Sequence[Optimizer], state_names: Sequence[frozenset[str]] | None = None) -> None:
         self.members = tuple(members)
-        self.eager_state = eager_state
+        self._state_names = state_names
+
+    @property
+    def eager_state(self) -> bool:
+        """Whether the state exists before the first step."""
+        return self._state_names is None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -59,16 +65,21 @@ class RunOptimizer:
     ) -> None:
         """Create the state that ``saved`` lists by path and that does not exist yet; values are to be loaded.
 
-        ``saved`` has the shapes of the global tensors. A tensor of a parameter's global shape gets the shape of its shard.
+        ``saved`` has the shapes of the global tensors. A tensor of a parameter's global shape gets the shape of its shard. Where
+        the names are those of another optimizer, nothing is created.
         """
-        if self.eager_state:
-            return
-        for member in self.members:
+        by_parameter: dict[str, set[str]] = {}
+        for path in saved:
+            _, state, name = path.split("/", 2)
+            by_parameter.setdefault(name, set()).add(state)
+        for member, state_names in zip(self.members, self._state_names or (), strict=self._state_names is not None):
             own = {p: group for group in member.param_groups for p in group["params"]}
             for path, (shape, dtype) in saved.items():
                 _, state, name = path.split("/", 2)
                 parameter = parameters.get(name)
                 if parameter is None or parameter not in own or state in member.state.get(parameter, {}):
+                    continue
+                if not by_parameter[name] <= state_names:
                     continue
                 group = own[parameter]
                 on_host = state == "step" and not (group.get("fused") or group.get("capturable"))
@@ -77,11 +88,6 @@ class RunOptimizer:
                     if not shape or shape.numel() == 1 or not _is_parameter_like(member, parameter, shape)
                     else torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
                 )
-
-    def clear_state(self) -> None:
-        """Delete all state."""
-        for member in self.members:
-            member.state.clear()
 
 
 def _is_parameter_like(member: Optimizer, parameter: nn.Parameter, shape: torch.Size) -> bool:
@@ -95,45 +101,57 @@ class Trial:
 
     Attributes:
         state: Names of the state tensors of a parameter's shape.
-        scalars: Names of the state tensors of one number.
+        others: Names of the other state tensors, such as counts.
         elementwise: Whether shards of a tensor, each with an optimizer of its own, move like the tensor.
     """
 
     state: tuple[str, ...]
-    scalars: tuple[str, ...]
+    others: tuple[str, ...]
     elementwise: bool
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all state tensors."""
+        return frozenset((*self.state, *self.others))
 
 
 def build_user_optimizer(
-    given: OptimizerFactory | Mapping[str, OptimizerFactory], parameters: Mapping[str, nn.Parameter]
+    factories: Sequence[tuple[OptimizerFactory, Collection[str]]],
+    parameters: Mapping[str, nn.Parameter],
+    state_names: Sequence[frozenset[str]],
 ) -> RunOptimizer:
-    """Build the optimizers of a run from what the user gave.
+    """Build the optimizers of this rank's shards.
 
     Args:
-        given: A class or function of a list of parameters that returns an optimizer; or several by pattern (``fnmatch``) of
-            parameter names, of which the first match wins.
-        parameters: The parameters to update, by name.
+        factories: Classes or functions of a list of parameters that return an optimizer, each with names of its parameters.
+        parameters: The shards to update, by name. A pipeline stage has those of its blocks only.
+        state_names: Names of the state tensors of each optimizer (``try_optimizer``).
 
     Raises:
-        ConfigError: A parameter has no optimizer, an optimizer has other parameters, or its kind cannot be used.
+        ConfigError: An optimizer has other parameters than it was given.
     """
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    if isinstance(given, Mapping):
-        factories = assign_by_pattern(trained, tuple(given), "optimizer")
-        members = [_build(given[pattern], [trained[n] for n in names]) for pattern, names in factories.items() if names]
-    else:
-        members = [_build(given, list(trained.values()))]
-    return RunOptimizer([make_skippable(member) for member in members], eager_state=False)
+    members: list[Optimizer] = []
+    names_of_members: list[frozenset[str]] = []
+    for (factory, names), state in zip(factories, state_names, strict=True):
+        params = [parameters[name] for name in parameters if name in names]
+        if params:
+            members.append(make_skippable(_build(factory, params)))
+            names_of_members.append(state)
+    return RunOptimizer(members, names_of_members)
 
 
 def adopt_optimizer(
-    optimizer: Optimizer, names: Mapping[nn.Parameter, str], parameters: Mapping[str, nn.Parameter]
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    parameters: Mapping[str, nn.Parameter],
+    state_names: frozenset[str],
 ) -> RunOptimizer:
     """Use an optimizer of the model's parameters, whose places this rank's shards take.
 
     Args:
         names: Name of each parameter of the model before it was sharded.
         parameters: This rank's shards by name. A pipeline stage has those of its blocks only.
+        state_names: Names of its state tensors (``try_optimizer``).
 
     Raises:
         ConfigError: The optimizer has parameters that are not the model's.
@@ -150,7 +168,7 @@ def adopt_optimizer(
     for group in optimizer.param_groups:
         group["params"] = [parameters[names[p]] for p in group["params"] if names[p] in parameters]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-    return RunOptimizer([make_skippable(optimizer)], eager_state=False)
+    return RunOptimizer([make_skippable(optimizer)], [state_names])
 
 
 def assign_by_pattern(names: Iterable[str], patterns: Sequence[str], what: str) -> dict[str, list[str]]:
@@ -220,20 +238,25 @@ def _build(factory: OptimizerFactory, params: list[nn.Parameter]) -> Optimizer:
     return optimizer
 
 
-def try_optimizer(given: GivenOptimizer) -> Trial:
-    """Make steps with each optimizer on a small tensor, and on its halves. Raises ConfigError if one cannot be used."""
-    factories = list(given.values()) if isinstance(given, Mapping) else [given]
-    trials = [_try(factory if callable(factory) else _same_kind(factory)) for factory in factories]
+def try_optimizer(given: Optimizer | OptimizerFactory) -> Trial:
+    """Make steps with the optimizer on a small tensor, and on its halves. Raises ConfigError if it cannot be used."""
+    if not isinstance(given, Optimizer):
+        return _try(given)
+    return merge_trials([_try(_same_kind(given, group)) for group in given.param_groups])
+
+
+def merge_trials(trials: Sequence[Trial]) -> Trial:
+    """The state of all, which is element-wise if all are."""
     return Trial(
         state=tuple(dict.fromkeys(name for trial in trials for name in trial.state)),
-        scalars=tuple(dict.fromkeys(name for trial in trials for name in trial.scalars)),
+        others=tuple(dict.fromkeys(name for trial in trials for name in trial.others)),
         elementwise=all(trial.elementwise for trial in trials),
     )
 
 
-def _same_kind(optimizer: Optimizer) -> OptimizerFactory:
-    """A function that builds another optimizer of this class and these constants."""
-    group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+def _same_kind(optimizer: Optimizer, group: Mapping[str, Any]) -> OptimizerFactory:
+    """A function that builds another optimizer of this class with the constants of ``group``."""
+    group = {name: value for name, value in group.items() if name != "params"}
     return lambda params: type(optimizer)([{"params": list(params), **group}])  # pyright: ignore[reportCallIssue]
 
 
@@ -271,7 +294,7 @@ def _try(factory: OptimizerFactory) -> Trial:
             raise ConfigError(non_tensor_state(optimizer, key, value))
     return Trial(
         state=tuple(key for key, value in state.items() if value.shape == start.shape),
-        scalars=tuple(key for key, value in state.items() if value.numel() == 1),
+        others=tuple(key for key, value in state.items() if value.shape != start.shape),
         elementwise=bool(torch.allclose(whole, halves, rtol=1e-5, atol=1e-7)),
     )
 

@@ -24,10 +24,13 @@ from unisono.optim.learning_rate import (
 )
 from unisono.optim.run_optimizer import (
     GivenOptimizer,
+    OptimizerFactory,
     RunOptimizer,
     Trial,
     adopt_optimizer,
+    assign_by_pattern,
     build_user_optimizer,
+    merge_trials,
     optimizer_name,
     require_elementwise,
     try_optimizer,
@@ -52,7 +55,10 @@ class OptimizerSetup:
     schedule: GivenSchedule | None
     clip_norm: float | None
     roles: Mapping[str, Role] = field(default_factory=dict[str, Role])
-    _trial: Trial | None = None
+    _trials: list[Trial] = field(default_factory=list[Trial])
+    _factories: list[tuple[OptimizerFactory, list[str]]] = field(
+        default_factory=list[tuple[OptimizerFactory, list[str]]]
+    )
     _names: dict[nn.Parameter, str] = field(default_factory=dict[nn.Parameter, str])
 
     def __post_init__(self) -> None:
@@ -93,8 +99,8 @@ class OptimizerSetup:
         """Names of the state tensors of a parameter: those of its shape and step counts."""
         if isinstance(self.given, OptimOptions):
             return state_names(self.given)
-        assert self._trial is not None
-        return self._trial.state + tuple(name for name in self._trial.scalars if name == "step")
+        trial = merge_trials(self._trials)
+        return trial.state + tuple(name for name in trial.others if name == "step")
 
     def check(self, plan: Plan) -> None:
         """Raise ConfigError for an optimizer or schedule that cannot be used under ``plan``."""
@@ -102,10 +108,11 @@ class OptimizerSetup:
             _refuse_on_servers(self)
         if isinstance(self.given, OptimOptions):
             return
-        self._trial = try_optimizer(self.given)
+        given = self.given.values() if isinstance(self.given, Mapping) else [self.given]
+        self._trials = [try_optimizer(optimizer) for optimizer in given]
         if plan.is_model_sharded and (plan.uses_fsdp or plan.mesh.tp > 1):
             layout = "dp_shard" if plan.uses_fsdp else "tp"
-            require_elementwise(self._trial, optimizer_name(self.given), layout)
+            require_elementwise(merge_trials(self._trials), optimizer_name(self.given), layout)
         if plan.is_model_sharded and isinstance(self.given, Optimizer) and self.given.state:
             raise ConfigError(
                 given="an optimizer that has made steps already, under a plan that shards the model",
@@ -120,6 +127,11 @@ class OptimizerSetup:
         if isinstance(self.given, OptimOptions):
             freeze_by_pattern(names, self.given.freeze)
             self.roles = parameter_roles(model, self.given.decay_exclude)
+            return
+        trained = [name for name, p in names.items() if p.requires_grad]
+        if isinstance(self.given, Mapping):
+            by_pattern = assign_by_pattern(trained, tuple(self.given), "optimizer")
+            self._factories = [(self.given[pattern], members) for pattern, members in by_pattern.items()]
         elif isinstance(self.given, Optimizer):
             self._names = {p: name for name, p in names.items()}
             held = {p for group in self.given.param_groups for p in group["params"]}
@@ -136,6 +148,8 @@ class OptimizerSetup:
                     cost="none",
                     fix="add them to the optimizer if they are to be trained",
                 )
+        else:
+            self._factories = [(self.given, trained)]
 
     def build(self, model: nn.Module, sharded: ShardedParameters) -> RunOptimizer:
         """The optimizer of this rank's shards."""
@@ -147,10 +161,10 @@ class OptimizerSetup:
                 named_roles=self.roles,
                 global_norms=sharded.global_norms if sharded.is_sharded else None,
             )
-            return RunOptimizer([optimizer], eager_state=True)
+            return RunOptimizer([optimizer])
         if isinstance(self.given, Optimizer):
-            return adopt_optimizer(self.given, self._names, sharded.parameters)
-        return build_user_optimizer(self.given, sharded.parameters)
+            return adopt_optimizer(self.given, self._names, sharded.parameters, self._trials[0].names)
+        return build_user_optimizer(self._factories, sharded.parameters, [trial.names for trial in self._trials])
 
     def learning_rates(self, optimizer: RunOptimizer, total_steps: int) -> LearningRates:
         """The learning rates of the run. Raises ConfigError for a schedule that does not fit its steps."""
