@@ -17,16 +17,18 @@ from torch.optim import lr_scheduler
 from unisono import CheckpointOptions, LoaderOptions, OptimOptions, PlanOptions, Trainer, TrainOptions, from_map_style
 from unisono.dist import World
 from unisono.errors import CheckpointError, ConfigError, UnisonoError
+from unisono.observe.events import read_events
 from unisono.train import mean_squared_error
 
 REFUSED = {"LBFGS": "without a closure", "SparseAdam": "dense gradient"}
-WHOLE_TENSORS = {"Adafactor", "Muon"}
+WHOLE_TENSORS = ["Adafactor", "Muon"]
 CLASSES = {
     name: cls
     for name, cls in vars(torch.optim).items()
     if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
 }
 USABLE = sorted(CLASSES.keys() - REFUSED.keys())
+ELEMENTWISE = ["AdamW", *(name for name in USABLE if name not in (*WHOLE_TENSORS, "AdamW"))]
 SAMPLES = [(torch.randn(6, generator=torch.Generator().manual_seed(n)), torch.ones(2) * (n % 3)) for n in range(24)]
 
 
@@ -42,6 +44,17 @@ class Net(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(torch.tanh(self.first(inputs))) * self.frozen
+
+
+class WithDropout(Net):
+    """The same parameters, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.dropout(inputs))
 
 
 def factory(name: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
@@ -162,9 +175,11 @@ def sharded_losses(world: World, folder: str, name: str, layout: dict[str, Any])
         return str(error)
 
 
-@pytest.mark.parametrize("name", [*WHOLE_TENSORS, "AdamW", *(pytest.param(n, marks=pytest.mark.full) for n in USABLE)])
+@pytest.mark.parametrize(
+    "name", [*WHOLE_TENSORS, "AdamW", *(pytest.param(n, marks=pytest.mark.full) for n in ELEMENTWISE[1:])]
+)
 def test_shards_are_trained_like_the_whole_or_it_is_refused(pool: Pool, tmp_path: Path, name: str) -> None:
-    if name in ("Adafactor", "Muon"):
+    if name in WHOLE_TENSORS:
         found = pool.run(sharded_losses, str(tmp_path / "two"), name, {"dp_shard": 2}, ranks=2)
         assert all(f"optimizer {name} with dp_shard" in text for text in found)
         assert "an update of an element may not depend on other elements" in found[0]
@@ -320,6 +335,64 @@ def test_another_optimizer_does_not_resume(tmp_path: Path) -> None:
     trained(trainer(tmp_path, factory("AdamW")))
     with pytest.raises(CheckpointError, match="only in the checkpoint"):
         trained(trainer(tmp_path, factory("Rprop"), train={"steps": 8}))
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        ({"optimizer": "AdamW"}, {"optimizer": "AdamW", "lr": 0.5}, "optimizer.groups.0.lr 0.02 then, 0.5 now"),
+        (
+            {"optimizer": OptimOptions()},
+            {"optimizer": OptimOptions(beta2=0.99)},
+            "optimizer.groups.0.betas [0.9, 0.95] then",
+        ),
+        (
+            {"optimizer": OptimOptions()},
+            {"optimizer": OptimOptions(clip_norm=0.5)},
+            "optimizer.clip_norm 1.0 then, 0.5 now",
+        ),
+        (
+            {"optimizer": OptimOptions()},
+            {"optimizer": OptimOptions(weight_decay=0.0)},
+            "weight_decay 0.1 then, 0.0 now",
+        ),
+        (
+            {"optimizer": OptimOptions()},
+            {"optimizer": OptimOptions(), "train": {"steps": 12}},
+            "train.steps 6 then, 12 now",
+        ),
+        ({"train": {"ema_decay": 0.9}}, {"train": {"ema_decay": 0.5}}, "train.ema_decay 0.9 then, 0.5 now"),
+        ({"schedule": lambda step: 0.1}, {}, "schedule"),
+        (
+            {},
+            {"objective": lambda outputs, batch: mean_squared_error(outputs, batch)},
+            "objective 'mean_squared_error' then",
+        ),
+        ({}, {"model": "dropout"}, "model 1 x Net() then, 1 x Dropout(p=0.1, inplace=False), 1 x WithDropout() now"),
+    ],
+)
+def test_every_setting_that_changes_the_mathematics_is_compared(
+    tmp_path: Path, first: dict[str, Any], then: dict[str, Any], said: str
+) -> None:
+    def build(changes: dict[str, Any], **more: Any) -> Trainer:
+        changes = {"optimizer": "SGD"} | changes
+        optimizer, lr = changes.pop("optimizer"), changes.pop("lr", 0.02)
+        if isinstance(optimizer, str):
+            optimizer = partial(CLASSES[optimizer], lr=lr)
+        if changes.get("model"):
+            changes["model"] = WithDropout()
+        return trainer(tmp_path, optimizer, **(changes | more))
+
+    with build(first) as run:
+        next(iter(run))
+    with pytest.raises(CheckpointError) as caught, build(then, resume="strict"):
+        pass
+    assert said in str(caught.value)
+    with build(first, resume="strict") as run:
+        next(iter(run))
+    with build(then) as run:
+        resumed = [e for e in read_events(run.events.path).events if e["kind"] == "resumed"][-1]
+    assert any(said in text for text in resumed["differences"])
 
 
 def test_clipping_is_named_for_an_optimizer_of_ones_own(tmp_path: Path) -> None:

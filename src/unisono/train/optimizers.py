@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -38,6 +37,8 @@ from unisono.optim.run_optimizer import (
 from unisono.parallel.sharding import ShardedParameters
 from unisono.plan.plan import Plan
 
+# values of parameter groups that choose an implementation, or that a scheduler sets
+_NO_MATHEMATICS = ("foreach", "fused", "capturable", "differentiable", "state", "initial_lr", "min_lr", "max_lr")
 _CONSTANT = ScheduleOptions(kind="constant")
 
 
@@ -88,6 +89,13 @@ class OptimizerSetup:
     def name(self) -> str:
         """The kind of the options, or the names of the user's optimizers in lower case."""
         return self.given.kind if isinstance(self.given, OptimOptions) else optimizer_name(self.given).lower()
+
+    @property
+    def used_schedule(self) -> GivenSchedule:
+        """The schedule, or the default one of this kind of optimizer."""
+        if self.schedule is not None:
+            return self.schedule
+        return ScheduleOptions() if isinstance(self.given, OptimOptions) else _CONSTANT
 
     @property
     def norm_limit(self) -> float:
@@ -168,9 +176,7 @@ class OptimizerSetup:
 
     def learning_rates(self, optimizer: RunOptimizer, total_steps: int) -> LearningRates:
         """The learning rates of the run. Raises ConfigError for a schedule that does not fit its steps."""
-        schedule = self.schedule
-        if schedule is None:
-            schedule = ScheduleOptions() if isinstance(self.given, OptimOptions) else _CONSTANT
+        schedule = self.used_schedule
         if is_scheduler_factory(schedule):
             return TorchRates(optimizer, schedule)  # pyright: ignore[reportArgumentType]
         groups = optimizer.param_groups
@@ -178,22 +184,16 @@ class OptimizerSetup:
         return ScheduledRates(groups, schedule, total_steps, base)  # pyright: ignore[reportArgumentType]
 
     def describe(self, optimizer: RunOptimizer) -> dict[str, Any]:
-        """Everything about the optimizer that changes the mathematics, as JSON by name."""
+        """Everything about the optimizer that changes the mathematics, as JSON by name. Before the first step."""
         groups = [
             {
-                name: list(value) if isinstance(value, tuple) else value
+                name: value
                 for name, value in group.items()
-                if isinstance(value, bool | int | float | str | tuple) and name not in ("lr", "state", "initial_lr")
+                if isinstance(value, bool | int | float | str | tuple) and name not in _NO_MATHEMATICS
             }
             for group in optimizer.param_groups
         ]
-        schedule = self.schedule.func if isinstance(self.schedule, partial) else self.schedule
-        return {
-            "kind": self.name,
-            "groups": groups,
-            "clip_norm": self.norm_limit,
-            "schedule": str(getattr(schedule, "__qualname__", schedule)),
-        }
+        return {"kind": self.name, "groups": groups, "clip_norm": self.norm_limit}
 
 
 def freeze_by_pattern(parameters: Mapping[str, nn.Parameter], patterns: Iterable[str]) -> None:

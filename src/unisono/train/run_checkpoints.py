@@ -30,6 +30,7 @@ from unisono.observe.events import EventLog
 from unisono.parallel.mesh import ParallelDims
 from unisono.plan.plan import Plan
 from unisono.train.options import is_due
+from unisono.train.settings import setting_differences
 from unisono.train.state import TrainState
 
 
@@ -51,7 +52,8 @@ class RunCheckpoints:
     """Restores and saves the state of one run under ``root``. All ranks call each method together.
 
     ``resume`` is the mode of run.resume. ``meta`` is stored with every checkpoint: ``order`` (settings that decide the samples of
-    a step), ``environment`` (see ``run_environment``) and ``provenance``. Raises CheckpointError.
+    a step), ``environment`` (see ``run_environment``), ``settings`` (see ``run_settings``) and ``provenance``.
+    Raises CheckpointError.
     """
 
     def __init__(
@@ -89,6 +91,8 @@ class RunCheckpoints:
         reader = open_checkpoint(path)
         _refuse_other_order(reader.meta["order"], self._meta["order"], path)
         differences = _differences(reader.meta["environment"], self._meta["environment"])
+        if "settings" in reader.meta:  # checkpoints of the first commits have none
+            differences += setting_differences(reader.meta["settings"], self._meta["settings"])
         if mode == "strict" and differences:
             raise CheckpointError(
                 given=f"resume 'strict' from {path} with " + "; ".join(differences),

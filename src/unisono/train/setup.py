@@ -162,6 +162,23 @@ class InputPipeline:
     batch_transform: BatchTransform | None
     shuffle_block: int
 
+    @property
+    def functions(self) -> dict[str, Any]:
+        """The functions that change samples and batches, by name; None where there is none."""
+        names = ("transform", "pair_transform", "batch_transform")
+        return {name: getattr(self, name) for name in names}
+
+    def order(self, seed: int, plan: Plan) -> dict[str, Any]:
+        """Everything that decides the samples of every step."""
+        return {
+            "data": str(getattr(self.data, "fingerprint", type(self.data).__qualname__)),
+            "samples": len(self.data) if isinstance(self.data, Dataset) else 0,
+            "seed": seed,
+            "global_batch": plan.batch.global_batch,
+            "shuffle_block": self.shuffle_block,
+            "last_batch": self.options.last_batch,
+        }
+
 
 def build_loader(
     pipeline: InputPipeline, plan: Plan, *, data_rank: int, seed: int, device: torch.device, batch_statistics: bool

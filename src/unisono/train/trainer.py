@@ -71,6 +71,7 @@ from unisono.train.objectives import Objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
+from unisono.train.settings import count_modules, run_settings
 from unisono.train.setup import (
     InputPipeline,
     build_loader,
@@ -278,6 +279,7 @@ class Trainer:
         self._flops_per_token = flops(self.model) if callable(flops) else flops
         self._dims = ParallelDims(worker_plan(self.plan), self.world)
         self._optim.prepare_model(self.model, self.events)
+        self._modules = count_modules(self.model)  # before they are wrapped and sharded
         self._inputs = input_selector(self.model)
         return deferred
 
@@ -400,22 +402,22 @@ class Trainer:
 
     def _open_checkpoints(self) -> RunCheckpoints:
         """Open the folder of checkpoints, and emit ``run_start`` with the plan, the environment and the order of samples."""
-        order = {
-            "data": str(getattr(self.data, "fingerprint", type(self.data).__qualname__)),
-            "samples": len(self.data) if isinstance(self.data, Dataset) else 0,
-            "seed": self._seed,
-            "global_batch": self.plan.batch.global_batch,
-            "shuffle_block": self._input.shuffle_block,
-            "last_batch": self._input.options.last_batch,
-        }
+        order = self._input.order(self._seed, self.plan)
         environment = run_environment(self.world, self.plan)
+        settings = run_settings(
+            optimizer=self._optim.describe(self._optimizer),
+            schedule=self._optim.used_schedule,
+            options=self.options,
+            functions={"objective": self._objective, **self._input.functions},
+            model=self._modules,
+        )
         checkpoints = RunCheckpoints(
             self.run_dir / "checkpoints",
             self.state,
             self._dims,
             options=self._checkpoint,
             resume=self._resume,
-            meta={"order": order, "environment": environment, "provenance": self._provenance},
+            meta={"order": order, "environment": environment, "settings": settings, "provenance": self._provenance},
             seed=self._seed,
             events=self.events,
         )

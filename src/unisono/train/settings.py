@@ -1,0 +1,93 @@
+"""The settings of a run that change its mathematics, as recorded in its checkpoints and compared when it resumes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any, cast
+
+from torch import nn
+
+from unisono.optim import ScheduleOptions
+from unisono.train.options import TrainOptions
+
+# kinds of schedules whose rates depend on the number of steps
+_STRETCHED = ("linear", "cosine", "polynomial", "wsd")
+_Flat = dict[str, Any]
+
+
+def run_settings(
+    *,
+    optimizer: Mapping[str, Any],
+    schedule: Any,
+    options: TrainOptions,
+    functions: Mapping[str, Any],
+    model: Mapping[str, int],
+) -> dict[str, Any]:
+    """Everything that changes the mathematics of a step, apart from plan and data, as JSON by dotted name.
+
+    Args:
+        optimizer: Kind, groups and clipping.
+        schedule: The schedule, as it was given.
+        options: Options of the step loop.
+        functions: The objective and the transforms of samples and batches, by name; None is left out.
+        model: ``count_modules`` of the model before it is sharded.
+    """
+    settings: dict[str, Any] = {"optimizer": dict(optimizer)}
+    if isinstance(schedule, ScheduleOptions):
+        settings["schedule"] = asdict(schedule)
+        if schedule.kind in _STRETCHED:
+            settings["train.steps"] = options.steps
+    else:
+        settings["schedule"] = function_name(schedule)
+    for name in ("ema_decay", "spike_sigmas", "early_stop_patience"):
+        settings[f"train.{name}"] = getattr(options, name)
+    settings |= {name: function_name(function) for name, function in functions.items() if function is not None}
+    return {**_flatten(settings, ""), "model": dict(model)}
+
+
+def count_modules(model: nn.Module) -> dict[str, int]:
+    """How many modules of each class and arguments the model has, such as ``Dropout(p=0.1, inplace=False)``."""
+    return dict(sorted(Counter(f"{type(m).__name__}({m.extra_repr()})" for m in model.modules()).items()))
+
+
+def setting_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """One text for each setting of which a run had another value than now."""
+    texts = [
+        f"{name} {saved.get(name)!r} then, {current.get(name)!r} now"
+        for name in sorted(saved.keys() | current.keys())
+        if name != "model" and saved.get(name) != current.get(name)
+    ]
+    then, now = Counter(saved["model"]), Counter(current["model"])
+    if then != now:
+        texts.append(f"model {_modules(then - now)} then, {_modules(now - then)} now")
+    return texts
+
+
+def function_name(function: Callable[..., Any] | None) -> str:
+    """Module and name of a function or class; of a partial, with its arguments."""
+    if isinstance(function, partial):
+        arguments = [*map(repr, function.args), *(f"{name}={value!r}" for name, value in function.keywords.items())]
+        return f"{function_name(cast('Callable[..., Any]', function.func))}({', '.join(arguments)})"
+    target = function if hasattr(function, "__qualname__") else type(function)
+    return str(getattr(target, "__qualname__", target))
+
+
+def _modules(counts: Counter[str]) -> str:
+    shown = [f"{count} x {text}" for text, count in list(counts.items())[:3]]
+    return ", ".join(shown) + (", …" if len(counts) > 3 else "") if shown else "nothing more"
+
+
+def _flatten(value: Any, name: str) -> _Flat:
+    if isinstance(value, Mapping):
+        pairs = list(cast("Mapping[str, Any]", value).items())
+    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in cast("list[Any]", value)):
+        pairs = [(str(n), item) for n, item in enumerate(cast("list[Any]", value))]
+    else:
+        return {name: list(cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value}
+    flat: _Flat = {}
+    for key, item in pairs:
+        flat |= _flatten(item, f"{name}.{key}" if name else key)
+    return flat
