@@ -66,7 +66,8 @@ def test_text_output_says_how_it_went_and_what_next(desk: Desk, tmp_path: Path) 
         f"export   {run_dir}/export",
         f"try next unisono generate '{run_dir}' --prompt 'class '",
         f"         unisono eval '{run_dir}'",
-        f"         unisono train --set 'run.dir={run_dir}' --set train.steps=8",
+        f"         unisono train --set 'run.dir={run_dir}' --set train.steps=8"
+        "  # stretches the cosine schedule to the new length",
     ]
 
 

@@ -153,12 +153,13 @@ def test_key_value_line_has_units_in_its_names() -> None:
         (
             {"kind": "resumed", "step": 7, "path": "/c/7", "differences": ["torch 2.13 -> 2.14", "cpu"]},
             "info",
-            "resumed at step 7 from /c/7; not bit-exact, because of torch 2.13 -> 2.14; cpu",
+            "resumed at step 7 from /c/7; later steps are not those of the saved run: torch 2.13 -> 2.14; cpu",
         ),
         (
             {"kind": "resumed", "step": 7, "path": "/c/7", "differences": [f"{name} is new" for name in "abcdefgh"]},
             "info",
-            "resumed at step 7 from /c/7; not bit-exact, because of a is new; b is new; c is new; d is new; e is new; "
+            "resumed at step 7 from /c/7; later steps are not those of the saved run: "
+            "a is new; b is new; c is new; d is new; e is new; "
             "3 more, in the event log",
         ),
         (

@@ -395,6 +395,19 @@ def test_every_setting_that_changes_the_mathematics_is_compared(
     assert any(said in text for text in resumed["differences"])
 
 
+def test_a_finished_run_says_that_there_is_nothing_to_do(tmp_path: Path) -> None:
+    trained(trainer(tmp_path, factory("SGD")))
+    other = from_map_style([(x + 1, y) for x, y in SAMPLES])
+    with trainer(tmp_path, partial(torch.optim.SGD, lr=0.5, momentum=0.9), data=other) as run:
+        assert run.fit().step == 6
+        events = read_events(run.events.path).events
+    resumed = [e for e in events if e["kind"] == "resumed"][-1]
+    assert "optimizer.groups.0.lr 0.02 then, 0.5 now" in resumed["differences"]
+    assert any(text.startswith("data.samples ") for text in resumed["differences"])
+    notice = [e for e in events if e["kind"] == "notice"][-1]
+    assert notice["what"] == "this run has made 6 of 6 steps: no step is made"
+
+
 def test_clipping_is_named_for_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="OptimOptions has clip_norm"):
         trainer(tmp_path, OptimOptions(), clip_norm=0.5)

@@ -34,6 +34,7 @@ from unisono.train.build import RunData, build_data, build_trainer
 from unisono.train.config import RunConfig
 from unisono.train.load import empty_model, open_run_checkpoint, read_model, tensor_reader
 from unisono.train.parameter_servers import start_servers
+from unisono.train.settings import STRETCHED_SCHEDULES
 from unisono.train.setup import init_distributed, open_events, resolve_plan
 from unisono.train.trainer import Trainer
 
@@ -129,8 +130,15 @@ def next_commands(config: RunConfig, reason: str, *, writes: bool) -> list[str]:
     return [
         *([f"unisono generate {run_dir} --prompt 'class '"] if writes else []),
         f"unisono eval {run_dir}",
-        f"unisono train --set {setting} --set train.steps={2 * config.train.steps}",
+        f"unisono train --set {setting} --set train.steps={2 * config.train.steps}" + _stretched(config),
     ]
+
+
+def _stretched(config: RunConfig) -> str:
+    """A shell comment if a longer run has another learning rate from here on."""
+    if config.schedule.kind not in STRETCHED_SCHEDULES:
+        return ""
+    return f"  # stretches the {config.schedule.kind} schedule to the new length"
 
 
 def finish(run: Trainer, config: RunConfig, data: RunData, outcome: dict[str, Any]) -> UnisonoError | None:

@@ -45,6 +45,9 @@ class PerSampleDataset(Protocol):
         return collate(self.samples(indices), indices.tolist())
 
 
+TYPE_AND_LENGTH = "map:"  # how a fingerprint begins that says no more of the samples
+
+
 class MapStyle(Protocol):
     """Anything with a length whose items are samples: ``torch.utils.data.Dataset``, a list, …"""
 
@@ -77,7 +80,7 @@ def from_map_style(data: MapStyle, *, fingerprint: str = "") -> Dataset:
             first.
     """
     kind = type(data)
-    default = f"map:{kind.__module__}.{kind.__qualname__}:{len(data)}"
+    default = f"{TYPE_AND_LENGTH}{kind.__module__}.{kind.__qualname__}:{len(data)}"
     return _MapStyleDataset(data, fingerprint or str(getattr(data, "fingerprint", "")) or default)
 
 

@@ -205,7 +205,7 @@ def _resumed(event: Fields) -> str:
     differences = cast("list[object]", event.get("differences") or [])
     if (more := len(differences) - _DIFFERENCES) > 1:  # another kind of plan.sync gives one for each parameter
         differences = [*differences[:_DIFFERENCES], f"{more} more, in the event log"]
-    weaker = f"; not bit-exact, because of {'; '.join(map(str, differences))}" if differences else ""
+    weaker = f"; later steps are not those of the saved run: {'; '.join(map(str, differences))}" if differences else ""
     return f"resumed at step {event.get('step', '?')}{origin}{weaker}"
 
 

@@ -43,7 +43,18 @@ class StepRunner:
     stop_notice: StopNotice | None
 
     def begin(self) -> None:
-        """Start to measure the speed of steps."""
+        """Start to measure the speed of steps; emit a notice if all of them are made already."""
+        step, steps_total = self.state.step, self.options.steps
+        if step >= steps_total:
+            self.events.emit(
+                "notice",
+                step=step,
+                code="nothing_to_do",
+                what=f"this run has made {step} of {steps_total} steps: no step is made",
+                why="a run that is found in its folder continues where it stands",
+                cost="changed settings have no effect",
+                fix=f"train.steps above {step} to continue, or another run.dir for a new run",
+            )
         self.rates.start()
         self.timers.take()
 

@@ -6,15 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from hashlib import blake2b
 from typing import Any, cast
 
+import numpy as np
 from torch import nn
 
+from unisono.data.dataset import Dataset, read_samples
 from unisono.optim import ScheduleOptions
 from unisono.train.options import TrainOptions
 
 # kinds of schedules whose rates depend on the number of steps
-_STRETCHED = ("linear", "cosine", "polynomial", "wsd")
+STRETCHED_SCHEDULES = ("linear", "cosine", "polynomial", "wsd")
 _Flat = dict[str, Any]
 
 
@@ -25,6 +28,7 @@ def run_settings(
     options: TrainOptions,
     functions: Mapping[str, Any],
     model: Mapping[str, int],
+    data: Dataset | None,
 ) -> dict[str, Any]:
     """Everything that changes the mathematics of a step, apart from plan and data, as JSON by dotted name.
 
@@ -34,23 +38,44 @@ def run_settings(
         options: Options of the step loop.
         functions: The objective and the transforms of samples and batches, by name; None is left out.
         model: ``count_modules`` of the model before it is sharded.
+        data: Training data whose fingerprint does not tell its content, of which some samples are read; None for other data.
     """
     settings: dict[str, Any] = {"optimizer": dict(optimizer)}
     if isinstance(schedule, ScheduleOptions):
         settings["schedule"] = asdict(schedule)
-        if schedule.kind in _STRETCHED:
+        if schedule.kind in STRETCHED_SCHEDULES:
             settings["train.steps"] = options.steps
     else:
         settings["schedule"] = function_name(schedule)
     for name in ("ema_decay", "spike_sigmas", "early_stop_patience"):
         settings[f"train.{name}"] = getattr(options, name)
     settings |= {name: function_name(function) for name, function in functions.items() if function is not None}
+    settings["data.samples"] = sample_digest(data) if data is not None and len(data) else ""
     return {**_flatten(settings, ""), "model": dict(model)}
 
 
 def count_modules(model: nn.Module) -> dict[str, int]:
     """How many modules of each class and arguments the model has, such as ``Dropout(p=0.1, inplace=False)``."""
     return dict(sorted(Counter(f"{type(m).__name__}({m.extra_repr()})" for m in model.modules()).items()))
+
+
+def sample_digest(data: Dataset) -> str:
+    """A digest of the first, middle and last sample; empty if they cannot be read, or are not the same twice."""
+    ids = np.unique(np.asarray([0, len(data) // 2, len(data) - 1]))
+
+    def digest() -> str:
+        hasher = blake2b(digest_size=16)
+        for sample in read_samples(data, ids):
+            for name, value in sorted(sample.items()):
+                array = np.ascontiguousarray(value)
+                hasher.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+        return hasher.hexdigest()
+
+    try:
+        first = digest()
+        return first if first == digest() else ""
+    except Exception:  # whatever a sample raises, the loader treats it as its options say
+        return ""
 
 
 def setting_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.data.dataset import Dataset
+from unisono.data.dataset import TYPE_AND_LENGTH, Dataset
 from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
 from unisono.data.loading.loader import Loader
 from unisono.data.loading.stream_loader import StreamLoader
@@ -167,6 +167,12 @@ class InputPipeline:
         """The functions that change samples and batches, by name; None where there is none."""
         names = ("transform", "pair_transform", "batch_transform")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def data_without_fingerprint(self) -> Dataset | None:
+        """The data, if only its type and length tell it from other data."""
+        data = self.data
+        return data if isinstance(data, Dataset) and data.fingerprint.startswith(TYPE_AND_LENGTH) else None
 
     def order(self, seed: int, plan: Plan) -> dict[str, Any]:
         """Everything that decides the samples of every step."""

@@ -410,6 +410,7 @@ class Trainer:
             options=self.options,
             functions={"objective": self._objective, **self._input.functions},
             model=self._modules,
+            data=self._input.data_without_fingerprint,
         )
         checkpoints = RunCheckpoints(
             self.run_dir / "checkpoints",
