@@ -16,9 +16,9 @@ from .plan.options import PlanOptions as PlanOptions
 from .plan.plan import Plan as Plan
 from .train.config import Components as Components
 from .train.config import RunConfig as RunConfig
+from .train.loop import Result as Result
 from .train.metrics import Metric as Metric
 from .train.options import RunOptions as RunOptions
 from .train.options import TrainOptions as TrainOptions
 from .train.step import Step as Step
-from .train.trainer import Result as Result
 from .train.trainer import Trainer as Trainer

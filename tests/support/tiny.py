@@ -16,6 +16,7 @@ from plan_edit import changed, is_plan_field
 from unisono import (
     CheckpointOptions,
     ModelOptions,
+    ObserveOptions,
     OptimOptions,
     PlanOptions,
     ScheduleOptions,
@@ -31,6 +32,8 @@ from unisono.plan.plan import Plan
 from unisono.plan.resolve import derive_plan
 from unisono.train.objectives import next_token
 
+# the console, trackers and report have tests of their own
+QUIET = ObserveOptions(console="off", trackers=(), report=False)
 VOCAB, SEQ_LEN, SAMPLES = 48, 12, 37
 
 
@@ -88,6 +91,7 @@ def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, 
         data,
         asked,
         objective=changes.pop("objective", next_token),
+        observe=QUIET,
         optimizer=take(OptimOptions, lr=1e-2),
         schedule=ScheduleOptions(kind="cosine", warmup_steps=min(2, steps)),
         options=take(TrainOptions, steps=steps, eval_every_steps=0),

@@ -14,7 +14,16 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from unisono import CheckpointOptions, LoaderOptions, OptimOptions, PlanOptions, Trainer, TrainOptions, from_map_style
+from unisono import (
+    CheckpointOptions,
+    LoaderOptions,
+    ObserveOptions,
+    OptimOptions,
+    PlanOptions,
+    Trainer,
+    TrainOptions,
+    from_map_style,
+)
 from unisono.dist import World
 from unisono.errors import CheckpointError, ConfigError, UnisonoError
 from unisono.observe.events import read_events
@@ -75,6 +84,7 @@ def trainer(folder: Path, optimizer: Any, **changes: Any) -> Trainer:
         "loader": LoaderOptions(num_workers=0),
         "checkpoint": CheckpointOptions(every_steps=0),
         "run_dir": folder,
+        "observe": ObserveOptions(console="off", trackers=(), report=False),
     }
     return Trainer(**(given | changes))
 

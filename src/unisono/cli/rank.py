@@ -7,9 +7,8 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,12 +22,9 @@ from unisono.dist import JobSpec, join_world
 from unisono.errors import UnisonoError
 from unisono.interop.huggingface import export
 from unisono.models.gpt import GPT
-from unisono.observe.console import Console
-from unisono.observe.events import Event, read_events
+from unisono.observe.events import Event
 from unisono.observe.formatting import RunEndFacts
-from unisono.observe.report import write_report
-from unisono.observe.run_summary import summarise
-from unisono.observe.sinks import Trackers
+from unisono.observe.outputs import RunOutputs
 from unisono.storage.files import write_atomically
 from unisono.train.build import RunData, build_data, build_trainer
 from unisono.train.config import RunConfig
@@ -60,12 +56,10 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
         stack.callback(world.close)
         data = build_data(config)
         events = stack.enter_context(open_events(run_dir, world))
-        console = None
+        outputs = None
         if job.rank == 0:
-            mode = "off" if quiet else config.observe.console
-            console = stack.enter_context(Console(mode=mode))
-            events.subscribe(_but_failures(console), console.name)
-            stack.enter_context(Trackers(events, config.observe.trackers, run_dir))
+            observe = replace(config.observe, console="off") if quiet else config.observe
+            outputs = stack.enter_context(RunOutputs(events, observe, run_dir))
         if LOG.isEnabledFor(logging.DEBUG):
             events.subscribe(_log_event, "log")
         provenance = {
@@ -92,29 +86,19 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
             unfinished: UnisonoError | None = None
             if job.rank == 0 and result.reason != "preempted":
                 unfinished = finish(run, config, data, outcome)
-        if console is not None:
-            if result.reason != "preempted":
-                outcome["report"] = str(write_report(run_dir))
+        if outputs is not None:
+            if result.reason != "preempted" and (report := outputs.write_report()) is not None:
+                outcome["report"] = str(report)
             facts = RunEndFacts(
                 sample_text=outcome.get("sample", ""),
                 report_path=Path(outcome["report"]) if "report" in outcome else None,
                 export_path=Path(outcome["export"]) if "export" in outcome else None,
                 next_commands=next_commands(config, result.reason, writes=outcome.get("sample") is not None),
             )
-            console.summary(summarise(read_events(events.path).events), facts)
+            outputs.summary(facts)
     if unfinished is not None:
         raise unfinished
     return outcome
-
-
-def _but_failures(console: Console) -> Callable[[Event], None]:
-    """Pass the console every event but the end of a failed run, whose error is printed in full at the end."""
-
-    def listen(event: Event) -> None:
-        if not (event["kind"] == "run_end" and event.get("reason") == "failed"):
-            console(event)
-
-    return listen
 
 
 def _log_event(event: Event) -> None:

@@ -7,3 +7,4 @@ from .resolved import Difference as Difference
 from .resolved import Resolved as Resolved
 from .resolved import diff as diff
 from .resolved import render_origins as render_origins
+from .validate import check_options as check_options

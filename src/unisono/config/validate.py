@@ -12,10 +12,10 @@ from datetime import date, time
 from difflib import get_close_matches
 from typing import Any, cast
 
-from unisono.config.fields import Leaf, OptionTree, Spec, join, limit_words, type_words
+from unisono.config.fields import Leaf, OptionTree, Spec, join, limit_words, option_tree, type_words
 from unisono.config.toml_file import KeyPath, config_problem
 from unisono.config.values import CALLABLE, NONE, assignment, encode, env_name, literal, shown, toml_key
-from unisono.errors import ConfigError, nearest_name
+from unisono.errors import ConfigError, Problem, nearest_name
 
 
 def checked_value(leaf: Leaf, raw: Any, origin: str, beneath: Any) -> Any:
@@ -33,6 +33,25 @@ def checked_value(leaf: Leaf, raw: Any, origin: str, beneath: Any) -> Any:
     if breach:
         raise _refused(leaf, raw, origin, *breach)
     return value
+
+
+def check_options(*options: Any) -> None:
+    """Check options objects that Python code built, as those of a file are. Raises ConfigError with all problems at once."""
+    problems: list[Problem] = []
+    for instance in options:
+        layout, origin = option_tree(type(instance)), type(instance).__name__
+        legal = True
+        for name, leaf in layout.leaves.items():
+            value = getattr(instance, name)
+            try:
+                checked_value(leaf, value, origin, value)
+            except ConfigError as error:
+                problems += error.problems
+                legal = False
+        if legal and hasattr(instance, "problems"):  # rules that tie fields together expect legal ones
+            problems += [problem for _, problem in instance.problems()]
+    if problems:
+        raise ConfigError(*problems)
 
 
 def nearest_keys(layout: OptionTree, key: str, spell: Callable[[str], str] = str) -> str:

@@ -24,6 +24,7 @@ class ObserveOptions:
     trackers: tuple[str, ...] = option(
         ("csv",), "Where step and eval numbers also go: csv, tensorboard, wandb (offline), or an entry point."
     )
+    report: bool = option(True, "Write report.html at the end of the run.")
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Trackers that are unknown or listed twice, by field name."""

@@ -4,6 +4,7 @@ from .build import build_trainer as build_trainer
 from .config import Components as Components
 from .config import RunConfig as RunConfig
 from .load import load_model as load_model
+from .loop import Result as Result
 from .metrics import METRICS as METRICS
 from .metrics import Metric as Metric
 from .objectives import OBJECTIVES as OBJECTIVES
@@ -15,5 +16,4 @@ from .objectives import next_token as next_token
 from .options import RunOptions as RunOptions
 from .options import TrainOptions as TrainOptions
 from .step import Step as Step
-from .trainer import Result as Result
 from .trainer import Trainer as Trainer

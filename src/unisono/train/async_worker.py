@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -26,6 +27,8 @@ from unisono.kvstore.wire.secret import read_secret
 from unisono.kvstore.wire.tls import read_tls
 from unisono.observe.events import EventLog
 from unisono.observe.meters import StepTimers
+from unisono.optim import OptimOptions
+from unisono.optim.groups import Role
 from unisono.optim.run_optimizer import RunOptimizer
 from unisono.plan.plan import Plan
 from unisono.train.comm_stats import PeerTraffic
@@ -103,6 +106,47 @@ def async_run_spec(
         batch_shards_per_save=save_every * workers,
         codec=plan.sync.compression,
         labels={"run": job.run_id, **labels},
+    )
+
+
+def open_async_worker(
+    plan: Plan,
+    job: JobSpec,
+    state: TrainState,
+    *,
+    optimizer: OptimOptions,
+    roles: Mapping[str, Role],
+    steps: int,
+    save_every: int,
+    configuration: str,
+    events: EventLog,
+    timers: StepTimers,
+) -> AsyncWorker:
+    """This worker of a run of ``steps`` steps, whose servers update by ``optimizer``; ``configuration`` is the settings' hash.
+
+    Raises LaunchError where there are no servers, CommError when they cannot be reached or serve another run.
+    """
+    return AsyncWorker(
+        plan,
+        job,
+        state,
+        run_spec=async_run_spec(
+            plan,
+            job,
+            state,
+            optimizer=optimizer.kind,
+            steps=steps,
+            save_every=save_every,
+            labels={"plan": plan.hash, "configuration": configuration},
+        ),
+        # a push brings its learning rate, and gradients are clipped here
+        optimizer_spec=ServerOptimizerSpec(
+            options=replace(optimizer, clip_norm=0.0),
+            roles=dict(roles),
+            staleness_lr_decay=plan.sync.staleness_lr_decay,
+        ),
+        events=events,
+        timers=timers,
     )
 
 

@@ -7,7 +7,7 @@ evaluation in the body is part of the checkpoint.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,21 @@ from unisono.train.options import TrainOptions, is_due
 from unisono.train.run_checkpoints import RunCheckpoints
 from unisono.train.state import TrainState
 from unisono.train.step import Step, TrainStep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """How ``fit`` ended.
+
+    Attributes:
+        step: Number of optimizer updates that the state has, from the first start of the run on.
+        reason: ``finished``, ``preempted`` (a signal to any rank) or ``early_stop``.
+        evaluation: Values of the last evaluation by name, ``loss`` included; empty if there was none.
+    """
+
+    step: int
+    reason: str
+    evaluation: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.errors import ConfigError, Problem, nearest_name
+from unisono.config import check_options
+from unisono.errors import ConfigError, nearest_name
 from unisono.observe.events import EventLog
 from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer, state_names
 from unisono.optim.groups import Role, parameter_roles
@@ -63,22 +64,23 @@ class OptimizerSetup:
     _names: dict[nn.Parameter, str] = field(default_factory=dict[nn.Parameter, str])
 
     def __post_init__(self) -> None:
-        problems: list[Problem] = []
-        if isinstance(self.given, OptimOptions):
-            problems += [problem for _, problem in self.given.problems()]
-            if self.clip_norm is not None:
-                problems.append(
-                    Problem(
-                        given=f"clip_norm={self.clip_norm} together with OptimOptions",
-                        rule="OptimOptions has clip_norm; the argument is for an optimizer of your own",
-                        consequence="it would be unclear which of the two holds",
-                        nearest=f"OptimOptions(clip_norm={self.clip_norm})",
-                    )
-                )
-        if isinstance(self.schedule, ScheduleOptions):
-            problems += [problem for _, problem in self.schedule.problems()]
-        if problems:
-            raise ConfigError(*problems)
+        check_options(
+            *(given for given in (self.given, self.schedule) if isinstance(given, OptimOptions | ScheduleOptions))
+        )
+        if isinstance(self.given, OptimOptions) and self.clip_norm is not None:
+            raise ConfigError(
+                given=f"clip_norm={self.clip_norm} together with OptimOptions",
+                rule="OptimOptions has clip_norm; the argument is for an optimizer of your own",
+                consequence="it would be unclear which of the two holds",
+                nearest=f"OptimOptions(clip_norm={self.clip_norm})",
+            )
+        if self.clip_norm is not None and not 0 <= self.clip_norm < float("inf"):
+            raise ConfigError(
+                given=f"clip_norm={self.clip_norm}",
+                rule="it is the largest global gradient norm; 0 does not clip",
+                consequence="nothing was started",
+                nearest="clip_norm=1.0",
+            )
 
     @property
     def options(self) -> OptimOptions | None:

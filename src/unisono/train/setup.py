@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Tr
 from unisono.data.loading.loader import Loader
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.data.options import LoaderOptions, default_cache_dir
-from unisono.dist import JobSpec, World, agree, join_world
+from unisono.dist import JobSpec, World, agree, join_world, record_failure
 from unisono.errors import DataError, PlanError, Problem
 from unisono.kvstore import KVStore, create_kvstore
 from unisono.measure.ceiling import PeakFlops, peak_flops
@@ -64,12 +65,30 @@ def open_store(plan: Plan, world: World) -> KVStore:
     return create_kvstore(kind, world, local_sgd=local_sgd_config(plan) if kind == "dist_local" else None)
 
 
+def default_run_dir() -> Path:
+    """``runs/NAME`` of the script ``NAME.py`` that runs, and ``runs/first`` in a notebook or without a script."""
+    script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path()
+    is_script = script.suffix == ".py" and script.stem not in (
+        "__main__",
+        "ipykernel_launcher",
+        "colab_kernel_launcher",
+    )
+    return Path("runs") / (script.stem if is_script else "first")
+
+
 def open_events(run_dir: Path, world: World) -> EventLog:
     """Open this rank's event log in the run's folder, with the same attempt number on all ranks. Raises ConfigError."""
     rank = world.job.rank  # also of a world of one: asynchronous workers have a log each
     path = events_path(run_dir, rank)
     attempt = max(world.gather_json(next_attempt(path)))
     return EventLog(path, rank=rank, run_id=run_dir.absolute().name, attempt=attempt)
+
+
+def report_failure(events: EventLog, run_dir: Path, job: JobSpec, error: BaseException, step: int | None) -> None:
+    """Record the error that ends this rank, for the launcher and in the event log."""
+    logs = Path(os.environ.get("UNISONO_LOGS", run_dir / "logs"))  # where the launcher looks
+    record_failure(logs, job, error, step=step)
+    events.emit("run_end", step=step or 0, reason="failed", error=type(error).__name__, message=str(error))
 
 
 def infer_tp_rules(plan: Plan, model: nn.Module, first: Callable[[], Mapping[str, Tensor]], events: EventLog) -> Plan:

@@ -16,7 +16,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -25,17 +24,20 @@ import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint import CheckpointOptions
+from unisono.config import check_options
 from unisono.data.dataset import Dataset, MapStyle, as_dataset
 from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
 from unisono.data.loading.stream_loader import is_stream
 from unisono.data.options import LoaderOptions
-from unisono.dist import StopNotice, World, agree, job_from_environ, record_failure
+from unisono.dist import StopNotice, World, agree, job_from_environ
 from unisono.kvstore import GradientSync
-from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
 from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog
+from unisono.observe.formatting import RunEndFacts
 from unisono.observe.meters import RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
+from unisono.observe.options import ObserveOptions
+from unisono.observe.outputs import RunOutputs
 from unisono.optim import OptimOptions, ScheduleOptions
 from unisono.optim.learning_rate import SchedulerFactory
 from unisono.optim.run_optimizer import GivenOptimizer
@@ -54,7 +56,7 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan, precision_reason
 from unisono.plan.resolve import worker_plan
 from unisono.train.async_loop import AsyncLoop
-from unisono.train.async_worker import AsyncWorker, async_run_spec, require_random_access
+from unisono.train.async_worker import open_async_worker, require_random_access
 from unisono.train.comm_stats import ReportsTraffic
 from unisono.train.ema import WeightAverage
 from unisono.train.evaluate import Evaluator
@@ -64,7 +66,7 @@ from unisono.train.gradient_sync import (
     check_sync_options,
 )
 from unisono.train.guard import StepGuard
-from unisono.train.loop import StepRunner, SyncLoop
+from unisono.train.loop import Result, StepRunner, SyncLoop
 from unisono.train.metrics import Metric
 from unisono.train.metrics_reader import GradientStats, MetricsReader
 from unisono.train.objectives import Objective
@@ -76,10 +78,12 @@ from unisono.train.setup import (
     InputPipeline,
     build_loader,
     complete_plan_for_model,
+    default_run_dir,
     find_peak,
     init_distributed,
     open_events,
     open_store,
+    report_failure,
     resolve_plan,
 )
 from unisono.train.state import StageTensors, TrainState, seed_generators
@@ -88,21 +92,6 @@ from unisono.train.step import ForwardBackward, Step, TrainStep, input_selector
 COLLECTIVE_TIMEOUT_S = 300.0
 # steps between two readings of loss, norm and flags; on the CPU there is nothing to wait for
 ACCELERATOR_READ_STEPS = 10
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """How ``fit`` ended.
-
-    Attributes:
-        step: Number of optimizer updates that the state has, from the first start of the run on.
-        reason: ``finished``, ``preempted`` (a signal to any rank) or ``early_stop``.
-        evaluation: Values of the last evaluation by name, ``loss`` included; empty if there was none.
-    """
-
-    step: int
-    reason: str
-    evaluation: Mapping[str, float]
 
 
 class Trainer:
@@ -144,7 +133,8 @@ class Trainer:
         options: Length of the run, cadence of evaluations, early stopping, EMA and the guard against bad steps. Default:
             ``TrainOptions()``.
         checkpoint: When checkpoints are written and how many are kept. Default: ``CheckpointOptions()``.
-        run_dir: Folder of this run: checkpoints, events and logs. It is created if it is missing.
+        run_dir: Folder of this run: checkpoints, events and logs. It is created if it is missing. Default:
+            ``runs/<name of the script>``.
         seed: Seed of data order, augmentation and dropout. It does not initialise a module that is passed or built.
         resume: ``auto`` resumes from the newest good checkpoint in ``run_dir`` or starts a new run; ``strict`` also refuses
             any difference that bit-exactness depends on; ``never`` refuses a folder with checkpoints; a path names a checkpoint.
@@ -160,11 +150,13 @@ class Trainer:
             model, which may be on the meta device. The default 0 reports no TFLOP/s and no utilization.
         world: The ranks to train on; the caller closes it. By default the environment of the process tells which rank this is,
             and entering joins the others.
-        events: Event log to write to; the caller closes it. Default: a log of this rank under ``run_dir``.
+        observe: Console, trackers and report, which rank 0 makes of the events. Default: ``ObserveOptions()``.
+        events: Event log to write to; the caller closes it, and makes what is to be seen of it. Default: a log under ``run_dir``.
         provenance: Facts, as JSON types by name, that are recorded in the ``run_start`` event and in every checkpoint. Its
             ``config_hash`` must be equal on all ranks. Default: none.
 
     Raises:
+        ConfigError: Options are not legal, at construction; or the optimizer or schedule cannot be used.
         PlanError: The plan does not fit the ranks, the model or a batch. Before the first step.
         DataError: The data or its loader settings cannot be used. Before the first step.
         CheckpointError: The checkpoint cannot be resumed from, or the last step cannot be saved.
@@ -184,10 +176,10 @@ class Trainer:
         clip_norm: float | None = None,
         options: TrainOptions | None = None,
         checkpoint: CheckpointOptions | None = None,
-        run_dir: str | Path = "runs/first",
+        run_dir: str | Path | None = None,
         seed: int = 0,
         resume: str = "auto",
-        eval_data: Dataset | None = None,
+        eval_data: Dataset | MapStyle | None = None,
         metrics: Mapping[str, Metric] | None = None,
         transform: Transform | None = None,
         pair_transform: PairTransform | None = None,
@@ -196,16 +188,19 @@ class Trainer:
         shuffle_block: int = 0,
         flops_per_token: float | Callable[[nn.Module], float] = 0.0,
         world: World | None = None,
+        observe: ObserveOptions | None = None,
         events: EventLog | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
+        given = [options, checkpoint, loader, observe, plan if isinstance(plan, PlanOptions) else None]
+        check_options(*(instance for instance in given if instance is not None))
         self._given_model = model
         if isinstance(model, nn.Module):
             self.model = model
         self.data = cast("Iterable[Any]", data) if is_stream(data) else as_dataset(cast("Dataset | MapStyle", data))
-        self.eval_data = eval_data
+        self.eval_data = None if eval_data is None else as_dataset(eval_data)
         self.options = options or TrainOptions()
-        self.run_dir = Path(run_dir)
+        self.run_dir = default_run_dir() if run_dir is None else Path(run_dir)
         self._given_plan = plan or PlanOptions()
         self._objective = objective
         self._optim = OptimizerSetup(
@@ -225,6 +220,9 @@ class Trainer:
         self._given_flops = flops_per_token
         self._given_world = world
         self._given_events = events
+        self._observe = observe or ObserveOptions()
+        self._outputs: RunOutputs | None = None
+        self._ended = False
         self._provenance = dict(provenance or {})
         self._resources: list[Any] = []  # to be closed in this order
 
@@ -251,6 +249,8 @@ class Trainer:
         self.device, self.plan = resolve_plan(self._given_plan, job)  # a Plan is only validated
         self.world = self._given_world or init_distributed(self.plan, job, self.device.type, COLLECTIVE_TIMEOUT_S)
         self.events = self._given_events or open_events(self.run_dir, self.world)
+        if self._given_events is None and self.world.job.rank == 0:
+            self._outputs = RunOutputs(self.events, self._observe, self.run_dir)
         self._stop_notice = StopNotice() if threading.current_thread() is threading.main_thread() else None
         if self._stop_notice is not None:
             self._stop_notice.__enter__()
@@ -374,25 +374,15 @@ class Trainer:
         loader = require_random_access(self._loader)
         options, optim = self.options, self._optim.options
         assert optim is not None  # OptimizerSetup.check
-        worker = AsyncWorker(
+        worker = open_async_worker(
             self.plan,
             self.world.job,
             self.state,
-            run_spec=async_run_spec(
-                self.plan,
-                self.world.job,
-                self.state,
-                optimizer=optim.kind,
-                steps=options.steps,
-                save_every=math.gcd(self._checkpoint.every_steps, options.eval_every_steps),
-                labels={"plan": self.plan.hash, "configuration": str(self._provenance.get("config_hash"))},
-            ),
-            # a push brings its learning rate, and gradients are clipped here
-            optimizer_spec=ServerOptimizerSpec(
-                options=replace(optim, clip_norm=0.0),
-                roles=dict(self._optim.roles),
-                staleness_lr_decay=self.plan.sync.staleness_lr_decay,
-            ),
+            optimizer=optim,
+            roles=self._optim.roles,
+            steps=options.steps,
+            save_every=math.gcd(self._checkpoint.every_steps, options.eval_every_steps),
+            configuration=str(self._provenance.get("config_hash")),
             events=self.events,
             timers=self._timers,
         )
@@ -529,25 +519,23 @@ class Trainer:
                 self._loop.runner.metrics_reader.read()
                 if self._loop.owns_final_state:
                     self.save(wait=True)
+                if self.state.step >= self.options.steps or self._loop.preempted or self._loop.stopped_early:
+                    self._end()
         finally:
             self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
         if error is not None:
-            state = getattr(self, "state", None)
-            logs = Path(os.environ.get("UNISONO_LOGS", self.run_dir / "logs"))  # where the launcher looks
-            record_failure(logs, self.world.job, error, step=state.step if state else None)
-            self.events.emit(
-                "run_end",
-                step=state.step if state else 0,
-                reason="failed",
-                error=type(error).__name__,
-                message=str(error),
-            )
+            step = self.state.step if hasattr(self, "state") else None
+            report_failure(self.events, self.run_dir, self.world.job, error, step)
         for resource in self._resources:
             resource.close()
         if self._stop_notice is not None:
             self._stop_notice.__exit__(None, None, None)
+        if self._outputs is not None:
+            if error is None and not self._loop.preempted:
+                self._outputs.summary(RunEndFacts(report_path=self._outputs.write_report()))
+            self._outputs.close()
         if self._given_events is None:
             self.events.close()
         if self._given_world is None:
@@ -573,23 +561,29 @@ class Trainer:
         for step in loop:
             if self.eval_data is not None and loop.evaluates_after(step.index):
                 self.evaluate()
-        reason = "preempted" if loop.preempted else "early_stop" if loop.stopped_early else "finished"
         if loop.owns_final_state:
-            if self.eval_data is not None and reason == "finished" and evaluator.evaluated_step != self.state.step:
+            finished = not (loop.preempted or loop.stopped_early)
+            if self.eval_data is not None and finished and evaluator.evaluated_step != self.state.step:
                 self.evaluate()
             self.save(wait=True)
-        values = evaluator.values
-        self.events.emit(
-            "run_end", step=self.state.step, reason=reason, **{f"eval/{name}": value for name, value in values.items()}
-        )
-        return Result(step=self.state.step, reason=reason, evaluation=values)
+        return Result(step=self.state.step, reason=self._end(), evaluation=evaluator.values)
 
-    def evaluate(self, data: Dataset | None = None) -> dict[str, float]:
+    def _end(self) -> str:
+        """Emit how the run ended, once; returns the reason."""
+        loop, values = self._loop, self._loop.runner.evaluator.values
+        reason = "preempted" if loop.preempted else "early_stop" if loop.stopped_early else "finished"
+        if not self._ended:
+            numbers = {f"eval/{name}": value for name, value in values.items()}
+            self.events.emit("run_end", step=self.state.step, reason=reason, **numbers)
+            self._ended = True
+        return reason
+
+    def evaluate(self, data: Dataset | MapStyle | None = None) -> dict[str, float]:
         """Loss and metrics on ``data`` (default: the held-out set), with the averaged weights where ``ema_decay`` is set.
 
         On the held-out set it also decides about early stopping. All ranks must call it.
         """
-        return self._loop.runner.evaluator.run(data)
+        return self._loop.runner.evaluator.run(None if data is None else as_dataset(data))
 
     def averaged_weights(self) -> AbstractContextManager[Any]:
         """A context in which the model has the weights that evaluation and export use."""

@@ -1,0 +1,58 @@
+"""The console, the trackers and the report of a run, fed from the events of rank 0."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from unisono.observe.console import Console
+from unisono.observe.events import Event, EventLog, read_events
+from unisono.observe.formatting import RunEndFacts
+from unisono.observe.options import ObserveOptions
+from unisono.observe.report import write_report
+from unisono.observe.run_summary import summarise
+from unisono.observe.sinks import Trackers
+
+
+class RunOutputs:
+    """Shows the events of a run while it is open; ``summary`` ends it. For rank 0 only.
+
+    Args:
+        events: Event log of rank 0.
+        options: Console mode, trackers, and whether a report is written.
+        run_dir: Folder of the run.
+
+    Raises:
+        ExtraError: The package of a tracker is missing.
+        ConfigError: A tracker is unknown or cannot be opened.
+    """
+
+    def __init__(self, events: EventLog, options: ObserveOptions, run_dir: Path) -> None:
+        self._events, self._options, self._run_dir = events, options, run_dir
+        with ExitStack() as stack:
+            self._console = stack.enter_context(Console(mode=options.console))
+            events.subscribe(self._show, self._console.name)
+            stack.enter_context(Trackers(events, options.trackers, run_dir))
+            self._stack = stack.pop_all()
+
+    def _show(self, event: Event) -> None:
+        if not (event["kind"] == "run_end" and event.get("reason") == "failed"):  # its error is printed in full
+            self._console(event)
+
+    def write_report(self) -> Path | None:
+        """Write the report; returns its path, or None if there is to be none."""
+        return write_report(self._run_dir) if self._options.report else None
+
+    def summary(self, facts: RunEndFacts) -> None:
+        """Print the summary of the run."""
+        self._console.summary(summarise(read_events(self._events.path).events), facts)
+
+    def close(self) -> None:
+        """Close console and trackers. Idempotent."""
+        self._stack.close()
+
+    def __enter__(self) -> RunOutputs:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,149 @@
+"""A Trainer in a script of one's own shows, tracks and reports its run like the command line does."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from unisono import (
+    LoaderOptions,
+    ObserveOptions,
+    OptimOptions,
+    PlanOptions,
+    ScheduleOptions,
+    Trainer,
+    TrainOptions,
+    from_map_style,
+)
+from unisono.errors import ConfigError
+from unisono.observe.events import events_path, read_events
+from unisono.train import mean_squared_error
+
+SCRIPT = """
+import torch
+from unisono import PlanOptions, Trainer, TrainOptions
+
+data = [(torch.randn(3), torch.ones(1)) for _ in range(16)]
+run = Trainer(
+    torch.nn.Linear(3, 1),
+    data,
+    PlanOptions(device="cpu", precision="fp32", global_batch=4),
+    objective=lambda outputs, batch: ((outputs - batch["targets"]).square().sum(), torch.tensor(float(len(outputs)))),
+    options=TrainOptions(steps=3, eval_every_steps=0),
+)
+"""
+
+
+class Line(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs)
+
+
+def script(folder: Path, body: str) -> str:
+    path = folder / "fit_line.py"
+    path.write_text(SCRIPT.replace("torch.nn.Linear(3, 1)", "Line(3, 1)").replace("data =", LINE + "\ndata =") + body)
+    done = subprocess.run([sys.executable, path], cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+LINE = "class Line(torch.nn.Linear):\n    def forward(self, inputs):\n        return super().forward(inputs)\n"
+
+
+def test_a_script_has_console_table_report_and_a_folder_of_its_name(tmp_path: Path) -> None:
+    shown = script(tmp_path, "with run:\n    run.fit()\n")
+    run_dir = tmp_path / "runs/fit_line"
+    assert "step=1 steps_total=3 loss=" in shown
+    assert "Finished 3 of 3 steps" in shown
+    assert f"report   {Path('runs/fit_line/report.html')}" in shown
+    assert (run_dir / "report.html").stat().st_size > 1000
+    with (run_dir / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3"]
+    again = script(tmp_path, "with run:\n    for step in run:\n        pass\n")
+    assert "resumed at step 3" in again
+    assert "this run has made 3 of 3 steps: no step is made" in again
+
+
+def test_a_loop_of_ones_own_ends_like_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = from_map_style([(torch.ones(3) * n, torch.ones(1)) for n in range(8)])
+    run = Trainer(
+        Line(3, 1),
+        data,
+        PlanOptions(device="cpu", precision="fp32", global_batch=4),
+        objective=mean_squared_error,
+        options=TrainOptions(steps=2, eval_every_steps=0),
+        run_dir=tmp_path,
+        observe=ObserveOptions(trackers=("csv",)),
+    )
+    with run:
+        for _ in run:
+            pass
+    ends = [e for e in read_events(events_path(tmp_path, 0)).events if e["kind"] == "run_end"]
+    assert [end["reason"] for end in ends] == ["finished"]
+    assert "Finished 2 of 2 steps" in capsys.readouterr().out
+    assert (tmp_path / "report.html").exists()
+
+
+def test_an_unknown_tracker_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="unknown tracker 'tensorbord'"),
+        Trainer(
+            Line(3, 1),
+            [(torch.ones(3), torch.ones(1))],
+            PlanOptions(device="cpu"),
+            objective=mean_squared_error,
+            run_dir=tmp_path / "run",
+            observe=ObserveOptions(trackers=("tensorbord",)),
+        ),
+    ):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"loader": LoaderOptions(last_batch="dropp")}, 'LoaderOptions: last_batch = "dropp"'),  # type: ignore[arg-type]
+        ({"loader": LoaderOptions(num_workers=-5)}, "LoaderOptions: num_workers = -5"),
+        ({"options": TrainOptions(steps=0)}, "TrainOptions: steps = 0"),
+        ({"plan": PlanOptions(precision="bfloat16")}, 'PlanOptions: precision = "bfloat16"'),  # type: ignore[arg-type]
+        ({"plan": PlanOptions(global_batch=0)}, "PlanOptions: global_batch = 0"),
+        ({"optimizer": OptimOptions(lr=-1.0)}, "OptimOptions: lr = -1.0"),
+        ({"optimizer": torch.optim.SGD, "clip_norm": -1.0}, "clip_norm=-1.0"),
+        ({"schedule": ScheduleOptions(kind="cosin")}, 'ScheduleOptions: kind = "cosin"'),
+    ],
+)
+def test_options_are_checked_at_construction(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Trainer(
+            Line(3, 1), [(torch.ones(3), torch.ones(1))], objective=mean_squared_error, run_dir=tmp_path / "a", **wrong
+        )
+    assert said in str(caught.value)
+    assert not (tmp_path / "a").exists()
+
+
+def test_held_out_data_may_be_a_list(tmp_path: Path) -> None:
+    data = [(torch.ones(3) * n, torch.ones(1)) for n in range(8)]
+    plan = PlanOptions(device="cpu", precision="fp32", global_batch=4)
+    observe = ObserveOptions(console="off", trackers=(), report=False)
+    options = TrainOptions(steps=2, eval_every_steps=1)
+    run = Trainer(
+        Line(3, 1),
+        data,
+        plan,
+        objective=mean_squared_error,
+        options=options,
+        eval_data=data[:4],
+        run_dir=tmp_path,
+        observe=observe,
+    )
+    with run:
+        result = run.fit()
+        assert run.evaluate(data[:4]) == result.evaluation
