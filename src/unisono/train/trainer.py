@@ -66,7 +66,7 @@ from unisono.train.guard import StepGuard
 from unisono.train.loop import StepRunner, SyncLoop
 from unisono.train.metrics import Metric
 from unisono.train.metrics_reader import GradientStats, MetricsReader
-from unisono.train.objectives import Objective
+from unisono.train.objectives import MEAN_LOSS_NOTICE, Objective, as_objective, check_objective
 from unisono.train.options import TrainOptions
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
 from unisono.train.setup import (
@@ -199,7 +199,9 @@ class Trainer:
         self.options = options or TrainOptions()
         self.run_dir = Path(run_dir)
         self._given_plan = plan or PlanOptions()
-        self._objective = objective
+        self._objective = as_objective(
+            objective, lambda: self.events.emit("notice", step=self.state.step, **MEAN_LOSS_NOTICE)
+        )
         self._optim = optimizer or OptimOptions()
         self._given_schedule = schedule or ScheduleOptions()
         self._checkpoint = checkpoint or CheckpointOptions()
@@ -252,6 +254,7 @@ class Trainer:
         agree(self.world, "configuration", self._provenance.get("config_hash"))
         set_backend(self.plan)
         check_sync_options(self.plan, self.options)
+        check_objective(self._objective, self.plan)
         self.store = open_store(self.plan, self.world)
 
     def _build_model(self) -> DeferredModel | None:
