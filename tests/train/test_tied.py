@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,8 @@ def build(kind: str) -> nn.Module:
 
 def train(world: World, run_dir: str, kind: str, changes: dict[str, Any]) -> list[float]:
     """SGD: a key's bias has no gradient but rounding, which Adam would make a whole step of."""
+    # FSDP2 warns that a user might change BERT's logits in place
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     with tiny.trainer(
         run_dir, steps=2, world=world, network=build(kind), global_batch=8, micro_batch=2, kind="sgd", lr=0.5,
         data=Masked() if kind == "our-bert" else None, objective=next_token, **changes,
