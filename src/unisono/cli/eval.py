@@ -23,6 +23,7 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     from unisono.train.build import build_data, build_metrics, find_objective
     from unisono.train.evaluate import evaluate
     from unisono.train.load import load_model
+    from unisono.train.objectives import as_objective
     from unisono.train.setup import resolve_plan
     from unisono.train.step import ForwardBackward, input_selector
 
@@ -50,7 +51,7 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
         values = evaluate(
             ForwardBackward(model=model.to(device), inputs=input_selector(model), plan=plan, world=world),
             data.held_out,
-            objective=find_objective(config),
+            objective=as_objective(find_objective(config)),
             metrics=build_metrics(config),
             device=device,
             data_rank=world.rank,

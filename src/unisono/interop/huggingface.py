@@ -1,9 +1,10 @@
 """Export to the Hugging Face folder layout: ``model.safetensors``, ``config.json`` and, if given, the tokenizer.
 
 The reference GPT loads with ``LlamaForCausalLM.from_pretrained``, or with experts with the class under ``architectures`` in
-``config.json``; the reference BERT loads with ``BertForMaskedLM``. Any other model is written with its own parameter names and
-without ``config.json``. A tensor with several names is written once, and the file lists its other names, as
-``safetensors.torch.load_model`` expects.
+``config.json``; the reference BERT loads with ``BertForMaskedLM``. A model of transformers is written with its own names,
+configuration and settings of generation. Of a ``PeftModel`` only the adapter is written, in peft's layout. Any other model is
+written with its own parameter names and without ``config.json``. A tensor with several names is written once, and the file lists
+its other names, as ``safetensors.torch.load_model`` expects.
 
 Tensors are written one at a time: with ``read`` the model may be on the meta device. Above ``max_shard_bytes`` they are split
 over several files, and ``model.safetensors.index.json`` maps tensors to files.
@@ -15,8 +16,9 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,9 +33,17 @@ from unisono.interop.exported_tensor import ExportedTensor
 from unisono.models.bert import BERT
 from unisono.models.gpt import GPT
 
-_WEIGHTS, _CONFIG, _TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
+_WEIGHTS, _CONFIG, _GENERATION = "model.safetensors", "config.json", "generation_config.json"
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+_ADAPTER_WEIGHTS, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_TOKENIZER = "tokenizer.json"
+# files beside tokenizer.json, or in place of it, in the folder of a tokenizer
+_TOKENIZER_FILES = (
+    _TOKENIZER,
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
+)
 _FORMAT = {"format": "pt"}
 MAX_SHARD_BYTES = 5 << 30
 
@@ -50,15 +60,16 @@ def export(
 ) -> Path:
     """Write the model to ``folder`` in the Hugging Face layout and return ``folder``.
 
-    A ``GPT`` and a ``BERT`` load with the transformers package; any other model gets no ``config.json``. An earlier export
-    is replaced only after the new one is complete.
+    A ``GPT``, a ``BERT`` and a model of transformers load with the transformers package, an adapter with
+    ``PeftModel.from_pretrained(base, folder)``; any other model gets no ``config.json``. An earlier export is replaced only after
+    the new one is complete.
 
     Args:
         model: The model. One that is neither ``GPT`` nor ``BERT`` keeps its own parameter names.
         folder: Folder of the export: a new one, or that of an earlier export.
         max_length: Sequence length of the training, in tokens.
         end_of_document: Token that ends a document, or None.
-        tokenizer: Hugging Face tokenizer.json to copy.
+        tokenizer: Hugging Face tokenizer.json to copy, with the other files of the tokenizer in its folder, or such a folder.
         read: ``read(name, out)`` copies the model's tensor ``name`` into ``out``; default: the values of ``model``, which
             else may be on the meta device.
         max_shard_bytes: Maximum bytes of tensors in one file; a larger tensor has a file of its own.
@@ -74,11 +85,10 @@ def export(
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         write_weights(model, partial, read=read, max_shard_bytes=max_shard_bytes)
-        config = _config(model, max_length, end_of_document)
-        if config is not None:
-            (partial / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name, content in _configs(model, max_length, end_of_document).items():
+            (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, partial / _TOKENIZER)
+            _copy_tokenizer(tokenizer, partial)
         if target.exists():
             shutil.rmtree(target)
         partial.rename(target)
@@ -99,7 +109,7 @@ def _refuse_other_contents(target: Path, given: Path) -> None:
     """Raise ``CheckpointError`` if the folder has other contents than an earlier export."""
     if not os.path.lexists(target):
         return
-    ours = {_WEIGHTS, _INDEX, _CONFIG, _TOKENIZER}
+    ours = {_WEIGHTS, _INDEX, _CONFIG, _GENERATION, _ADAPTER_WEIGHTS, _ADAPTER_CONFIG, *_TOKENIZER_FILES}
     others = (
         sorted(name for name in os.listdir(target) if name not in ours and not _SHARD.fullmatch(name))
         if target.is_dir() and not target.is_symlink()
@@ -123,9 +133,11 @@ def write_weights(
     named, tied = _names(model)
     # views, of which only shapes and dtypes are read
     views = {entry.key: entry.transform(tensors[entry.name].detach()) for entry in named}
-    files = _split_into_files(named, views, max_shard_bytes)
+    adapter = _is_adapter(model)
+    files = _split_into_files(named, views, sys.maxsize if adapter else max_shard_bytes)
     one = len(files) == 1
-    names = [_WEIGHTS if one else f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    only = _ADAPTER_WEIGHTS if adapter else _WEIGHTS
+    names = [only if one else f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
     loaded: tuple[str, Tensor] = "", torch.empty(0)  # several entries in a row may be of one tensor, such as experts
     for file_name, members in zip(names, files, strict=True):
         # wide elements first, in the order of safetensors
@@ -175,13 +187,87 @@ def _names(model: nn.Module) -> tuple[list[ExportedTensor], dict[str, str]]:
         return list(gpt.gpt_tensors(model)), {}
     if isinstance(model, BERT):
         return bert_tensors(model), {}
+    if _is_adapter(model):
+        return _adapter_names(model), {}
     return _own_names(model)
 
 
-def _config(model: nn.Module, max_length: int, end_of_document: int | None) -> dict[str, Any] | None:
+def _configs(model: nn.Module, max_length: int, end_of_document: int | None) -> dict[str, dict[str, Any]]:
+    """The contents of the configuration files, by file name."""
     if isinstance(model, GPT):
-        return gpt.gpt_config(model, max_length, end_of_document)
-    return bert_config(model) if isinstance(model, BERT) else None
+        return {_CONFIG: gpt.gpt_config(model, max_length, end_of_document)}
+    if isinstance(model, BERT):
+        return {_CONFIG: bert_config(model)}
+    if _is_adapter(model):
+        adapter: Any = cast(Any, model).peft_config[_active_adapter(model)]
+        content: dict[str, Any] = {name: _plain(value) for name, value in adapter.to_dict().items()}
+        return {_ADAPTER_CONFIG: content | {"inference_mode": True}}
+    if not _is_of_transformers(model):
+        return {}
+    theirs = cast(Any, model)
+    config: dict[str, Any] = json.loads(theirs.config.to_json_string(use_diff=True))
+    configs = {_CONFIG: config | {"architectures": [_class_name(model)]}}
+    if theirs.can_generate() and theirs.generation_config is not None:
+        configs[_GENERATION] = json.loads(theirs.generation_config.to_json_string(use_diff=True))
+    return configs
+
+
+def _class_name(model: nn.Module) -> str:
+    """The name of the model's class of transformers, also after FSDP2 has made a subclass of it."""
+    return next(
+        kind.__name__
+        for kind in type(model).__mro__
+        if "fully_shard" not in kind.__module__ and not kind.__name__.startswith("FSDP")
+    )
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return any(
+        (kind.__module__, kind.__name__) == ("transformers.modeling_utils", "PreTrainedModel")
+        for kind in type(model).__mro__
+    )
+
+
+def _is_adapter(model: nn.Module) -> bool:
+    return any((kind.__module__, kind.__name__) == ("peft.peft_model", "PeftModel") for kind in type(model).__mro__)
+
+
+def _active_adapter(model: nn.Module) -> str:
+    return str(cast(Any, model).active_adapter)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON has it: the settings of peft have sets, enumerations and nested configurations."""
+    if isinstance(value, set | frozenset | tuple):
+        members = cast("Iterable[Any]", value)
+        return sorted(members) if isinstance(value, set | frozenset) else list(members)
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in cast("dict[Any, Any]", value).items()}
+    return value
+
+
+def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
+    """Copy a tokenizer.json, under whatever name, and the other files of its folder; or those of a folder."""
+    if not tokenizer.is_dir():
+        shutil.copyfile(tokenizer, folder / _TOKENIZER)
+        if tokenizer.name != _TOKENIZER:
+            return  # the other files of its folder are of another tokenizer
+    source = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _adapter_names(model: nn.Module) -> list[ExportedTensor]:
+    """The tensors of the active adapter of a ``PeftModel``, under peft's names; not the tables of the base model."""
+    from peft import get_peft_model_state_dict
+
+    state = cast("dict[str, Tensor]", model.state_dict(keep_vars=True))
+    names = {id(tensor): name for name, tensor in reversed(state.items())}
+    chosen: dict[str, Tensor] = get_peft_model_state_dict(
+        cast(Any, model), state_dict=state, adapter_name=_active_adapter(model), save_embedding_layers=False
+    )
+    return [ExportedTensor(key, names[id(tensor)]) for key, tensor in chosen.items()]
 
 
 def _own_names(model: nn.Module) -> tuple[list[ExportedTensor], dict[str, str]]:

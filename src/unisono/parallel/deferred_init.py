@@ -330,7 +330,13 @@ def deferred_init(factory: Callable[[], nn.Module]) -> DeferredModel:
         with recorder, warnings.catch_warnings():
             # the warning of copying a module; the copy is recorded like any other operation
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            model = factory()
+            try:
+                model = factory()
+            except RuntimeError as error:
+                if "Couldn't swap" not in str(error):
+                    raise
+                rule = "a module is converted or moved (.to) where it has values, as peft does with an adapter"
+                raise _refused("module.to()", None, rule) from error
         ends = [(item.generator, item.generator.get_state(), item.last) for item in recorder.streams.values()]
     finally:
         _init._no_grad_trunc_normal_ = _truncated_normal

@@ -31,7 +31,8 @@ class Components:
     model: Component = option("gpt", "gpt, an entry point, or config -> torch.nn.Module.", python_only=True)
     objective: Component = option(
         "next_token",
-        "next_token, masked_token, cross_entropy, mean_squared_error, or (outputs, batch) -> (loss_sum, weight).",
+        "next_token, masked_token, cross_entropy, mean_squared_error, model_loss (the model's own), a loss of torch.nn, or "
+        "(outputs, batch) -> (loss_sum, weight).",
         python_only=True,
     )
     data: Component = option(
@@ -40,7 +41,8 @@ class Components:
     transform: Component = option("", "Nothing, an entry point, or (sample, rng) -> sample.", python_only=True)
     metrics: tuple[str, ...] = option(
         (),
-        "bits_per_byte, perplexity, accuracy, top<k>, f1:<classes>, or entry points; none = the first and third on tokens.",
+        "bits_per_byte, perplexity, accuracy, token_accuracy, top<k>, f1 (of class 1), f1:<classes> (macro), mcc, "
+        "mcc:<classes>, auc, confusion:<classes>, spearman:<low>:<high>, or entry points; none = the first and third on tokens.",
     )
     own_metrics: Component = option("", "Nothing, an entry point, or config -> {name: Metric}.", python_only=True)
 

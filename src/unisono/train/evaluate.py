@@ -59,7 +59,11 @@ def evaluate(
         reshard(model)
         model.train(was_training)
     values = iter(total.tolist())
-    return {name: metric.value([next(values) for _ in range(metric.size)]) for name, metric in all_metrics.items()}
+    results: dict[str, float] = {}
+    for name, metric in all_metrics.items():
+        value = metric.value([next(values) for _ in range(metric.size)])
+        results |= {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+    return results
 
 
 def _rank_batches(data: Dataset, plan: Plan, rank: int, samples: int) -> Iterator[tuple[dict[str, Tensor], bool]]:

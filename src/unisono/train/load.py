@@ -15,6 +15,7 @@ from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.dist import World
 from unisono.errors import CheckpointError, PlanError
 from unisono.parallel.deferred_init import deferred_init
+from unisono.parallel.sharding import GlobalParameterSpec
 from unisono.train.build import build_model
 from unisono.train.config import RunConfig
 
@@ -44,9 +45,11 @@ def read_model(config: RunConfig, tokenizer: Tokenizer | None, snapshot: Checkpo
     """The whole model as it was saved, on the CPU. Raises CheckpointError when the checkpoint holds another model."""
     model = build_model(config, tokenizer)
     read = tensor_reader(model, snapshot)
+    saved_names = _saved_names(model)
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
-            read(name, tensor.detach())
+            if saved_names[name] == name:  # the other names of a tied parameter are the same memory
+                read(name, tensor.detach())
     return model.eval()
 
 
@@ -80,8 +83,8 @@ def tensor_reader(model: nn.Module, snapshot: CheckpointReader) -> Callable[[str
 
     ``model`` may be on the meta device. Raises CheckpointError if the checkpoint holds another model.
     """
-    names = set(snapshot.names())
-    targets = {f"model/{name}": tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    names, saved_names = set(snapshot.names()), _saved_names(model)
+    targets = {f"model/{saved_names[name]}": t for name, t in model.state_dict(keep_vars=True).items()}
     wrong = [
         name for name, t in targets.items() if name not in names or tuple(snapshot.spec(name).shape) != tuple(t.shape)
     ]
@@ -95,6 +98,7 @@ def tensor_reader(model: nn.Module, snapshot: CheckpointReader) -> Callable[[str
         )
 
     def read(name: str, out: Tensor) -> None:
+        name = saved_names[name]
         saved = f"ema/{name}" if f"ema/{name}" in names else f"model/{name}"
         if (snapshot.spec(saved).dtype, out.dtype) == (torch.bfloat16, torch.float32):
             out.copy_(snapshot.tensor(saved))  # by precision.dtype_rules; every bf16 number is one of fp32
@@ -102,3 +106,9 @@ def tensor_reader(model: nn.Module, snapshot: CheckpointReader) -> Callable[[str
             snapshot.read_into(saved, out)
 
     return read
+
+
+def _saved_names(model: nn.Module) -> dict[str, str]:
+    """The name in a checkpoint of each tensor of ``model``: a parameter with several names is saved under its first one."""
+    first_names = GlobalParameterSpec.from_model(model).first_names
+    return {name: first_names.get(name, name) for name in model.state_dict(keep_vars=True)}

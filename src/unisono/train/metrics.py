@@ -16,17 +16,21 @@ from torch import Tensor
 
 from unisono.errors import DataError
 from unisono.models.loss import LazyLogits
+from unisono.train.objectives import IGNORED, dense_logits, find_logits, find_targets, flat_weights
 
 Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """``sums(outputs, batch, loss_sum, weight)`` gives a float64 vector of ``size``; ``value`` turns the total into a number."""
+    """``sums(outputs, batch, loss_sum, weight)`` gives a float64 vector of ``size``; ``value`` turns the total into a number.
+
+    Of several numbers by name, an evaluation has each as ``<metric>/<name>``.
+    """
 
     size: int
     sums: Callable[[Any, Batch, Tensor, Tensor], Tensor]
-    value: Callable[[list[float]], float]
+    value: Callable[[list[float]], float | dict[str, float]]
 
 
 def _ratio(total: list[float]) -> float:
@@ -49,16 +53,16 @@ def _byte_sums(_outputs: Any, batch: Batch, loss_sum: Tensor, _weight: Tensor) -
 
 
 def _logits(outputs: Any, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(logits [n, C], targets [n], weights [n]) a few rows at a time."""
-    targets = batch["targets"].flatten()
-    weights = (
-        batch["weights"].flatten().double() if "weights" in batch else torch.ones_like(targets, dtype=torch.float64)
-    )
-    if isinstance(outputs, LazyLogits):
-        for rows, logits in outputs.chunks():
-            yield logits, targets[rows], weights[rows]
+    """(logits [n, C], targets [n], weights [n]) a few rows at a time; a target of -100 becomes 0, of weight 0."""
+    entry = find_targets(batch)
+    targets, weights = entry.flatten(), flat_weights(batch, entry).double()
+    weights, targets = weights * (targets != IGNORED), targets.where(targets != IGNORED, 0)
+    logits = find_logits(outputs)
+    if isinstance(logits, LazyLogits):
+        for rows, part in logits.chunks():
+            yield part, targets[rows], weights[rows]
     else:
-        yield outputs.flatten(0, -2), targets, weights
+        yield logits.flatten(0, -2), targets, weights
 
 
 def top_k(k: int) -> Metric:
@@ -94,21 +98,183 @@ def f1(classes: int) -> Metric:
     return Metric(size=3 * classes, sums=sums, value=value)
 
 
+Table = list[list[float]]
+
+
+def _from_table(classes: int, value: Callable[[Table], float | dict[str, float]]) -> Metric:
+    """A metric of the confusion matrix: the weight of samples by target (row) and predicted class (column)."""
+
+    def sums(outputs: Any, batch: Batch, _loss_sum: Tensor, _weight: Tensor) -> Tensor:
+        table = torch.zeros(classes**2, dtype=torch.float64, device=find_targets(batch).device)
+        for logits, targets, weights in _logits(outputs, batch):
+            _check_classes(logits.shape[-1], classes)
+            table.index_add_(0, targets * classes + logits.argmax(-1), weights)
+        return table
+
+    def of_total(total: list[float]) -> float | dict[str, float]:
+        return value([total[row * classes : (row + 1) * classes] for row in range(classes)])
+
+    return Metric(size=classes**2, sums=sums, value=of_total)
+
+
+def binary_f1() -> Metric:
+    """F1 of class 1 of two classes; 0 if no sample is, or is predicted to be, of class 1."""
+
+    def value(table: Table) -> float:
+        both = 2 * table[1][1] + table[0][1] + table[1][0]
+        return 2 * table[1][1] / both if both else 0.0
+
+    return _from_table(2, value)
+
+
+def matthews(classes: int) -> Metric:
+    """Matthews correlation coefficient of ``classes`` classes, -1 to 1; 0 if all targets, or all predictions, are of one class.
+
+    Source: Gorodkin 2004.
+    """
+
+    def value(table: Table) -> float:
+        actual, predicted = [sum(row) for row in table], [sum(column) for column in zip(*table, strict=True)]
+        total, hits = sum(actual), sum(table[n][n] for n in range(classes))
+        covariance = hits * total - sum(a * p for a, p in zip(actual, predicted, strict=True))
+        spread = (total**2 - sum(p * p for p in predicted)) * (total**2 - sum(a * a for a in actual))
+        return covariance / math.sqrt(spread) if spread > 0 else 0.0
+
+    return _from_table(classes, value)
+
+
+def confusion_matrix(classes: int) -> Metric:
+    """The weight of samples by target and predicted class: the values ``<target>/<predicted>``."""
+
+    def value(table: Table) -> dict[str, float]:
+        return {
+            f"{target}/{predicted}": table[target][predicted]
+            for target in range(classes)
+            for predicted in range(classes)
+        }
+
+    return _from_table(classes, value)
+
+
+AUC_BINS = 1 << 14
+
+
+def auc() -> Metric:
+    """Area under the ROC curve of class 1 of two classes: how often a sample of class 1 has the higher score.
+
+    The score is the logit [B] or [B, 1], or the difference of the logits [B, 2]. Scores are counted in 16,384 bins, equally wide
+    in the logistic function of the score, and two scores in one bin count as equal: the error is at most half of the share of
+    pairs that fall into one bin.
+    """
+
+    def sums(outputs: Any, batch: Batch, _loss_sum: Tensor, _weight: Tensor) -> Tensor:
+        logits, entry = dense_logits(outputs).double(), find_targets(batch)
+        targets, weights = entry.flatten(), flat_weights(batch, entry).double()
+        if logits.dim() > 1 and logits.shape[-1] == 2 and logits.numel() == 2 * targets.numel():
+            logits = logits[..., 1] - logits[..., 0]
+        elif logits.numel() != targets.numel():
+            _check_classes(logits.shape[-1], 2)
+        bins = (logits.flatten().sigmoid() * AUC_BINS).long().clamp(max=AUC_BINS - 1)
+        weights = weights * (targets != IGNORED)
+        counts = torch.zeros(2 * AUC_BINS, dtype=torch.float64, device=targets.device)
+        return counts.index_add_(0, bins + AUC_BINS * (targets == 1), weights)
+
+    def value(total: list[float]) -> float:
+        negative, positive = total[:AUC_BINS], total[AUC_BINS:]
+        below = pairs = 0.0
+        for others, ones in zip(negative, positive, strict=True):
+            pairs += ones * (below + others / 2)
+            below += others
+        return pairs / (below * sum(positive)) if below and sum(positive) else math.nan
+
+    return Metric(size=2 * AUC_BINS, sums=sums, value=value)
+
+
+SPEARMAN_BINS = 512
+
+
+def spearman(low: float, high: float) -> Metric:
+    """Spearman's rank correlation of predictions and targets that lie between ``low`` and ``high``.
+
+    Both are counted in 512 equally wide bins; values in one bin have the same rank, and values outside are in the first or last
+    bin. It is exact where no two different values share a bin.
+    """
+
+    def bins(values: Tensor) -> Tensor:
+        return (
+            ((values.flatten().double() - low) / (high - low) * SPEARMAN_BINS)
+            .floor()
+            .clamp(0, SPEARMAN_BINS - 1)
+            .long()
+        )
+
+    def sums(outputs: Any, batch: Batch, _loss_sum: Tensor, _weight: Tensor) -> Tensor:
+        predictions, targets = dense_logits(outputs), find_targets(batch)
+        weights = flat_weights(batch, targets).double()
+        table = torch.zeros(SPEARMAN_BINS**2, dtype=torch.float64, device=targets.device)
+        return table.index_add_(0, bins(targets) * SPEARMAN_BINS + bins(predictions), weights)
+
+    def value(total: list[float]) -> float:
+        table = torch.tensor(total, dtype=torch.float64).view(SPEARMAN_BINS, SPEARMAN_BINS)
+        count = table.sum()
+
+        def ranks(margin: Tensor) -> Tensor:  # the mean rank of each bin, around 0
+            return margin.cumsum(0) - margin / 2 - count / 2
+
+        rows, columns = table.sum(1), table.sum(0)
+        x, y = ranks(rows), ranks(columns)
+        spread = float((rows * x * x).sum() * (columns * y * y).sum())
+        return float(x @ table @ y) / math.sqrt(spread) if spread > 0 else math.nan
+
+    return Metric(size=SPEARMAN_BINS**2, sums=sums, value=value)
+
+
+def _check_classes(given: int, classes: int) -> None:
+    if given > classes:
+        raise DataError(
+            given=f"logits of {given} classes for a metric of {classes}",
+            rule="the metric counts every class that the model can predict",
+            consequence="the metric has no value",
+            nearest=f"the metric with {given} classes, such as f1:{given} or mcc:{given}",
+        )
+
+
 LOSS = Metric(size=2, sums=_loss_sums, value=_ratio)
 METRICS: dict[str, Metric] = {
     "perplexity": Metric(size=2, sums=_loss_sums, value=lambda total: math.exp(min(_ratio(total), 700.0))),
     "bits_per_byte": Metric(size=2, sums=_byte_sums, value=_ratio),
     "accuracy": top_k(1),
+    "token_accuracy": top_k(1),
     "top5": top_k(5),
+    "f1": binary_f1(),
+    "mcc": matthews(2),
+    "auc": auc(),
 }
 
 
 def find_metric(name: str) -> Metric | None:
-    """A built-in metric: one of METRICS, ``top<k>`` or ``f1:<classes>``; None when the name is not built in."""
+    """A built-in metric by name; None when the name is not built in.
+
+    It is one of METRICS, ``top<k>``, ``f1:<classes>`` (macro), ``mcc:<classes>``, ``confusion:<classes>`` or
+    ``spearman:<low>:<high>``.
+    """
     if name in METRICS:
         return METRICS[name]
     if name.startswith("top") and name[3:].isdigit() and int(name[3:]) > 0:
         return top_k(int(name[3:]))
-    if name.startswith("f1:") and name[3:].isdigit() and int(name[3:]) > 1:
-        return f1(int(name[3:]))
-    return None
+    kind, *texts = name.split(":")
+    try:
+        numbers = [float(text) for text in texts] if kind == "spearman" else [int(text) for text in texts]
+    except ValueError:
+        return None
+    match kind, numbers:
+        case "f1", [int(classes)] if classes > 1:
+            return f1(classes)
+        case "mcc", [int(classes)] if classes > 1:
+            return matthews(classes)
+        case "confusion", [int(classes)] if classes > 1:
+            return confusion_matrix(classes)
+        case "spearman", [low, high] if low < high < math.inf:
+            return spearman(low, high)
+        case _:
+            return None

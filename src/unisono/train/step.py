@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from unisono.parallel.device import autocast
 from unisono.parallel.pipeline.executor import PipelineExecutor
 from unisono.parallel.sharding import GradGroups
 from unisono.plan.plan import Plan
-from unisono.train.objectives import Batch, Objective
+from unisono.train.objectives import Batch, Objective, counted_labels
 from unisono.train.state import TrainState
 
 # Places in ``Step.stats``
@@ -237,23 +237,61 @@ class _StagePasses:
 def input_selector(model: nn.Module) -> Callable[[Batch], dict[str, Tensor]]:
     """Return a function that picks the batch entries named like parameters of ``model.forward``.
 
-    It raises PlanError for a batch without an entry for a parameter that has no default.
+    ``tokens`` and ``input_ids`` are the same entry. A forward with one required parameter takes ``inputs``, whatever the
+    parameter is called. A forward with ``**kwargs`` gets all entries, unless the class is of transformers or peft. ``labels`` of
+    weight 0 are -100.
+
+    The function raises PlanError for a batch without an entry for a parameter that has no default, or without any for forward.
     """
-    parameters = inspect.signature(model.forward).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict
+    parameters = list(_forward_signature(model).parameters.values())
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     needed = {p.name for p in parameters if p.name in names and p.default is p.empty}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters) and not _is_of(model, "transformers", "peft")
+
+    def source(name: str, batch: Batch) -> str:
+        """The entry for the parameter ``name``; itself where there is none."""
+        if name in batch:
+            return name
+        others = [_TOKEN_NAMES[name]] if name in _TOKEN_NAMES else []
+        if needed == {name}:
+            others.append("inputs")
+        return next((other for other in others if other in batch and other not in names), name)
 
     def select(batch: Batch) -> dict[str, Tensor]:
-        absent = sorted(needed - batch.keys())
-        if absent:
+        sources = {name: source(name, batch) for name in names}
+        absent = sorted(name for name in needed if sources[name] not in batch)
+        chosen = {name: batch[entry] for name, entry in sources.items() if entry in batch}
+        if takes_all:
+            chosen |= {name: entry for name, entry in batch.items() if name not in sources.values()}
+        if absent or not chosen:
             raise PlanError(
                 given=f"a batch with {', '.join(sorted(batch))} for {type(model).__name__}.forward({', '.join(names)})",
                 rule="batch entries are passed to the parameters of the same name",
-                consequence=f"forward would miss {', '.join(absent)}",
+                consequence=f"forward would miss {', '.join(absent)}"
+                if absent
+                else "forward would get nothing of the batch",
                 nearest="rename the parameter, or give the data set (or a transform) that entry",
             )
-        return {name: batch[name] for name in names if name in batch}
+        labels = counted_labels(batch) if "labels" in chosen else None
+        return chosen if labels is None else {**chosen, "labels": labels}
 
     return select
+
+
+# names of the same entry: of our token data sets and models, and of transformers
+_TOKEN_NAMES = {"tokens": "input_ids", "input_ids": "tokens"}
+
+
+def _forward_signature(model: nn.Module) -> inspect.Signature:
+    """The signature of ``model.forward``; of an adapter's base model, where the adapter's takes anything."""
+    signature = inspect.signature(model.forward)
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if _is_of(model, "peft") and kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        base: nn.Module = cast(Any, model).get_base_model()
+        return inspect.signature(base.forward)
+    return signature
+
+
+def _is_of(model: nn.Module, *packages: str) -> bool:
+    """Whether a class of ``model`` is of one of ``packages``."""
+    return any(kind.__module__.partition(".")[0] in packages for kind in type(model).__mro__)

@@ -69,7 +69,7 @@ from unisono.train.guard import StepGuard
 from unisono.train.loop import Result, StepRunner, SyncLoop
 from unisono.train.metrics import Metric
 from unisono.train.metrics_reader import GradientStats, MetricsReader
-from unisono.train.objectives import Objective
+from unisono.train.objectives import MEAN_LOSS_NOTICE, Objective, as_objective, check_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
@@ -202,7 +202,10 @@ class Trainer:
         self.options = options or TrainOptions()
         self.run_dir = default_run_dir() if run_dir is None else Path(run_dir)
         self._given_plan = plan or PlanOptions()
-        self._objective = objective
+        self._given_objective = objective
+        self._objective = as_objective(
+            objective, lambda: self.events.emit("notice", step=self.state.step, **MEAN_LOSS_NOTICE)
+        )
         self._optim = OptimizerSetup(
             given=OptimOptions() if optimizer is None else optimizer, schedule=schedule, clip_norm=clip_norm
         )
@@ -261,6 +264,7 @@ class Trainer:
         agree(self.world, "configuration", self._provenance.get("config_hash"))
         set_backend(self.plan)
         check_sync_options(self.plan, self.options)
+        check_objective(self._objective, self.plan)
         self._optim.check(self.plan)
         self.store = open_store(self.plan, self.world)
 
@@ -398,7 +402,7 @@ class Trainer:
             optimizer=self._optim.describe(self._optimizer),
             schedule=self._optim.used_schedule,
             options=self.options,
-            functions={"objective": self._objective, **self._input.functions},
+            functions={"objective": self._given_objective, **self._input.functions},
             model=self._modules,
             data=self._input.data_without_fingerprint,
         )

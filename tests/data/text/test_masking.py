@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from unisono.data import Loader, MaskTokens, TextTransform, from_map_style
+from unisono.data import Loader, MaskTokens, TextTransform, from_map_style, mapped
 from unisono.data.tokens.tokenizer import ByteTokenizer
 from unisono.errors import DataError
 
@@ -94,3 +94,16 @@ def test_settings_and_samples_that_make_no_sense() -> None:
         MaskTokens(mask_id=3, vocab_size=10, special=(-1,))
     with pytest.raises(DataError, match=r"a sample with text uint8\[3\]"):
         MASKING({"text": np.zeros(3, np.uint8)}, rng())
+
+
+def test_a_mapped_data_set_hides_the_same_tokens_each_time() -> None:
+    samples = [{"tokens": np.random.default_rng(number).integers(0, 256, 40)} for number in range(6)]
+    first, again = (mapped(samples, MASKING).read(np.arange(6)) for _ in range(2))
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+    turned = mapped(samples[::-1], MASKING).read(np.arange(6))
+    assert np.array_equal(turned["predicted"][::-1], first["predicted"])
+    # samples differ in what they hide
+    assert len({tuple(row) for row in first["predicted"].tolist()}) == 6
+    texts = MaskTokens(mask_id=257, vocab_size=258, before=TextTransform(tokenizer=ByteTokenizer(), length=20))
+    rows = mapped([{"text": np.frombuffer(b"a text of some bytes", np.uint8)}], texts).read(np.arange(1))
+    assert int(rows["weights"].sum()) == 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 
 from unisono.data.dataset import Batch
 from unisono.data.loading.batch_builder import Transform
@@ -30,6 +31,8 @@ class MaskTokens:
         predicted  int64    [P]  positions of the chosen tokens, in order; P = max(1, round(rate · T)) for any text
         targets    int64    [P]  the original tokens
         weights    float32  [P]  1, or 0 where fewer tokens were chosen
+
+    ``mapped(data, MaskTokens(…))`` is a data set for evaluation: it hides the same tokens of a sample each time.
 
     Attributes:
         mask_id: Id of the mask token.
@@ -78,8 +81,10 @@ class MaskTokens:
         if problems:
             raise DataError(*problems)
 
-    def __call__(self, sample: Batch, rng: np.random.Generator) -> Batch:
-        """Return the sample with some tokens hidden, and their targets."""
+    def __call__(self, sample: Batch, rng: np.random.Generator | None = None) -> Batch:
+        """Return the sample with some tokens hidden, and their targets. Without ``rng`` they depend on the sample alone."""
+        if rng is None:
+            rng = np.random.default_rng([xxhash.xxh3_64_intdigest(sample[name].tobytes()) for name in sorted(sample)])
         if self.before is not None:
             sample = self.before(sample, rng)
         tokens = sample.get("tokens")
