@@ -16,6 +16,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 from unisono.errors import ConfigError, DataError, PlanError
+from unisono.optim.learning_rate import ScheduledRates
 from unisono.train.metrics import top_k
 from unisono.train.objectives import (
     as_objective,
@@ -318,7 +319,7 @@ def own_loss(world: Any, run_dir: str, changes: dict[str, Any]) -> list[float]:
         run_dir, steps=4, world=world, network=causal(), data=Labelled(), objective=model_loss,
         kind="sgd", lr=0.1, momentum=0.0, weight_decay=0.0, clip_norm=0.0, **changes,
     ) as run:  # fmt: skip
-        object.__setattr__(run._loop.runner.train_step, "schedule", lambda step: 0.1)
+        run.state.learning_rates = ScheduledRates(run.state.optimizer.param_groups, lambda step: 0.1, 4, 0.1)
         return [step.loss for step in run]
 
 

@@ -59,10 +59,15 @@ def cross_entropy(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Cross-entropy of classes, in nats.
 
     ``outputs`` are logits [B, …, C] or have them (``find_logits``); ``batch`` has int64 targets [B, …], of which -100 does not
-    count, and optional weights [B, …] or [B].
+    count, or probabilities [B, …, C], and optional weights [B, …] or [B].
     """
     logits = dense_logits(outputs)
     targets = find_targets(batch)
+    if targets.is_floating_point():  # of mixup and CutMix
+        _check_shape(logits.shape, targets, logits)
+        losses = F.cross_entropy(logits.float().flatten(0, -2), targets.float().flatten(0, -2), reduction="none")  # [N]
+        weights = flat_weights(batch, targets[..., 0]).to(losses.dtype)
+        return (losses * weights).sum(), weights.sum()
     _check_shape(logits.shape[:-1], targets, logits)
     flat = targets.flatten()
     losses = F.cross_entropy(logits.float().flatten(0, -2), flat, reduction="none")  # [N]
