@@ -69,7 +69,7 @@ from unisono.train.guard import StepGuard
 from unisono.train.loop import Result, StepRunner, SyncLoop
 from unisono.train.metrics import Metric
 from unisono.train.metrics_reader import GradientStats, MetricsReader
-from unisono.train.objectives import MEAN_LOSS_NOTICE, Objective, as_objective, check_objective
+from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective, check_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
@@ -122,7 +122,8 @@ class Trainer:
         plan: The layout of model and batch on the ranks. ``PlanOptions`` (default: all defaults) are resolved into a plan for
             this job; a ``Plan`` is only validated.
         objective: ``(outputs, batch) -> (loss_sum, weight)``, two 0-dim tensors. The loss of a step is the sum of ``loss_sum``
-            divided by the sum of ``weight``, both over all micro-batches and ranks.
+            divided by the sum of ``weight``, both over all micro-batches and ranks. Or a loss of ``torch.nn``, or a function that
+            returns the mean of a micro-batch (``train.objectives.as_objective``).
         optimizer: ``OptimOptions`` (default: ``OptimOptions()``, AdamW); a ``torch.optim`` optimizer of the model's parameters; a
             class or function of a list of parameters that builds one; or several by pattern of parameter names, of which the
             first match wins: ``{"*.bias": partial(SGD, lr=0.1), "*": AdamW}``.
@@ -170,7 +171,7 @@ class Trainer:
         data: Dataset | MapStyle | Iterable[Any],
         plan: Plan | PlanOptions | None = None,
         *,
-        objective: Objective,
+        objective: Objective | Callable[[Any, Batch], Tensor],
         optimizer: OptimOptions | GivenOptimizer | None = None,
         schedule: ScheduleOptions | Callable[[int], float] | SchedulerFactory | None = None,
         clip_norm: float | None = None,
