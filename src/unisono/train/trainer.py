@@ -242,7 +242,9 @@ class Trainer:
         self.device, self.plan = resolve_plan(self._given_plan, job)  # a Plan is only validated
         self.world = self._given_world or init_distributed(self.plan, job, self.device.type, COLLECTIVE_TIMEOUT_S)
         self.events = self._given_events or open_events(self.run_dir, self.world)
-        self._stop_notice = StopNotice() if threading.current_thread() is threading.main_thread() else None
+        # the local launcher tells of a Ctrl-C for all its ranks
+        notice = StopNotice(announce=self.world.rank == 0 and self.world.job.source != "unisono")
+        self._stop_notice = notice if threading.current_thread() is threading.main_thread() else None
         if self._stop_notice is not None:
             self._stop_notice.__enter__()
 
