@@ -213,3 +213,34 @@ def test_gpt_on_data_of_ones_own_needs_a_vocabulary(desk: Desk, tmp_path: Path) 
         "the embedding has no size",
         "set model.vocab_size to one more than the largest token",
     )
+
+
+def test_an_error_in_the_users_model_is_shown_once_from_the_users_code_on(desk: Desk, tmp_path: Path) -> None:
+    path, run_dir = tmp_path / "run.py", tmp_path / "run"
+    path.write_text(
+        PLUGIN.replace("return self.layer(inputs)", 'raise ValueError("no such column")')
+        + "\n\ndef config():\n    from unisono import Components, RunConfig\n    return RunConfig(parts=Components(model=model,"
+        " objective=squared, data=line))\n"
+    )
+    done = desk.process("train", str(path), f"--set=run.dir={run_dir}", *SMALL)
+    assert done.code == 1
+    assert done.err.count("Traceback (most recent call last)") == 1
+    assert 'raise ValueError("no such column")' in done.err
+    for plumbing in ("click", "unisono/cli/", "runpy"):
+        assert plumbing not in done.err
+    assert "ValueError on rank 0 before the first finished step" in done.err
+    assert "restarting" not in done.err
+
+
+def test_an_error_in_the_users_data_is_no_reason_to_start_again(desk: Desk, tmp_path: Path) -> None:
+    path, run_dir = tmp_path / "run.py", tmp_path / "run"
+    path.write_text(
+        PLUGIN.replace("return pairs[:32], pairs[32:]", "return pairs[0][99]")
+        + "\n\ndef config():\n    from unisono import Components, RunConfig\n    return RunConfig(parts=Components(model=model,"
+        " objective=squared, data=line))\n"
+    )
+    done = desk.process("train", str(path), f"--set=run.dir={run_dir}", *SMALL)
+    assert done.code == 1
+    assert done.err.count("Traceback (most recent call last)") == 1
+    assert "IndexError on rank 0 before the first finished step" in done.err
+    assert "restarting" not in done.err

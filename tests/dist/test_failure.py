@@ -45,6 +45,8 @@ def test_sameness_is_step_type_and_message(tmp_path: Path) -> None:
     assert recorded("x", 3).same_as(first)
     assert not recorded("x", 4).same_as(first)
     assert not recorded("y", 3).same_as(first)
+    assert recorded("x", 4).same_error(first)
+    assert not recorded("y", 3).same_error(first)
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"rank": 1}', "[]"])

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from procs import wait_until
 
 from unisono.dist import StopNotice, World
+from unisono.dist.stop_notice import INTERRUPTED
 
 # The main thread waits in C for a mutex it holds itself: no signal interrupts that, and no Python handler can run.
 BLOCKED = """
@@ -60,13 +62,28 @@ def test_noticed_while_the_main_thread_is_blocked_in_c(number: signal.Signals) -
         assert child.poll() is None
 
 
-def test_a_second_interrupt_ends_a_blocked_process_at_once() -> None:
+def test_a_third_interrupt_ends_a_blocked_process_at_once() -> None:
     with start_blocked() as child:
         assert child.stdout is not None
         child.send_signal(signal.SIGINT)
         assert child.stdout.readline() == "SIGINT\n"
-        child.send_signal(signal.SIGINT)
+        for _ in range(2):
+            child.send_signal(signal.SIGINT)
+            time.sleep(0.3)
         assert child.wait(timeout=20) == -signal.SIGINT
+
+
+def test_a_second_interrupt_raises_keyboard_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt_twice() -> None:
+        with StopNotice(announce=True) as notice:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert notice.wait(20)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(20)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_twice()
+    assert capsys.readouterr().err == f"{INTERRUPTED}\n"
 
 
 def test_repeated_terms_do_not_end_the_process() -> None:

@@ -143,7 +143,7 @@ fail(ZeroDivisionError("the cause"))
     assert "no restart left of 0 (launch.max_restarts); the newest checkpoint is kept" in said
 
 
-def test_the_same_crash_three_times_is_the_end(tmp_path: Path) -> None:
+def test_the_same_crash_after_one_restart_is_the_end(tmp_path: Path) -> None:
     script = """
 if job.rank == 0:
     record_failure(run_dir / "logs", job, RuntimeError("loss is a banana"), step=41)
@@ -152,16 +152,67 @@ time.sleep(600)
 """
     code, said, launched = run(script, tmp_path, max_restarts=50)
     assert code == 1
-    assert len(launched.record()["attempts"]) == 3
-    assert "launch: RuntimeError in step 41 on rank 0, 3 times in a row" in said
-    assert "rule: the same crash 3 times in a row is not restarted again" in said
+    assert len(launched.record()["attempts"]) == 2
+    assert "launch: RuntimeError in step 41 on rank 0, 2 times in a row" in said
+    assert "rule: a crash with the same type, message and step as the one before is not restarted again" in said
     assert "so:   the run ends here; the newest checkpoint is kept" in said
     assert "try:  repair the cause shown above, then start the same command again" in said
 
 
+BUG = """
+def model(step):
+    raise ValueError("size mismatch")
+try:
+    model(0)
+except ValueError as error:
+    record_failure(run_dir / "logs", job, error, step=STEP)
+    raise
+"""
+
+
+@pytest.mark.parametrize("step", [None, 0])
+def test_a_bug_before_the_first_finished_step_is_not_restarted_and_shown_once(step: int | None, tmp_path: Path) -> None:
+    code, said, launched = run(BUG.replace("STEP", str(step)), tmp_path, max_restarts=3)
+    assert code == 1
+    assert len(launched.record()["attempts"]) == 1
+    assert "launch: ValueError on rank " in said
+    assert " before the first finished step\n" in said
+    assert (
+        "rule: an error of the program before its first finished step would come back, so it is not restarted" in said
+    )
+    assert "so:   the run ends here" in said
+    assert "try:  repair the cause shown above, then start the same command again" in said
+    assert said.count("Traceback (most recent call last)") == 1
+
+
+def test_errors_of_the_other_ranks_are_named_in_a_line(tmp_path: Path) -> None:
+    script = """
+time.sleep(0.1 * job.rank)
+error = [KeyError("a"), KeyError("a"), KeyError("a"), OverflowError("b")][job.rank]
+record_failure(run_dir / "logs", job, error, step=0)
+sys.exit(1)
+"""
+    code, said, _ = run(script, tmp_path, num_processes=4)
+    assert code == 1
+    assert "launch: it failed in step 0, as rank 0 has shown above: KeyError: 'a'" in said
+    assert f"launch: ranks 1, 2: the same error (tracebacks in {tmp_path}/run/logs)" in said
+    assert f"launch: rank 3: OverflowError: b (tracebacks in {tmp_path}/run/logs)" in said
+
+
+def test_a_lost_connection_before_the_first_step_is_restarted(tmp_path: Path) -> None:
+    script = """
+if job.restart_count == 0:
+    record_failure(run_dir / "logs", job, ConnectionResetError("peer"), step=None)
+    sys.exit(1)
+"""
+    code, said, launched = run(script, tmp_path)
+    assert code == 0, said
+    assert len(launched.record()["attempts"]) == 2
+
+
 def test_crashes_that_differ_use_up_the_restarts(tmp_path: Path) -> None:
     script = """
-record_failure(run_dir / "logs", job, RuntimeError("again"), step=job.restart_count)
+record_failure(run_dir / "logs", job, RuntimeError("again"), step=1 + job.restart_count)
 sys.exit(1)
 """
     code, said, launched = run(script, tmp_path, num_processes=1, max_restarts=4)

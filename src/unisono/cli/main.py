@@ -5,11 +5,13 @@ Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted with 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -71,7 +73,8 @@ def cli() -> None:
 
 
 def entry() -> NoReturn:
-    """Run the command line and exit with its code; a ``UnisonoError`` prints its four parts without a traceback."""
+    """Run the command line and exit with its code; a ``UnisonoError`` prints its four parts without a traceback,
+    any other error its traceback from the user's code on."""
     try:
         result: Any = cli.main(standalone_mode=False)
     except click.ClickException as error:
@@ -87,6 +90,9 @@ def entry() -> NoReturn:
         # the reader closed the pipe; the interpreter must not report it when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except Exception as error:
+        _show_exception(error)
+        sys.exit(1)
     sys.exit(result if isinstance(result, int) else 0)
 
 
@@ -97,6 +103,22 @@ def show_error(error: UnisonoError) -> None:
         _print_error(type(error).__name__, error.problems)
     else:
         print(f"unisono: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
+
+
+def _show_exception(error: Exception) -> None:
+    """Print the traceback of any other error, from the user's code or ours, and record it for the launcher."""
+    from unisono.dist import job_from_environ, read_failure, record_failure, user_traceback
+    from unisono.errors import LaunchError
+
+    print(user_traceback(error), end="", file=sys.stderr)
+    logs = os.environ.get("UNISONO_LOGS")
+    if logs is None:
+        return
+    with contextlib.suppress(LaunchError, OSError):
+        job = job_from_environ(os.environ)
+        # the trainer has recorded errors of its own, with their step
+        if read_failure(Path(logs), job.rank, job.restart_count) is None:
+            record_failure(Path(logs), job, error, step=None)
 
 
 def show_usage_error(error: click.ClickException) -> None:

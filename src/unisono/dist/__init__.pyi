@@ -1,6 +1,7 @@
 from .failure import Failure as Failure
 from .failure import read_failure as read_failure
 from .failure import record_failure as record_failure
+from .failure import user_traceback as user_traceback
 from .fault_injection import fault_point as fault_point
 from .jobspec import JobSpec as JobSpec
 from .jobspec import job_from_environ as job_from_environ

@@ -52,7 +52,42 @@ class Failure:
 
     def same_as(self, other: Failure) -> bool:
         """Whether both have the same step, exception type and message."""
-        return (self.step, self.type, self.message) == (other.step, other.type, other.message)
+        return self.step == other.step and self.same_error(other)
+
+    def same_error(self, other: Failure) -> bool:
+        """Whether both have the same exception type and message."""
+        return (self.type, self.message) == (other.type, other.message)
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether a restart may help without a change: the network, a peer or the disk failed, not the program."""
+        return self.type in _PASSING
+
+
+# by class name, which is what a record holds; a missing file or permission is not among them
+_PASSING = frozenset(
+    {
+        *("CommError", "OSError", "TimeoutError", "InterruptedError", "BlockingIOError"),
+        *("ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError"),
+        *("BrokenPipeError", "EOFError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError"),
+    }
+)
+
+
+def user_traceback(error: BaseException) -> str:
+    """The formatted traceback of ``error`` without the frames up to our command line, which say nothing to a user.
+
+    An error that the command line raised itself keeps all its frames.
+    """
+    shown = frame = error.__traceback__
+    while frame is not None:
+        module = str(frame.tb_frame.f_globals.get("__name__"))
+        if module.startswith("unisono.cli.") and frame.tb_next is not None:
+            shown = frame.tb_next
+        elif module.startswith("unisono.cli."):
+            shown = error.__traceback__
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, shown))
 
 
 def record_failure(folder: Path, job: JobSpec, error: BaseException, *, step: int | None) -> Path:
@@ -73,7 +108,7 @@ def record_failure(folder: Path, job: JobSpec, error: BaseException, *, step: in
         step=step,
         type=type(error).__name__,
         message=str(error),
-        traceback="".join(traceback.format_exception(error)),
+        traceback=user_traceback(error),
         at_monotonic_s=time.monotonic(),
     )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -3,8 +3,8 @@
 A Python signal handler runs only when the main thread is back in the interpreter. A rank that waits for a hung peer
 inside ``all_reduce`` would see its SIGTERM only after the collective's time-out, when the grace period is over. The
 interpreter's C-level handler runs immediately and writes one byte to the wakeup descriptor, which a thread reads; the
-Python handler is empty. (``sigwait`` in a thread does not work: native threads do not share the signal mask, and one
-of them would receive the signal with its default action.)
+Python handler only raises KeyboardInterrupt at a second SIGINT. (``sigwait`` in a thread does not work: native threads
+do not share the signal mask, and one of them would receive the signal with its default action.)
 """
 
 from __future__ import annotations
@@ -13,25 +13,40 @@ import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+INTERRUPTED = "interrupted: the run ends after this step with its state saved; Ctrl-C again raises KeyboardInterrupt"
+
 
 class StopNotice:
     """Context manager that turns SIGTERM and SIGINT into ``requested``; enter it on the main thread.
 
-    ``signals`` may include others, such as SIGUSR1 if the batch system warns with it. A second SIGINT has its default
-    effect and ends the process immediately. The caller decides what a stop leads to: a last step, a save, exit code
-    75.
+    ``signals`` may include others, such as SIGUSR1 if the batch system warns with it. A second SIGINT raises
+    KeyboardInterrupt on the main thread. A third one ends a process whose main thread is blocked, but never a notebook's
+    kernel. The caller decides what a stop leads to: a last step, a save, exit code 75.
+
+    Args:
+        signals: The signals that request a stop.
+        announce: Whether to print one line on standard error if the first signal is SIGINT.
 
     Attributes: ``signal_name`` and ``at_monotonic_s`` (seconds, ``time.monotonic``) of the first signal, None before it.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
+    def __init__(
+        self,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+        *,
+        announce: bool = False,
+    ) -> None:
         self.signals = tuple(signals)
+        self._announce = announce
+        # counted by the thread, which sees a signal at once, and by the handler, which may see several as one
+        self._num_interrupts = self._num_handled = 0
         self._event = threading.Event()
         self.signal_name: str | None = None
         self.at_monotonic_s: float | None = None
@@ -65,7 +80,7 @@ class StopNotice:
         self._write_end = write_end
         self._reader = threading.Thread(target=self._read, args=(read_end,), name="unisono-stop-notice", daemon=True)
         self._reader.start()
-        self._handlers = {number: signal.signal(number, _no_action) for number in self.signals}
+        self._handlers = {number: signal.signal(number, self._handle) for number in self.signals}
         _active = self
         return self
 
@@ -86,23 +101,27 @@ class StopNotice:
         self._write_end = self._reader = None
 
     def _read(self, read_end: socket.socket) -> None:
-        interrupts = 0
         with read_end:
             while received := read_end.recv(64):
                 for number in received:
                     if number not in self.signals:
                         continue
+                    self._num_interrupts += number == signal.SIGINT
                     if not self._event.is_set():
                         self.signal_name = signal.Signals(number).name
                         self.at_monotonic_s = time.monotonic()
                         self._event.set()
-                    interrupts += number == signal.SIGINT
-                    if interrupts == 2:
+                        if number == signal.SIGINT and self._announce:
+                            print(INTERRUPTED, file=sys.stderr, flush=True)
+                    if self._num_interrupts == 3 and "ipykernel" not in sys.modules:
                         _interrupt_now()
 
-
-def _no_action(number: int, frame: FrameType | None) -> None:
-    """The Python handler. Installing it installs the C-level handler, which writes the wakeup byte."""
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """The Python handler. Installing it installs the C-level handler, which writes the wakeup byte."""
+        if number == signal.SIGINT:
+            self._num_handled += 1
+            if max(self._num_handled, self._num_interrupts) > 1:
+                raise KeyboardInterrupt
 
 
 def _interrupt_now() -> None:

@@ -19,12 +19,10 @@ from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
 from unisono.launch.process_layout import ProcessSlot
 from unisono.launch.supervise import (
-    SAME_CRASH_LIMIT,
     StopSignals,
     begin_record,
     print_message,
-    repeated,
-    same_crashes,
+    would_repeat,
     write_record,
 )
 from unisono.launch.workers import WorkerProcess
@@ -113,9 +111,9 @@ def _record_end(state: _SlotState, code: int, options: LaunchOptions, *, stopped
     print_message(explanation.partition("\n")[0] if code == USER_ERROR else explanation)
     if stopped or code in (USER_ERROR, FATAL):
         return False
-    repeats = same_crashes(state.attempts)
-    if repeats >= SAME_CRASH_LIMIT:
-        print_message(repeated(attempt, repeats))
+    problem = would_repeat(state.attempts)
+    if problem is not None:
+        print_message(str(problem))
         return False
     if len(state.attempts) > options.max_restarts:
         print_message(f"no restart of {state.slot.name} left of {options.max_restarts} (launch.max_restarts)")

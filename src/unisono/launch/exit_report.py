@@ -93,13 +93,47 @@ def exit_explanation(attempt: Attempt) -> str:
     failure = attempt.failures.get(rank)
     if failure is not None:
         step = "before the first step" if failure.step is None else f"in step {failure.step}"
-        # a user error needs no traceback
-        words = failure.message if USER_ERROR in attempt.codes.values() else failure.traceback
-        lines += [f"it failed {step}:", *words.rstrip().splitlines()]
+        if _is_on_terminal(attempt, failure):
+            lines.append(f"it failed {step}, as rank 0 has shown above: {_one_line(failure)}")
+        else:
+            # a user error needs no traceback
+            words = failure.message if USER_ERROR in attempt.codes.values() else failure.traceback
+            lines += [f"it failed {step}:", *words.rstrip().splitlines()]
+        lines += _other_failures(attempt, failure)
     elif worker.log is not None:
         tail = worker.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         lines += [f"the end of its log {worker.log}:", *tail] if tail else [f"its log {worker.log} is empty"]
     return "\n".join(lines)
+
+
+def _is_on_terminal(attempt: Attempt, failure: Failure) -> bool:
+    """Whether rank 0, which writes to this terminal, ended by itself with the same error: it has shown it."""
+    own = attempt.failures.get(0)
+    return (
+        own is not None
+        and own.same_error(failure)
+        and attempt.codes.get(0) == 1
+        and attempt.workers[0].name == "rank 0"
+        and attempt.workers[0].log is None
+    )
+
+
+def _one_line(failure: Failure) -> str:
+    return f"{failure.type}: {failure.message}".partition("\n")[0]
+
+
+def _other_failures(attempt: Attempt, shown: Failure) -> list[str]:
+    """One line for each error of the ranks whose traceback is not shown."""
+    ranks_of: dict[str, list[str]] = {}
+    for rank, failure in sorted(attempt.failures.items()):
+        if rank == shown.rank:
+            continue
+        error = "the same error" if failure.same_error(shown) else _one_line(failure)
+        ranks_of.setdefault(error, []).append(str(rank))
+    return [
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {error} (tracebacks in {attempt.folder})"
+        for error, ranks in ranks_of.items()
+    ]
 
 
 def _ending(attempt: Attempt, rank: int) -> str:

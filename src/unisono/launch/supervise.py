@@ -4,7 +4,8 @@
                                         │ all end 0 or 75 (state committed) ─► 75
                                         │ one ends 2 (user error) ──────────► 2, never restarted
                                         │ one ends 76 (do not repeat this) ─► 76, never restarted
-                                        └ one crashes ─► end the others, name the culprit, next attempt
+                                        └ one crashes ─► end the others, name the culprit, next attempt, unless it
+                                                         would crash in the same way again ─► 1
 
 A restart always restarts all ranks: peers of a dead rank cannot continue, because gloo closes their connections for
 good. SIGTERM and SIGINT are passed to the workers once; workers still running after the grace period are killed, and
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from unisono.dist import Failure
 from unisono.errors import FATAL, REQUEUE, USER_ERROR, LaunchError, Problem
 from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
@@ -40,7 +42,7 @@ _FAILED_GRACE_S = 5.0
 # time between SIGABRT and SIGKILL, for Python's fault handler to write the stacks of all threads to the rank's log
 _DUMP_S = 1.0
 # the same crash this often in a row ends the run
-SAME_CRASH_LIMIT = 3
+_SAME_CRASH_LIMIT = 2
 
 
 # (attempt number, whether it is a restart) -> all ranks, started
@@ -114,9 +116,9 @@ def _verdict(history: Sequence[Attempt], options: LaunchOptions) -> int | None:
     if FATAL in codes:
         print_message("a rank says that this would fail again the same way; not restarted")
         return FATAL
-    repeats = same_crashes(history)
-    if repeats >= SAME_CRASH_LIMIT:
-        print_message(repeated(attempt, repeats))
+    problem = would_repeat(history)
+    if problem is not None:
+        print_message(str(problem))
         return 1
     if len(history) > options.max_restarts:
         print_message(f"no restart left of {options.max_restarts} (launch.max_restarts); the newest checkpoint is kept")
@@ -124,7 +126,35 @@ def _verdict(history: Sequence[Attempt], options: LaunchOptions) -> int | None:
     return None
 
 
-def same_crashes(history: Sequence[Attempt]) -> int:
+def would_repeat(history: Sequence[Attempt]) -> Problem | None:
+    """Why the last crash is not restarted, although restarts are left; None if it may be.
+
+    An error of the program before its first finished step comes back at once, and so does a crash that has already
+    come back. A kill leaves no record and is always restarted.
+    """
+    attempt = history[-1]
+    failure = attempt.root_failure()
+    if failure is None:
+        return None
+    if len(history) == 1 and not failure.step and not failure.may_pass:
+        return Problem(
+            given=f"{failure.type} on rank {failure.rank} before the first finished step",
+            rule="an error of the program before its first finished step would come back, so it is not restarted",
+            consequence="the run ends here",
+            nearest="repair the cause shown above, then start the same command again",
+        )
+    repeats = _same_crashes(history)
+    if repeats < _SAME_CRASH_LIMIT:
+        return None
+    return Problem(
+        given=f"{failure.type} {_where(failure)} on rank {failure.rank}, {repeats} times in a row",
+        rule="a crash with the same type, message and step as the one before is not restarted again",
+        consequence="the run ends here; the newest checkpoint is kept",
+        nearest="repair the cause shown above, then start the same command again",
+    )
+
+
+def _same_crashes(history: Sequence[Attempt]) -> int:
     """The number of last attempts that ended in the same crash; 0 if the last one recorded no failure."""
     last = history[-1].root_failure()
     count = 0
@@ -136,18 +166,8 @@ def same_crashes(history: Sequence[Attempt]) -> int:
     return count
 
 
-def repeated(attempt: Attempt, times: int) -> str:
-    """The message for a crash that was the same each time."""
-    failure = attempt.root_failure()
-    assert failure is not None
-    return str(
-        Problem(
-            given=f"{failure.type} in step {failure.step} on rank {failure.rank}, {times} times in a row",
-            rule=f"the same crash {SAME_CRASH_LIMIT} times in a row is not restarted again",
-            consequence="the run ends here; the newest checkpoint is kept",
-            nearest="repair the cause shown above, then start the same command again",
-        )
-    )
+def _where(failure: Failure) -> str:
+    return "before the first step" if failure.step is None else f"in step {failure.step}"
 
 
 # --- one attempt ---------------------------------------------------------------------------------------------------

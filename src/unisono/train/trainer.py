@@ -255,7 +255,9 @@ class Trainer:
         self.events = self._given_events or open_events(self.run_dir, self.world)
         if self._given_events is None and self.world.job.rank == 0:
             self._outputs = RunOutputs(self.events, self._observe, self.run_dir)
-        self._stop_notice = StopNotice() if threading.current_thread() is threading.main_thread() else None
+        # the local launcher tells of a Ctrl-C for all its ranks
+        notice = StopNotice(announce=self.world.rank == 0 and self.world.job.source != "unisono")
+        self._stop_notice = notice if threading.current_thread() is threading.main_thread() else None
         if self._stop_notice is not None:
             self._stop_notice.__enter__()
 
