@@ -60,7 +60,7 @@ from unisono.train.evaluate import Evaluator
 from unisono.train.gradient_sync import (
     build_comm_stats,
     build_gradient_sync,
-    check_sync_options,
+    check_options,
 )
 from unisono.train.guard import StepGuard
 from unisono.train.loop import StepRunner, SyncLoop
@@ -251,7 +251,7 @@ class Trainer:
         agree(self.world, "plan", self.plan.decisions())
         agree(self.world, "configuration", self._provenance.get("config_hash"))
         set_backend(self.plan)
-        check_sync_options(self.plan, self.options)
+        check_options(self.plan, self.options)
         self.store = open_store(self.plan, self.world)
 
     def _build_model(self) -> DeferredModel | None:
