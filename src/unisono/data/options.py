@@ -20,7 +20,9 @@ class DataOptions:
     """The text a run reads. Seed, batch sizes and number of steps belong to other sections."""
 
     corpus: str = option("stdlib", "stdlib = the running Python's own library source; or a folder or file of text.")
-    tokenizer: str = option("bytes", "bytes = one token per UTF-8 byte; or the path of a Hugging Face tokenizer.json.")
+    tokenizer: str = option(
+        "bytes", "bytes = one token per UTF-8 byte; or a Hugging Face tokenizer.json, or its folder."
+    )
     seq_len: int = option(256, "Tokens of one sample.", ge=2)
     eval_frac: float = option(0.05, "Share of the files held out, chosen by hash of their path.", gt=0.0, le=0.5)
     boundaries: Literal["mask", "ignore"] = option(

@@ -1,0 +1,26 @@
+"""``unisono completion``: prints the script that lets a shell complete verbs, options and paths."""
+
+from __future__ import annotations
+
+import click
+
+_SHELLS = ("bash", "zsh", "fish")
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(_SHELLS))
+def command(shell: str) -> None:
+    """Print the completion script of SHELL.
+
+    \b
+    source <(unisono completion bash)   # in ~/.bashrc
+    source <(unisono completion zsh)    # in ~/.zshrc, after compinit
+    unisono completion fish > ~/.config/fish/completions/unisono.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    from unisono.cli.main import cli
+
+    kind = get_completion_class(shell)
+    assert kind is not None, "click has the three shells"
+    click.echo(kind(cli, {}, "unisono", "_UNISONO_COMPLETE").source())
