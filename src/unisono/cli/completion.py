@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import click
 
+from unisono.cli.common import every_verb, print_result
+
 _SHELLS = ("bash", "zsh", "fish")
 
 
 @click.command("completion")
 @click.argument("shell", type=click.Choice(_SHELLS))
-def command(shell: str) -> None:
+@every_verb
+def command(shell: str, as_json: bool) -> None:
     """Print the completion script of SHELL.
 
     \b
@@ -23,4 +26,5 @@ def command(shell: str) -> None:
 
     kind = get_completion_class(shell)
     assert kind is not None, "click has the three shells"
-    click.echo(kind(cli, {}, "unisono", "_UNISONO_COMPLETE").source())
+    script = kind(cli, {}, "unisono", "_UNISONO_COMPLETE").source()
+    print_result(as_json, {"shell": shell, "script": script}, script)

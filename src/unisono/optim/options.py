@@ -159,6 +159,20 @@ def schedule_problems(options: ScheduleOptions, total_steps: int) -> Iterator[tu
         )
 
 
+def describe_optimization(optim: OptimOptions, schedule: object, total_steps: int) -> str:
+    """Optimizer, learning rate over the run and weight decay in one line; ``schedule`` may be the user's own."""
+    rate = f"lr {optim.lr:g}"
+    if not isinstance(schedule, ScheduleOptions):
+        rate += " times a schedule of your own"
+    elif schedule.kind == "constant":
+        rate += " constant"
+    elif "final_lr_frac" in SCHEDULE_FIELDS[schedule.kind]:
+        rate += f" falling to {optim.lr * schedule.final_lr_frac:g} at step {total_steps} ({schedule.kind})"
+    else:
+        rate += f" ({schedule.kind})"
+    return f"{optim.kind}, {rate}, weight decay {optim.effective_weight_decay:g}"
+
+
 def _unused_fields(
     options: OptimOptions | ScheduleOptions, what: str, used_by: Mapping[str, frozenset[str]]
 ) -> Iterator[tuple[str, Problem]]:

@@ -38,6 +38,7 @@ from unisono.observe.meters import RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
 from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer, build_schedule, state_names
 from unisono.optim.groups import parameter_roles
+from unisono.optim.options import describe_optimization
 from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.deferred_init import DeferredModel, allocate_shards, deferred_init, materialize
 from unisono.parallel.device import set_backend
@@ -419,6 +420,7 @@ class Trainer:
             "run_start",
             plan=self.plan.to_json(),
             plan_text=self.plan.describe(),
+            optimization=describe_optimization(self._optim, self._given_schedule, self.options.steps),
             flops_convention=CONVENTION,
             precision_why=precision_reason(self.plan),
             device=str(self.device),
