@@ -47,7 +47,7 @@ print(json.dumps({
         ["--help"], ["--version"], *([verb, "--help"] for verb in VERBS),
         *([group, verb, "--help"] for group, verbs in groups.items() for verb in verbs),
         ["config", "show"], ["config", "show", "--origin"], ["config", "show", "--json"], ["config", "schema"],
-        ["config", "explain", "optim.lr"], ["init", "run.toml"], ["init", "--python", "run.py"],
+        ["completion", "bash"], ["config", "explain", "optim.lr"], ["init", "run.toml"], ["init", "--python", "run.py"],
         ["config", "diff", "run.toml", "run.toml"],
         [], ["trian"], ["train", "--nonsense"], ["train", "run.yaml"], ["train", "--set", "optim.lt=1"],
         ["train", "--set", "model.num_heads=3"], ["eval", "--samples", "many"], ["eval", "nowhere"], ["generate", "nowhere"],
@@ -65,7 +65,19 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["import"] == []
-    verbs = ["checkpoint", "config", "data", "eval", "generate", "init", "kvstore", "launch", "plan", "train"]
+    verbs = [
+        "checkpoint",
+        "completion",
+        "config",
+        "data",
+        "eval",
+        "generate",
+        "init",
+        "kvstore",
+        "launch",
+        "plan",
+        "train",
+    ]
     assert told["verbs"] == verbs
     codes = [(" ".join(arguments), code) for arguments, code, _, _ in told["runs"]]
     assert [arguments for arguments, _, found, _ in told["runs"] if found] == []

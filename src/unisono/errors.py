@@ -38,6 +38,11 @@ class Problem:
         return f"{self.given}\n  rule: {self.rule}\n  so:   {self.consequence}\n  try:  {self.nearest}"
 
 
+def inert_problem(given: str, rule: str, nearest: str) -> Problem:
+    """The problem of a setting that nothing reads beside the other settings."""
+    return Problem(given=given, rule=rule, consequence="it would change nothing", nearest=nearest)
+
+
 class UnisonoError(Exception):
     """Base of unisono's errors: raised with any number of problems, or with the four parts of one.
 

@@ -332,6 +332,20 @@ def test_a_path_to_resume_from_that_is_no_checkpoint(desk: Desk, mine: Path, nam
     )
 
 
+def test_a_hugging_face_folder_is_no_checkpoint(desk: Desk, mine: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    exported = desk.here("checkpoint", "export", str(mine), str(folder))
+    assert exported.code == 0, exported.err
+    done = desk.here("train", "--debug", f"--set=run.dir={mine}", f"--set=run.resume={folder}", "--set=train.steps=6")
+    assert done.code == 2
+    assert done.err == problem(
+        f"resume from {folder}, a Hugging Face model folder",
+        "a run resumes from a checkpoint: weights, optimizer state, schedule and position in the data",
+        "nothing was loaded",
+        "a folder checkpoints/step-… of a run; to fine-tune these weights, begin a new run whose model loads them",
+    )
+
+
 def test_eval_with_a_configuration_of_another_model(desk: Desk, mine: Path) -> None:
     text = (mine / "config.toml").read_text()
     (mine / "config.toml").write_text(text.replace("\ndim = 16\n", "\ndim = 32\n"))

@@ -187,7 +187,7 @@ def test_stats_of_others(desk: Desk, tmp_path: Path) -> None:
         writer.write(b"no image")
     assert list(desk.here("data", "stats", str(tmp_path / "b.rec"), "--json").json["spreads"]) == ["payload bytes"]
     refused = desk.here("data", "stats", str(tmp_path / "a.txt"))
-    assert (refused.code, "whose suffix is '.txt'" in refused.err) == (2, True)
+    assert (refused.code, "content and suffix '.txt' are of no known kind" in refused.err) == (2, True)
 
 
 def test_a_sheet_of_images(desk: Desk, album: Path, tmp_path: Path) -> None:

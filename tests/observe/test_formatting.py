@@ -102,6 +102,11 @@ def test_key_value_line_has_units_in_its_names() -> None:
         ),
         ({"kind": "run_start", "parameters": 12, "plan_text": "1 x cpu"}, "info", "12 parameters on 1 x cpu"),
         (
+            {"kind": "run_start", "parameters": 12, "plan_text": "1 x cpu", "optimization": "sgd, lr 1 constant"},
+            "info",
+            "12 parameters on 1 x cpu; sgd, lr 1 constant",
+        ),
+        (
             {"kind": "run_start", "parameters": 12, "plan_text": "1 x cpu"}
             | {"held_bytes": {"parameters": 3 << 20, "gradients": 0, "optimizer": 5 << 30}},
             "info",

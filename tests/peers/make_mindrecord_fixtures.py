@@ -5,8 +5,8 @@
 
 needs mindspore==2.10.0, numpy<2. Files are stored gzipped (most of each is room that the format leaves empty);
 ``expected.json`` has for each case the rows as they were given and, for each file, as ``FileReader`` returns them.
-A task lists ``{"read": path}``, ``{"append": path, "rows": …}``; what is read of a path goes to OUT, by FileReader (its files
-one by one) and by MindDataset.
+A task lists ``{"read": path}``, ``{"append": path, "rows": …}`` and ``{"write": path, "schema": …, "rows": …}``; what is read
+of a path goes to OUT, by FileReader (its files one by one) and by MindDataset.
 """
 
 from __future__ import annotations
@@ -203,6 +203,12 @@ def work(task, out):
     """Do what a test asks for, with files that are not MindSpore's own."""
     found = []
     for each in json.loads(Path(task).read_text()):
+        if "write" in each:
+            writer = FileWriter(each["write"], 1)
+            writer.add_schema(each["schema"], "")
+            writer.write_raw_data(each["rows"])
+            writer.commit()
+            continue
         if "append" in each:
             writer = FileWriter.open_for_append(each["append"])
             writer.write_raw_data(each["rows"])

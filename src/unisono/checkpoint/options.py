@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from unisono.config import option
+from unisono.errors import Problem, inert_problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,7 +15,24 @@ class CheckpointOptions:
 
     every_steps: int = option(50, "Steps between two checkpoints; 0 = only at the end and when asked to stop.", ge=0)
     keep_last: int = option(3, "Newest checkpoints that stay.", ge=1)
-    keep_every_steps: int = option(0, "Checkpoints whose step is a multiple of this stay for good; 0 = none do.", ge=0)
+    keep_every_steps: int = option(
+        0,
+        "Checkpoints whose step is a multiple of this stay for good; 0 = none do.",
+        acts="checkpoint.every_steps above 0",
+        ge=0,
+    )
     keep_best: int = option(1, "Checkpoints with the lowest evaluation loss that stay.", ge=0)
     asynchronous: bool = option(True, "Write in the background while training continues.")
     max_failures: int = option(3, "Failed saves in a row after which the run stops; fewer are only reported.", ge=1)
+
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        """Steps to keep where only the last one is saved, by field name."""
+        if self.keep_every_steps and not self.every_steps:
+            yield (
+                "keep_every_steps",
+                inert_problem(
+                    f"keep_every_steps {self.keep_every_steps} with every_steps 0",
+                    "it chooses among the checkpoints that every_steps writes",
+                    "checkpoint.every_steps=50, or leave checkpoint.keep_every_steps out",
+                ),
+            )

@@ -17,6 +17,7 @@ from unisono.errors import DataError
 
 if TYPE_CHECKING:
     from unisono.data.recordio.maintenance import Finding
+    from unisono.data.tokens.shards import TokenSet
 
 _SHOWN = 20  # findings and labels that fit on a screen
 
@@ -33,13 +34,13 @@ command.add_command(pack)
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @every_verb
 def verify_files(files: tuple[Path, ...], as_json: bool) -> int:
-    """Read every byte of FILES (.rec) and their indexes and name all that is not as written.
+    """Read all of FILES and their indexes and name all that is not as written. Each file counts by itself.
 
-    Exit code 1 if anything is wrong.
+    RecordIO, MindRecord, token shards, and the tables that convert reads. Exit code 1 if anything is wrong.
     """
-    from unisono.data.recordio.maintenance import verify
+    from unisono.data.convert.checking import verify_file
 
-    reports = {path: verify(path) for path in files}
+    reports = {path: verify_file(path) for path in files}
     bad = any(report.findings for report in reports.values())
     rows: list[dict[str, Any]] = []
     lines: list[str] = []
@@ -62,10 +63,10 @@ def verify_files(files: tuple[Path, ...], as_json: bool) -> int:
 @click.argument("target", type=click.Path(path_type=Path))
 @every_verb
 def repair_file(source: Path, target: Path, as_json: bool) -> None:
-    """Write what can be saved of SOURCE to TARGET, a new file, and name what is lost."""
-    from unisono.data.recordio.maintenance import repair
+    """Write what can be saved of SOURCE (RecordIO) to TARGET, a new file, and name what is lost."""
+    from unisono.data.convert.checking import repair_file
 
-    result = repair(source, target)
+    result = repair_file(source, target)
     lost = [_finding(finding) for finding in result.lost]
     text = f"{target}: {result.saved:,} records saved, {result.mended:,} of them mended, {len(lost):,} lost"
     value = {"path": str(target), "saved": result.saved, "mended": result.mended, "lost": lost}
@@ -76,9 +77,13 @@ def repair_file(source: Path, target: Path, as_json: bool) -> None:
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @every_verb
 def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
-    """Write the indexes of FILES anew, trusting each file as it is."""
+    """Write the indexes of FILES (RecordIO) anew, trusting each file as it is."""
+    from unisono.data.convert.checking import require_kind
+    from unisono.data.convert.file_kind import RECORDIO
     from unisono.data.recordio.maintenance import reindex
 
+    for path in files:
+        require_kind(path, (RECORDIO,), "reindex", "unisono data convert writes a new file with its index")
     dropped = {str(path): reindex(path) for path in files}
     rows = [{"path": path, "not_kept": losses} for path, losses in dropped.items()]
     lines: list[str] = []
@@ -126,9 +131,13 @@ def convert_file(
 @click.option("--shards", type=click.IntRange(min=1), default=1, show_default=True, help="How many; 1 merges.")
 @every_verb
 def shard_files(files: tuple[Path, ...], prefix: Path, shards: int, as_json: bool) -> None:
-    """Write all records of FILES, in order, to new files of equal numbers of records."""
+    """Write all records of FILES (RecordIO), in order, to new files of equal numbers of records."""
+    from unisono.data.convert.checking import require_kind
+    from unisono.data.convert.file_kind import RECORDIO
     from unisono.data.recordio.maintenance import rearrange
 
+    for path in files:
+        require_kind(path, (RECORDIO,), "shard", f"unisono data convert {path} {path.stem}.rec, then shard that")
     paths = [str(path) for path in rearrange(files, prefix, shards)]
     print_result(as_json, {"files": paths}, paths)
 
@@ -138,15 +147,24 @@ def shard_files(files: tuple[Path, ...], prefix: Path, shards: int, as_json: boo
 @click.option("--sheet", type=click.Path(path_type=Path), help="Write a PNG here of up to 64 images of a .rec.")
 @every_verb
 def inspect_file(file: Path, sheet: Path | None, as_json: bool) -> None:
-    """Show what FILE holds: of .rec counts, sizes, side columns, the first records; of other formats fields and first rows."""
+    """Show what FILE holds.
+
+    Of RecordIO counts, sizes, side columns and the first records; of a token shard its vocabulary and first documents; of other
+    formats fields and first rows.
+    """
+    from unisono.data.convert.file_kind import RECORDIO, TOKENS, file_kind
     from unisono.data.recordio import RecordFile
 
+    kind = file_kind(file)
     if sheet is not None:
         from unisono.data.convert.pack import record_sheet as drawn
         from unisono.storage.files import write_atomically
 
         write_atomically(sheet, drawn(file))
-    if _has_rows(file):
+    if kind == TOKENS:
+        _inspect_tokens(file, as_json)
+        return
+    if kind != RECORDIO:
         _inspect_rows(file, as_json)
         return
     records = RecordFile(file)
@@ -175,7 +193,7 @@ def inspect_file(file: Path, sheet: Path | None, as_json: bool) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @every_verb
 def file_stats(file: Path, as_json: bool) -> None:
-    """Count what FILE holds: of a .rec sizes, labels and image sizes; of a token shard documents and their lengths."""
+    """Count what FILE holds: of RecordIO sizes, labels and image sizes; of a token shard documents and their lengths."""
     from unisono.data.convert.pack import record_stats
 
     stats = record_stats(file)
@@ -205,7 +223,7 @@ def file_stats(file: Path, as_json: bool) -> None:
 )
 @every_verb
 def bench(file: Path, seconds: float, size: int, as_json: bool) -> None:
-    """Measure how fast records of FILE (.rec) are read here, and if they are images, decoded and loaded."""
+    """Measure how fast FILE is read here, and images of RecordIO decoded and loaded."""
     from unisono.data.loading.throughput import measure_throughput
 
     rates = measure_throughput(file, seconds=seconds, size=size)
@@ -226,20 +244,22 @@ def bench(file: Path, seconds: float, size: int, as_json: bool) -> None:
 @click.option("--index", "number", type=int, required=True, help="Which record, from 0; negative from the end.")
 @every_verb
 def cat_record(file: Path, number: int, as_json: bool) -> None:
-    """Write one record's payload to standard output as it is, with --json in base64; of other formats the row as JSON."""
+    """Write one record's payload to standard output as it is, with --json in base64.
+
+    Of a token shard the ids of a document, of other formats the row, as JSON.
+    """
+    from unisono.data.convert.file_kind import RECORDIO, TOKENS, file_kind
     from unisono.data.recordio import RecordFile
 
-    if _has_rows(file):
+    kind = file_kind(file)
+    if kind == TOKENS:
+        _cat_document(file, number, as_json)
+        return
+    if kind != RECORDIO:
         _cat_row(file, number, as_json)
         return
     records = RecordFile(file)
-    if not -len(records) <= number < len(records):
-        raise DataError(
-            given=f"record {number} of {file}",
-            rule=f"it holds {len(records)} records, counted from 0",
-            consequence="nothing was written",
-            nearest=f"--index {len(records) - 1} is the last one" if len(records) else "a file that holds records",
-        )
+    _check_number(file, number, len(records), "record")
     payload = records.read(number)
     if as_json:
         import base64
@@ -259,11 +279,50 @@ def _column(column: Any) -> dict[str, Any]:
     return {"dtype": str(column.dtype), "least": column.min().item(), "most": column.max().item()}
 
 
-def _has_rows(file: Path) -> bool:
-    """Whether the file is a table of another format than RecordIO."""
-    from unisono.data.convert.table_files import format_of, read_formats
+def _check_number(file: Path, number: int, count: int, unit: str) -> None:
+    if not -count <= number < count:
+        raise DataError(
+            given=f"{unit} {number} of {file}",
+            rule=f"it holds {count} {unit}s, counted from 0",
+            consequence="nothing was written",
+            nearest=f"--index {count - 1} is the last one" if count else f"a file that holds {unit}s",
+        )
 
-    return format_of(file) in set(read_formats()) - {".rec"}
+
+def _inspect_tokens(file: Path, as_json: bool) -> None:
+    from unisono.data.tokens.shards import open_tokens
+
+    tokens = open_tokens([file])
+    facts = {
+        "tokens": tokens.num_tokens,
+        "documents": tokens.num_documents,
+        "text_bytes": tokens.text_bytes,
+        "vocab_size": tokens.vocab_size,
+        "end_of_document": tokens.end_of_document,
+    }
+    first = [_document(tokens, number)[:16] for number in range(min(tokens.num_documents, 5))]
+    lines = [
+        f"{file}: token shard, {tokens.num_tokens:,} tokens of {tokens.text_bytes:,} bytes of text",
+        f"{tokens.num_documents:,} documents, each ended by id {tokens.end_of_document} of a vocabulary of {tokens.vocab_size:,}",
+        *(f"  document {number}: {' '.join(map(str, ids))}" for number, ids in enumerate(first)),
+    ]
+    print_result(as_json, {"path": str(file), "bytes": file.stat().st_size, **facts, "first": first}, lines)
+
+
+def _cat_document(file: Path, number: int, as_json: bool) -> None:
+    from unisono.data.tokens.shards import open_tokens
+
+    tokens = open_tokens([file])
+    _check_number(file, number, tokens.num_documents, "document")
+    ids = _document(tokens, number % tokens.num_documents)
+    print_result(as_json, {"index": number, "tokens": ids}, json.dumps(ids))
+
+
+def _document(tokens: TokenSet, number: int) -> list[int]:
+    """The ids of a document of the set's one shard, without the id that ends it."""
+    (shard,) = tokens.shards
+    end = shard.starts[number + 1] if number + 1 < shard.starts.size else shard.tokens.size
+    return shard.tokens[shard.starts[number] : end - 1].tolist()
 
 
 def _inspect_rows(file: Path, as_json: bool) -> None:
@@ -313,7 +372,8 @@ def _cat_row(file: Path, number: int, as_json: bool) -> None:
 
 
 def _finding(finding: Finding) -> dict[str, Any]:
-    return asdict(finding) | {"path": str(finding.path), "record": None if finding.record < 0 else finding.record}
+    fields = asdict(finding) | {"path": str(finding.path)}
+    return {name: None if value == -1 else value for name, value in fields.items()}
 
 
 def _listed(findings: Sequence[Finding], name: str) -> list[str]:

@@ -248,8 +248,9 @@ def _schema(options: Mapping[str, Any]) -> RecordSchema | None:
 
 def _guess(source: Path, target: Path, function: str | None) -> str:
     """The kind of inputs, from the names alone. Raises DataError if it is not clear."""
+    from unisono.data.convert.file_kind import kind_of_name
     from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
-    from unisono.data.convert.table_files import format_of, read_formats
+    from unisono.data.convert.table_files import read_formats
 
     if function is not None:
         return "python"
@@ -263,7 +264,7 @@ def _guess(source: Path, target: Path, function: str | None) -> str:
             return "images"
         if suffixes and suffixes <= _TEXT:
             return "text"
-    elif format_of(source) in read_formats():
+    elif kind_of_name(source) in read_formats():
         return "rows"
     elif source.suffix in _TEXT:
         return "text"

@@ -28,6 +28,7 @@ VERBS = {
     "plan": "Show, check, compare strategy files.",
     "kvstore": "Measure the stores that synchronise workers.",
     "checkpoint": "List, verify, convert, export checkpoints.",
+    "completion": "Print the script that completes commands in bash, zsh or fish.",
     "data": "Look into record files, check, mend, rearrange and convert them.",
 }
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from unisono.cli.common import LOG, PLAN, RESOLVED
 from unisono.config import Resolved
-from unisono.data.tokens.tokenizer import BYTES, Tokenizer
+from unisono.data.tokens.tokenizer import BYTES, Tokenizer, tokenizer_file
 from unisono.dist import JobSpec, join_world
 from unisono.errors import UnisonoError
 from unisono.interop.huggingface import export
@@ -178,7 +178,7 @@ def export_run(
         folder or Path(config.run.dir) / "export",
         max_length=config.data.seq_len,
         end_of_document=tokenizer.end_of_document if tokenizer else None,
-        tokenizer=Path(config.data.tokenizer).expanduser() if from_file else None,
+        tokenizer=tokenizer_file(config.data.tokenizer) if from_file else None,
         **how,
     )
 

@@ -89,15 +89,16 @@ def command(
 
 def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json: bool) -> int:
     """Start this command line in every process of this host; return the exit code of the job."""
-    from unisono.launch import launch_local
+    from unisono.launch import LaunchOptions, launch_local
     from unisono.launch.job import run_job, with_servers
+    from unisono.launch.options import SERVER_OPTIONS
 
     level = log_level()
     flags = [*(["--json"] if as_json else []), *([f"--log-level={level}"] if level else [])]
     run_dir, options = Path(resolved.value.run.dir), resolved.value.launch
     command_line = [sys.executable, "-m", "unisono", "train", *flags, *arguments]
     if (sync := _sync(resolved.value.plan)) != "dist_async":
-        if options.num_servers > 1 or options.num_replicas > 1:
+        if any(getattr(options, name) != getattr(LaunchOptions(), name) for name in SERVER_OPTIONS):
             LOG.warning("no servers are started: plan.sync %r all-reduces gradients among the ranks", sync)
         return launch_local(command_line, options, run_dir=run_dir, run_id=run_dir.absolute().name)
     return run_job(with_servers(command_line, options, run_dir), run_dir)

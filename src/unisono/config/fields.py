@@ -29,6 +29,7 @@ class Spec:
     """The arguments of ``option`` for one field, apart from its default."""
 
     help: str = ""
+    acts: str = ""
     choices: tuple[Any, ...] | None = None
     ge: float | None = None
     gt: float | None = None
@@ -41,6 +42,7 @@ def option(
     default: D,
     help: str,
     *,
+    acts: str = "",
     choices: Sequence[Any] | None = None,
     ge: float | None = None,
     gt: float | None = None,
@@ -55,6 +57,8 @@ def option(
     Args:
         default: Value if no layer sets the option; dicts and lists are copied for every instance.
         help: One sentence for ``unisono config explain``, the starter file and the JSON schema.
+        acts: Condition under which the option acts, in words, such as "plan.pp above 1"; empty means always. Outside of it a
+            value other than the default is reported, as an error or a notice.
         choices: Allowed values; None allows every value of the type.
         ge: Lower bound, inclusive; None is no bound.
         gt: Lower bound, exclusive.
@@ -64,7 +68,7 @@ def option(
             file gives it a callable.
     """
     allowed = None if choices is None else tuple(choices)
-    spec = Spec(help=help, choices=allowed, ge=ge, gt=gt, le=le, lt=lt, python_only=python_only)
+    spec = Spec(help=help, acts=acts, choices=allowed, ge=ge, gt=gt, le=le, lt=lt, python_only=python_only)
     metadata = {_SPEC: spec}
     if isinstance(default, dict | list):
         mutable = cast("dict[Any, Any] | list[Any]", default)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from unisono.config import option
+from unisono.errors import Problem, inert_problem
 
 Boundaries = Literal["mask", "ignore"]
 LastBatch = Literal["rollover", "keep", "drop", "pad", "wrap", "discard", "roll_over"]
@@ -19,7 +20,9 @@ class DataOptions:
     """The text a run reads. Seed, batch sizes and number of steps belong to other sections."""
 
     corpus: str = option("stdlib", "stdlib = the running Python's own library source; or a folder or file of text.")
-    tokenizer: str = option("bytes", "bytes = one token per UTF-8 byte; or the path of a Hugging Face tokenizer.json.")
+    tokenizer: str = option(
+        "bytes", "bytes = one token per UTF-8 byte; or a Hugging Face tokenizer.json, or its folder."
+    )
     seq_len: int = option(256, "Tokens of one sample.", ge=2)
     eval_frac: float = option(0.05, "Share of the files held out, chosen by hash of their path.", gt=0.0, le=0.5)
     boundaries: Literal["mask", "ignore"] = option(
@@ -43,7 +46,9 @@ class LoaderOptions:
         ge=-1,
     )
     worker_kind: Literal["auto", "thread", "process"] = option(
-        "auto", "thread suits decoders that release the interpreter lock; process suits Python code; auto = by trial."
+        "auto",
+        "thread suits decoders that release the interpreter lock; process suits Python code; auto = by trial.",
+        acts="loader.num_workers other than 0",
     )
     last_batch: LastBatch = option(
         "rollover",
@@ -53,7 +58,26 @@ class LoaderOptions:
     max_bad_sample_frac: float = option(
         0.0, "Share of samples that may be unreadable and then weigh 0; 0 = the first one ends the run.", ge=0.0, lt=1.0
     )
-    timeout_s: float = option(600.0, "How long a step may wait for its data before the sample is named.", gt=0.0)
+    timeout_s: float = option(
+        600.0,
+        "How long a step may wait for its data before the sample is named.",
+        acts="loader.num_workers other than 0",
+        gt=0.0,
+    )
+
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        """Settings of workers where there are none, by field name."""
+        unset = LoaderOptions()
+        for name in ("worker_kind", "timeout_s") if self.num_workers == 0 else ():
+            if getattr(self, name) != getattr(unset, name):
+                yield (
+                    name,
+                    inert_problem(
+                        f"{name} {getattr(self, name)!r} with num_workers 0",
+                        "it is a setting of workers, and the training's own thread reads the data",
+                        f"loader.num_workers=-1, or leave loader.{name} out",
+                    ),
+                )
 
 
 def default_cache_dir(environ: Mapping[str, str]) -> Path:

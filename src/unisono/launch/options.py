@@ -19,15 +19,34 @@ class LaunchOptions:
     allocator: str = option(
         "tuned", "C allocator: 'tuned' keeps freed memory for the next step.", choices=("tuned", "system")
     )
-    num_servers: int = option(1, "Parameter servers, in addition to the processes (plan.sync=dist_async).", ge=1)
-    num_replicas: int = option(
-        1, "2 = each server keeps a copy of another's parameters; no acknowledged push is lost.", ge=1, le=2
+    num_servers: int = option(
+        1,
+        "Parameter servers, in addition to the processes (plan.sync=dist_async).",
+        acts="plan.sync = dist_async",
+        ge=1,
     )
-    snapshot_every_s: float = option(60.0, "Seconds between two snapshots of a server, for its restart.", gt=0)
-    tls: str = option("", "Folder with certificate.pem, key.pem, authority.pem: encrypts what goes to servers.")
+    num_replicas: int = option(
+        1,
+        "2 = each server keeps a copy of another's parameters; no acknowledged push is lost.",
+        acts="plan.sync = dist_async",
+        ge=1,
+        le=2,
+    )
+    snapshot_every_s: float = option(
+        60.0, "Seconds between two snapshots of a server, for its restart.", acts="plan.sync = dist_async", gt=0
+    )
+    tls: str = option(
+        "",
+        "Folder with certificate.pem, key.pem, authority.pem: encrypts what goes to servers.",
+        acts="plan.sync = dist_async",
+    )
     max_restarts: int = option(3, "Restarts from the newest checkpoint after a crash.", ge=0)
     timeout_s: float = option(300.0, "Seconds a rank waits for its peers in one collective.", gt=0)
     grace_s: float = option(30.0, "Seconds a stopped run gets to save and end before it is killed.", ge=0)
+
+
+# options that only parameter servers read
+SERVER_OPTIONS = ("num_servers", "num_replicas", "snapshot_every_s")
 
 
 def server_environ(options: LaunchOptions) -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unisono.config import option
-from unisono.errors import Problem
+from unisono.errors import Problem, inert_problem
 
 Balance = Literal["bias", "loss", "none"]
 
@@ -27,14 +27,17 @@ class ModelOptions:
         "Experts in each feed-forward layer, of which a token goes to a few; ffn_dim is the width of one. 0 = none.",
         ge=0,
     )
-    num_experts_per_token: int = option(2, "Experts that each token goes to.", ge=1)
+    num_experts_per_token: int = option(2, "Experts that each token goes to.", acts="model.num_experts above 0", ge=1)
     capacity_factor: float = option(
         0.0,
         "In training an expert takes at most this times its equal share of a micro-batch; 0 = no token is dropped.",
+        acts="model.num_experts above 0",
         ge=0.0,
     )
     balance: Balance = option(
-        "bias", "How tokens are distributed over experts: a bias on the choice, an extra loss, or not at all."
+        "bias",
+        "How tokens are distributed over experts: a bias on the choice, an extra loss, or not at all.",
+        acts="model.num_experts above 0",
     )
     dropout: float = option(0.0, "Dropout probability after attention and feed-forward.", ge=0.0, lt=1.0)
     tied: bool = option(True, "Share the token embedding with the output head.")
@@ -89,10 +92,9 @@ class ModelOptions:
             if not self.num_experts and getattr(self, name) != getattr(unset, name):
                 yield (
                     name,
-                    Problem(
-                        given=f"{name} {getattr(self, name)!r} with num_experts 0",
-                        rule="it says how tokens find their experts",
-                        consequence="it would change nothing",
-                        nearest=f"num_experts=8, or leave {name} out",
+                    inert_problem(
+                        f"{name} {getattr(self, name)!r} with num_experts 0",
+                        "it says how tokens find their experts",
+                        f"num_experts=8, or leave {name} out",
                     ),
                 )

@@ -160,7 +160,8 @@ def _run_start(event: Fields) -> str | None:
     corpus = f"; {data['corpus']}, {short_number(float(data['train_tokens']))} tokens" if "train_tokens" in data else ""
     packed = _packing(cast("Fields", data["packing"])) if data.get("packing") else ""
     held = _held(cast("Fields", event["held_bytes"])) if event.get("held_bytes") else ""
-    return f"{short_number(parameters)} parameters on {event['plan_text']}{why}{held}{corpus}{packed}"
+    recipe = f"; {event['optimization']}" if event.get("optimization") else ""
+    return f"{short_number(parameters)} parameters on {event['plan_text']}{why}{held}{corpus}{packed}{recipe}"
 
 
 def _held(count_bytes: Fields) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from unisono.config import option
-from unisono.errors import Problem
+from unisono.errors import Problem, inert_problem
 
 OPTIMIZER_FIELDS: Mapping[str, frozenset[str]] = {
     "sgd": frozenset({"momentum", "nesterov"}),
@@ -40,19 +40,40 @@ class OptimOptions:
     weight_decay: float | None = option(
         None, "Decay of weight matrices; unset: adamw 0.1, lamb 0.01, sgd and lars 1e-4, adam 0.", ge=0
     )
-    decay_exclude: tuple[str, ...] = option((), "More parameters without decay: patterns of names such as '*.pos'.")
+    decay_exclude: tuple[str, ...] = option(
+        (), "More parameters without decay: patterns of names such as '*.pos'.", acts="a weight decay above 0"
+    )
     groups: tuple[dict[str, str | float], ...] = option(
         (),
         "Groups of parameters, the first match wins: tables of match (a pattern of names), lr_scale and weight_decay.",
     )
     freeze: tuple[str, ...] = option((), "Parameters that are not trained: patterns of names such as 'encoder.*'.")
     clip_norm: float = option(1.0, "Largest global gradient norm; 0 turns clipping off.", ge=0)
-    beta1: float = option(0.9, "Decay of the gradient's running mean (adam, adamw, lamb).", ge=0, lt=1)
-    beta2: float = option(0.95, "Decay of the squared gradient's running mean (adam, adamw, lamb).", ge=0, lt=1)
-    eps: float = option(1e-8, "Added to the root of the second moment (adam, adamw, lamb).", gt=0)
-    momentum: float = option(0.9, "Momentum (sgd, lars).", ge=0, lt=1)
-    nesterov: bool = option(False, "Nesterov's look-ahead (sgd).")
-    trust_coefficient: float = option(1e-3, "Layer step relative to the layer's norm (lars).", gt=0)
+    beta1: float = option(
+        0.9,
+        "Decay of the gradient's running mean (adam, adamw, lamb).",
+        acts="optim.kind = adam, adamw or lamb",
+        ge=0,
+        lt=1,
+    )
+    beta2: float = option(
+        0.95,
+        "Decay of the squared gradient's running mean (adam, adamw, lamb).",
+        acts="optim.kind = adam, adamw or lamb",
+        ge=0,
+        lt=1,
+    )
+    eps: float = option(
+        1e-8,
+        "Added to the root of the second moment (adam, adamw, lamb).",
+        acts="optim.kind = adam, adamw or lamb",
+        gt=0,
+    )
+    momentum: float = option(0.9, "Momentum (sgd, lars).", acts="optim.kind = sgd or lars", ge=0, lt=1)
+    nesterov: bool = option(False, "Nesterov's look-ahead (sgd).", acts="optim.kind = sgd")
+    trust_coefficient: float = option(
+        1e-3, "Layer step relative to the layer's norm (lars).", acts="optim.kind = lars", gt=0
+    )
 
     @property
     def effective_weight_decay(self) -> float:
@@ -64,6 +85,15 @@ class OptimOptions:
         yield from _unused_fields(self, "optimizer", OPTIMIZER_FIELDS)
         for number, group in enumerate(self.groups, start=1):
             yield from (("groups", problem) for problem in _group_problems(number, group))
+        if self.decay_exclude and self.kind in DEFAULT_WEIGHT_DECAY and not self.effective_weight_decay:
+            yield (
+                "decay_exclude",
+                inert_problem(
+                    f"decay_exclude {list(self.decay_exclude)} with weight decay 0",
+                    "it names parameters that do not decay, and none does",
+                    "optim.weight_decay=0.1, or leave optim.decay_exclude out",
+                ),
+            )
         if self.kind == "sgd" and self.nesterov and self.momentum == 0:
             yield (
                 "nesterov",
@@ -83,12 +113,20 @@ class ScheduleOptions:
     kind: str = option("cosine", "Shape of the learning rate after warm-up.", choices=tuple(SCHEDULE_FIELDS))
     warmup_steps: int = option(0, "Steps of linear rise; step 0 has lr/warmup_steps, never 0.", ge=0)
     final_lr_frac: float = option(
-        0.1, "Fraction of lr where the decay ends (linear, cosine, polynomial, wsd).", ge=0, le=1
+        0.1,
+        "Fraction of lr where the decay ends (linear, cosine, polynomial, wsd).",
+        acts="schedule.kind = linear, cosine, polynomial or wsd",
+        ge=0,
+        le=1,
     )
-    power: float = option(2.0, "Exponent (polynomial).", gt=0)
-    decay_frac: float = option(0.2, "Fraction of all steps spent in the final linear decay (wsd).", gt=0, le=1)
-    step_every_steps: int = option(1000, "Steps between two drops, counted from step 0 (step).", ge=1)
-    step_factor: float = option(0.1, "Factor of each drop (step).", gt=0, le=1)
+    power: float = option(2.0, "Exponent (polynomial).", acts="schedule.kind = polynomial", gt=0)
+    decay_frac: float = option(
+        0.2, "Fraction of all steps spent in the final linear decay (wsd).", acts="schedule.kind = wsd", gt=0, le=1
+    )
+    step_every_steps: int = option(
+        1000, "Steps between two drops, counted from step 0 (step).", acts="schedule.kind = step", ge=1
+    )
+    step_factor: float = option(0.1, "Factor of each drop (step).", acts="schedule.kind = step", gt=0, le=1)
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Fields that ``kind`` does not read, by field name."""
@@ -155,6 +193,20 @@ def schedule_problems(options: ScheduleOptions, total_steps: int) -> Iterator[tu
         )
 
 
+def describe_rate(lr: float, schedule: object, total_steps: int) -> str:
+    """The learning rate over the run in words; ``schedule`` may be the user's own."""
+    rate = f"lr {lr:g}"
+    if not isinstance(schedule, ScheduleOptions):
+        rate += ", schedule of your own"
+    elif schedule.kind == "constant":
+        rate += " constant"
+    elif "final_lr_frac" in SCHEDULE_FIELDS[schedule.kind]:
+        rate += f" falling to {lr * schedule.final_lr_frac:g} at step {total_steps} ({schedule.kind})"
+    else:
+        rate += f" ({schedule.kind})"
+    return rate
+
+
 def _unused_fields(
     options: OptimOptions | ScheduleOptions, what: str, used_by: Mapping[str, frozenset[str]]
 ) -> Iterator[tuple[str, Problem]]:
@@ -169,11 +221,10 @@ def _unused_fields(
             users = sorted(kind for kind, names in used_by.items() if field.name in names)
             yield (
                 field.name,
-                Problem(
-                    given=f"{field.name} = {str(value).lower() if isinstance(value, bool) else value} "
+                inert_problem(
+                    f"{field.name} = {str(value).lower() if isinstance(value, bool) else value} "
                     f"with {what} kind {options.kind!r}",
-                    rule=f"{field.name} is read by {', '.join(users)}",
-                    consequence="it would change nothing",
-                    nearest=f"remove {field.name}, or choose kind = {users[0]!r}",
+                    f"{field.name} is read by {', '.join(users)}",
+                    f"remove {field.name}, or choose kind = {users[0]!r}",
                 ),
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from unisono.errors import PlanError, Problem
+from unisono.errors import PlanError, Problem, inert_problem
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import BUCKET_BYTES, STAGES_PER_RANK, Plan
 
@@ -26,11 +26,6 @@ def validate_plan(plan: Plan, world_size: int) -> None:
     problems = list(_counts(plan)) or [problem for check in checks for problem in check(plan, world_size)]
     if problems:
         raise PlanError(*problems)
-
-
-def _inert(given: str, rule: str, nearest: str) -> Problem:
-    """The problem of a setting that no part of the plan reads."""
-    return Problem(given=given, rule=rule, consequence="it would change nothing", nearest=nearest)
 
 
 def _above_one(plan: Plan, *axes: str) -> dict[str, int]:
@@ -139,6 +134,12 @@ def _pipeline(plan: Plan, _world_size: int) -> Iterator[Problem]:
     pp, batch = plan.mesh.pp, plan.batch
     schedule, layers = plan.pipeline.schedule, plan.pipeline.layers_per_stage
     default_stages = pp * STAGES_PER_RANK[schedule]
+    if pp == 1 and schedule != PlanOptions().schedule:
+        yield inert_problem(
+            f"schedule {schedule!r} with pp 1",
+            "it orders the passes of the stages of a pipeline",
+            "plan.pp=2, or leave plan.schedule out",
+        )
     if layers and (pp == 1 or len(layers) % pp):
         yield Problem(
             given=f"layers_per_stage {list(layers)} with pp {pp}",
@@ -208,7 +209,7 @@ def _recompute(plan: Plan, _world_size: int) -> Iterator[Problem]:
         value = list(getattr(plan.recompute, name))
         if value and not is_read:
             given, nearest = f"recompute.{name} {value} with recompute {mode!r}", f"recompute={reader!r}"
-            yield _inert(given, rule, f"{nearest}, or no recompute.{name}")
+            yield inert_problem(given, rule, f"{nearest}, or no recompute.{name}")
     if plan.recompute.modules and blocks:
         yield Problem(
             given=f"recompute.modules {list(plan.recompute.modules)} with recompute.blocks_per_stage {blocks}",
@@ -243,13 +244,17 @@ def _recompute(plan: Plan, _world_size: int) -> Iterator[Problem]:
 def _state(plan: Plan, _world_size: int) -> Iterator[Problem]:
     """Sharding of the state, and buckets of gradients."""
     mesh = f"dp_shard {plan.mesh.dp_shard} x cp {plan.mesh.cp}"
+    # dp_shard=0 means all ranks, which may be one
+    if plan.fsdp.zero != PlanOptions().zero and not plan.uses_fsdp and "dp_shard" not in plan.pins:
+        rule = "it says which part of the state is sharded over the ranks of dp_shard x cp"
+        yield inert_problem(f"zero {plan.fsdp.zero} with {mesh}", rule, "plan.dp_shard=2, or leave plan.zero out")
     for name in ("shard_threshold_numel", "prefetch_blocks"):
         number: int = getattr(plan.fsdp, name)
         if number < 0 or (number and not plan.uses_fsdp):
             rule = "it is 0 or more, and acts on a state that ranks share"
-            yield _inert(f"{name} {number} with {mesh}", rule, f"{name}=0, or dp_shard=2")
+            yield inert_problem(f"{name} {number} with {mesh}", rule, f"{name}=0, or dp_shard=2")
     if plan.fsdp.ignored_modules and not plan.uses_fsdp:
-        yield _inert(
+        yield inert_problem(
             f"fsdp.ignored_modules {list(plan.fsdp.ignored_modules)} with {mesh}",
             "it names modules that are replicated where ranks share the state",
             "fsdp.ignored_modules=[], or dp_shard=2",
@@ -284,7 +289,7 @@ def _compile(plan: Plan, _world_size: int) -> Iterator[Problem]:
 def _choices(plan: Plan, _world_size: int) -> Iterator[Problem]:
     zbv = plan.pipeline.schedule == "zbv" and plan.mesh.pp > 1
     if plan.tensor_parallel.sequence_parallel and plan.mesh.tp == 1:
-        yield _inert(
+        yield inert_problem(
             "sequence_parallel with tp 1",
             "it shards the activations between layers that tp shards",
             "sequence_parallel=False, or cp to share sequences",
@@ -373,7 +378,7 @@ def _sync(plan: Plan, world_size: int) -> Iterator[Problem]:
             value = getattr(sync, name)
             if value != getattr(defaults, name):
                 given, nearest = f"{name} {value} with sync {sync.kind!r}", f"leave it out, or plan.sync={kind!r}"
-                yield _inert(given, f"{name} is read by {kind}", nearest)
+                yield inert_problem(given, f"{name} is read by {kind}", nearest)
     if sync.kind in _KIND_SETTINGS:
         yield from _divergent_ranks(plan)
     if sync.compression != "none":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.dist import World
-from unisono.errors import ConfigError
+from unisono.errors import ConfigError, inert_problem
 from unisono.kvstore import GradientSync, KVStore, LocalSGD, LocalSGDConfig
 from unisono.kvstore.allreduce.buckets import BucketedAllReduce, transport_name
 from unisono.kvstore.backends.local import LocalGradientSync
@@ -32,8 +32,16 @@ _EVENT_EVERY_STEPS = 100  # it waits for the device
 _COARSE, _ADAPTIVE = ("1bit", "2bit"), ("adam", "adamw", "lamb")
 
 
-def check_sync_options(plan: Plan, options: TrainOptions) -> None:
-    """Raise ConfigError for options that need equal parameters on all ranks in every step, where the plan lets them diverge."""
+def check_train_options(plan: Plan, options: TrainOptions) -> None:
+    """Raise ConfigError for options that the plan makes impossible or leaves without effect."""
+    if not plan.precision.uses_loss_scale and options.loss_scale != TrainOptions().loss_scale:
+        raise ConfigError(
+            inert_problem(
+                f"train.loss_scale {options.loss_scale:g} with precision {plan.precision.compute!r}",
+                "only fp16 needs a loss scale: its gradients underflow",
+                "plan.precision=fp16, or leave train.loss_scale out",
+            )
+        )
     if options.ema_decay and plan.sync.kind in ("dist_async", "dist_local"):
         raise ConfigError(
             given=f"train.ema_decay {options.ema_decay} with plan.sync {plan.sync.kind!r}",

@@ -22,6 +22,7 @@ from unisono.optim.learning_rate import (
     TorchRates,
     is_scheduler_factory,
 )
+from unisono.optim.options import describe_rate
 from unisono.optim.run_optimizer import (
     GivenOptimizer,
     OptimizerFactory,
@@ -184,6 +185,14 @@ class OptimizerSetup:
         groups = optimizer.param_groups
         base = self.given.lr if isinstance(self.given, OptimOptions) else float(groups[0]["lr"])
         return ScheduledRates(groups, schedule, total_steps, base)  # pyright: ignore[reportArgumentType]
+
+    def in_words(self, optimizer: RunOptimizer, total_steps: int) -> str:
+        """Optimizer, learning rate over the run and weight decay in one line. Before the first step."""
+        base = self.given.lr if isinstance(self.given, OptimOptions) else float(optimizer.param_groups[0]["lr"])
+        rate = describe_rate(base, self.used_schedule, total_steps)
+        if not isinstance(self.given, OptimOptions):
+            return f"{optimizer_name(self.given)}, {rate}"
+        return f"{self.given.kind}, {rate}, weight decay {self.given.effective_weight_decay:g}"
 
     def describe(self, optimizer: RunOptimizer) -> dict[str, Any]:
         """Everything about the optimizer that changes the mathematics, as JSON by name. Before the first step."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from unisono.config import option
-from unisono.errors import Problem
+from unisono.errors import Problem, inert_problem
 
 
 def is_due(every: int, step: int) -> bool:
@@ -45,7 +45,12 @@ class TrainOptions:
     steps: int = option(300, "Optimizer updates in the whole run.", ge=1)
     eval_every_steps: int = option(100, "Steps between evaluations; 0 = only at the end.", ge=0)
     num_eval_samples: int = option(256, "Samples per evaluation; 0 = all.", ge=0)
-    early_stop_patience: int = option(0, "Evaluations without a better loss before the run ends; 0 = never.", ge=0)
+    early_stop_patience: int = option(
+        0,
+        "Evaluations without a better loss before the run ends; 0 = never.",
+        acts="train.eval_every_steps above 0",
+        ge=0,
+    )
     ema_decay: float = option(
         0.0, "Decay of the moving average of weights used in evaluation and export; 0 = off.", ge=0.0, lt=1.0
     )
@@ -54,6 +59,21 @@ class TrainOptions:
     )
     max_skips: int = option(20, "Skipped steps in a row that end the run.", ge=1)
     loss_scale: float = option(
-        4096.0, "First loss scale under fp16; multiplies the loss summed over a step / global_batch.", gt=0.0
+        4096.0,
+        "First loss scale under fp16; multiplies the loss summed over a step / global_batch.",
+        acts="plan.precision = fp16",
+        gt=0.0,
     )
     gradient_stats_every_steps: int = option(0, "Steps between per-layer gradient statistics; 0 = never.", ge=0)
+
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        """Patience without evaluations to count, by field name."""
+        if self.early_stop_patience and not self.eval_every_steps:
+            yield (
+                "early_stop_patience",
+                inert_problem(
+                    f"early_stop_patience {self.early_stop_patience} with eval_every_steps 0",
+                    "it counts evaluations, and the only one is at the end",
+                    "train.eval_every_steps=100, or leave train.early_stop_patience out",
+                ),
+            )

@@ -166,6 +166,13 @@ def _choose(root: Path, mode: str, world: World, events: EventLog) -> Path | Non
             )
         return None
     path = Path(mode)
+    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        raise CheckpointError(
+            given=f"resume from {path}, a Hugging Face model folder",
+            rule="a run resumes from a checkpoint: weights, optimizer state, schedule and position in the data",
+            consequence="nothing was loaded",
+            nearest="a folder checkpoints/step-… of a run; to fine-tune these weights, begin a new run whose model loads them",
+        )
     problems = verify(path)
     if problems:
         raise CheckpointError(*problems)

@@ -63,7 +63,7 @@ from unisono.train.evaluate import Evaluator
 from unisono.train.gradient_sync import (
     build_comm_stats,
     build_gradient_sync,
-    check_sync_options,
+    check_train_options,
 )
 from unisono.train.guard import StepGuard
 from unisono.train.loop import Result, StepRunner, SyncLoop
@@ -266,7 +266,7 @@ class Trainer:
         agree(self.world, "plan", self.plan.decisions())
         agree(self.world, "configuration", self._provenance.get("config_hash"))
         set_backend(self.plan)
-        check_sync_options(self.plan, self.options)
+        check_train_options(self.plan, self.options)
         check_objective(self._objective, self.plan)
         self._optim.check(self.plan)
         self.store = open_store(self.plan, self.world)
@@ -424,6 +424,7 @@ class Trainer:
             "run_start",
             plan=self.plan.to_json(),
             plan_text=self.plan.describe(),
+            optimization=self._optim.in_words(self._optimizer, self.options.steps),
             flops_convention=CONVENTION,
             precision_why=precision_reason(self.plan),
             device=str(self.device),

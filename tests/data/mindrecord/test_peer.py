@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import make_desk
 
 from unisono.data.mindrecord import MindRecordFile
 
@@ -140,3 +141,30 @@ def test_mindspore_appends_to_what_we_write(tmp_path: Path, write: Write, told: 
     assert told(MindRecordFile(tmp_path / "a")) == told(rows)
     (tmp_path / "a.db").unlink()
     assert told(MindRecordFile(tmp_path / "a")) == told(rows)
+
+
+def test_verbs_on_a_file_that_mindspore_writes_under_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "train"
+    rows = [{"label": n, "text": f"text {n}"} for n in range(200)]
+    schema = {"label": {"type": "int32"}, "text": {"type": "string"}}
+    work(tmp_path, [{"write": str(path), "schema": schema, "rows": rows}])
+
+    desk = make_desk(tmp_path / "desk", tmp_path / "cache")
+
+    def data(*words: str) -> tuple[int, str]:
+        done = desk.here("data", *words)
+        return done.code, done.out + done.err
+
+    code, text = data("verify", str(path))
+    assert (code, text.startswith(f"ok   {path}  200 records, ")) == (0, True), text
+    assert "field text: string" in data("inspect", str(path))[1]
+    assert json.loads(data("cat", str(path), "--index", "7")[1]) == {"label": 7, "text": "text 7"}
+    assert "random rows: " in data("bench", str(path), "--seconds", "0.05")[1]
+    assert data("convert", str(path), str(tmp_path / "a.jsonl"))[0] == 0
+    assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == rows
+    content = bytearray(path.read_bytes())
+    begin = content.index(b"text 150")
+    content[begin : begin + 8] = b"\xff" * 8  # no UTF-8
+    path.write_bytes(content)
+    code, text = data("verify", str(path))
+    assert (code, "row 150 at offset" in text) == (1, True), text

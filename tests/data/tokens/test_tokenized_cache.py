@@ -418,3 +418,21 @@ def test_the_standard_library(tmp_path: Path) -> None:
     train = TokenWindows(prepared.train, seq_len=256)
     held_out = TokenWindows(prepared.eval, seq_len=256, target_bytes=True, name="eval")
     assert 3.0 < bigram_bits_per_byte(train, held_out) < 4.0
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "folder"])
+def test_tables_are_no_text(tmp_path: Path, name: str) -> None:
+    files = [tmp_path / name] if name != "folder" else [tmp_path / name / "a.jsonl", tmp_path / name / "b.parquet"]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text('{"text": "one"}\n' * 100)
+    kinds = ", ".join(sorted(file.suffix for file in files))
+    with pytest.raises(DataError) as caught:
+        prepare_corpus(DataOptions(corpus=str(tmp_path / name)), cache_dir=tmp_path / "cache")
+    assert str(caught.value) == (
+        f"corpus {tmp_path}/{name}: {kinds} files\n"
+        "  rule: the corpus is plain text, each file of it a document\n"
+        "  so:   the model would learn the syntax of the format, so nothing was prepared\n"
+        "  try:  a text file, or a folder with a text file for each document, written from the field that holds the text"
+    )
+    assert not (tmp_path / "cache").exists()

@@ -140,7 +140,7 @@ def test_not_a_tokenizer(tmp_path: Path) -> None:
         f"tokenizer '{tmp_path}/none.json': no file {tmp_path}/none.json\n"
         "  rule: the tokenizer is 'bytes' or a tokenizer.json of the Hugging Face tokenizers package\n"
         "  so:   text cannot become tokens\n"
-        "  try:  'bytes', or the file that tokenizers.Tokenizer.save wrote"
+        "  try:  'bytes', the file that tokenizers.Tokenizer.save wrote, or a folder with a tokenizer.json"
     )
     (tmp_path / "bad.json").write_text('{"a": 1}')
     with pytest.raises(DataError, match=r"bad\.json': .*expected"):
@@ -170,3 +170,13 @@ def test_vocabulary_too_small_for_the_data() -> None:
         "  so:   ids 256..256 would have no embedding\n"
         "  try:  vocab_size 320, the next multiple of 64"
     )
+
+
+def test_a_folder_stands_for_its_tokenizer(byte_level: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(byte_level.read_bytes())
+    assert load_tokenizer(str(folder)).fingerprint == load_tokenizer(str(byte_level)).fingerprint
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"no file .*model/tokenizer\.json"):
+        load_tokenizer(str(folder))

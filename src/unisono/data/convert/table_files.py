@@ -1,4 +1,4 @@
-"""Read, write and convert tables of rows; a file's name determines its format.
+"""Read, write and convert tables of rows; ``file_kind`` determines the format of a file that is read, its name that of a new one.
 
     .rec               read, write   one bytes field is the payload, numbers and arrays are side columns, an int ``key`` the key
     .mindrecord        read, write   numbers (int32, int64, float32, float64), strings, bytes, arrays
@@ -24,7 +24,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.data.convert.formats.idx import NAME as IDX_NAME
+from unisono.data.convert.file_kind import SHARD_NAME, TOKENS, file_kind, kind_of_name
 from unisono.data.convert.formats.table import Row, Table, select_columns, unreadable_error, unwritable_error
 
 _WRITTEN: Final = {
@@ -42,10 +42,8 @@ _READ: Final = _WRITTEN | {
     "idx": "idx",
     ".bin": "cifar",
 }
-_OF: Final = re.compile(r"(.*)-([0-9]{5,9})-of-([0-9]{5,9})(.*)")
 _MAX_SHARDS: Final = 100_000
 _CIFAR10: Final = re.compile(r"data_batch_[1-5]\.bin")
-_MINDRECORD: Final = re.compile(r".*\.mindrecord[0-9]{0,4}")
 
 
 def read_formats() -> tuple[str, ...]:
@@ -63,7 +61,7 @@ def open_table(
     """Open a file, or all files of the set ``name-00000-of-00005…`` that it belongs to. Rows are read lazily.
 
     Args:
-        path: The file; its suffix names the format (``read_formats``). One file of a set stands for the whole set.
+        path: The file, of a format that ``read_formats`` names. One file of a set stands for the whole set.
         columns: Only these fields, in this order. By default all.
         base64: Columns of a CSV file that hold bytes as base64.
         arrays: Features of ``tf.Example`` that are arrays even with one value.
@@ -72,10 +70,14 @@ def open_table(
         DataError: The suffix is unknown, an option has no effect on the format, a file of a set is missing, or files of
             a set have different fields; while rows are read, the file is damaged.
     """
-    suffix = format_of(path)
-    if suffix not in _READ:
-        raise _no_format(path, suffix, _READ)
-    name = _READ[suffix]
+    kind = file_kind(path) if path.exists() else kind_of_name(path)
+    if kind == TOKENS:
+        raise unreadable_error(
+            f"{path}, a token shard", "its documents are token ids, not rows", "the text that it was packed from"
+        )
+    if kind not in _READ:
+        raise _no_format(path, kind, _READ)
+    name = _READ[kind]
     module: Any = importlib.import_module(f"unisono.data.convert.formats.{name}")
     options: dict[str, Any] = {}
     if base64:
@@ -95,6 +97,12 @@ def open_table(
     return table if columns is None else select_columns(table, columns)
 
 
+def open_file(path: Path, kind: str) -> Table:
+    """Open one file of a table format, not the set that it belongs to."""
+    module: Any = importlib.import_module(f"unisono.data.convert.formats.{_READ[kind]}")
+    return module.read(path)
+
+
 def write_table(path: Path, table: Table, *, base64: Collection[str] = ()) -> int:
     """Write all rows to a file, completely or not at all, replacing an existing file.
 
@@ -109,10 +117,10 @@ def write_table(path: Path, table: Table, *, base64: Collection[str] = ()) -> in
     Raises:
         DataError: The suffix cannot be written, or the format cannot hold a value; the error names row and field.
     """
-    suffix = format_of(path)
+    suffix = kind_of_name(path)
     if suffix not in _WRITTEN:
         raise _no_format(path, suffix, _WRITTEN)
-    if _OF.fullmatch(path.name) or (suffix == ".mindrecord" and path.suffix != suffix):
+    if SHARD_NAME.fullmatch(path.name) or (suffix == ".mindrecord" and path.suffix != suffix):
         raise unwritable_error(
             f"{path}, a name of one of several files", "rows are written to one file", "a name without a number"
         )
@@ -184,22 +192,9 @@ def convert(
         raise unwritable_error(
             f"{target}, which exists", "a file is written once, under a new name", "another name, or --overwrite"
         )
-    from_csv, to_csv = (format_of(path) == ".csv" for path in (source, target))
+    from_csv, to_csv = (kind_of_name(path) == ".csv" for path in (source, target))
     table = open_table(source, columns=columns, base64=base64 if from_csv or not to_csv else (), arrays=arrays)
     return write_table(target, table, base64=base64 if to_csv else ())
-
-
-def format_of(path: Path) -> str:
-    """The suffix that names the format; ``idx`` for MNIST's files, which have none."""
-    match = _OF.fullmatch(path.name)
-    name = path.name if match is None else match[1] + match[4]
-    if IDX_NAME.fullmatch(name):
-        return "idx"
-    if _MINDRECORD.fullmatch(name):
-        return ".mindrecord"
-    if name.endswith(".tar.gz"):
-        return ".tar.gz"
-    return Path(name).suffix
 
 
 def files_of(path: Path) -> list[Path]:
@@ -207,7 +202,7 @@ def files_of(path: Path) -> list[Path]:
 
     Sets are ``name-00000-of-00005…``, counted from 0, and CIFAR-10's five ``data_batch_N.bin``. MindRecord handles its own sets.
     """
-    match = _OF.fullmatch(path.name)
+    match = SHARD_NAME.fullmatch(path.name)
     if match is not None:
         stem, number, total, rest = match.groups()
         if not 0 <= int(number) < int(total) <= _MAX_SHARDS:

@@ -1,4 +1,4 @@
-"""Measure this machine's data path on a given file: reads, image decoding, and a complete loader.
+"""Measure this machine's data path on a given file: reads, and of image records decoding and a complete loader.
 
 Each rate is the median of short repeats, with whatever the page cache holds. The first pass over the file is reported separately:
 it is the cost of a cold file that is larger than the memory.
@@ -15,13 +15,19 @@ from pathlib import Path
 
 import numpy as np
 
+from unisono.data.convert.file_kind import MINDRECORD, RECORDIO, TOKENS, file_kind
+from unisono.data.convert.table_files import open_file
 from unisono.data.loading.loader import Loader
 from unisono.data.loading.worker_pool import usable_cores
+from unisono.data.mindrecord import MindRecordFile
 from unisono.data.options import LoaderOptions
 from unisono.data.recordio import RecordDataset, RecordFile, unpack_header
+from unisono.data.tokens.shards import open_tokens
+from unisono.data.tokens.windows import TokenWindows
 from unisono.errors import DataError
 
 _REPEATS = 3
+_SEQ_LEN = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,31 +40,73 @@ class Throughput:
 
 
 def measure_throughput(path: Path, *, seconds: float = 1.0, size: int = 224) -> list[Throughput]:
-    """Rates of a record file, with ``seconds`` per repeat: random reads with and without checksums and, for image records,
-    decoding and a loader that crops to ``size``. Raises DataError."""
+    """Rates of a data file, with ``seconds`` per repeat.
+
+    Of a RecordIO file: random reads with and without checksums and, for image records, decoding and a loader that crops to
+    ``size``. Of a MindRecord file: random reads of rows. Of a token shard: random windows. Of a table: rows in order.
+
+    Raises:
+        DataError: The file is missing, of no known kind, or damaged.
+    """
+    kind = file_kind(path)
+    if kind == TOKENS:
+        return _token_windows(path, seconds)
+    if kind == MINDRECORD:
+        file = MindRecordFile([path])
+        order = np.random.default_rng(0).permutation(len(file))[: 1 << 16].tolist()
+        bytes_each = path.stat().st_size / max(1, len(file))
+        first = _reads("random rows, first pass", file.read, order, bytes_each, once=True, seconds=seconds)
+        return [first, _reads("random rows", file.read, order, bytes_each, once=False, seconds=seconds)]
+    if kind != RECORDIO:
+        return [_rows_in_order(path, kind, seconds)]
     records = RecordFile(path, check="never")
     order = np.random.default_rng(0).permutation(len(records))[: 1 << 16].tolist()
     bytes_each = float(records.lengths.mean()) if len(records) else 0.0
-    rates = [_reads("random reads, first pass", records, order, bytes_each, once=True, seconds=seconds)]
+    rates = [_reads("random reads, first pass", records.read, order, bytes_each, once=True, seconds=seconds)]
     for check in ("never", "always"):
         opened = RecordFile(path, check=check)
         name = "random reads" + (", checksum each" if check == "always" else "")
-        rates.append(_reads(name, opened, order, bytes_each, once=False, seconds=seconds))
+        rates.append(_reads(name, opened.read, order, bytes_each, once=False, seconds=seconds))
     if _are_images(records):
         rates += _images(path, order, seconds=seconds, size=size)
     return rates
 
 
 def _reads(
-    name: str, records: RecordFile, order: list[int], bytes_each: float, *, once: bool, seconds: float
+    name: str, read_one: Callable[[int], object], order: list[int], bytes_each: float, *, once: bool, seconds: float
 ) -> Throughput:
     def read(numbers: list[int]) -> int:
         for number in numbers:
-            records.read(number)
+            read_one(number)
         return len(numbers)
 
     per_s = _rate(lambda at: read(order[at : at + 64]), len(order), 1 if once else _REPEATS, seconds)
     return Throughput(name=name, per_s=per_s, bytes_per_s=per_s * bytes_each)
+
+
+def _token_windows(path: Path, seconds: float) -> list[Throughput]:
+    tokens = open_tokens([path])
+    seq_len = max(2, min(_SEQ_LEN, tokens.num_tokens - 1))
+    windows = TokenWindows(tokens, seq_len=seq_len)
+    order = np.random.default_rng(0).permutation(len(windows))
+
+    def read(at: int) -> int:
+        numbers = order[at : at + 16]
+        windows.read(numbers)
+        return len(numbers)
+
+    per_s = _rate(read, len(order), _REPEATS, seconds)
+    bytes_each = float(seq_len * tokens.shards[0].tokens.itemsize)
+    return [Throughput(name=f"random windows of {seq_len:,} tokens", per_s=per_s, bytes_per_s=per_s * bytes_each)]
+
+
+def _rows_in_order(path: Path, kind: str, seconds: float) -> Throughput:
+    begin, count = time.perf_counter(), 0
+    for _ in open_file(path, kind).rows:
+        count += 1
+        if time.perf_counter() - begin > seconds * _REPEATS:
+            break
+    return Throughput(name="rows in order, one pass", per_s=count / (time.perf_counter() - begin))
 
 
 def _images(path: Path, order: list[int], *, seconds: float, size: int) -> list[Throughput]:

@@ -11,6 +11,7 @@ the same way.
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,15 @@ def open_bytes(path: Path, key: str | None) -> memoryview:
     if mode != _MODE:
         raise _unfit(f"{path}, which is encrypted as {mode!r}", "decrypt it with the function that encrypted it")
     raise _unfit(f"{path}, which is encrypted, and no key", "key= the key given to MindSpore's set_enc_key")
+
+
+def is_encrypted(path: Path) -> bool:
+    """Whether a file ends with MindSpore's mark of encryption."""
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - _TRAILER_BYTES))
+        trailer = file.read()
+    return trailer.startswith(bytes(_LENGTH.size)) and trailer.endswith(_END)
 
 
 def _trailer(content: memoryview) -> tuple[memoryview, memoryview, memoryview]:

@@ -160,6 +160,14 @@ class RowGroups:
         return int(self.rows.sum())
 
 
+def begins_like_header(path: Path, head: bytes) -> bool:
+    """Whether the file, whose first nine bytes or more are ``head``, begins with a JSON object behind its length."""
+    if len(head) <= LENGTH_BYTES or head[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
+        return False
+    (length,) = LENGTH.unpack_from(head)
+    return 1 < length <= min(path.stat().st_size, MAX_HEADER_BYTES) - LENGTH_BYTES
+
+
 def read_header(path: Path, data: memoryview) -> MindRecordHeader:
     """Read and check the header of the file whose bytes are ``data``. Raises DataError naming the offset."""
     if len(data) < LENGTH_BYTES:

@@ -46,16 +46,18 @@ from unisono.errors import DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Damaged bytes ``offset`` to ``end`` of ``path``; ``record`` is -1 if unknown."""
+    """Damaged bytes ``offset`` to ``end`` of ``path``; each number is -1 if unknown."""
 
     path: Path
-    offset: int
-    end: int
     what: str
+    offset: int = -1
+    end: int = -1
     record: int = -1
 
     def __str__(self) -> str:
         record = "" if self.record < 0 else f" record {self.record}"
+        if self.offset < 0:
+            return f"{self.path}: {self.what}"
         return f"{self.path}:{record} offset {self.offset} to {self.end}: {self.what}"
 
 
@@ -109,7 +111,7 @@ def repair(path: Path, target: Path) -> RepairReport:
     """Write the records of ``path`` that can be saved to ``target``, in order, with keys and side columns if known.
 
     With a sidecar, a record is saved if its checksum is found, anywhere in the file and with any head. Without one, it is saved
-    if its framing is intact, or only its magic word is damaged.
+    if its framing is intact, or only its magic word is damaged. Raises DataError, and writes nothing, if none can be saved.
     """
     if os.path.abspath(path) == os.path.abspath(target):
         raise DataError(
@@ -123,8 +125,17 @@ def repair(path: Path, target: Path) -> RepairReport:
     sidecar, _ = _sidecar(path)
     with RecordWriter(target) as writer:
         if sidecar is None:
-            return _repair_by_framing(path, data, records, damage, writer)
-        return _repair_by_checksum(path, data, records, sidecar, writer)
+            report = _repair_by_framing(path, data, records, damage, writer)
+        else:
+            report = _repair_by_checksum(path, data, records, sidecar, writer)
+        if not report.saved:
+            raise DataError(  # inside the block, so that no file is written
+                given=f"{path}, {len(data):,} bytes in which no record was found",
+                rule="repair copies the records whose checksum or framing is intact",
+                consequence="nothing was written",
+                nearest="a whole copy of the file, or the source that it was written from",
+            )
+    return report
 
 
 def reindex(path: Path) -> list[str]:

@@ -29,6 +29,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from unisono.data.convert.file_kind import KINDS, kind_of_name
 from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.tokens.corpus import (
     Corpus,
@@ -130,6 +131,18 @@ class _FileDigest:
     digest: str
 
 
+def _refuse_tables(corpus: Corpus) -> None:
+    """Raise DataError where all files are of a table or record format: a model would learn its syntax."""
+    kinds = {kind_of_name(Path(file.path)) for file in corpus.files}
+    if kinds <= set(KINDS):
+        raise DataError(
+            given=f"corpus {corpus.name}: {', '.join(sorted(kinds))} files",
+            rule="the corpus is plain text, each file of it a document",
+            consequence="the model would learn the syntax of the format, so nothing was prepared",
+            nearest="a text file, or a folder with a text file for each document, written from the field that holds the text",
+        )
+
+
 def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> PreparedCorpus:
     """Tokenize ``options.corpus`` into token sets; the first call builds them, later ones find them in the cache.
 
@@ -149,6 +162,7 @@ def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> Prepa
     """
     tokenizer = load_tokenizer(options.tokenizer)
     corpus = find_corpus(options.corpus)
+    _refuse_tables(corpus)
     cache = cache_dir or (Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir(os.environ))
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -116,12 +116,18 @@ class FileTokenizer:
         return self._backend.decode(text_ids, skip_special_tokens=False)
 
 
+def tokenizer_file(spec: str) -> Path:
+    """The ``tokenizer.json`` that ``spec`` names, itself or by its folder; it need not exist."""
+    path = Path(spec).expanduser()
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
 def load_tokenizer(spec: str) -> Tokenizer:
     """Open a tokenizer by name or file.
 
     Args:
         spec: ``"bytes"``, one token per UTF-8 byte and 256 for the end of a document; or the path of a
-            ``tokenizer.json`` of Hugging Face's tokenizers package.
+            ``tokenizer.json`` of Hugging Face's tokenizers package, or of a folder that has one.
 
     Raises:
         DataError: The file is missing or invalid, or has no end-of-document token such as ``<|endoftext|>`` or
@@ -130,7 +136,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """
     if spec == BYTES:
         return ByteTokenizer()
-    path = Path(spec).expanduser()
+    path = tokenizer_file(spec)
     if not path.is_file():
         raise _no_tokenizer(f"tokenizer {spec!r}: no file {path.absolute()}")
     try:
@@ -178,5 +184,5 @@ def _no_tokenizer(given: str) -> DataError:
         given=given,
         rule="the tokenizer is 'bytes' or a tokenizer.json of the Hugging Face tokenizers package",
         consequence="text cannot become tokens",
-        nearest="'bytes', or the file that tokenizers.Tokenizer.save wrote",
+        nearest="'bytes', the file that tokenizers.Tokenizer.save wrote, or a folder with a tokenizer.json",
     )

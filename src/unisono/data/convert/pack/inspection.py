@@ -13,6 +13,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.data.convert.checking import require_kind
+from unisono.data.convert.file_kind import RECORDIO, TOKENS
 from unisono.data.image import contact_sheet, decode, probe
 from unisono.data.recordio import RecordFile, unpack_header
 from unisono.data.recordio.index import RaggedColumn
@@ -74,12 +76,12 @@ def record_stats(file: Path) -> RecordStats:
     Raises:
         DataError: The file is of another kind, or damaged.
     """
-    if file.suffix == ".bin":
+    if require_kind(file, (RECORDIO, TOKENS), "stats", f"unisono data inspect {file}") == TOKENS:
         shard = open_tokens([file]).shards[0]
         sizes = np.diff(shard.starts, append=shard.tokens.size) - 1  # without the token that ends a document
         spreads = {"document tokens": _spread(sizes)} if sizes.size else {}
         return RecordStats(records=sizes.size, bytes=shard.tokens.nbytes, spreads=spreads, labels={}, sampled=0)
-    records = _records(file)
+    records = RecordFile(file)
     columns: dict[str, NDArray[Any]] = {"payload bytes": records.lengths}
     sampled = 0
     if {"label", "width", "height"} <= records.side.keys():
@@ -109,7 +111,8 @@ def record_sheet(file: Path) -> bytes:
     Raises:
         DataError: The file is no ``.rec``, or its records are not images.
     """
-    records = _records(file)
+    require_kind(file, (RECORDIO,), "a sheet of images", f"unisono data convert {file} {file.stem}.rec")
+    records = RecordFile(file)
     images: list[NDArray[np.uint8]] = []
     labels: list[str] = []
     for number in _spaced(len(records), _SHEET):
@@ -147,14 +150,3 @@ def _spread(values: NDArray[Any]) -> Quantiles:
 
 def _spaced(count: int, most: int) -> list[int]:
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)).tolist()
-
-
-def _records(file: Path) -> RecordFile:
-    if file.suffix != ".rec":
-        raise DataError(
-            given=f"{file}, whose suffix is {file.suffix!r}",
-            rule="this looks into .rec files, and into .bin files of tokens for numbers",
-            consequence="nothing was read",
-            nearest=f"unisono data inspect {file}; or unisono data convert {file} {file.stem}.rec",
-        )
-    return RecordFile(file)

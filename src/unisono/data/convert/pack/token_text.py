@@ -9,6 +9,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from unisono.data.convert.file_kind import kind_of_name
 from unisono.data.convert.formats.table import shorten, unreadable_error, unwritable_error
 from unisono.data.convert.pack.pack_job import (
     BadInput,
@@ -22,7 +23,7 @@ from unisono.data.convert.pack.pack_job import (
     file_stamps,
     run_pack_job,
 )
-from unisono.data.convert.table_files import format_of, open_table, read_formats
+from unisono.data.convert.table_files import open_table, read_formats
 from unisono.data.tokens.corpus import Corpus, UndecodableError, find_corpus, read_text
 from unisono.data.tokens.encoding import Document, default_workers, encode_documents
 from unisono.data.tokens.shards import TokenWriter
@@ -92,7 +93,7 @@ def pack_text(
 
 
 def _check_source(source: Path, target: Path, lines: bool, column: str | None) -> None:
-    if column is None and not lines and source.is_file() and format_of(source) in read_formats():
+    if column is None and not lines and source.is_file() and kind_of_name(source) in read_formats():
         raise unreadable_error(
             f"{source} as one document of text",
             "of a table a field is the text",
