@@ -111,7 +111,7 @@ def test_samples_that_do_not_stack() -> None:
         "'inputs' of sample 1 is float32[4], of sample 0 float32[3]\n"
         "  rule: the samples of a batch have the same names, shapes and dtypes\n"
         "  so:   they cannot be stacked\n"
-        "  try:  pad or crop in the dataset or in the loader's transform, and give the loss a weight of 0 there"
+        "  try:  pad or crop in the dataset, in the loader's transform or in a collate_fn, and give the loss a weight of 0 there"
     )
     with pytest.raises(DataError, match=r"'inputs' of sample 1 is float32\[\], of sample 0 int64\[\]"):
         read([1, 1.0], 0, 1)

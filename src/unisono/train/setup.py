@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.data.dataset import Dataset
+from unisono.data.dataset import CollateFn, Dataset
 from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
 from unisono.data.loading.loader import Loader
 from unisono.data.loading.stream_loader import StreamLoader
@@ -161,6 +161,8 @@ class InputPipeline:
     pair_transform: PairTransform | None
     batch_transform: BatchTransform | None
     shuffle_block: int
+    shuffle: bool = True
+    collate_fn: CollateFn | None = None
 
 
 def build_loader(
@@ -188,12 +190,14 @@ def build_loader(
         "rank": data_rank,
         "world_size": plan.mesh.dp_world_size,
         "transform": pipeline.transform,
+        "collate_fn": pipeline.collate_fn,
         "device": None if device.type == "cpu" else device,
     }
     if isinstance(data, Dataset):
         return Loader(
             data,
             options=options,
+            shuffle=pipeline.shuffle,
             shuffle_block=pipeline.shuffle_block,
             pair_transform=pipeline.pair_transform,
             batch_transform=pipeline.batch_transform,
