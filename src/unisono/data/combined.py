@@ -231,6 +231,8 @@ class _SubsetDataset(PerSampleDataset):
 
 
 class _ReorderedDataset:
+    """``base`` in another order. With a ``length`` of its own, numbers from the size of ``base`` on repeat its samples."""
+
     def __init__(
         self, base: Dataset, how: str, make_order: Callable[[int, int], SampleOrder], *, length: int | None = None
     ) -> None:
@@ -245,13 +247,13 @@ class _ReorderedDataset:
         return self._make_order(seed, global_batch)
 
     def read(self, indices: Ids) -> Batch:
-        return self._base.read(indices)
+        return self._base.read(indices % len(self._base))
 
     def samples(self, indices: Ids) -> list[Batch]:
-        return read_samples(self._base, indices)
+        return read_samples(self._base, indices % len(self._base))
 
     def items(self, indices: Ids) -> list[Any]:
-        return read_items(self._base, indices)
+        return read_items(self._base, indices % len(self._base))
 
 
 def _check_length(base: Dataset, values: NDArray[Any], what: str) -> None:
