@@ -137,7 +137,7 @@ def test_samples_that_are_no_numbers(sample: Any, given: str) -> None:
         read([sample], 0)
     assert str(caught.value).startswith(given)
     assert str(caught.value).endswith(
-        "  rule: a sample is a dict of tensors, arrays or numbers, a pair (inputs, targets), or one such value\n"
+        "  rule: a sample is a dict or dataclass of tensors, arrays, numbers, strings, a pair (inputs, targets), or one value\n"
         "  so:   it cannot be put into a batch\n"
         '  try:  return {"inputs": …, "targets": …} with tensors numpy has a dtype for (bfloat16 as float32)'
     )

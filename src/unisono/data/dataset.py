@@ -191,6 +191,8 @@ def check_sample(sample: Any) -> Batch:
         raise _unclear(f"a sample that is a {type(values).__name__} of {len(values)} values")
     if (fields_of := children(sample)) is not None:  # a dataclass
         return {name: _array(name, value) for name, value in fields_of}
+    if isinstance(sample, str | bytes):  # carried along beside arrays only
+        raise _unclear(f"'inputs' of a sample, {type(sample).__name__} of dtype {np.asarray(sample).dtype}")
     return {"inputs": _array("inputs", sample)}
 
 
@@ -240,7 +242,7 @@ def _array(name: str, value: Any) -> Any:
     """An entry of a sample: an array, a string, or a container of entries."""
     if isinstance(value, float) and not isinstance(value, np.generic):
         return np.array(value, np.float32)
-    if value is None or isinstance(value, str | bytes):
+    if isinstance(value, str | bytes):
         return value
     parts = children(value)
     if parts is not None and not isinstance(value, list | tuple):
@@ -263,7 +265,7 @@ def _array(name: str, value: Any) -> Any:
 def _unclear(given: str) -> DataError:
     return DataError(
         given=given,
-        rule="a sample is a dict or dataclass of tensors, arrays, numbers and strings, a pair (inputs, targets), or one value",
+        rule="a sample is a dict or dataclass of tensors, arrays, numbers, strings, a pair (inputs, targets), or one value",
         consequence="it cannot be put into a batch",
         nearest='return {"inputs": …, "targets": …} with tensors numpy has a dtype for (bfloat16 as float32)',
     )
