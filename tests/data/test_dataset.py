@@ -111,7 +111,7 @@ def test_samples_that_do_not_stack() -> None:
         "'inputs' of sample 1 is float32[4], of sample 0 float32[3]\n"
         "  rule: the samples of a batch have the same names, shapes and dtypes\n"
         "  so:   they cannot be stacked\n"
-        "  try:  pad or crop in the dataset or in the loader's transform, and give the loss a weight of 0 there"
+        "  try:  pad or crop in the dataset, in the loader's transform or in a collate_fn, and give the loss a weight of 0 there"
     )
     with pytest.raises(DataError, match=r"'inputs' of sample 1 is float32\[\], of sample 0 int64\[\]"):
         read([1, 1.0], 0, 1)
@@ -137,7 +137,7 @@ def test_samples_that_are_no_numbers(sample: Any, given: str) -> None:
         read([sample], 0)
     assert str(caught.value).startswith(given)
     assert str(caught.value).endswith(
-        "  rule: a sample is a dict of tensors, arrays or numbers, a pair (inputs, targets), or one such value\n"
+        "  rule: a sample is a dict or dataclass of tensors, arrays, numbers, strings, a pair (inputs, targets), or one value\n"
         "  so:   it cannot be put into a batch\n"
         '  try:  return {"inputs": …, "targets": …} with tensors numpy has a dtype for (bfloat16 as float32)'
     )

@@ -418,6 +418,19 @@ def test_a_finished_run_says_that_there_is_nothing_to_do(tmp_path: Path) -> None
     assert notice["what"] == "this run has made 6 of 6 steps: no step is made"
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (OptimOptions(), "adamw, lr 0.002 falling to 0.0002 at step 6 (cosine), weight decay 0.1"),
+        (partial(torch.optim.RMSprop, lr=0.1), "RMSprop, lr 0.1 constant"),
+        ({"head.*": torch.optim.SGD, "*": torch.optim.Adam}, "head.*: SGD, *: Adam, lr 0.001 constant"),
+    ],
+)
+def test_the_header_names_optimizer_and_rate(tmp_path: Path, optimizer: Any, text: str) -> None:
+    with trainer(tmp_path, optimizer) as run:
+        assert read_events(run.events.path).events[0]["optimization"] == text
+
+
 def test_clipping_is_named_for_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="OptimOptions has clip_norm"):
         trainer(tmp_path, OptimOptions(), clip_norm=0.5)

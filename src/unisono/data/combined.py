@@ -10,9 +10,16 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch, Dataset, Ids, MapStyle, PerSampleDataset, as_dataset, read_samples
+from unisono.data.dataset import Batch, Dataset, Ids, MapStyle, PerSampleDataset, as_dataset, read_items, read_samples
 from unisono.data.order.permutation import Permutation
-from unisono.data.order.samplers import BucketedOrder, MixtureOrder, SampleOrder, ShuffledOrder, WeightedOrder
+from unisono.data.order.samplers import (
+    BucketedOrder,
+    IndependentOrder,
+    MixtureOrder,
+    SampleOrder,
+    ShuffledOrder,
+    WeightedOrder,
+)
 from unisono.errors import DataError
 
 
@@ -66,6 +73,47 @@ def weighted(dataset: Dataset | MapStyle, weights: Sequence[float] | NDArray[np.
         f"weighted:{xxhash.xxh3_64_hexdigest(sample_weights.tobytes())}",
         lambda seed, global_batch: WeightedOrder(sample_weights, seed=seed),
     )
+
+
+def independent_draws(
+    dataset: Dataset | MapStyle, weights: Sequence[float] | NDArray[np.float64], *, num_samples: int
+) -> Dataset:
+    """Draw samples of ``dataset`` independently, with replacement, in proportion to their weights.
+
+    The draws of torch's ``WeightedRandomSampler``; ``weighted`` draws each sample evenly instead, and varies less.
+
+    Args:
+        dataset: The samples.
+        weights: [samples] float, finite and >= 0, relative to each other.
+        num_samples: Draws of one epoch, which is the length of the result.
+
+    Raises:
+        DataError: As ``weighted``.
+    """
+    base = as_dataset(dataset)
+    sample_weights = np.asarray(weights, np.float64)
+    _check_length(base, sample_weights, "weights")
+    IndependentOrder(sample_weights, seed=0)
+    return _ReorderedDataset(
+        base,
+        f"draws:{num_samples}:{xxhash.xxh3_64_hexdigest(sample_weights.tobytes())}",
+        lambda seed, global_batch: IndependentOrder(sample_weights, seed=seed),
+        length=num_samples,
+    )
+
+
+def subset(dataset: Dataset | MapStyle, indices: Sequence[int] | NDArray[np.int64]) -> Dataset:
+    """The samples of ``dataset`` at ``indices``, as a data set. Raises DataError for an index out of range."""
+    base = as_dataset(dataset)
+    ids = np.asarray(indices, np.int64)
+    if ids.ndim != 1 or not ids.size or ids.min() < 0 or ids.max() >= len(base):
+        raise DataError(
+            given=f"indices of shape {list(ids.shape)} from {ids.min(initial=0)} to {ids.max(initial=0)}",
+            rule=f"indices are a list of numbers from 0 to {len(base) - 1}, at least one",
+            consequence="there is no sample to read for some of them",
+            nearest="make them with range(len(dataset)), and count from the beginning",
+        )
+    return _SubsetDataset(base, ids)
 
 
 def balancing_weights(labels: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
@@ -164,22 +212,48 @@ class _MixtureDataset(PerSampleDataset):
         return [by_row[row] for row in range(len(indices))]
 
 
+class _SubsetDataset(PerSampleDataset):
+    def __init__(self, base: Dataset, ids: Ids) -> None:
+        self._base, self._ids = base, ids
+        self.fingerprint = f"subset:{xxhash.xxh3_64_hexdigest(ids.tobytes())}:{base.fingerprint}"
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def read(self, indices: Ids) -> Batch:
+        return self._base.read(self._ids[indices])
+
+    def samples(self, indices: Ids) -> list[Batch]:
+        return read_samples(self._base, self._ids[indices])
+
+    def items(self, indices: Ids) -> list[Any]:
+        return read_items(self._base, self._ids[indices])
+
+
 class _ReorderedDataset:
-    def __init__(self, base: Dataset, how: str, make_order: Callable[[int, int], SampleOrder]) -> None:
+    """``base`` in another order. With a ``length`` of its own, numbers from the size of ``base`` on repeat its samples."""
+
+    def __init__(
+        self, base: Dataset, how: str, make_order: Callable[[int, int], SampleOrder], *, length: int | None = None
+    ) -> None:
         self._base, self._make_order = base, make_order
+        self._length = len(base) if length is None else length
         self.fingerprint = f"{how}:{base.fingerprint}"
 
     def __len__(self) -> int:
-        return len(self._base)
+        return self._length
 
     def sample_order(self, *, seed: int, global_batch: int) -> SampleOrder:
         return self._make_order(seed, global_batch)
 
     def read(self, indices: Ids) -> Batch:
-        return self._base.read(indices)
+        return self._base.read(indices % len(self._base))
 
     def samples(self, indices: Ids) -> list[Batch]:
-        return read_samples(self._base, indices)
+        return read_samples(self._base, indices % len(self._base))
+
+    def items(self, indices: Ids) -> list[Any]:
+        return read_items(self._base, indices % len(self._base))
 
 
 def _check_length(base: Dataset, values: NDArray[Any], what: str) -> None:

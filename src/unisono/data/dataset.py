@@ -5,15 +5,17 @@ Not here: iterable-style datasets (``loading.stream_loader``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.data.nested import children, leaves, rebuild
 from unisono.errors import DataError
 
-Batch = dict[str, NDArray[Any]]
+Batch = dict[str, Any]  # arrays by name, or dicts, lists, tuples and dataclasses of arrays and strings
+CollateFn = Callable[[list[Any]], Any]
 Ids = NDArray[np.int64]
 
 
@@ -64,8 +66,9 @@ def as_dataset(data: Dataset | MapStyle) -> Dataset:
 def from_map_style(data: MapStyle, *, fingerprint: str = "") -> Dataset:
     """Adapt a map-style dataset: read it sample by sample and stack the samples of a batch.
 
-    A sample is a dict of named values, a named tuple, a pair (x, y), which becomes ``inputs`` and ``targets``, or one
-    value, which becomes ``inputs``. Values are tensors, arrays or numbers; Python floats become float32, ints int64.
+    A sample is a dict of named values, a named tuple or a dataclass, a pair (x, y), which becomes ``inputs`` and
+    ``targets``, or one value, which becomes ``inputs``. Values are tensors, arrays or numbers, strings, which a batch
+    has as a list, or dicts, lists, tuples and dataclasses of these. Python floats become float32, ints int64.
     Put randomness into the loader's ``transform``, whose generator is keyed by sample: random numbers that
     ``__getitem__`` takes from global generators are not reproduced by a resumed run.
 
@@ -93,10 +96,12 @@ class _MapStyleDataset(PerSampleDataset):
         return len(self._data)
 
     def samples(self, indices: Ids) -> list[Batch]:
+        return [check_sample(sample) for sample in self.items(indices)]
+
+    def items(self, indices: Ids) -> list[Any]:
         ids = cast("list[int]", indices.tolist())
         many = getattr(self._data, "__getitems__", None)
-        samples = many(ids) if many is not None else [self._data[index] for index in ids]
-        return [check_sample(sample) for sample in samples]
+        return list(many(ids)) if many is not None else [self._data[index] for index in ids]
 
 
 def read_samples(dataset: Dataset, indices: Ids) -> list[Batch]:
@@ -104,13 +109,69 @@ def read_samples(dataset: Dataset, indices: Ids) -> list[Batch]:
     if isinstance(dataset, PerSampleDataset):
         return dataset.samples(indices)
     batch = check_batch(dataset.read(indices), indices.size)
-    return [{name: array[row] for name, array in batch.items()} for row in range(indices.size)]
+    return [{name: _row(array, row) for name, array in batch.items()} for row in range(indices.size)]
+
+
+@runtime_checkable
+class _HasItems(Protocol):
+    """A data set that has samples as the user's code returned them."""
+
+    def items(self, indices: Ids) -> list[Any]: ...
+
+
+def read_items(dataset: Dataset, indices: Ids) -> list[Any]:
+    """Samples as a ``collate_fn`` takes them: those of a map-style dataset as it returns them, others as named arrays."""
+    return dataset.items(indices) if isinstance(dataset, _HasItems) else read_samples(dataset, indices)
+
+
+def collated(dataset: Dataset, collate_fn: CollateFn) -> Dataset:
+    """``dataset`` with batches made by ``collate_fn``, as the ``Loader``'s argument of that name makes them."""
+    return _CollatedDataset(dataset, collate_fn)
+
+
+class _CollatedDataset:
+    def __init__(self, base: Dataset, collate_fn: CollateFn) -> None:
+        self._base, self._collate_fn = base, collate_fn
+        self.fingerprint = base.fingerprint
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def read(self, indices: Ids) -> Batch:
+        return apply_collate(self._collate_fn, read_items(self._base, indices))
+
+
+def apply_collate(collate_fn: CollateFn, samples: list[Any]) -> Batch:
+    """The batch that ``collate_fn`` makes, by the naming rules of samples. Raises DataError if it cannot be a batch."""
+    batch = check_sample(collate_fn(samples))
+    if not any(isinstance(leaf, np.ndarray) and leaf.ndim for _, leaf in leaves(batch, "")):
+        raise DataError(
+            given=f"a batch without an array from collate_fn: {', '.join(sorted(batch)) or 'nothing'}",
+            rule="collate_fn returns tensors or arrays whose first dim is the sample",
+            consequence="there is nothing to train on",
+            nearest='return {"inputs": …, "targets": …}',
+        )
+    return batch
+
+
+def _row(value: Any, row: int) -> Any:
+    """Sample ``row`` of an entry of a batch."""
+    if isinstance(value, list) and (not value or not isinstance(value[0], np.ndarray)) and children(value[0]) is None:
+        return value[row]  # one string for each sample
+    if isinstance(value, np.ndarray):
+        return value[row]
+    parts = children(value)
+    return value if parts is None else rebuild(value, [_row(part, row) for _, part in parts])
 
 
 def check_batch(batch: Batch, count: int) -> Batch:
     """Return ``batch``. Raises DataError if an array's first dim is not ``count``."""
     for name, array in batch.items():
-        if array.ndim == 0 or len(array) != count:
+        if not isinstance(array, np.ndarray):
+            for inner, leaf in leaves(array, name):
+                if isinstance(leaf, np.ndarray):
+                    check_batch({inner: leaf}, count)
+        elif array.ndim == 0 or len(array) != count:
             raise DataError(
                 given=f"{name!r} of shape {list(array.shape)} from reading {count} samples",
                 rule="the first dim of each array is the number of samples asked for",
@@ -131,43 +192,83 @@ def check_sample(sample: Any) -> Batch:
         if len(values) == len(fields):
             return {name: _array(name, value) for name, value in zip(fields, values, strict=True)}
         raise _unclear(f"a sample that is a {type(values).__name__} of {len(values)} values")
+    if (fields_of := children(sample)) is not None:  # a dataclass
+        return {name: _array(name, value) for name, value in fields_of}
+    if isinstance(sample, str | bytes):  # carried along beside arrays only
+        raise _unclear(f"'inputs' of a sample, {type(sample).__name__} of dtype {np.asarray(sample).dtype}")
     return {"inputs": _array("inputs", sample)}
 
 
 def collate(samples: Sequence[Batch], ids: Sequence[int]) -> Batch:
-    """Stack samples along a new first dim. ``ids`` name them in errors."""
+    """Stack samples along a new first dim, in each nested part; strings become lists. ``ids`` name samples in errors."""
     first = samples[0]
-    batch = {name: np.empty((len(samples), *value.shape), value.dtype) for name, value in first.items()}
     for row, sample in enumerate(samples):
         if sample.keys() != first.keys():
             raise _unlike(f"sample {ids[row]} has {sorted(sample)}, sample {ids[0]} has {sorted(first)}")
-        for name, value in sample.items():
-            like = first[name]
-            if value.shape != like.shape or value.dtype != like.dtype:
+    return {name: _stack(name, [sample[name] for sample in samples], ids) for name in first}
+
+
+def _stack(name: str, values: list[Any], ids: Sequence[int]) -> Any:
+    like = values[0]
+    if isinstance(like, np.ndarray | np.generic):
+        stacked = np.empty((len(values), *like.shape), like.dtype)
+        for row, value in enumerate(values):
+            if getattr(value, "shape", None) != like.shape or value.dtype != like.dtype:
                 raise _unlike(
-                    f"{name!r} of sample {ids[row]} is {value.dtype}{list(value.shape)}, "
-                    f"of sample {ids[0]} {like.dtype}{list(like.shape)}"
+                    f"{name!r} of sample {ids[row]} is {_describe(value)}, of sample {ids[0]} {_describe(like)}"
                 )
-            batch[name][row] = value
-    return batch
+            stacked[row] = value
+        return stacked
+    parts = children(like)
+    if parts is None:
+        return values
+    keys = [key for key, _ in parts]
+    columns: list[list[tuple[str, Any]]] = []
+    for row, value in enumerate(values):
+        column = children(value) or []
+        if type(value) is not type(like) or [key for key, _ in column] != keys:
+            raise _unlike(f"{name!r} of sample {ids[row]} is {_describe(value)}, of sample {ids[0]} {_describe(like)}")
+        columns.append(column)
+    return rebuild(
+        like, [_stack(f"{name}.{key}", [column[at][1] for column in columns], ids) for at, key in enumerate(keys)]
+    )
 
 
-def _array(name: str, value: Any) -> NDArray[Any]:
+def _describe(value: Any) -> str:
+    if isinstance(value, np.ndarray | np.generic):
+        return f"{value.dtype}{list(value.shape)}"
+    parts = children(value)
+    return type(value).__name__ + ("" if parts is None else f" of {', '.join(key for key, _ in parts) or 'nothing'}")
+
+
+def _array(name: str, value: Any) -> Any:
+    """An entry of a sample: an array, a string, or a container of entries."""
     if isinstance(value, float) and not isinstance(value, np.generic):
         return np.array(value, np.float32)
+    if isinstance(value, str | bytes):
+        return value
+    parts = children(value)
+    if parts is not None and not isinstance(value, list | tuple):
+        return rebuild(value, [_array(f"{name}.{key}", part) for key, part in parts])
     try:
         array = np.asarray(value)  # a tensor on the CPU shares its memory
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _unclear(f"{name!r} of a sample, {type(value).__name__}: {error}") from error
-    if array.dtype.kind not in "biufc":
-        raise _unclear(f"{name!r} of a sample, {type(value).__name__} of dtype {array.dtype}")
+        if parts is None:
+            raise _unclear(f"{name!r} of a sample, {type(value).__name__}: {error}") from error
+        array = None
+    if array is not None and array.dtype.kind in "biufc" and array.size:
+        return array
+    if parts:  # not one array: a list of strings, of dicts, of arrays of several shapes
+        return rebuild(value, [_array(f"{name}.{key}", part) for key, part in parts])
+    if array is None or array.dtype.kind not in "biufc":
+        raise _unclear(f"{name!r} of a sample, {type(value).__name__} of dtype {getattr(array, 'dtype', object)}")
     return array
 
 
 def _unclear(given: str) -> DataError:
     return DataError(
         given=given,
-        rule="a sample is a dict of tensors, arrays or numbers, a pair (inputs, targets), or one such value",
+        rule="a sample is a dict or dataclass of tensors, arrays, numbers, strings, a pair (inputs, targets), or one value",
         consequence="it cannot be put into a batch",
         nearest='return {"inputs": …, "targets": …} with tensors numpy has a dtype for (bfloat16 as float32)',
     )
@@ -178,5 +279,5 @@ def _unlike(given: str) -> DataError:
         given=given,
         rule="the samples of a batch have the same names, shapes and dtypes",
         consequence="they cannot be stacked",
-        nearest="pad or crop in the dataset or in the loader's transform, and give the loss a weight of 0 there",
+        nearest="pad or crop in the dataset, in the loader's transform or in a collate_fn, and give the loss a weight of 0 there",
     )

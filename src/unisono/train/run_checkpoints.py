@@ -181,7 +181,9 @@ def _choose(root: Path, mode: str, world: World, events: EventLog) -> Path | Non
 
 def _refuse_other_order(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path) -> None:
     changed = [
-        f"{name} was {saved.get(name)!r} and is {here[name]!r}" for name in here if saved.get(name) != here[name]
+        f"{name} was {saved.get(name)!r} and is {here.get(name)!r}"
+        for name in {**here, **saved}
+        if saved.get(name) != here.get(name)
     ]
     if changed:
         raise CheckpointError(

@@ -8,17 +8,19 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
 
-from unisono.data.dataset import TYPE_AND_LENGTH, Dataset
+from unisono.data.dataset import TYPE_AND_LENGTH, CollateFn, Dataset, as_dataset, collated
 from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
 from unisono.data.loading.loader import Loader
-from unisono.data.loading.stream_loader import StreamLoader
+from unisono.data.loading.stream_loader import StreamLoader, is_stream
+from unisono.data.loading.torch_loader import read_torch_loader
 from unisono.data.options import LoaderOptions, default_cache_dir
-from unisono.dist import JobSpec, World, agree, join_world, record_failure
+from unisono.dist import JobSpec, World, agree, job_from_environ, join_world, record_failure
 from unisono.errors import DataError, PlanError, Problem
 from unisono.kvstore import KVStore, create_kvstore
 from unisono.measure.ceiling import PeakFlops, peak_flops
@@ -210,11 +212,13 @@ class InputPipeline:
     pair_transform: PairTransform | None
     batch_transform: BatchTransform | None
     shuffle_block: int
+    shuffle: bool = True
+    collate_fn: CollateFn | None = None
 
     @property
     def functions(self) -> dict[str, Any]:
         """The functions that change samples and batches, by name; None where there is none."""
-        names = ("transform", "pair_transform", "batch_transform")
+        names = ("transform", "pair_transform", "batch_transform", "collate_fn")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -232,7 +236,80 @@ class InputPipeline:
             "global_batch": plan.batch.global_batch,
             "shuffle_block": self.shuffle_block,
             "last_batch": self.options.last_batch,
+            **({} if self.shuffle else {"shuffle": False}),
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Training data in one of the forms that the trainer takes, and the settings that come with it."""
+
+    data: Dataset | Iterable[Any]
+    plan: Plan | PlanOptions
+    loader: LoaderOptions
+    collate_fn: CollateFn | None
+    shuffle: bool
+
+
+def read_source(
+    data: Any, *, plan: Plan | PlanOptions | None, loader: LoaderOptions | None, collate_fn: CollateFn | None
+) -> Source:
+    """``data`` as data set or stream. Of a torch ``DataLoader`` it takes over what is not given here, and prints it.
+
+    Raises DataError for a ``DataLoader`` whose order cannot be kept, and for data of another kind.
+    """
+    if isinstance(data, DataLoader):
+        job = job_from_environ(os.environ)
+        parts = read_torch_loader(cast("DataLoader[Any]", data))
+        chosen = " ".join(
+            f"The {name} given here replaces its own."
+            for name, given in (("plan", plan), ("loader", loader), ("collate_fn", collate_fn))
+            if given is not None
+        )
+        if job.rank == 0:
+            print(f"{parts.notice}. {chosen}".rstrip(), flush=True)
+        taken = LoaderOptions(num_workers=parts.num_workers, last_batch=parts.last_batch)
+        return Source(
+            data=parts.data,
+            plan=plan or PlanOptions(global_batch=parts.batch_size * job.world_size, micro_batch=parts.batch_size),
+            loader=loader
+            or (taken if isinstance(parts.data, Dataset) else LoaderOptions(num_workers=min(0, parts.num_workers - 1))),
+            collate_fn=collate_fn or parts.collate_fn,
+            shuffle=parts.shuffle,
+        )
+    return Source(
+        data=data if is_stream(data) else _sized(data, "data"),
+        plan=plan or PlanOptions(),
+        loader=loader or LoaderOptions(),
+        collate_fn=collate_fn,
+        shuffle=True,
+    )
+
+
+def read_eval_source(data: Any, collate_fn: CollateFn | None) -> Dataset | None:
+    """``eval_data`` as a data set whose batches ``collate_fn`` makes; None stays None. Raises DataError without a length."""
+    if data is None:
+        return None
+    if isinstance(data, DataLoader):
+        loader = cast("DataLoader[Any]", data)
+        if collate_fn is None and loader.collate_fn is not default_collate:
+            collate_fn = loader.collate_fn
+        data = loader.dataset
+    dataset = _sized(data, "eval_data")
+    return dataset if collate_fn is None else collated(dataset, collate_fn)
+
+
+def _sized(data: Any, name: str) -> Dataset:
+    if isinstance(data, str) or not (
+        isinstance(data, Dataset) or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+    ):
+        raise DataError(
+            given=f"{name} of type {type(data).__name__}",
+            rule="samples come from a Dataset, a torch.utils.data.Dataset, a list, or anything with __len__ and __getitem__",
+            consequence="no sample can be read by its number",
+            nearest="list(…) of it, where it fits into memory",
+        )
+    return as_dataset(data)
 
 
 def build_loader(
@@ -260,12 +337,14 @@ def build_loader(
         "rank": data_rank,
         "world_size": plan.mesh.dp_world_size,
         "transform": pipeline.transform,
+        "collate_fn": pipeline.collate_fn,
         "device": None if device.type == "cpu" else device,
     }
     if isinstance(data, Dataset):
         return Loader(
             data,
             options=options,
+            shuffle=pipeline.shuffle,
             shuffle_block=pipeline.shuffle_block,
             pair_transform=pipeline.pair_transform,
             batch_transform=pipeline.batch_transform,

@@ -1,10 +1,5 @@
 """The trainer: an iterator of optimizer steps that resumes, accumulates, synchronises, guards and saves by itself.
 
-    with Trainer(model, data, plan, objective=…, optimizer=…, schedule=…) as run:
-        for step in run:
-            if step.index % 500 == 0:
-                run.evaluate(held_out)
-
 Entering it assembles a run, in the order to read it: world, plan, model, data, what the model adds to the plan, its sharding, the
 training state, loop. ``step`` makes one step, ``loop`` and ``async_loop`` make them all, ``run_checkpoints`` resumes and saves.
 """
@@ -18,16 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint import CheckpointOptions
 from unisono.config import check_options
-from unisono.data.dataset import Dataset, MapStyle, as_dataset
+from unisono.data.dataset import CollateFn, Dataset, MapStyle
 from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
-from unisono.data.loading.stream_loader import is_stream
 from unisono.data.options import LoaderOptions
 from unisono.dist import StopNotice, World, agree, job_from_environ
 from unisono.kvstore import GradientSync
@@ -83,6 +77,8 @@ from unisono.train.setup import (
     init_distributed,
     open_events,
     open_store,
+    read_eval_source,
+    read_source,
     report_failure,
     resolve_plan,
 )
@@ -118,7 +114,7 @@ class Trainer:
         model: A module, whose values on rank 0 are broadcast, or a callable that builds one, the same on all ranks. Where the
             plan shards the model, the module that a callable builds is never whole on any rank (``parallel.deferred_init``).
             Batch entries whose names are parameters of ``model.forward`` are passed to it.
-        data: The training samples: a ``Dataset``, anything indexable with a length, or an iterable, which is read as a stream.
+        data: A ``Dataset``, anything indexable with a length, an iterable (a stream), or torch's ``DataLoader`` (it is replaced).
         plan: The layout of model and batch on the ranks. ``PlanOptions`` (default: all defaults) are resolved into a plan for
             this job; a ``Plan`` is only validated.
         objective: ``(outputs, batch) -> (loss_sum, weight)``, two 0-dim tensors. The loss of a step is the sum of ``loss_sum``
@@ -139,11 +135,12 @@ class Trainer:
         seed: Seed of data order, augmentation and dropout. It does not initialise a module that is passed or built.
         resume: ``auto`` resumes from the newest good checkpoint in ``run_dir`` or starts a new run; ``strict`` also refuses
             any difference that bit-exactness depends on; ``never`` refuses a folder with checkpoints; a path names a checkpoint.
-        eval_data: Held-out data set that ``fit`` and ``evaluate`` use. Default: none, and ``fit`` does not evaluate.
+        eval_data: Held-out samples with a length, for ``fit`` and ``evaluate``. Default: none, and ``fit`` does not evaluate.
         metrics: Metrics of an evaluation by name, in addition to ``loss``. Default: none.
         transform: ``(sample, rng) -> sample``, applied to each training sample; see ``Loader``.
         pair_transform: ``(a, b, rng) -> sample`` on two neighbours of the global batch, such as mixup; see ``Loader``.
         batch_transform: ``(batch) -> batch`` on all rows of a micro-batch; see ``Loader``.
+        collate_fn: ``(list of samples) -> batch``, for ``data`` and ``eval_data``; see ``Loader``. Default: samples are stacked.
         loader: Workers, prefetching and the treatment of bad samples and last batches. Default: ``LoaderOptions()``.
         shuffle_block: Number of neighbouring samples that stay together when samples are shuffled, for storage that is slow at
             random access. 0 shuffles single samples.
@@ -185,6 +182,7 @@ class Trainer:
         transform: Transform | None = None,
         pair_transform: PairTransform | None = None,
         batch_transform: BatchTransform | None = None,
+        collate_fn: CollateFn | None = None,
         loader: LoaderOptions | None = None,
         shuffle_block: int = 0,
         flops_per_token: float | Callable[[nn.Module], float] = 0.0,
@@ -193,16 +191,15 @@ class Trainer:
         events: EventLog | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        given = [options, checkpoint, loader, observe, plan if isinstance(plan, PlanOptions) else None]
-        check_options(*(instance for instance in given if instance is not None))
+        check_options(options, checkpoint, loader, observe, plan if isinstance(plan, PlanOptions) else None)
         self._given_model = model
         if isinstance(model, nn.Module):
             self.model = model
-        self.data = cast("Iterable[Any]", data) if is_stream(data) else as_dataset(cast("Dataset | MapStyle", data))
-        self.eval_data = None if eval_data is None else as_dataset(eval_data)
+        source = read_source(data, plan=plan, loader=loader, collate_fn=collate_fn)
+        self.data, self._given_plan = source.data, source.plan
+        self.eval_data = read_eval_source(eval_data, source.collate_fn)
         self.options = options or TrainOptions()
         self.run_dir = default_run_dir() if run_dir is None else Path(run_dir)
-        self._given_plan = plan or PlanOptions()
         self._given_objective = objective
         self._objective = as_objective(
             objective, lambda: self.events.emit("notice", step=self.state.step, **MEAN_LOSS_NOTICE)
@@ -215,11 +212,13 @@ class Trainer:
         self._metrics = dict(metrics or {})
         self._input = InputPipeline(
             data=self.data,
-            options=loader or LoaderOptions(),
+            options=source.loader,
             transform=transform,
             pair_transform=pair_transform,
             batch_transform=batch_transform,
             shuffle_block=shuffle_block,
+            shuffle=source.shuffle,
+            collate_fn=source.collate_fn,
         )
         self._given_flops = flops_per_token
         self._given_world = world
@@ -282,8 +281,7 @@ class Trainer:
             deferred = deferred_init(model)
             agree(self.world, "model", deferred.fingerprint)
             self.model = deferred.model
-        flops = self._given_flops
-        self._flops_per_token = flops(self.model) if callable(flops) else flops
+        self._flops_per_token = flops(self.model) if callable(flops := self._given_flops) else flops
         self._dims = ParallelDims(worker_plan(self.plan), self.world)
         self._optim.prepare_model(self.model, self.events)
         self._modules = count_modules(self.model)  # before they are wrapped and sharded
@@ -591,7 +589,7 @@ class Trainer:
 
         On the held-out set it also decides about early stopping. All ranks must call it.
         """
-        return self._loop.runner.evaluator.run(None if data is None else as_dataset(data))
+        return self._loop.runner.evaluator.run(read_eval_source(data, self._input.collate_fn))
 
     def averaged_weights(self) -> AbstractContextManager[Any]:
         """A context in which the model has the weights that evaluation and export use."""

@@ -13,7 +13,18 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch, Dataset, Ids, check_batch, check_sample, collate, read_samples
+from unisono.data.dataset import (
+    Batch,
+    CollateFn,
+    Dataset,
+    Ids,
+    apply_collate,
+    check_batch,
+    check_sample,
+    collate,
+    read_items,
+    read_samples,
+)
 from unisono.data.order.permutation import pair_generator, sample_generator, sample_generators
 from unisono.errors import DataError, UnisonoError
 
@@ -88,8 +99,8 @@ class BatchBuilder:
     """Builds micro-batches.
 
     ``transform(sample, rng)`` gets one sample, ``pair_transform(a, b, rng)`` two neighbours of the global batch,
-    ``batch_transform`` all rows. ``replaces_bad``: replace samples that cannot be read. ``adds_weights``: every batch has
-    ``weights``.
+    ``batch_transform`` all rows. ``collate_fn`` makes the batch of the samples, instead of ``collate``.
+    ``replaces_bad``: replace samples that cannot be read. ``adds_weights``: every batch has ``weights``.
     """
 
     dataset: Dataset
@@ -97,6 +108,7 @@ class BatchBuilder:
     transform: Transform | None = None
     pair_transform: PairTransform | None = None
     batch_transform: BatchTransform | None = None
+    collate_fn: CollateFn | None = None
     replaces_bad: bool = False
     adds_weights: bool = False
 
@@ -105,7 +117,12 @@ class BatchBuilder:
         """The transform, if its second phase may run on the batch: not where a pair transform needs finished samples."""
         transform = self.transform
         # not asked of None: isinstance of a protocol takes a tenth of the time of a small batch
-        if transform is not None and self.pair_transform is None and isinstance(transform, TwoPhaseTransform):
+        if (
+            transform is not None
+            and self.pair_transform is None
+            and self.collate_fn is None
+            and isinstance(transform, TwoPhaseTransform)
+        ):
             return transform
         return None
 
@@ -120,13 +137,13 @@ class BatchBuilder:
         ids = spec.sample_ids[: spec.num_rows].tolist()
         bad: dict[int, Exception] = {}
         progress.mark(ids[0])
-        if self.transform is None and self.pair_transform is None:
+        if self.transform is None and self.pair_transform is None and self.collate_fn is None:
             batch = self._read_together(spec, bad, progress)
         else:
             samples = self._samples(spec, bad, progress)
             if self.pair_transform is not None:
                 samples = self._transform_pairs(self.pair_transform, samples, spec, progress)
-            batch = _name_step(spec, lambda: collate(samples[: spec.num_rows], ids))
+            batch = _name_step(spec, lambda: self._collate(samples[: spec.num_rows], ids))
         two_phase = self._two_phase
         for transform in (None if two_phase is None else two_phase.transform_batch, self.batch_transform):
             if transform is not None:
@@ -135,6 +152,8 @@ class BatchBuilder:
         if self.adds_weights:
             without_weight = spec.is_filler.copy()
             without_weight[bad_rows] = True
+            if "weights" in batch:
+                check_batch({"weights": batch["weights"]}, spec.num_rows)
             batch["weights"] = _masked_weights(batch.get("weights"), without_weight)
         return BuiltBatch(arrays=batch, skipped_ids=[ids[row] for row in bad_rows])
 
@@ -147,9 +166,15 @@ class BatchBuilder:
                 raise unreadable_error(spec, None, error) from error
         return _name_step(spec, lambda: collate(samples, spec.sample_ids.tolist()))
 
+    def _collate(self, samples: list[Batch], ids: list[int]) -> Batch:
+        return collate(samples, ids) if self.collate_fn is None else apply_collate(self.collate_fn, samples)
+
+    def _read_raw(self, indices: Ids) -> list[Any]:
+        return read_samples(self.dataset, indices) if self.collate_fn is None else read_items(self.dataset, indices)
+
     def _samples(self, spec: MicroBatchSpec, bad: dict[int, Exception], progress: ProgressMarker) -> list[Batch]:
         try:
-            raw = read_samples(self.dataset, spec.sample_ids)
+            raw = self._read_raw(spec.sample_ids)
         except Exception:  # some sample is bad: read each by itself to find it
             raw = None
         samples: list[Batch] = []
@@ -157,7 +182,7 @@ class BatchBuilder:
         for row, (sample, rng) in enumerate(zip(spec.sample_ids.tolist(), rngs, strict=True)):
             progress.mark(sample)
             try:
-                raw_sample = read_samples(self.dataset, spec.sample_ids[row : row + 1])[0] if raw is None else raw[row]
+                raw_sample = self._read_raw(spec.sample_ids[row : row + 1])[0] if raw is None else raw[row]
                 samples.append(self._transformed(raw_sample, rng))
             except Exception as error:
                 samples.append(self._replacement(spec, row, error, bad))
@@ -171,14 +196,16 @@ class BatchBuilder:
         bad[sample] = error
         for other in range(sample + 1, sample + 1 + min(_MAX_REPLACEMENTS, size - 1)):
             try:
-                raw_sample = read_samples(self.dataset, np.array([other % size]))[0]
+                raw_sample = self._read_raw(np.array([other % size]))[0]
                 return self._transformed(raw_sample, sample_generator(self.seed, occurrence, other % size))
             except Exception:  # the error of the requested sample is the one to report
                 continue
         raise unreadable_error(spec, sample, error) from error
 
-    def _transformed(self, sample: Batch, rng: np.random.Generator) -> Batch:
+    def _transformed(self, sample: Any, rng: np.random.Generator) -> Any:
         transform = self._sample_transform
+        if self.collate_fn is not None and (transform is not None or self.pair_transform is not None):
+            sample = check_sample(sample)  # transforms take named arrays
         return sample if transform is None else check_sample(transform(sample, rng))
 
     def _transform_pairs(

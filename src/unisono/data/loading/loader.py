@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from unisono.data.combined import OrderedDataset
-from unisono.data.dataset import Dataset, Ids, check_batch
+from unisono.data.dataset import CollateFn, Dataset, Ids, check_batch
 from unisono.data.loading.batch_builder import (
     BatchBuilder,
     BatchTransform,
@@ -38,6 +37,7 @@ from unisono.data.loading.micro_batch_specs import SpecSource, rank_range
 from unisono.data.loading.worker_pool import Job, PoolWorker, WorkerPool, usable_cores
 from unisono.data.loading.worker_process import ProcessWorker
 from unisono.data.loading.worker_tuning import WorkerSetting, WorkerTuner
+from unisono.data.nested import leaves, map_leaves
 from unisono.data.options import LoaderOptions
 from unisono.data.order.permutation import Permutation
 from unisono.data.order.samplers import SampleOrder, SequentialOrder, ShuffledOrder
@@ -101,6 +101,9 @@ class Loader:
             seed, epoch and sample id, valid during the call. Returns the new sample.
         pair_transform: ``pair_transform(a, b, rng)`` gets two neighbours of the global batch and returns both (mixup).
         batch_transform: ``batch_transform(batch)`` gets all rows of a micro-batch and returns as many.
+        collate_fn: Makes a micro-batch of a list of samples, as in ``torch.utils.data.DataLoader``. The samples are the
+            data set's own items, or named arrays after a transform. It returns a dict, a dataclass or a pair (inputs,
+            targets). By default samples are stacked.
         device: Device that the batches will be copied to. Batches stay in host memory; it is pinned if this is an
             accelerator with memory of its own.
 
@@ -125,6 +128,7 @@ class Loader:
         transform: Transform | None = None,
         pair_transform: PairTransform | None = None,
         batch_transform: BatchTransform | None = None,
+        collate_fn: CollateFn | None = None,
         device: torch.device | None = None,
     ) -> None:
         micro_batch = max(1, -(-global_batch // max(1, world_size))) if micro_batch is None else micro_batch
@@ -147,6 +151,7 @@ class Loader:
             transform=transform,
             pair_transform=pair_transform,
             batch_transform=batch_transform,
+            collate_fn=collate_fn,
             replaces_bad=options.max_bad_sample_frac > 0,
             adds_weights=options.max_bad_sample_frac > 0 or options.last_batch == "pad",
         )
@@ -376,7 +381,10 @@ def eval_batches(
 
 def to_device(micro_batch: Mapping[str, torch.Tensor], device: torch.device) -> Tensors:
     """Copy a micro-batch to ``device``; from pinned memory the copy is asynchronous."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in micro_batch.items()}
+    return {
+        name: map_leaves(lambda tensor: tensor.to(device, non_blocking=True), entry)
+        for name, entry in micro_batch.items()
+    }
 
 
 def prefetch_to_device(
@@ -408,8 +416,9 @@ def _after_copy(batch: StepBatch, copied: torch.Event, device: torch.device) -> 
     current = torch.accelerator.current_stream(device)
     current.wait_event(copied)
     for part in batch.micro_batches:
-        for tensor in part.values():
-            tensor.record_stream(current)  # the side stream must not reuse its memory before this stream is done
+        for _, tensor in leaves(part, ""):
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(current)  # the side stream must not reuse its memory before this stream is done
     return batch
 
 
@@ -421,10 +430,15 @@ def needs_pinned_memory(device: torch.device | None) -> bool:
 def to_tensors(built: BuiltBatch, *, pin: bool) -> _Delivered:
     """The arrays of a built micro-batch as tensors, and the ids of its skipped samples."""
     tensors = {name: _tensor(name, array) for name, array in built.arrays.items()}
-    return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pin else tensors, built.skipped_ids
+    if pin:
+        tensors = {name: map_leaves(torch.Tensor.pin_memory, tensor) for name, tensor in tensors.items()}
+    return tensors, built.skipped_ids
 
 
-def _tensor(name: str, array: NDArray[Any]) -> torch.Tensor:
+def _tensor(name: str, array: Any) -> Any:
+    """An array as a tensor; a container with its arrays as tensors."""
+    if not isinstance(array, np.ndarray):
+        return map_leaves(partial(_tensor, name), array)
     if array.dtype.kind not in "biufc":
         raise not_numbers_error(name, array)
     return torch.as_tensor(array if array.flags.writeable else array.copy())  # shares the array's memory

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from unisono.data.dataset import check_sample, collate
+from unisono.data.dataset import CollateFn, apply_collate, check_sample, collate
 from unisono.data.loading.batch_builder import BuiltBatch, Transform
 from unisono.data.loading.loader import StepBatch, needs_pinned_memory, to_tensors
 from unisono.data.loading.micro_batch_specs import rank_range
@@ -56,6 +56,7 @@ class StreamLoader:
         prefetch_depth: Steps built ahead, by one thread; 0 builds each step when it is requested.
         transform: ``transform(sample, rng)`` gets one sample and a generator keyed by seed, epoch and the sample's
             number in the stream. Returns the new sample.
+        collate_fn: Makes a micro-batch of a list of samples, as in ``Loader``.
         device: Device that the batches will be copied to. Batches stay in host memory; it is pinned if this is an
             accelerator with memory of its own.
 
@@ -74,9 +75,10 @@ class StreamLoader:
         world_size: int = 1,
         prefetch_depth: int = 2,
         transform: Transform | None = None,
+        collate_fn: CollateFn | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._stream, self._seed, self._transform = stream, seed, transform
+        self._stream, self._seed, self._transform, self._collate_fn = stream, seed, transform, collate_fn
         self._prefetch_depth, self._pin = prefetch_depth, needs_pinned_memory(device)
         self._global_batch = global_batch
         self._rank, self._world_size = rank, world_size
@@ -136,11 +138,16 @@ class StreamLoader:
             )
 
     def _micro_batch_of(self, items: list[tuple[int, int, Any]]) -> dict[str, torch.Tensor]:
-        samples = [check_sample(item) for _, _, item in items]
+        samples = [item for _, _, item in items]
+        if self._collate_fn is None or self._transform is not None:
+            samples = [check_sample(sample) for sample in samples]
         if self._transform is not None:
             rngs = [sample_generator(self._seed, epoch, number) for epoch, number, _ in items]
             samples = [check_sample(self._transform(sample, rng)) for sample, rng in zip(samples, rngs, strict=True)]
-        batch = collate(samples, [number for _, number, _ in items])
+        if self._collate_fn is not None:
+            batch = apply_collate(self._collate_fn, samples)
+        else:
+            batch = collate(samples, [number for _, number, _ in items])
         return to_tensors(BuiltBatch(arrays=batch, skipped_ids=[]), pin=self._pin)[0]
 
     def _items_from(self, first: int) -> Iterator[tuple[int, int, Any]]:

@@ -16,18 +16,19 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from types import FunctionType
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch
 from unisono.data.loading.batch_builder import BatchBuilder, BuiltBatch, MicroBatchSpec, not_numbers_error
 from unisono.data.loading.subprocess_map import Subprocess, serve_requests
 from unisono.data.loading.worker_pool import PoolWorker
+from unisono.data.nested import decode, encode, leaves
 from unisono.errors import DataError, Problem, UnisonoError
 
 Delivered = TypeVar("Delivered")
@@ -94,11 +95,11 @@ class ProcessWorker(PoolWorker[MicroBatchSpec, Delivered]):
             raise _decode_error(answer["error"])
         if answer["bytes"] > len(self._map):
             self._map = mmap.mmap(self._memory, answer["bytes"])
-        arrays: Batch = {}
-        for name, dtype, shape, offset in answer["arrays"]:
+        arrays: list[NDArray[Any]] = []
+        for dtype, shape, offset in answer["arrays"]:
             count = int(np.prod(shape, dtype=np.int64))
-            arrays[name] = np.frombuffer(self._map, dtype, count, offset).reshape(shape).copy()  # the child reuses it
-        return BuiltBatch(arrays=arrays, skipped_ids=answer["skipped"])
+            arrays.append(np.frombuffer(self._map, dtype, count, offset).reshape(shape).copy())  # the child reuses it
+        return BuiltBatch(arrays=decode(answer["batch"], arrays.__getitem__), skipped_ids=answer["skipped"])
 
     def _start(self) -> Subprocess:
         builder = pickle_builder(self._builder)
@@ -195,14 +196,24 @@ class _BatchServer:
 
     def _build(self, builder: BatchBuilder, spec: MicroBatchSpec) -> dict[str, Any]:
         built = builder.build(spec, self._progress)
-        table, total = _layout(built.arrays)
+        arrays: list[NDArray[Any]] = []
+
+        def number(array: NDArray[Any]) -> int:
+            arrays.append(array)
+            return len(arrays) - 1
+
+        for name, leaf in leaves(built.arrays, ""):
+            if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufc":
+                raise not_numbers_error(name, leaf)
+        batch = encode(built.arrays, number)
+        table, total = _layout(arrays)
         if total > len(self._map):
             if os.fstat(self._memory).st_size < total:
                 os.ftruncate(self._memory, total)
             self._map = mmap.mmap(self._memory, total)
-        for (_, dtype, shape, offset), array in zip(table, built.arrays.values(), strict=True):
+        for (dtype, shape, offset), array in zip(table, arrays, strict=True):
             np.frombuffer(self._map, dtype, array.size, offset).reshape(shape)[...] = array
-        return {"arrays": table, "bytes": total, "skipped": built.skipped_ids}
+        return {"batch": batch, "arrays": table, "bytes": total, "skipped": built.skipped_ids}
 
 
 class _SharedProgress:
@@ -219,14 +230,12 @@ class _SharedProgress:
         self._cell[0] = sample
 
 
-def _layout(arrays: Batch) -> tuple[list[tuple[str, str, list[int], int]], int]:
-    """(name, dtype, shape, offset) of each array in the shared memory, and the end of the last one."""
-    table: list[tuple[str, str, list[int], int]] = []
+def _layout(arrays: Sequence[NDArray[Any]]) -> tuple[list[tuple[str, list[int], int]], int]:
+    """(dtype, shape, offset) of each array in the shared memory, and the end of the last one."""
+    table: list[tuple[str, list[int], int]] = []
     end = _HEADER_BYTES
-    for name, array in arrays.items():
-        if array.dtype.kind not in "biufc":
-            raise not_numbers_error(name, array)
-        table.append((name, array.dtype.str, list(array.shape), end))
+    for array in arrays:
+        table.append((array.dtype.str, list(array.shape), end))
         end += -(-array.nbytes // _ALIGN) * _ALIGN
     return table, end
 

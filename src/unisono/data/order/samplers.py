@@ -58,20 +58,7 @@ class WeightedOrder:
     """
 
     def __init__(self, weights: NDArray[np.float64] | Sequence[float], *, seed: int) -> None:
-        values = np.asarray(weights, np.float64)
-        if (
-            values.ndim != 1
-            or not values.size
-            or not np.isfinite(values).all()
-            or values.min() < 0
-            or values.sum() <= 0
-        ):
-            raise DataError(
-                given=f"weights of shape {list(values.shape)} from {values.min(initial=0)} to {values.max(initial=0)}",
-                rule="one weight per sample, finite, >= 0, at least one above 0",
-                consequence="no sample can be drawn",
-                nearest="1 / (size of the sample's class) balances classes; 0 leaves a sample out",
-            )
+        values = _checked_weights(weights)
         self._ends = np.cumsum(values) * (values.size / values.sum())  # on a line of length n
         self._last = int(np.flatnonzero(values)[-1])
         self._order = Permutation(values.size, seed=seed)
@@ -80,6 +67,23 @@ class WeightedOrder:
     def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
         epochs = positions // self._order.size
         points = self._order(positions) + keyed_uniform(self._seed, epochs)  # an epoch's n points lie 1 apart
+        return np.minimum(np.searchsorted(self._ends, points, side="right"), self._last), positions
+
+
+class IndependentOrder:
+    """Draws sample i with probability ``weights[i]`` / Σ weights at each position, independently of all others.
+
+    Takes 8 bytes per sample. Raises DataError as ``WeightedOrder``.
+    """
+
+    def __init__(self, weights: NDArray[np.float64] | Sequence[float], *, seed: int) -> None:
+        values = _checked_weights(weights)
+        self._ends = np.cumsum(values) / values.sum()
+        self._last = int(np.flatnonzero(values)[-1])
+        self._seed = seed
+
+    def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
+        points = keyed_uniform(self._seed, np.ascontiguousarray(positions, np.int64))
         return np.minimum(np.searchsorted(self._ends, points, side="right"), self._last), positions
 
 
@@ -177,6 +181,18 @@ class BucketedOrder:
         )
         self._cache = (window, ids[order], occurrences[order])
         return self._cache
+
+
+def _checked_weights(weights: NDArray[np.float64] | Sequence[float]) -> NDArray[np.float64]:
+    values = np.asarray(weights, np.float64)
+    if values.ndim != 1 or not values.size or not np.isfinite(values).all() or values.min() < 0 or values.sum() <= 0:
+        raise DataError(
+            given=f"weights of shape {list(values.shape)} from {values.min(initial=0)} to {values.max(initial=0)}",
+            rule="one weight per sample, finite, >= 0, at least one above 0",
+            consequence="no sample can be drawn",
+            nearest="1 / (size of the sample's class) balances classes; 0 leaves a sample out",
+        )
+    return values
 
 
 def _integer_shares(sizes: Sequence[int], weights: Sequence[float]) -> Ids:

@@ -1,0 +1,245 @@
+"""Nested samples, collate functions, and torch's samplers and DataLoader as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from unisono.data.dataset import as_dataset
+from unisono.data.loading.loader import Loader, StepBatch
+from unisono.data.loading.stream_loader import StreamLoader
+from unisono.data.loading.torch_loader import read_torch_loader
+from unisono.data.options import LoaderOptions
+from unisono.errors import DataError
+from unisono.train import Trainer, TrainOptions
+
+
+@dataclass
+class Box:
+    corners: Any
+    label: Any
+
+
+class Nested:
+    """Sample i has a nested dict, a dataclass, a tuple and a string."""
+
+    fingerprint = ""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "x": {"a": torch.full((2,), float(index)), "b": index},
+            "box": Box(np.full(4, index, np.int32), f"box {index}"),
+            "pair": (index, torch.tensor([index])),
+            "name": f"sample {index}",
+        }
+
+
+def ragged(samples: list[list[int]]) -> dict[str, Any]:
+    longest = max(map(len, samples))
+    return {
+        "ids": torch.tensor([sample + [0] * (longest - len(sample)) for sample in samples]),
+        "lengths": [len(sample) for sample in samples],
+    }
+
+
+def batches(data: Any, kind: Any, workers: int, **given: Any) -> list[StepBatch]:
+    options = LoaderOptions(num_workers=workers, worker_kind=kind, last_batch=given.pop("last_batch", "rollover"))
+    fixed: dict[str, Any] = {"seed": 3, "global_batch": 4, "options": options}
+    with Loader(as_dataset(data), **{**fixed, **given}) as loader:
+        return list(loader.iterate(0, 3))
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("auto", 0), ("thread", 1), ("process", 1)])
+def test_nested_samples_keep_their_structure(kind: str, workers: int) -> None:
+    for batch in batches(Nested(), kind, workers, last_batch="pad"):
+        (part,) = batch.micro_batches
+        ids: Any = batch.sample_ids.tolist()
+        nested: dict[str, Any] = dict(part)
+        assert nested["x"]["a"].tolist() == [[float(i)] * 2 for i in ids]
+        assert nested["x"]["b"].tolist() == ids
+        assert isinstance(nested["box"], Box)
+        assert nested["box"].corners.tolist() == [[i] * 4 for i in ids]
+        assert nested["box"].label == [f"box {i}" for i in ids]
+        assert isinstance(nested["pair"], tuple)
+        assert nested["pair"][1].tolist() == [[i] for i in ids]
+        assert nested["name"] == [f"sample {i}" for i in ids]
+        expected = [1, 1, 0, 0] if batch.step == 2 else [1, 1, 1, 1]  # 10 samples in batches of 4
+        assert part["weights"].tolist() == expected
+
+
+def test_ranks_share_a_nested_batch() -> None:
+    (whole,) = batches(Nested(), "auto", 0)[1].micro_batches
+    parts = [batches(Nested(), "auto", 0, rank=rank, world_size=2)[1].micro_batches[0] for rank in range(2)]
+    assert [*parts[0]["name"], *parts[1]["name"]] == whole["name"]
+    assert torch.cat([part["x"]["a"] for part in parts]).equal(whole["x"]["a"])  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("auto", 0), ("thread", 1), ("process", 1)])
+def test_collate_fn_gets_the_items_of_the_data_set(kind: str, workers: int) -> None:
+    data = [[index] * (index % 3 + 1) for index in range(1, 13)]
+    for batch in batches(data, kind, workers, collate_fn=ragged):
+        (part,) = batch.micro_batches
+        samples = [data[index] for index in batch.sample_ids]
+        assert part["ids"].equal(ragged(samples)["ids"])
+        assert part["lengths"].tolist() == [len(sample) for sample in samples]
+
+
+def test_collate_fn_of_a_stream() -> None:
+    stream = StreamLoader(iter_again(), seed=0, global_batch=3, collate_fn=ragged)
+    (first,) = list(stream.iterate(0, 1))
+    assert first.micro_batches[0]["ids"].tolist() == [[0, 0, 0], [1, 1, 0], [2, 2, 2]]
+
+
+class iter_again:
+    def __iter__(self) -> Any:
+        return iter([[0], [1, 1], [2, 2, 2]])
+
+
+def test_a_collate_fn_without_arrays_is_refused() -> None:
+    with pytest.raises(DataError, match="a batch without an array from collate_fn: name"):
+        batches(Nested(), "auto", 0, collate_fn=lambda samples: {"name": "all"})  # pyright: ignore[reportUnknownLambdaType]
+
+
+def numbers(count: int = 12) -> TensorDataset:
+    return TensorDataset(torch.arange(count).float()[:, None], torch.arange(count).float())
+
+
+def epoch_ids(loader: DataLoader[Any], *, steps: int = 4, world_size: int = 1) -> list[float]:
+    """Targets of the first steps, rank after rank in each step."""
+    parts = read_torch_loader(loader)
+    assert not isinstance(parts.data, DataLoader)
+    loaders = [
+        Loader(as_dataset(parts.data), seed=1, global_batch=4, rank=rank, world_size=world_size, shuffle=parts.shuffle)  # pyright: ignore[reportArgumentType]
+        for rank in range(world_size)
+    ]
+    return [
+        value
+        for step in range(steps)
+        for rank in loaders
+        for part in rank.batch(step).micro_batches
+        for value in part["targets"].tolist()
+    ]
+
+
+def test_orders_of_torch_samplers() -> None:
+    data = numbers()
+    assert epoch_ids(DataLoader(data, 4, sampler=SequentialSampler(data)), steps=3) == list(range(12))
+    shuffled = epoch_ids(DataLoader(data, 4, shuffle=True), steps=3)
+    assert sorted(shuffled) == list(range(12)) != shuffled
+    chosen = [11, 2, 5, 7]
+    subset = epoch_ids(DataLoader(data, 4, sampler=SubsetRandomSampler(chosen)), steps=1)
+    assert sorted(subset) == sorted(chosen)
+    shared = DistributedSampler(data, num_replicas=2, rank=0, shuffle=False)
+    assert epoch_ids(DataLoader(data, 2, sampler=shared), steps=3, world_size=2) == list(range(12))
+
+
+def test_weighted_draws_are_independent_and_rank_free() -> None:
+    weights = [0.0] * 6 + [1.0] * 5 + [5.0]
+    loader = DataLoader(numbers(), 4, sampler=WeightedRandomSampler(weights, 40))
+    parts = read_torch_loader(loader)
+    assert len(parts.data) == 40  # pyright: ignore[reportArgumentType]
+    drawn = epoch_ids(loader, steps=1000)
+    assert epoch_ids(loader, steps=1000, world_size=2) == drawn
+    assert min(drawn) == 6
+    counts = np.bincount(np.array(drawn, np.int64), minlength=12)
+    assert abs(counts[11] / 4000 - 0.5) < 4 * (0.25 / 4000) ** 0.5
+    repeats = np.mean(np.diff(drawn) == 0)
+    assert abs(repeats - (0.25 + 5 * 0.01)) < 4 * (0.21 / 4000) ** 0.5 * 1.5  # Σ p²
+
+
+class Backwards(Sampler[int]):
+    def __init__(self, data: Any) -> None:
+        self.size = len(data)
+
+    def __iter__(self) -> Any:
+        return iter(range(self.size)[::-1])
+
+
+@pytest.mark.parametrize(
+    ("sampler", "given"),
+    [
+        (Backwards(numbers()), "the sampler Backwards"),
+        (RandomSampler(numbers(), replacement=True), "the sampler RandomSampler"),
+        (WeightedRandomSampler([1.0] * 12, 5, replacement=False), "the sampler WeightedRandomSampler"),
+    ],
+)
+def test_other_samplers_are_refused_by_name(sampler: Any, given: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read_torch_loader(DataLoader(numbers(), 4, sampler=sampler))
+    (problem,) = caught.value.problems
+    assert problem.given == given
+    assert problem.consequence == "its order could not be the same on other numbers of ranks, nor after a resume"
+
+
+def test_a_batch_sampler_of_ones_own_is_refused() -> None:
+    class Mine(BatchSampler):
+        pass
+
+    data = numbers()
+    with pytest.raises(DataError, match="a DataLoader with batch_sampler Mine"):
+        read_torch_loader(DataLoader(data, batch_sampler=Mine(SequentialSampler(data), 2, False)))
+    with pytest.raises(DataError, match="a DataLoader without batch_size"):
+        read_torch_loader(DataLoader(data, batch_size=None))
+
+
+class Linear(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs)[:, 0]
+
+
+def squares(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return (outputs - batch["targets"]).square().sum(), torch.tensor(float(len(outputs)))
+
+
+def as_pair(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+
+def test_trainer_takes_a_torch_loader_and_lists(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def losses(data: Any, name: str, **given: Any) -> tuple[list[float], dict[str, float]]:
+        torch.manual_seed(0)
+        options = TrainOptions(steps=5)
+        with Trainer(Linear(), data, objective=squares, options=options, run_dir=tmp_path / name, **given) as run:
+            values = [float(step.stats[0]) for step in run]
+            return values, run.evaluate()
+
+    from unisono.plan import PlanOptions
+
+    held_out = [(torch.ones(1), 1.0), (torch.zeros(1), 2.0)]
+    plain = losses(numbers(), "plain", plan=PlanOptions(global_batch=4, micro_batch=4), eval_data=held_out)
+    capsys.readouterr()
+    loader = DataLoader(numbers(), 4, shuffle=True, collate_fn=as_pair)
+    held_out_tensors = [(x, torch.tensor(y)) for x, y in held_out]
+    assert losses(loader, "torch", eval_data=held_out_tensors) == plain
+    assert (
+        "Loader replaces DataLoader: each sample once per epoch, shuffled, keyed by the run's seed"
+        in capsys.readouterr().out
+    )
+
+
+def test_eval_data_is_checked_when_it_is_given(tmp_path: Any) -> None:
+    with pytest.raises(DataError, match="eval_data of type generator"):
+        Trainer(Linear(), numbers(), objective=squares, run_dir=tmp_path, eval_data=(i for i in range(3)))  # pyright: ignore[reportArgumentType]
