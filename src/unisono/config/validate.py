@@ -36,7 +36,7 @@ def checked_value(leaf: Leaf, raw: Any, origin: str, beneath: Any) -> Any:
 
 
 def check_options(*options: Any) -> None:
-    """Check options objects that Python code built, as those of a file are; None is skipped. Raises ConfigError with all problems."""
+    """Check options objects that Python code built, as those of a file are. Raises ConfigError with all problems."""
     problems: list[Problem] = []
     for instance in filter(None, options):
         layout, origin = option_tree(type(instance)), type(instance).__name__

@@ -58,20 +58,25 @@ def _rows(path: Path) -> Iterator[Row]:
         offset = number = 0
         while line := file.readline(MAX_RECORD_BYTES + 1):
             number += 1
-            try:
-                if len(line) > MAX_RECORD_BYTES:
-                    raise ValueError(f"it has more than {MAX_RECORD_BYTES:,} bytes")
-                row: Any = json.loads(line, object_pairs_hook=_object)
-                if not isinstance(row, dict):
-                    raise ValueError("it is no object")
-                yield {name: _from_json(value) for name, value in cast("dict[str, Any]", row).items()}
-            except (ValueError, RecursionError) as error:
-                raise unreadable_error(
-                    f"{path}: line {number} at offset {offset}: {error}",
-                    'a line is one JSON object of numbers, strings, lists of numbers, and bytes as {"base64": …}',
-                    "repair or remove that line",
-                ) from error
+            yield row_of_line(line, path, number, offset)
             offset += len(line)
+
+
+def row_of_line(line: bytes, path: Path, number: int, offset: int) -> Row:
+    """The row of a line. ``number``, from 1, and ``offset`` name it in the DataError for an invalid one."""
+    try:
+        if len(line) > MAX_RECORD_BYTES:
+            raise ValueError(f"it has more than {MAX_RECORD_BYTES:,} bytes")
+        row: Any = json.loads(line, object_pairs_hook=_object)
+        if not isinstance(row, dict):
+            raise ValueError("it is no object")
+        return {name: _from_json(value) for name, value in cast("dict[str, Any]", row).items()}
+    except (ValueError, RecursionError) as error:
+        raise unreadable_error(
+            f"{path}: line {number} at offset {offset}: {error}",
+            'a line is one JSON object of numbers, strings, lists of numbers, and bytes as {"base64": …}',
+            "repair or remove that line",
+        ) from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+from .open_source import open_source as open_source
