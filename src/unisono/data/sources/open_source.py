@@ -12,11 +12,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unisono.data.convert.file_kind import kind_of_name
 from unisono.data.convert.formats.jsonl import row_of_line
 from unisono.data.convert.formats.table import Row, check_columns
 from unisono.data.convert.formats.table import open_source as open_file
 from unisono.data.convert.pack.image_listing import ImageListing, list_images
-from unisono.data.convert.table_files import format_of
 from unisono.data.dataset import Batch, Dataset, Ids, PerSampleDataset, check_sample
 from unisono.data.image.records import image_records
 from unisono.data.mindrecord import MindRecordFile
@@ -204,9 +204,9 @@ def _kind(path: str | Path) -> str:
         if not str(path).endswith(".rec"):
             raise _unfit(f"{path}", "a .rec file, or a local copy: only .rec is read behind a URL")
         return ".rec"
-    kind = "folder" if Path(path).is_dir() else format_of(Path(path))
+    kind = "folder" if Path(path).is_dir() else kind_of_name(Path(path))
     if kind not in (".bin", ".rec", ".mindrecord", ".jsonl", "folder"):
-        raise _unfit(f"{path}, whose suffix is {kind!r}", "unisono data convert makes .mindrecord or .jsonl of it")
+        raise _unfit(f"{path}, whose suffix is {kind!r}", _KNOWN)
     return kind
 
 
