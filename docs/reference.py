@@ -14,6 +14,7 @@ PACKAGES = (
     "unisono.data",
     "unisono.data.image",
     "unisono.data.recordio",
+    "unisono.data.sources",
     "unisono.data.mindrecord",
     "unisono.data.convert",
     "unisono.data.convert.pack",

@@ -31,8 +31,8 @@ def test_unknown_key(desk: Desk, tmp_path: Path) -> None:
         "--set: unknown key optim.learning_rat = 1",
         "only what is declared can be set in section [optim]",
         NOTHING,
-        "one of: optim.kind, optim.lr, optim.weight_decay, optim.decay_exclude, optim.clip_norm, optim.beta1, "
-        "optim.beta2, optim.eps, optim.momentum, optim.nesterov, optim.trust_coefficient",
+        "one of: optim.kind, optim.lr, optim.weight_decay, optim.decay_exclude, optim.groups, optim.freeze, "
+        "optim.clip_norm, optim.beta1, optim.beta2, optim.eps, optim.momentum, optim.nesterov, optim.trust_coefficient",
     )
     assert refused(desk, tmp_path, "--set=plan.globl_batch=1").endswith("  try:  did you mean plan.global_batch?\n")
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with ``function`` applied to its arrays and tensors; strings and other values stay as they are."""
-    if isinstance(value, np.ndarray | torch.Tensor | np.generic):
+    if _is_array(value):
         return function(value)
     parts = children(value)
     return value if parts is None else rebuild(value, [map_leaves(function, part) for _, part in parts])
+
+
+def _is_array(value: Any) -> bool:
+    # a worker process whose data set has no tensors does not import torch
+    torch = sys.modules.get("torch")
+    return isinstance(value, np.ndarray | np.generic) or (torch is not None and isinstance(value, torch.Tensor))
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
