@@ -254,9 +254,9 @@ def test_frozen_parameters_do_not_change(tmp_path: Path) -> None:
         list(run)
         assert torch.equal(run.model.first.weight, start)
         assert not torch.equal(run.model.head.weight, Net().head.weight)
-    with pytest.raises(ConfigError) as caught, trainer(tmp_path / "b", OptimOptions(freeze=("furst.*",))):
+    with pytest.raises(ConfigError) as caught, trainer(tmp_path / "b", OptimOptions(freeze=("primus.*",))):
         pass
-    assert "optim.freeze has 'furst.*'" in str(caught.value)
+    assert "optim.freeze has 'primus.*'" in str(caught.value)
     assert "first.weight" in str(caught.value)
 
 
