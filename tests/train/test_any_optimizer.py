@@ -439,3 +439,18 @@ def test_clipping_is_named_for_an_optimizer_of_ones_own(tmp_path: Path) -> None:
         state["model/head.weight"] - Net().head.weight
     ).norm()
     assert 1e-4 < moved < 6 * 2**0.5 * 1e-3  # six steps of a gradient of norm 0.001
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer": lambda params: "SGD"}, "returned str"),
+        ({"schedule": lambda optimizer: 0.1}, "schedule returned float for an optimizer"),
+        ({"plan": {"sync": "dist_async"}}, "with plan.sync 'dist_async'"),
+    ],
+)
+def test_what_is_no_optimizer_or_schedule_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    given = {"optimizer": factory("SGD")} | changes
+    with pytest.raises(ConfigError) as caught, trainer(tmp_path, given.pop("optimizer"), **given):
+        pass
+    assert said in str(caught.value)

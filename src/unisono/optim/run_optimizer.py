@@ -211,14 +211,8 @@ def empty_pattern(pattern: str, patterns: Sequence[str], names: Sequence[str], w
     )
 
 
-def _build(factory: OptimizerFactory, params: list[nn.Parameter]) -> Optimizer:
-    if not params:
-        raise ConfigError(
-            given="a model without a parameter that requires a gradient",
-            rule="an optimizer needs something to train",
-            consequence="training would change nothing",
-            nearest="requires_grad_(True) on the layers to train",
-        )
+def _call(factory: OptimizerFactory, params: list[nn.Parameter]) -> Optimizer:
+    """The optimizer that the factory builds. Raises ConfigError if it returns something else."""
     optimizer = factory(params)
     if not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(
@@ -227,6 +221,18 @@ def _build(factory: OptimizerFactory, params: list[nn.Parameter]) -> Optimizer:
             consequence="there is nothing to train with",
             nearest="optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
         )
+    return optimizer
+
+
+def _build(factory: OptimizerFactory, params: list[nn.Parameter]) -> Optimizer:
+    if not params:
+        raise ConfigError(
+            given="a model without a parameter that requires a gradient",
+            rule="an optimizer needs something to train",
+            consequence="training would change nothing",
+            nearest="requires_grad_(True) on the layers to train",
+        )
+    optimizer = _call(factory, params)
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if {id(p) for p in held} != {id(p) for p in params}:
         raise ConfigError(
@@ -270,7 +276,7 @@ def _try(factory: OptimizerFactory) -> Trial:
 
     def run(rows: slice) -> tuple[Tensor, Optimizer]:
         parameter = nn.Parameter(start[rows].clone())
-        optimizer = factory([parameter])
+        optimizer = _call(factory, [parameter])
         for gradient in gradients:
             parameter.grad = gradient[rows].clone()
             optimizer.step()
