@@ -17,6 +17,7 @@ from unisono.cli.common import every_verb, load_run, print_result
 def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -> None:
     """Print loss and metrics of RUN_DIR's newest checkpoint on the data held out from training."""
     config = load_run(run_dir).value
+    from unisono.data.dataset import collated
     from unisono.dist import job_from_environ, join_world
     from unisono.plan.options import PlanOptions
     from unisono.plan.resolve import load_plan
@@ -48,11 +49,12 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     try:
         data = build_data(config)
         model, step = load_model(config, data.tokenizer, world, checkpoint)
+        held_out = data.held_out if data.collate_fn is None else collated(data.held_out, data.collate_fn)
         values = evaluate(
             ForwardBackward(model=model.to(device), inputs=input_selector(model), plan=plan, world=world),
-            data.held_out,
+            held_out,
             objective=as_objective(find_objective(config)),
-            metrics=build_metrics(config),
+            metrics=build_metrics(config, data),
             device=device,
             data_rank=world.rank,
             limit=samples,

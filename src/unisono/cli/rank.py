@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from unisono.observe.events import Event
 from unisono.observe.formatting import RunEndFacts
 from unisono.observe.outputs import RunOutputs
 from unisono.storage.files import write_atomically
-from unisono.train.build import RunData, build_data, build_trainer
+from unisono.train.build import RunData, build_data, build_trainer, export_facts, resolve_run, tokenizer_spec
 from unisono.train.config import RunConfig
 from unisono.train.load import empty_model, open_run_checkpoint, read_model, tensor_reader
 from unisono.train.parameter_servers import start_servers
@@ -54,6 +54,8 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
         job = stack.enter_context(start_servers(plan, job, config.launch, run_dir))
         world = init_distributed(plan, job, device.type, config.launch.timeout_s)
         stack.callback(world.close)
+        resolved = resolve_run(resolved, world)
+        config = resolved.value
         data = build_data(config)
         events = stack.enter_context(open_events(run_dir, world))
         outputs = None
@@ -67,7 +69,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
             "config": resolved.encoded,
             "origins": resolved.origins,
             "launch": launch_facts(),
-            "data": asdict(data.prepared.report) if data.prepared else {},
+            "data": data.facts,
         }
         trainer = build_trainer(config, data, plan, world=world, events=events, provenance=provenance)
         with trainer as run:
@@ -172,13 +174,15 @@ def export_run(
     model: nn.Module, config: RunConfig, tokenizer: Tokenizer | None, folder: Path | None = None, **how: Any
 ) -> Path:
     """Export the model of a run, by default to ``<run.dir>/export``; ``how`` are more arguments of ``export``."""
-    from_file = tokenizer is not None and config.data.tokenizer != BYTES
+    spec = tokenizer_spec(config)
+    from_file = tokenizer is not None and spec != BYTES
     return export(
         model,
         folder or Path(config.run.dir) / "export",
         max_length=config.data.seq_len,
         end_of_document=tokenizer.end_of_document if tokenizer else None,
-        tokenizer=tokenizer_file(config.data.tokenizer) if from_file else None,
+        tokenizer=tokenizer_file(spec) if from_file else None,
+        task=export_facts(config),
         **how,
     )
 

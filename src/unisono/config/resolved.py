@@ -7,7 +7,9 @@ file do not enter. Where a value is a callable, the content of the Python file t
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import reduce
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
@@ -69,6 +71,12 @@ class Resolved(Generic[T]):
             lines += ["", f"[{section}]"] if section and leaves else []
             lines += [f"{leaf.name} = {toml_value(self.encoded[leaf.key])}" for leaf in leaves]
         return "\n".join(lines) + "\n"
+
+    def updated(self, value: T, keys: Iterable[str], origin: str) -> Resolved[T]:
+        """The configuration with ``value`` as its options, of which those at the dotted ``keys`` are new, from ``origin``."""
+        values: dict[str, Any] = {key: reduce(getattr, key.split("."), value) for key in self.layout.leaves}
+        origins = self.origins | dict.fromkeys(keys, origin)
+        return resolve(value, values, origins, self.layout, self.python, self.renamed)
 
     def shown(self, key: str) -> str:
         """The value as TOML; a callable with the digest of its file."""

@@ -17,14 +17,37 @@ LastBatch = Literal["rollover", "keep", "drop", "pad", "wrap", "discard", "roll_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOptions:
-    """The text a run reads. Seed, batch sizes and number of steps belong to other sections."""
+    """The data a run reads. Seed, batch sizes and number of steps belong to other sections."""
 
+    train: str | tuple[str, ...] = option(
+        "",
+        "Training samples: files, folders or addresses of .bin token shards, .rec, .mindrecord, .parquet, .csv, .jsonl, .tar,"
+        " image folders or Hugging Face datasets. Empty = corpus.",
+    )
+    eval: str | tuple[str, ...] = option(
+        "", "Held-out samples, like train; empty = eval_frac of them.", acts="data.train"
+    )
+    weights: tuple[float, ...] = option(
+        (),
+        "Shares in which several data.train are mixed; empty = all samples of all of them.",
+        acts="data.train",
+        gt=0.0,
+    )
+    cache_gib: float = option(0.0, "Samples kept on the local disk, in GiB; 0 = none.", acts="data.train", ge=0.0)
+    bucket_batches: int = option(
+        0, "Global batches whose texts are regrouped by length, for less padding; 0 = none.", acts="data.train", ge=0
+    )
     corpus: str = option("stdlib", "stdlib = the running Python's own library source; or a folder or file of text.")
     tokenizer: str = option(
         "bytes", "bytes = one token per UTF-8 byte; or a Hugging Face tokenizer.json, or its folder."
     )
     seq_len: int = option(256, "Tokens of one sample.", ge=2)
-    eval_frac: float = option(0.05, "Share of the files held out, chosen by hash of their path.", gt=0.0, le=0.5)
+    eval_frac: float = option(
+        0.05,
+        "Share held out: files of a corpus by hash of their path, samples of data.train at random.",
+        gt=0.0,
+        le=0.5,
+    )
     boundaries: Literal["mask", "ignore"] = option(
         "mask", "Several documents in one sample: mask = never predict or attend across them; ignore = one stream."
     )
@@ -34,6 +57,40 @@ class DataOptions:
         " whole documents, some padding.",
     )
     cache_dir: str = option("", "Where prepared data is kept; empty = unisono/ in the user's cache folder.")
+
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        """Settings of samples where a corpus is read, by field name."""
+        unset = DataOptions()
+        for name in ("eval", "weights", "cache_gib", "bucket_batches") if not self.train else ():
+            if getattr(self, name) != getattr(unset, name):
+                yield (
+                    name,
+                    inert_problem(
+                        f"{name} {getattr(self, name)!r} without data.train",
+                        "a corpus is text that is tokenized and cached by itself",
+                        f"data.train=ADDRESS, or leave data.{name} out",
+                    ),
+                )
+        if self.train and self.corpus != unset.corpus:
+            yield (
+                "corpus",
+                inert_problem(
+                    f"corpus {self.corpus!r} with train {self.train!r}",
+                    "a run reads samples, or the text of a corpus",
+                    "one of them",
+                ),
+            )
+        sources = 1 if isinstance(self.train, str) else len(self.train)
+        if self.weights and len(self.weights) != sources:
+            yield (
+                "weights",
+                Problem(
+                    given=f"weights of {len(self.weights)} values for {sources} addresses",
+                    rule="each address of data.train has one share",
+                    consequence="the mixture is not defined",
+                    nearest=f"{sources} values",
+                ),
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

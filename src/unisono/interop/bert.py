@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unisono.errors import CheckpointError
 from unisono.interop.exported_tensor import ExportedTensor
-from unisono.models.bert import BERT, BertOptions
+from unisono.models.bert import BERT, BertOptions, ClassHead, TokenClassHead
 
 _NAMES = {
     "embedding": "bert.embeddings.word_embeddings",
@@ -32,6 +32,8 @@ _NAMES = {
     "ffn_norm": "output.LayerNorm",
     "head.dense": "cls.predictions.transform.dense",
     "head.norm": "cls.predictions.transform.LayerNorm",
+    "head.pooler": "bert.pooler.dense",
+    "head.classifier": "classifier",
     "head": "cls.predictions",
 }
 # tensors of other heads and of older versions
@@ -53,7 +55,7 @@ _FIXED = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type":
 
 
 def bert_name(name: str) -> str:
-    """Name in ``BertForMaskedLM`` of the parameter ``name`` of ``BERT``."""
+    """Name in the classes of transformers, such as ``BertForMaskedLM``, of the parameter ``name`` of ``BERT``."""
     layer = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
     module, _, kind = (layer[2] if layer else name).rpartition(".")
     return (f"bert.encoder.layer.{layer[1]}." if layer else "") + f"{_NAMES[module]}.{kind}"
@@ -65,9 +67,15 @@ def bert_tensors(model: BERT) -> list[ExportedTensor]:
 
 
 def bert_config(model: BERT) -> dict[str, Any]:
-    """Content of ``config.json`` for ``BertForMaskedLM``."""
+    """Content of ``config.json`` for ``BertForMaskedLM``, or for the class of transformers with the model's head."""
+    architecture, labels = "BertForMaskedLM", {}
+    if isinstance(model.head, ClassHead | TokenClassHead):
+        text = isinstance(model.head, ClassHead)
+        architecture = "BertForSequenceClassification" if text else "BertForTokenClassification"
+        labels = {"num_labels": model.head.classifier.out_features, "classifier_dropout": model.options.dropout}
     return {
-        "architectures": ["BertForMaskedLM"],
+        "architectures": [architecture],
+        **labels,
         **_FIXED,
         **{theirs: getattr(model.options, ours) for theirs, ours in _SETTINGS.items()},
         "attention_probs_dropout_prob": 0.0,

@@ -44,6 +44,7 @@ _TOKENIZER_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
+_TASK = "unisono.json"
 _FORMAT = {"format": "pt"}
 MAX_SHARD_BYTES = 5 << 30
 
@@ -55,6 +56,7 @@ def export(
     max_length: int,
     end_of_document: int | None,
     tokenizer: Path | None,
+    task: Mapping[str, Any] | None = None,
     read: Callable[[str, Tensor], None] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
@@ -70,6 +72,8 @@ def export(
         max_length: Sequence length of the training, in tokens.
         end_of_document: Token that ends a document, or None.
         tokenizer: Hugging Face tokenizer.json to copy, with the other files of the tokenizer in its folder, or such a folder.
+        task: What inputs and outputs of the model mean, written to ``unisono.json``; its ``classes`` become the labels of a model
+            of transformers. Default: nothing is written.
         read: ``read(name, out)`` copies the model's tensor ``name`` into ``out``; default: the values of ``model``, which
             else may be on the meta device.
         max_shard_bytes: Maximum bytes of tensors in one file; a larger tensor has a file of its own.
@@ -86,7 +90,11 @@ def export(
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         write_weights(model, partial, read=read, max_shard_bytes=max_shard_bytes)
         for name, content in _configs(model, max_length, end_of_document).items():
+            if name == _CONFIG and task and task.get("classes"):
+                content |= _labels(task["classes"])
             (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if task:
+            (partial / _TASK).write_text(json.dumps(task, indent=2) + "\n", encoding="utf-8")
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, partial)
         if target.exists():
@@ -109,7 +117,7 @@ def _refuse_other_contents(target: Path, given: Path) -> None:
     """Raise ``CheckpointError`` if the folder has other contents than an earlier export."""
     if not os.path.lexists(target):
         return
-    ours = {_WEIGHTS, _INDEX, _CONFIG, _GENERATION, _ADAPTER_WEIGHTS, _ADAPTER_CONFIG, *_TOKENIZER_FILES}
+    ours = {_WEIGHTS, _INDEX, _CONFIG, _GENERATION, _TASK, _ADAPTER_WEIGHTS, _ADAPTER_CONFIG, *_TOKENIZER_FILES}
     others = (
         sorted(name for name in os.listdir(target) if name not in ours and not _SHARD.fullmatch(name))
         if target.is_dir() and not target.is_symlink()
@@ -210,6 +218,14 @@ def _configs(model: nn.Module, max_length: int, end_of_document: int | None) -> 
     if theirs.can_generate() and theirs.generation_config is not None:
         configs[_GENERATION] = json.loads(theirs.generation_config.to_json_string(use_diff=True))
     return configs
+
+
+def _labels(classes: Sequence[str]) -> dict[str, Any]:
+    """Names of the classes as a configuration of transformers has them."""
+    return {
+        "id2label": {str(number): name for number, name in enumerate(classes)},
+        "label2id": {name: number for number, name in enumerate(classes)},
+    }
 
 
 def _class_name(model: nn.Module) -> str:

@@ -137,17 +137,52 @@ class MaskedHead(nn.Module):
         return LazyLogits(x, torch.cat([table, columns], dim=1), LOSS_CHUNK)
 
 
-class BERT(nn.Module):
-    """BERT encoder with its masked-language-model head.
+class ClassHead(nn.Module):
+    """Head of a text: ``classifier(dropout(tanh(pooler(x of the first token))))``.
 
-    ``forward`` returns ``LazyLogits``: call ``.logits()``, or pass them to ``cross_entropy_sum``. Every matrix is initialised
-    from N(0, 0.02²); biases are 0, norms 1.
+    Source:
+        Devlin et al. 2019; ``BertForSequenceClassification`` of transformers.
+    """
+
+    def __init__(self, options: BertOptions, outputs: int) -> None:
+        super().__init__()
+        self.pooler = nn.Linear(options.dim, options.dim)
+        self.dropout = nn.Dropout(options.dropout)
+        self.classifier = nn.Linear(options.dim, outputs)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """x [B, T, D] → logits [B, outputs]; ``table`` is the token table, which a masked head multiplies with."""
+        return self.classifier(self.dropout(torch.tanh(self.pooler(x[:, 0]))))
+
+
+class TokenClassHead(nn.Module):
+    """Head of each token: ``classifier(dropout(x))``, as in ``BertForTokenClassification`` of transformers."""
+
+    def __init__(self, options: BertOptions, outputs: int) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(options.dropout)
+        self.classifier = nn.Linear(options.dim, outputs)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """x [B, T, D] → logits [B, T, outputs]; ``table`` as for ``ClassHead``."""
+        return self.classifier(self.dropout(x))
+
+
+class BERT(nn.Module):
+    """BERT encoder with a head: of a masked language model, or of classes.
+
+    With a masked head ``forward`` returns ``LazyLogits``: call ``.logits()``, or pass them to ``cross_entropy_sum``. Every matrix
+    is initialised from N(0, 0.02²); biases are 0, norms 1.
+
+    Args:
+        options: Sizes.
+        head: ``(x [B, T, D], token table [V, D]) -> logits``. By default a ``MaskedHead``.
 
     Source:
         Devlin et al. 2019.
     """
 
-    def __init__(self, options: BertOptions) -> None:
+    def __init__(self, options: BertOptions, head: MaskedHead | ClassHead | TokenClassHead | None = None) -> None:
         super().__init__()
         self.options = options
         self.embedding = nn.Embedding(options.vocab_size, options.dim)
@@ -156,7 +191,7 @@ class BERT(nn.Module):
         self.norm = nn.LayerNorm(options.dim, options.norm_eps)
         self.dropout = nn.Dropout(options.dropout)
         self.blocks = nn.ModuleList(BertBlock(options) for _ in range(options.num_layers))
-        self.head = MaskedHead(options)
+        self.head = MaskedHead(options) if head is None else head
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -187,7 +222,7 @@ class BERT(nn.Module):
         segments: Tensor | None = None,
         predicted: Tensor | None = None,
         positions: Tensor | None = None,
-    ) -> LazyLogits:
+    ) -> LazyLogits | Tensor:
         """Compute the logits of all tokens, or of those at ``predicted`` only, at P/T of the cost.
 
         Args:
@@ -198,7 +233,7 @@ class BERT(nn.Module):
             positions: [B or 1, T] int64, places of the tokens in their text; default 0 to T - 1.
 
         Returns:
-            Logits [B, T, V], or [B, P, V] with ``predicted``.
+            Logits [B, T, V], or [B, P, V] with ``predicted``; with another head its logits.
 
         Raises:
             DataError: There are more tokens than positions, or both ``predicted`` and ``positions`` are given.

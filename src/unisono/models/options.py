@@ -14,14 +14,25 @@ Balance = Literal["bias", "loss", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """Section ``model`` of a configuration: sizes of the decoder-only transformer ``GPT``."""
+    """Section ``model`` of a configuration: sizes of the built-in models, or a pretrained one."""
 
-    num_layers: int = option(4, "Number of transformer blocks.", ge=1)
-    dim: int = option(128, "Width of the residual stream.", ge=2)
+    pretrained: str = option(
+        "", "A Hugging Face folder (config.json and safetensors) to fine-tune or go on from; empty = a new model."
+    )
+    num_layers: int = option(4, "Number of blocks.", ge=1)
+    dim: int = option(128, "Width of the hidden states.", ge=2)
     num_heads: int = option(4, "Number of query heads.", ge=1)
     num_kv_heads: int = option(2, "Number of key/value heads (grouped-query attention); divides num_heads.", ge=1)
-    ffn_dim: int = option(0, "Width of the feed-forward layer; 0 = 8/3 of dim, rounded up to a multiple of 32.", ge=0)
-    vocab_size: int = option(0, "Size of the vocabulary; 0 = the tokenizer's, rounded up to a multiple of 64.", ge=0)
+    ffn_dim: int = option(
+        0,
+        "Width of the feed-forward layer; 0 = 8/3 of dim, rounded up to a multiple of 32 (gpt), or 4 times dim (bert).",
+        ge=0,
+    )
+    vocab_size: int = option(
+        0,
+        "Size of the vocabulary; 0 = the tokenizer's, rounded up to a multiple of 64; in an mlp the rows of its table of categories.",
+        ge=0,
+    )
     num_experts: int = option(
         0,
         "Experts in each feed-forward layer, of which a token goes to a few; ffn_dim is the width of one. 0 = none.",

@@ -3,70 +3,142 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
-from unisono.data.dataset import Dataset, as_dataset
-from unisono.data.tokens.packing import PackedWindows
+from unisono.config import Resolved
+from unisono.data.dataset import Batch, CollateFn, Dataset, as_dataset
+from unisono.data.loading.batch_builder import PairTransform, Transform
 from unisono.data.tokens.tokenized_cache import PreparedCorpus, prepare_corpus
-from unisono.data.tokens.tokenizer import Tokenizer, check_vocab, load_tokenizer
+from unisono.data.tokens.tokenizer import BYTES, Tokenizer, check_vocab, load_tokenizer, tokenizer_file
 from unisono.data.tokens.windows import TokenWindows
 from unisono.dist import World
 from unisono.errors import ConfigError, DataError, nearest_name
 from unisono.measure.flops import matmul_params, transformer_flops_per_token
 from unisono.models.gpt import GPT
 from unisono.models.moe import inactive_parameters
-from unisono.models.options import ModelOptions
 from unisono.observe.events import EventLog
 from unisono.plan.plan import Plan
-from unisono.train.config import RunConfig
+from unisono.tasks.data import language_data, number_columns, predictor_data, resolve_task
+from unisono.tasks.inputs import image_augment
+from unisono.tasks.model_names import MODELS, default_model
+from unisono.tasks.models import build_named
+from unisono.tasks.options import LANGUAGE_MODELS, TaskOptions
+from unisono.train.config import AUTO, RunConfig
 from unisono.train.metrics import METRICS, Metric, find_metric
 from unisono.train.objectives import OBJECTIVES, Objective
 from unisono.train.trainer import Trainer
 
 TOKENS = "tokens"
-TOKEN_METRICS = ("bits_per_byte", "accuracy")
+TEXT_TASKS = (*LANGUAGE_MODELS, "text", "sequence_labelling")
+TASK_FIELDS = tuple(field.name for field in fields(TaskOptions))
+DEFAULT_BUCKETS = 4096  # rows of a table model's categories
+MAX_F1_CLASSES = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """The data sets of a run, and for text the tokenized corpus."""
+    """The data sets of a run, and what its loader does with samples.
+
+    Attributes:
+        train: Training samples.
+        held_out: Held-out samples.
+        prepared: The tokenized corpus; None if samples are read from ``data.train`` or are the user's own.
+        tokenizer: Tokenizer of texts; None for other data and the user's own.
+        transform: ``(sample, rng) -> sample`` of training samples, or None.
+        pair_transform: Of two training samples, or None.
+        collate_fn: ``(samples) -> batch`` of both data sets, or None.
+    """
 
     train: Dataset
     held_out: Dataset
-    prepared: PreparedCorpus | None
+    prepared: PreparedCorpus | None = None
+    tokenizer: Tokenizer | None = None
+    transform: Transform | None = None
+    pair_transform: PairTransform | None = None
+    collate_fn: CollateFn | None = None
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer of the corpus; None for the user's own data."""
-        return self.prepared.tokenizer if self.prepared else None
+    def facts(self) -> dict[str, Any]:
+        """Facts of the preparation of a corpus, for the record of the run."""
+        return asdict(self.prepared.report) if self.prepared else {}
+
+
+def has_own_data(config: RunConfig) -> bool:
+    """Whether the data are the user's own: a callable or an entry point."""
+    return config.components.data not in (AUTO, TOKENS)
+
+
+def resolve_run(resolved: Resolved[RunConfig], world: World) -> Resolved[RunConfig]:
+    """The configuration with the classes and statistics that its task leaves open; rank 0 reads them from the training data.
+
+    Raises DataError on all ranks if the data do not fit the task.
+    """
+    config = resolved.value
+    if has_own_data(config) or config.task.kind in LANGUAGE_MODELS:
+        return resolved
+    found: dict[str, Any] | None = None
+    if world.rank == 0:
+        task = resolve_task(config.task, config.data)
+        changed = [name for name in TASK_FIELDS if getattr(task, name) != getattr(config.task, name)]
+        found = {name: getattr(task, name) for name in changed}
+    found = world.broadcast_json(found)
+    if not found:
+        return resolved
+    task = replace(config.task, **{n: tuple(v) if isinstance(v, list) else v for n, v in found.items()})
+    keys = [f"task.{name}" for name in found]
+    return resolved.updated(replace(config, task=task), keys, "data.train")
 
 
 def build_data(config: RunConfig) -> RunData:
-    """The data sets that ``config.components.data`` names. Raises DataError or ConfigError."""
-    if config.components.data == TOKENS:
-        prepared = prepare_corpus(config.data)
-        seq_len, boundaries = config.data.seq_len, config.data.boundaries
-        # The held-out part is always read as a stream, so that runs of either packing are measured alike.
-        if config.data.packing == "best_fit":
-            train: Dataset = PackedWindows(prepared.train, seq_len=seq_len, boundaries=boundaries, name="train")
-        else:
-            stride = 1 if config.data.packing == "sliding" else seq_len
-            train = TokenWindows(prepared.train, seq_len=seq_len, stride=stride, boundaries=boundaries, name="train")
-        return RunData(
-            train=train,
-            held_out=TokenWindows(
-                prepared.eval, seq_len=seq_len, boundaries=boundaries, target_bytes=True, name="held-out"
-            ),
-            prepared=prepared,
+    """The data sets of the configuration's task or of ``components.data``. Raises DataError or ConfigError."""
+    if has_own_data(config):
+        return _own_data(config)
+    tokenizer, task = find_tokenizer(config), config.task
+    pretrained = bool(config.model.pretrained)
+    prepared = None
+    if task.kind in LANGUAGE_MODELS:
+        assert tokenizer is not None
+        prepared = None if config.data.train else prepare_corpus(config.data)
+        data = language_data(
+            task,
+            config.data,
+            tokens=(prepared.train, prepared.eval) if prepared else None,
+            tokenizer=tokenizer,
+            places_targets=pretrained,
+            mask=tokenizer.mask,
+            vocab_size=_token_ids(config, tokenizer),
         )
-    result: Any = _find_component("data", config, {TOKENS: None})(config)
+    else:
+        data = predictor_data(
+            task,
+            config.data,
+            config.image,
+            config.text,
+            tokenizer=tokenizer,
+            integer_padding=pretrained,
+            buckets=config.model.vocab_size or DEFAULT_BUCKETS,
+        )
+    return RunData(
+        train=data.train,
+        held_out=data.held_out,
+        prepared=prepared,
+        tokenizer=tokenizer,
+        transform=data.transform,
+        pair_transform=data.pair_transform,
+        collate_fn=data.collate_fn,
+    )
+
+
+def _own_data(config: RunConfig) -> RunData:
+    result: Any = _find_component("data", config, {AUTO: None, TOKENS: None})(config)
     pair = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
     if len(pair) != 2 or not all(isinstance(data, Dataset | Sized) for data in pair):
         kinds = ", ".join(type(data).__name__ for data in pair)
@@ -76,23 +148,49 @@ def build_data(config: RunConfig) -> RunData:
             consequence="there is nothing to train on",
             nearest="return train, held_out",
         )
-    return RunData(train=as_dataset(pair[0]), held_out=as_dataset(pair[1]), prepared=None)
+    transform = _find_component("transform", config, {}) if config.components.transform else None
+    return RunData(train=as_dataset(pair[0]), held_out=as_dataset(pair[1]), transform=transform)
 
 
 def find_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """The tokenizer of the configuration's text; None for the user's own data. Reads no corpus."""
-    return load_tokenizer(config.data.tokenizer) if config.components.data == TOKENS else None
+    """The tokenizer of the configuration's text; None for other tasks and the user's own data. Reads no corpus."""
+    if has_own_data(config) or config.task.kind not in TEXT_TASKS:
+        return None
+    return load_tokenizer(tokenizer_spec(config))
+
+
+def tokenizer_spec(config: RunConfig) -> str:
+    """``data.tokenizer``; where that is the default and ``model.pretrained`` has a tokenizer, that folder."""
+    pretrained = config.model.pretrained
+    if config.data.tokenizer == BYTES and pretrained and tokenizer_file(pretrained).is_file():
+        return pretrained
+    return config.data.tokenizer
 
 
 def build_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
-    """The model that ``config.components.model`` names, initialised from ``run.seed`` alone, on the CPU.
+    """The model of the configuration, initialised from ``run.seed`` alone, on the CPU.
 
-    ``tokenizer`` gives the size of the vocabulary; None for the user's own data. Raises ConfigError or DataError.
+    ``tokenizer`` gives the size of the vocabulary; None for other tasks and the user's own data. Raises ConfigError or DataError.
     """
     cast(Any, torch).manual_seed(config.run.seed)
-    if config.components.model == "gpt":
-        return GPT(model_options(config, tokenizer))
-    model: Any = _find_component("model", config, {"gpt": None})(config)
+    if config.model.pretrained:
+        from unisono.tasks.pretrained import load_pretrained
+
+        padding = tokenizer.padding if tokenizer else None
+        return load_pretrained(config.model.pretrained, config.task, config.lora, padding=padding)
+    name = config.components.model
+    if name == AUTO:
+        name = default_model(config.task.kind)
+    if isinstance(name, str) and name in MODELS:
+        return build_named(
+            name,
+            config.model,
+            config.task,
+            config.image,
+            seq_len=config.data.seq_len,
+            vocab_size=vocab_size(config, tokenizer),
+        )
+    model: Any = _find_component("model", config, dict.fromkeys((AUTO, *MODELS)))(config)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             given=f"components.model returned {type(model).__name__}",
@@ -103,21 +201,56 @@ def build_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
     return model
 
 
-def model_options(config: RunConfig, tokenizer: Tokenizer | None) -> ModelOptions:
-    """``config.model`` with the vocabulary resolved. Raises DataError when it is too small for the tokenizer."""
+def vocab_size(config: RunConfig, tokenizer: Tokenizer | None) -> int:
+    """Rows of the model's table of tokens or categories. Raises DataError when it is too small for the tokenizer."""
+    given = config.model.vocab_size
     if tokenizer is None:
-        if not config.model.vocab_size:
+        if not given and config.task.kind in TEXT_TASKS:
             raise DataError(
                 given="model.vocab_size 0 with data of your own",
                 rule="0 means the tokenizer's size, and there is no tokenizer",
                 consequence="the embedding has no size",
                 nearest="set model.vocab_size to one more than the largest token",
             )
-        return config.model
-    if config.model.vocab_size:
-        check_vocab(config.model.vocab_size, tokenizer.vocab_size)
-        return config.model
-    return replace(config.model, vocab_size=-(-tokenizer.vocab_size // 64) * 64)
+        return given or DEFAULT_BUCKETS
+    needed = _token_ids(config, tokenizer)
+    if given:
+        check_vocab(given, needed)
+    return given or -(-needed // 64) * 64
+
+
+def _token_ids(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """Number of token ids, with that which hides tokens from a masked language model."""
+    masked = config.task.kind == "masked_language_model"
+    return max(tokenizer.vocab_size, tokenizer.mask + 1) if masked else tokenizer.vocab_size
+
+
+def export_facts(config: RunConfig) -> dict[str, Any]:
+    """What the inputs and outputs of the run's model mean, as JSON types; empty for language models and the user's own data."""
+    task = config.task
+    if has_own_data(config) or task.kind in LANGUAGE_MODELS:
+        return {}
+    facts: dict[str, Any] = {"kind": task.kind, "inputs": list(task.inputs), "target": task.target}
+    if task.has_classes:
+        facts["classes"] = list(task.classes)
+    else:
+        facts |= {"target_mean": task.target_mean, "target_std": task.target_std}
+    if task.kind == "image":
+        augment = image_augment(config.image, training=False)
+        facts["image"] = {
+            "size": config.image.size,
+            "color": config.image.color,
+            "center_frac": config.image.center_frac,
+            "mean": list(augment.mean or ()),
+            "std": list(augment.std or ()),
+        }
+    if task.kind == "table":
+        facts["numbers"] = {
+            name: {"mean": mean, "std": std}
+            for name, mean, std in zip(number_columns(task), task.input_mean, task.input_std, strict=True)
+        }
+        facts["categories"] = {"columns": list(task.categories), "buckets": vocab_size(config, None)}
+    return facts
 
 
 def build_trainer(
@@ -146,8 +279,10 @@ def build_trainer(
         DataError: ``model.vocab_size`` is too small for the tokenizer, or is 0 without one.
     """
     build = partial(build_model, config, data.tokenizer)
+    # pretrained values are read when the model is built: it cannot be built without them and filled later
+    deferred = plan.is_model_sharded and not config.model.pretrained
     return Trainer(
-        build if plan.is_model_sharded else build(),
+        build if deferred else build(),
         data.train,
         plan,
         objective=find_objective(config),
@@ -159,8 +294,10 @@ def build_trainer(
         seed=config.run.seed,
         resume=config.run.resume,
         eval_data=data.held_out,
-        metrics=build_metrics(config),
-        transform=_find_component("transform", config, {}) if config.components.transform else None,
+        metrics=build_metrics(config, data),
+        transform=_chained(data.transform, config),
+        pair_transform=data.pair_transform,
+        collate_fn=data.collate_fn,
         loader=config.loader,
         flops_per_token=lambda model: gpt_flops_per_token(model, config.data.seq_len) if isinstance(model, GPT) else 0,
         world=world,
@@ -181,19 +318,59 @@ def gpt_flops_per_token(model: GPT, seq_len: int) -> int:
     )
 
 
+def _chained(transform: Transform | None, config: RunConfig) -> Transform | None:
+    """The task's transform, after the user's own if there is one, which sees the samples as they are read."""
+    if not config.components.transform or has_own_data(config):
+        return transform
+    own: Transform = _find_component("transform", config, {})
+    return own if transform is None else ChainedTransform(first=own, second=transform)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainedTransform:
+    """Two transforms of a sample, one after the other, with the same generator."""
+
+    first: Transform
+    second: Transform
+
+    def __call__(self, sample: Batch, rng: np.random.Generator) -> Batch:
+        return self.second(self.first(sample, rng), rng)
+
+
 def find_objective(config: RunConfig) -> Objective:
-    """The objective of ``components.objective``."""
-    return _find_component("objective", config, OBJECTIVES)
+    """The objective of ``components.objective``; auto is that of the task."""
+    if config.components.objective != AUTO:
+        return _find_component("objective", config, OBJECTIVES)
+    task = config.task
+    if task.kind == "language_model":
+        return OBJECTIVES["next_token"]
+    if task.kind == "masked_language_model" and not config.model.pretrained:
+        return OBJECTIVES["masked_token"]
+    return OBJECTIVES["mean_squared_error" if task.has_numbers else "cross_entropy"]
 
 
-def build_metrics(config: RunConfig) -> dict[str, Metric]:
+def build_metrics(config: RunConfig, data: RunData) -> dict[str, Metric]:
     """Name → metric: built-in ones, entry points (``() -> Metric``), and those of ``components.own_metrics``."""
     metrics: dict[str, Metric] = {}
-    for name in config.components.metrics or (TOKEN_METRICS if config.components.data == TOKENS else ()):
-        metrics[name] = find_metric(name) or _resolve("metrics", "components.metrics", name, METRICS)()
+    scale = config.task.target_std or 1.0
+    for name in config.components.metrics or _default_metrics(config, data):
+        metrics[name] = find_metric(name, scale=scale) or _resolve("metrics", "components.metrics", name, METRICS)()
     if config.components.own_metrics:
         metrics |= _find_component("own_metrics", config, {})(config)
     return metrics
+
+
+def _default_metrics(config: RunConfig, data: RunData) -> tuple[str, ...]:
+    task = config.task
+    if has_own_data(config):
+        return ()
+    if task.kind in LANGUAGE_MODELS:
+        has_bytes = isinstance(data.held_out, TokenWindows) and data.held_out.has_target_bytes
+        return ("bits_per_byte", "accuracy") if has_bytes else ("perplexity", "accuracy")
+    if task.has_numbers:
+        return ("mae", "rmse", "r2")
+    classes = len(task.classes)
+    return ("accuracy", f"f1:{classes}") if classes <= MAX_F1_CLASSES else ("accuracy", "top5")
 
 
 # components.<field> -> the group of entry points that may stand there

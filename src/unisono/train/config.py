@@ -16,9 +16,12 @@ from unisono.models.options import ModelOptions
 from unisono.observe.options import ObserveOptions
 from unisono.optim.options import OptimOptions, ScheduleOptions, schedule_problems
 from unisono.plan.options import PlanOptions
+from unisono.tasks.model_names import MODELS, default_model, unread_settings
+from unisono.tasks.options import LANGUAGE_MODELS, ImageOptions, LoraOptions, TaskOptions, TextOptions, inert_settings
 from unisono.train.options import RunOptions, TrainOptions
 
 Component = str | Callable[..., Any]
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,21 +31,27 @@ class Components:
     Callables come from a Python configuration file only; text can name code, never load it.
     """
 
-    model: Component = option("gpt", "gpt, an entry point, or config -> torch.nn.Module.", python_only=True)
+    model: Component = option(
+        AUTO,
+        "auto = by task; gpt, moe, bert, resnet14 to resnet152, mlp, an entry point, or config -> torch.nn.Module.",
+        python_only=True,
+    )
     objective: Component = option(
-        "next_token",
-        "next_token, masked_token, cross_entropy, mean_squared_error, model_loss (the model's own), a loss of torch.nn, or "
+        AUTO,
+        "auto = by task; next_token, masked_token, cross_entropy, mean_squared_error, model_loss (the model's own), a loss of torch.nn, or "
         "(outputs, batch) -> (loss_sum, weight).",
         python_only=True,
     )
     data: Component = option(
-        "tokens", "tokens, an entry point, or config -> (train, held_out) data sets.", python_only=True
+        AUTO,
+        "auto = data.train, or else data.corpus; an entry point, or config -> (train, held_out) data sets.",
+        python_only=True,
     )
     transform: Component = option("", "Nothing, an entry point, or (sample, rng) -> sample.", python_only=True)
     metrics: tuple[str, ...] = option(
         (),
         "bits_per_byte, perplexity, accuracy, token_accuracy, top<k>, f1 (of class 1), f1:<classes> (macro), mcc, "
-        "mcc:<classes>, auc, confusion:<classes>, spearman:<low>:<high>, or entry points; none = the first and third on tokens.",
+        "mcc:<classes>, auc, confusion:<classes>, mae, rmse, r2, spearman:<low>:<high>, or entry points; none = by task.",
     )
     own_metrics: Component = option("", "Nothing, an entry point, or config -> {name: Metric}.", python_only=True)
 
@@ -54,8 +63,12 @@ class RunConfig:
     Attributes:
         run: Folder, seed and resume mode.
         components: Model, objective, data, transform and metrics: built in, installed or your own.
-        model: Architecture of the built-in model.
-        data: Corpus, tokenizer and windows of the built-in data.
+        task: What is predicted from what.
+        model: Sizes of the built-in model, or a pretrained one.
+        lora: Adapters of a pretrained model.
+        data: Sources of samples, or corpus, tokenizer and windows.
+        image: Decoding and augmentation of images.
+        text: Augmentation of texts.
         loader: Workers, prefetching and last batches.
         plan: Layout of model and batch on the ranks.
         optim: Optimizer, learning rate, decay and clipping.
@@ -68,8 +81,12 @@ class RunConfig:
 
     run: RunOptions = field(default_factory=RunOptions)
     components: Components = field(default_factory=Components)
+    task: TaskOptions = field(default_factory=TaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
     data: DataOptions = field(default_factory=DataOptions)
+    image: ImageOptions = field(default_factory=ImageOptions)
+    text: TextOptions = field(default_factory=TextOptions)
     loader: LoaderOptions = field(default_factory=LoaderOptions)
     plan: PlanOptions = field(default_factory=PlanOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
@@ -85,3 +102,68 @@ class RunConfig:
         """Rules that tie sections together."""
         for name, problem in schedule_problems(self.schedule, self.train.steps):
             yield f"schedule.{name}", problem
+        yield from self._task_problems()
+
+    def _task_problems(self) -> Iterator[tuple[str, Problem]]:
+        """Settings of one task or model beside another."""
+        kind, own_data = self.task.kind, self.components.data not in (AUTO, "tokens")
+        unset = RunConfig
+        for section in ("image", "text"):
+            if kind != section:
+                options = getattr(self, section)
+                acts = dict.fromkeys(type(options).__dataclass_fields__, False)
+                for name, problem in inert_settings(options, type(options)(), acts, f"task.kind {kind!r}"):
+                    yield f"{section}.{name}", problem
+        model = self.components.model
+        if self.model.pretrained:
+            if model != AUTO:
+                yield (
+                    "components.model",
+                    _conflict(f"components.model {model!r}", f"model.pretrained {self.model.pretrained!r}"),
+                )
+            acts = {name: name == "pretrained" for name in type(self.model).__dataclass_fields__}
+            for name, problem in inert_settings(self.model, ModelOptions(), acts, "model.pretrained"):
+                yield f"model.{name}", problem
+        else:
+            name = default_model(kind) if model == AUTO else model
+            if isinstance(name, str) and name in MODELS:
+                for field_name, problem in unread_settings(name, self.model):
+                    yield f"model.{field_name}", problem
+            for name, problem in inert_settings(self.lora, LoraOptions(), {"rank": False}, "no model.pretrained"):
+                yield f"lora.{name}", problem
+        if own_data:
+            for name, problem in inert_settings(
+                self.data, DataOptions(), dict.fromkeys(_SOURCES, False), "components.data of your own"
+            ):
+                yield f"data.{name}", problem
+        elif not self.data.train and kind not in LANGUAGE_MODELS:
+            yield (
+                "data.train",
+                Problem(
+                    given=f"task.kind {kind!r} without data.train",
+                    rule="samples are read from files, folders or addresses",
+                    consequence="there is nothing to train on",
+                    nearest="data.train=ADDRESS, or components.data of your own",
+                ),
+            )
+        elif not self.data.train:
+            for name, problem in inert_settings(self.task, TaskOptions(), {"inputs": False}, "data.corpus"):
+                yield f"task.{name}", problem
+        if self.data.bucket_batches and (self.plan.pp > 1 or self.plan.cp > 1):
+            yield (
+                "data.bucket_batches",
+                _conflict("data.bucket_batches", "plan.pp or plan.cp, which take texts of one length"),
+            )
+
+
+# settings of data that the run opens itself
+_SOURCES = ("train", "eval", "weights", "cache_gib", "bucket_batches")
+
+
+def _conflict(one: str, other: str) -> Problem:
+    return Problem(
+        given=f"{one} with {other}",
+        rule="they exclude each other",
+        consequence="it is unclear which of them is meant",
+        nearest="leave one of them out",
+    )

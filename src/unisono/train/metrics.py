@@ -229,6 +229,40 @@ def spearman(low: float, high: float) -> Metric:
     return Metric(size=SPEARMAN_BINS**2, sums=sums, value=value)
 
 
+def _errors(value: Callable[[list[float]], float]) -> Metric:
+    """A metric of numbers from the sums of |e|, e², t, t² and 1, for errors e and targets t, each times its weight."""
+
+    def sums(outputs: Any, batch: Batch, _loss_sum: Tensor, _weight: Tensor) -> Tensor:
+        entry = find_targets(batch)
+        targets, predictions = entry.double().flatten(), dense_logits(outputs).double().flatten()
+        weights = flat_weights(batch, entry).double()
+        errors = predictions - targets
+        terms = (errors.abs(), errors.square(), targets, targets.square(), torch.ones_like(targets))
+        return torch.stack([(term * weights).sum() for term in terms])
+
+    return Metric(size=5, sums=sums, value=value)
+
+
+def mean_absolute_error(scale: float = 1.0) -> Metric:
+    """Mean of |prediction - target|, times ``scale``, by which targets were divided."""
+    return _errors(lambda total: scale * total[0] / total[4] if total[4] else math.nan)
+
+
+def root_mean_squared_error(scale: float = 1.0) -> Metric:
+    """Root of the mean of (prediction - target)², times ``scale``."""
+    return _errors(lambda total: scale * math.sqrt(total[1] / total[4]) if total[4] else math.nan)
+
+
+def r2() -> Metric:
+    """Share of the targets' variance that the predictions explain; NaN where all targets are equal."""
+
+    def value(total: list[float]) -> float:
+        variance = total[3] - total[2] ** 2 / total[4] if total[4] else 0.0
+        return 1 - total[1] / variance if variance > 0 else math.nan
+
+    return _errors(value)
+
+
 def _check_classes(given: int, classes: int) -> None:
     if given > classes:
         raise DataError(
@@ -249,15 +283,20 @@ METRICS: dict[str, Metric] = {
     "f1": binary_f1(),
     "mcc": matthews(2),
     "auc": auc(),
+    "mae": mean_absolute_error(),
+    "rmse": root_mean_squared_error(),
+    "r2": r2(),
 }
 
 
-def find_metric(name: str) -> Metric | None:
-    """A built-in metric by name; None when the name is not built in.
+def find_metric(name: str, *, scale: float = 1.0) -> Metric | None:
+    """A built-in metric by name; None when the name is not built in. ``scale`` is of mae and rmse.
 
     It is one of METRICS, ``top<k>``, ``f1:<classes>`` (macro), ``mcc:<classes>``, ``confusion:<classes>`` or
     ``spearman:<low>:<high>``.
     """
+    if name in ("mae", "rmse"):
+        return mean_absolute_error(scale) if name == "mae" else root_mean_squared_error(scale)
     if name in METRICS:
         return METRICS[name]
     if name.startswith("top") and name[3:].isdigit() and int(name[3:]) > 0:

@@ -237,7 +237,7 @@ class _StagePasses:
 def input_selector(model: nn.Module) -> Callable[[Batch], dict[str, Tensor]]:
     """Return a function that picks the batch entries named like parameters of ``model.forward``.
 
-    ``tokens`` and ``input_ids`` are the same entry. A forward with one required parameter takes ``inputs``, whatever the
+    ``tokens`` and ``input_ids`` are the same entry; models of transformers find ours under their names (``_TOKEN_NAMES``). A forward with one required parameter takes ``inputs``, whatever the
     parameter is called. A forward with ``**kwargs`` gets all entries, unless the class is of transformers or peft. ``labels`` of
     weight 0 are -100.
 
@@ -279,7 +279,13 @@ def input_selector(model: nn.Module) -> Callable[[Batch], dict[str, Tensor]]:
 
 
 # names of the same entry: of our token data sets and models, and of transformers
-_TOKEN_NAMES = {"tokens": "input_ids", "input_ids": "tokens"}
+_TOKEN_NAMES = {
+    "tokens": "input_ids",
+    "input_ids": "tokens",
+    "attention_mask": "padding",
+    "token_type_ids": "segments",
+    "pixel_values": "image",
+}
 
 
 def _forward_signature(model: nn.Module) -> inspect.Signature:

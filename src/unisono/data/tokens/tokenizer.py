@@ -21,7 +21,9 @@ from unisono.errors import DataError, missing_extra
 BYTES = "bytes"
 
 # Names of the end-of-document token in published tokenizers, most specific first.
-_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+_PADDING_NAMES = ("[PAD]", "<pad>", "<|pad|>")
+_MASK_NAMES = ("[MASK]", "<mask>")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,8 @@ class Tokenizer(Protocol):
         name: Name for messages, as given to ``load_tokenizer``.
         vocab_size: Number of ids, with that of ``end_of_document``.
         end_of_document: Id written after each document.
+        padding: Id that fills up a sample; models are told not to look at it.
+        mask: Id that hides a token from a masked language model; ``vocab_size``, one more id, if there is none of its own.
         fingerprint: Changes whenever the encoding of a text could.
     """
 
@@ -49,10 +53,25 @@ class Tokenizer(Protocol):
     @property
     def end_of_document(self) -> int: ...
     @property
+    def padding(self) -> int: ...
+    @property
+    def mask(self) -> int: ...
+    @property
     def fingerprint(self) -> str: ...
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Token ids of each text, without the end-of-document id."""
+        ...
+
+    def encode_marked(self, texts: Sequence[str], length: int) -> tuple[list[int], list[int]]:
+        """Ids of one text, or of a pair, with special tokens as a model reads them, and 1 for each id of the second.
+
+        There are at most ``length`` ids; the longer text of a pair is cut first.
+        """
+        ...
+
+    def encode_words(self, words: Sequence[str], length: int) -> tuple[list[int], list[int]]:
+        """Ids of the words of one text, with special tokens, and the word of each, -1 for a special token."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -71,11 +90,29 @@ class ByteTokenizer:
     name: str = BYTES
     vocab_size: int = 257
     end_of_document: int = 256
+    padding: int = 256
+    mask: int = 257
     fingerprint: str = "bytes-1"
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         raws = [np.frombuffer(text.encode(), np.uint8) for text in texts]
         return [Encoded(ids=raw.astype(np.uint32), token_bytes=np.ones(raw.size, np.uint32)) for raw in raws]
+
+    def encode_marked(self, texts: Sequence[str], length: int) -> tuple[list[int], list[int]]:
+        """See ``Tokenizer.encode_marked``: the end-of-document id is before each text."""
+        parts = [list(text.encode()) for text in texts]
+        _cut(parts, length - len(parts))
+        marked = [[self.end_of_document, *part] for part in parts]
+        return [i for part in marked for i in part], [second for second, part in enumerate(marked) for _ in part]
+
+    def encode_words(self, words: Sequence[str], length: int) -> tuple[list[int], list[int]]:
+        """See ``Tokenizer.encode_words``: the end-of-document id is first, and a space is before each other word."""
+        ids, word_of = [self.end_of_document], [-1]
+        for number, word in enumerate(words):
+            raw = (b" " if number else b"") + word.encode()
+            ids += raw
+            word_of += [number] * len(raw)
+        return ids[:length], word_of[:length]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -100,6 +137,8 @@ class FileTokenizer:
         self.name = name
         self.vocab_size = max(vocab.values()) + 1
         self.end_of_document = end
+        self.padding = next((vocab[text] for text in _PADDING_NAMES if text in vocab), end)
+        self.mask = next((vocab[text] for text in _MASK_NAMES if text in vocab), self.vocab_size)
         self.fingerprint = fingerprint
         self._backend = backend
 
@@ -110,6 +149,32 @@ class FileTokenizer:
             Encoded(ids=np.array(e.ids, np.uint32), token_bytes=_token_bytes(text, e.offsets))
             for text, e in zip(texts, encodings, strict=True)
         ]
+
+    def encode_marked(self, texts: Sequence[str], length: int) -> tuple[list[int], list[int]]:
+        """See ``Tokenizer.encode_marked``; special tokens are those of the file's post-processor, else as for bytes."""
+        num_special: int = self._backend.num_special_tokens_to_add(len(texts) > 1)
+        if not num_special:
+            parts = [encoded.ids.tolist() for encoded in self.encode(texts)]
+            _cut(parts, length - len(parts))
+            marked = [[self.end_of_document, *part] for part in parts]
+            return [i for part in marked for i in part], [second for second, part in enumerate(marked) for _ in part]
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        for encoding, size in zip(
+            encodings, _cut_sizes([len(e.ids) for e in encodings], length - num_special), strict=True
+        ):
+            encoding.truncate(size)
+        whole = self._backend.post_process(*encodings, add_special_tokens=True)
+        return list(whole.ids), list(whole.type_ids)
+
+    def encode_words(self, words: Sequence[str], length: int) -> tuple[list[int], list[int]]:
+        """See ``Tokenizer.encode_words``."""
+        special = self._backend.num_special_tokens_to_add(False)
+        encoding = self._backend.encode(list(words), is_pretokenized=True, add_special_tokens=False)
+        encoding.truncate(length - max(special, 1))
+        if special:
+            encoding = self._backend.post_process(encoding, add_special_tokens=True)
+        word_of = [-1 if word is None else word for word in encoding.word_ids]
+        return (list(encoding.ids), word_of) if special else ([self.end_of_document, *encoding.ids], [-1, *word_of])
 
     def decode(self, ids: Sequence[int]) -> str:
         text_ids = [int(i) for i in ids if i != self.end_of_document]
@@ -165,6 +230,20 @@ def check_vocab(model_vocab: int, tokenizer_vocab: int) -> None:
             consequence=f"ids {model_vocab}..{tokenizer_vocab - 1} would have no embedding",
             nearest=f"vocab_size {-(-tokenizer_vocab // 64) * 64}, the next multiple of 64",
         )
+
+
+def _cut_sizes(sizes: list[int], room: int) -> list[int]:
+    """Sizes of the parts after the longer one gave up what exceeds ``room`` in sum."""
+    if len(sizes) == 1:
+        return [max(0, min(sizes[0], room))]
+    half = room // 2
+    first = min(sizes[0], max(room - sizes[1], half))
+    return [max(0, first), max(0, min(sizes[1], room - first))]
+
+
+def _cut(parts: list[list[int]], room: int) -> None:
+    for part, size in zip(parts, _cut_sizes([len(part) for part in parts], room), strict=True):
+        del part[size:]
 
 
 def _token_bytes(text: str, offsets: Sequence[tuple[int, int]]) -> NDArray[np.uint32]:

@@ -95,7 +95,7 @@ class TokenWindows:
         self._count = -(-(tokens.num_tokens - 1 - seq_len) // stride) + 1
         self.tokens = tokens
         self._boundaries = boundaries
-        self._target_bytes = target_bytes
+        self.has_target_bytes = target_bytes
         self._ends = np.cumsum([shard.tokens.size for shard in tokens.shards], dtype=np.int64)
         self._grids = [
             _ShardWindows.over(shard, end - shard.tokens.size, seq_len, stride)
@@ -115,7 +115,7 @@ class TokenWindows:
         grid = self._grids[bisect_right(self._firsts, first) - 1]
         if first >= grid.first and last < grid.first + len(grid.windows):
             rows = indices - grid.first
-            batch = grid.read(rows, target_bytes=self._target_bytes)
+            batch = grid.read(rows, target_bytes=self.has_target_bytes)
             edges = grid.edges(rows) if self._boundaries == "mask" else _NONE
         else:
             batch, edges = self._read_across(indices)
@@ -123,7 +123,7 @@ class TokenWindows:
             edges.sort()
             batch["weights"].reshape(-1)[edges] = 0
             batch["positions"], batch["documents"] = _segments(edges, batch["tokens"].shape)
-        if self._target_bytes:
+        if self.has_target_bytes:
             batch["target_bytes"] *= batch["weights"]
         return batch
 
@@ -135,7 +135,7 @@ class TokenWindows:
             "targets": np.empty(shape, np.int64),
             "weights": np.ones(shape, np.float32),
         }
-        if self._target_bytes:
+        if self.has_target_bytes:
             batch["target_bytes"] = np.empty(shape, np.float32)
         edges: list[Ids] = [_NONE]
         alone = np.ones(indices.size, np.bool_)
@@ -145,7 +145,7 @@ class TokenWindows:
             grid = self._grids[number]
             rows = np.flatnonzero((grid_of == number) & (indices < grid.first + len(grid.windows)))
             alone[rows] = False
-            for name, array in grid.read(indices[rows] - grid.first, target_bytes=self._target_bytes).items():
+            for name, array in grid.read(indices[rows] - grid.first, target_bytes=self.has_target_bytes).items():
                 batch[name][rows] = array
             if self._boundaries == "mask":
                 local = grid.edges(indices[rows] - grid.first)
@@ -156,7 +156,7 @@ class TokenWindows:
             stream, sizes, begins = self._assemble(start)
             batch["tokens"][row], batch["targets"][row] = stream[:-1], stream[1:]
             batch["weights"][row, max(0, self.tokens.num_tokens - start - 1) :] = 0
-            if self._target_bytes:
+            if self.has_target_bytes:
                 batch["target_bytes"][row] = sizes[1:]
             edges.append(row * self.seq_len + begins[begins > 0] - 1)
         return batch, np.concatenate(edges)

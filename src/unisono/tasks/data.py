@@ -1,0 +1,460 @@
+"""Data of a task: opens the sources of a configuration, finds out about their columns, and makes training and held-out data.
+
+``resolve_task`` reads the training data once for what a model must know before it is built: names of classes, means and standard
+deviations. Its result stands in the run's configuration, so that evaluation and export need no training data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unisono.data.combined import balancing_weights, bucketed, mapped, mixture, subset, weighted
+from unisono.data.dataset import Batch, Dataset, read_samples
+from unisono.data.loading.sample_cache import cached
+from unisono.data.options import DataOptions
+from unisono.data.sources import open_source
+from unisono.data.text.masking import MaskTokens
+from unisono.data.tokens.packing import PackedWindows
+from unisono.data.tokens.shards import TokenSet, open_tokens
+from unisono.data.tokens.tokenizer import Tokenizer
+from unisono.data.tokens.windows import TokenWindows
+from unisono.errors import ConfigError, DataError
+from unisono.tasks.inputs import (
+    EncodeLine,
+    EncodeRow,
+    EncodeText,
+    EncodeWords,
+    PadBatch,
+    PlaceTargets,
+    Transform,
+    image_augment,
+    image_mixing,
+    text_augment,
+)
+from unisono.tasks.options import LANGUAGE_MODELS, ImageOptions, TaskOptions, TextOptions
+from unisono.tasks.targets import (
+    IGNORED,
+    ClassNumbers,
+    StandardNumber,
+    check_columns,
+    is_text,
+    scan_classes,
+    scan_numbers,
+)
+
+TARGETS = "targets"
+_TARGET_NAMES = (TARGETS, "target", "label", "labels", "tags", "ner_tags")
+_INPUT_NAMES = {
+    "image": ("image", "img", "jpg", "png"),
+    "text": ("text", "sentence", "txt"),
+    "sequence_labelling": ("words", "tokens", "text"),
+    "language_model": ("text", "content", "txt"),
+    "masked_language_model": ("text", "content", "txt"),
+}
+_SPLIT_SEED = 0
+_CHUNK = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskData:
+    """Training and held-out data of a task, and what the loader does with training samples.
+
+    Attributes:
+        train: Samples before ``transform``.
+        held_out: Samples as the model sees them.
+        transform: ``(sample, rng) -> sample`` of training samples, or None.
+        pair_transform: Mixup or CutMix, or None.
+        collate_fn: Stacks samples of different lengths, or None.
+    """
+
+    train: Dataset
+    held_out: Dataset
+    transform: Transform | None = None
+    pair_transform: Callable[..., Any] | None = None
+    collate_fn: Callable[[list[Any]], Batch] | None = None
+
+
+def addresses(given: str | tuple[str, ...]) -> list[str]:
+    """The addresses of a setting that is one or several."""
+    return [given] if isinstance(given, str) and given else list(given)
+
+
+def token_shards(given: str | tuple[str, ...]) -> TokenSet | None:
+    """The token shards at the addresses: ``.bin`` files, globs, or folders of them; None if they are something else."""
+    paths: list[Path] = []
+    for address in addresses(given):
+        path = Path(address).expanduser()
+        found = sorted(path.glob("*.bin")) if path.is_dir() else [Path(match) for match in sorted(glob(str(path)))]
+        if not found or any(file.suffix != ".bin" for file in found):
+            return None
+        paths += found
+    return open_tokens(paths) if paths else None
+
+
+def resolve_task(task: TaskOptions, data: DataOptions) -> TaskOptions:
+    """``task`` with the columns, classes and statistics that it leaves open, of the training data.
+
+    Reads the columns that it needs whole, once. Raises DataError if the data do not fit the task.
+    """
+    if task.kind in LANGUAGE_MODELS:
+        return task
+    first = _first_sample(data)
+    target = task.target or _first_of(_TARGET_NAMES, first, "task.target")
+    if task.kind == "table":
+        inputs = task.inputs or tuple(name for name in first if name != target)
+    else:
+        inputs = task.inputs or (_first_of(_INPUT_NAMES[task.kind], first, "task.inputs"),)
+    check_columns(first, [*inputs, target], f"training data {' '.join(addresses(data.train))}")
+    task = replace(task, target=target, inputs=inputs)
+    several = task.kind == "sequence_labelling"
+    if task.has_classes and not task.classes:
+        named = getattr(_open(data.train, None), "classes", None) if not several else None
+        task = replace(task, classes=tuple(named) if named else scan_classes(_column(data, target), several=several))
+    if task.has_numbers and task.target_mean is None:
+        mean, std, count = scan_numbers(_column(data, target))
+        if not count:
+            raise _no_numbers(target)
+        task = replace(task, target_mean=mean, target_std=std)
+    return _resolve_columns(task, data, first) if task.kind == "table" else task
+
+
+def _resolve_columns(task: TaskOptions, data: DataOptions, first: Batch) -> TaskOptions:
+    """The columns of a table that are categories, and the statistics of the others."""
+    categories = task.categories
+    stray = [name for name in categories if name not in task.inputs]
+    if stray:
+        raise ConfigError(
+            given=f"task.categories with {stray[0]!r}",
+            rule=f"they are some of the inputs {', '.join(task.inputs)}",
+            consequence="the column would not be read",
+            nearest="name it in task.inputs too, or leave it out",
+        )
+    rest = [name for name in task.inputs if name not in categories]
+    if not categories:
+        categories = tuple(name for name in rest if any(is_text(value) for value in _column(data, name)))
+        rest = [name for name in rest if name not in categories]
+    task = replace(task, categories=categories)
+    if task.input_mean:
+        if len(task.input_mean) != len(rest):
+            raise ConfigError(
+                given=f"task.input_mean of {len(task.input_mean)} values for {len(rest)} columns of numbers",
+                rule=f"each of {', '.join(rest)} has a mean and a standard deviation",
+                consequence="the numbers cannot be standardised",
+                nearest="leave task.input_mean and task.input_std out: they are computed",
+            )
+        return task
+    found = [scan_numbers(_column(data, name)) for name in rest]
+    return replace(task, input_mean=tuple(mean for mean, _, _ in found), input_std=tuple(std for _, std, _ in found))
+
+
+def number_columns(task: TaskOptions) -> tuple[str, ...]:
+    """The input columns of a resolved table task that are numbers."""
+    return tuple(name for name in task.inputs if name not in task.categories)
+
+
+def language_data(
+    task: TaskOptions,
+    data: DataOptions,
+    *,
+    tokens: tuple[TokenSet, TokenSet] | None,
+    tokenizer: Tokenizer,
+    places_targets: bool,
+    mask: int,
+    vocab_size: int,
+) -> TaskData:
+    """Data of a language model, or with ``task.kind`` masked_language_model of a masked one.
+
+    Args:
+        task: The task.
+        data: Addresses, lengths and packing.
+        tokens: Training and held-out tokens of a corpus; None reads ``data.train``.
+        tokenizer: Encodes texts.
+        places_targets: The model gives the logits of all tokens, not of the hidden ones only.
+        mask: Id that hides a token.
+        vocab_size: Number of ids, with ``mask``.
+    """
+    masked = task.kind == "masked_language_model"
+    if tokens is None and (shards := token_shards(data.train)) is not None:
+        if masked or shards.vocab_size > tokenizer.vocab_size:
+            _check_same_vocabulary(shards, tokenizer)
+        tokens = shards, (token_shards(data.eval) or shards)
+        same = not data.eval
+    else:
+        same = False
+    if tokens is None:
+        return _lines(task, data, tokenizer, places_targets=places_targets, mask=mask, vocab_size=vocab_size)
+    boundaries = "ignore" if masked else data.boundaries
+    if data.packing == "best_fit":
+        train: Dataset = PackedWindows(tokens[0], seq_len=data.seq_len, boundaries=boundaries, name="train")
+    else:
+        stride = 1 if data.packing == "sliding" else data.seq_len
+        train = TokenWindows(tokens[0], seq_len=data.seq_len, stride=stride, boundaries=boundaries, name="train")
+    # The held-out part is always read as a stream, so that runs of either packing are measured alike.
+    has_bytes = all(shard.token_bytes is not None for shard in tokens[1].shards)
+    held_out: Dataset = TokenWindows(
+        tokens[1],
+        seq_len=data.seq_len,
+        boundaries=boundaries,
+        target_bytes=has_bytes and not masked,
+        name="held-out",
+    )
+    if same:
+        train, held_out = _split_windows(train, held_out, data.eval_frac)
+    if not masked:
+        return TaskData(train=train, held_out=held_out)
+    hide: Transform = MaskTokens(
+        mask_id=mask, vocab_size=vocab_size, rate=task.mask_frac, special=(tokenizer.end_of_document,)
+    )
+    hide = PlaceTargets(before=hide) if places_targets else hide
+    return TaskData(train=train, held_out=mapped(held_out, hide), transform=hide)
+
+
+def _lines(
+    task: TaskOptions, data: DataOptions, tokenizer: Tokenizer, *, places_targets: bool, mask: int, vocab_size: int
+) -> TaskData:
+    """A sample for each text of a column."""
+    first = _first_sample(data)
+    column = task.inputs[0] if task.inputs else _first_of(_INPUT_NAMES[task.kind], first, "task.inputs")
+    check_columns(first, [column], f"training data {' '.join(addresses(data.train))}")
+    fixed = not data.bucket_batches
+    encode: Transform = EncodeLine(tokenizer=tokenizer, length=data.seq_len, fixed=fixed)
+    if task.kind == "masked_language_model":
+        marks, _ = tokenizer.encode_marked([""], data.seq_len)
+        encode = MaskTokens(
+            mask_id=mask,
+            vocab_size=vocab_size,
+            rate=task.mask_frac,
+            special=tuple(sorted({*marks, tokenizer.end_of_document})),
+            before=EncodeText(tokenizer=tokenizer, length=data.seq_len, fixed=fixed, padding_entry="mask"),
+        )
+        encode = PlaceTargets(before=encode) if places_targets else encode
+    parts, held_out = _parts(data, {"text": column})
+    return TaskData(
+        train=_combined([_cached(part, data, len(parts)) for part in parts], data, lengths_of="text"),
+        held_out=mapped(held_out, encode),
+        transform=encode,
+        collate_fn=_collate(data, tokenizer, task),
+    )
+
+
+def predictor_data(
+    task: TaskOptions,
+    data: DataOptions,
+    image: ImageOptions,
+    text: TextOptions,
+    *,
+    tokenizer: Tokenizer | None,
+    integer_padding: bool,
+    buckets: int,
+) -> TaskData:
+    """Data of a resolved task that predicts classes or numbers.
+
+    Args:
+        task: Result of ``resolve_task``.
+        data: Addresses, cache and lengths.
+        image: Decoding and augmentation of images.
+        text: Augmentation of texts.
+        tokenizer: Encodes texts; None for images and tables.
+        integer_padding: See ``EncodeText``.
+        buckets: See ``EncodeRow``.
+    """
+    several = task.kind == "sequence_labelling"
+    names = {"image": ("image",), "text": ("text", "text_pair"), "sequence_labelling": ("words",)}
+    entries = task.inputs if task.kind == "table" else names[task.kind]
+    if len(task.inputs) > len(entries):
+        raise ConfigError(
+            given=f"task.inputs with {len(task.inputs)} columns for task.kind {task.kind!r}",
+            rule=f"it reads {len(entries)} column{'s' if len(entries) > 1 else ''}",
+            consequence="the others would not be read",
+            nearest=f"task.inputs with {len(entries)} of them",
+        )
+    columns = dict(zip(entries, task.inputs, strict=False)) | {TARGETS: task.target}
+    parts, held_out = _parts(data, columns)
+    number_targets: Transform
+    if task.has_classes:
+        number_targets = ClassNumbers(names=task.classes, several=several)
+    else:
+        assert task.target_mean is not None  # resolve_task
+        assert task.target_std is not None
+        number_targets = StandardNumber(mean=task.target_mean, std=task.target_std)
+    parts, held_out = [mapped(part, number_targets) for part in parts], mapped(held_out, number_targets)
+    pair: Callable[..., Any] | None = None
+    if task.kind == "image":
+        from unisono.data.image.transform import ImageTransform
+
+        encode: Transform = ImageTransform(augment=image_augment(image, training=True))
+        held_out = mapped(held_out, ImageTransform(augment=image_augment(image, training=False)))
+        pair = image_mixing(image, len(task.classes)) if task.has_classes else None
+    elif task.kind == "table":
+        encode = EncodeRow(
+            numbers=number_columns(task),
+            mean=task.input_mean,
+            std=task.input_std,
+            categories=task.categories,
+            buckets=buckets,
+        )
+        held_out = mapped(held_out, encode)
+    else:
+        assert tokenizer is not None
+        common: dict[str, Any] = {"tokenizer": tokenizer, "length": data.seq_len, "integer_padding": integer_padding}
+        common["fixed"] = not data.bucket_batches
+        encode = EncodeWords(**common) if several else EncodeText(**common, augment=text_augment(text))
+        held_out = mapped(held_out, EncodeWords(**common) if several else EncodeText(**common))
+    lengths_of = columns.keys() & {"text", "words"}
+    train = _combined(
+        [_cached(part, data, len(parts)) for part in parts],
+        data,
+        balance=task.balance,
+        lengths_of=min(lengths_of) if lengths_of else "",
+    )
+    return TaskData(
+        train=train,
+        held_out=held_out,
+        transform=encode,
+        pair_transform=pair,
+        collate_fn=_collate(data, tokenizer, task) if tokenizer is not None else None,
+    )
+
+
+def _parts(data: DataOptions, columns: dict[str, str]) -> tuple[list[Dataset], Dataset]:
+    """The sources of the training data, and held-out data: ``data.eval``, or a share of the training data drawn at random."""
+    if data.weights:
+        if not data.eval:
+            raise ConfigError(
+                given="data.weights without data.eval",
+                rule="the held-out data of a mixture are given: it is open which of the sources they should be like",
+                consequence="there is nothing to evaluate on",
+                nearest="data.eval=ADDRESS",
+            )
+        return [_open(address, columns) for address in addresses(data.train)], _open(data.eval, columns)
+    train = _open(data.train, columns)
+    if data.eval:
+        return [train], _open(data.eval, columns)
+    held_out = _held_out_numbers(len(train), data.eval_frac)
+    kept = np.setdiff1d(np.arange(len(train)), held_out)
+    return [subset(train, kept)], subset(train, held_out)
+
+
+def _combined(parts: list[Dataset], data: DataOptions, *, lengths_of: str = "", balance: bool = False) -> Dataset:
+    """The parts as one data set, in the order that the options ask for: a mixture, balanced, or by length."""
+    if len(parts) > 1:
+        return mixture(parts, data.weights)
+    (train,) = parts
+    if balance:
+        return weighted(train, balancing_weights([int(sample[TARGETS]) for sample in _scan(train)]))
+    if data.bucket_batches:
+        return bucketed(
+            train,
+            [len(np.asarray(sample[lengths_of])) for sample in _scan(train)],
+            window_batches=data.bucket_batches,
+        )
+    return train
+
+
+def _collate(data: DataOptions, tokenizer: Tokenizer, task: TaskOptions) -> Callable[[list[Any]], Batch] | None:
+    if not data.bucket_batches:
+        return None
+    ignored = task.kind == "sequence_labelling" or task.kind == "masked_language_model"
+    return PadBatch(fillers=(("tokens", tokenizer.padding), (TARGETS, IGNORED if ignored else 0)))
+
+
+def _held_out_numbers(size: int, eval_frac: float) -> Any:
+    if size < 2:
+        raise DataError(
+            given=f"training data of {size} sample and no data.eval",
+            rule="a share of the samples is held out, at least one, and at least one is trained on",
+            consequence="there is nothing to train or to evaluate on",
+            nearest="more data, or data.eval=ADDRESS",
+        )
+    count = min(max(1, round(eval_frac * size)), size - 1)
+    return np.sort(np.random.default_rng(_SPLIT_SEED).permutation(size)[:count])
+
+
+def _split_windows(train: Dataset, held_out: Dataset, eval_frac: float) -> tuple[Dataset, Dataset]:
+    """The last windows are held out: neighbours of a window would tell of it."""
+    cut = len(held_out) - max(1, round(eval_frac * len(held_out)))
+    if cut < 1:
+        raise _no_window(len(held_out))
+    # windows of another packing or stride are as many as they are, so the same share of them is cut off
+    share = max(1, int(len(train) * cut / len(held_out)))
+    return subset(train, np.arange(share)), subset(held_out, np.arange(cut, len(held_out)))
+
+
+def _open(given: str | tuple[str, ...], columns: dict[str, str] | None) -> Dataset:
+    parts = addresses(given)
+    if not parts:
+        raise ConfigError(
+            given="a task without data.train",
+            rule="the data of a task are at data.train: files, folders or addresses",
+            consequence="there is nothing to train on",
+            nearest="data.train=ADDRESS",
+        )
+    return open_source(parts[0] if len(parts) == 1 else parts, columns=columns)
+
+
+def _cached(dataset: Dataset, data: DataOptions, shares: int) -> Dataset:
+    if not data.cache_gib:
+        return dataset
+    return cached(dataset, budget_bytes=int(data.cache_gib * 2**30 / shares), folder=data.cache_dir or None)
+
+
+def _first_sample(data: DataOptions) -> Batch:
+    return read_samples(_open(addresses(data.train)[0] if data.train else "", None), np.zeros(1, np.int64))[0]
+
+
+def _column(data: DataOptions, name: str) -> Iterator[Any]:
+    """All values of a column of the training data."""
+    for address in addresses(data.train):
+        for sample in _scan(_open(address, {TARGETS: name})):
+            yield sample[TARGETS]
+
+
+def _scan(dataset: Dataset) -> Iterator[Batch]:
+    for begin in range(0, len(dataset), _CHUNK):
+        yield from read_samples(dataset, np.arange(begin, min(begin + _CHUNK, len(dataset))))
+
+
+def _first_of(names: Sequence[str], sample: Batch, option: str) -> str:
+    found = next((name for name in names if name in sample), None)
+    if found is None:
+        raise DataError(
+            given=f"training data with the columns {', '.join(map(str, sample))}",
+            rule=f"without {option} the column is one of {', '.join(names)}",
+            consequence="it is unknown which column is meant",
+            nearest=f"{option}=NAME",
+        )
+    return found
+
+
+def _check_same_vocabulary(shards: TokenSet, tokenizer: Tokenizer) -> None:
+    if shards.vocab_size != tokenizer.vocab_size:
+        raise DataError(
+            given=f"token shards of {shards.vocab_size} ids with the tokenizer {tokenizer.name!r} of {tokenizer.vocab_size}",
+            rule="data.tokenizer is the tokenizer that made the shards",
+            consequence="ids would stand for other text",
+            nearest="data.tokenizer=FILE as given to 'unisono data pack'",
+        )
+
+
+def _no_numbers(column: str) -> DataError:
+    return DataError(
+        given=f"the column {column!r} without a finite number",
+        rule="task.predicts number takes numbers",
+        consequence="there is nothing to learn",
+        nearest="task.target=COLUMN of numbers, or task.predicts=class",
+    )
+
+
+def _no_window(count: int) -> DataError:
+    return DataError(
+        given=f"token shards of {count} window and no data.eval",
+        rule="the last windows are held out, at least one, and at least one is trained on",
+        consequence="there is nothing to train or to evaluate on",
+        nearest="more tokens, a smaller data.seq_len, or data.eval=SHARDS",
+    )

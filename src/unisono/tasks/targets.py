@@ -1,0 +1,224 @@
+"""Targets of samples: classes become numbers, numbers are standardised. Both by what the training data show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.dataset import Batch
+from unisono.errors import DataError
+
+# a word without a label of its own; as in torch's cross-entropy it does not count
+IGNORED: Final = -100
+MAX_CLASSES: Final = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassNumbers:
+    """Replaces ``targets``, a name or a number of a class, by the number of the class, int64.
+
+    Attributes:
+        names: Names of the classes in the order of their numbers.
+        several: Whether ``targets`` are the classes of several words: text with a name a line, or integers.
+
+    Raises:
+        DataError: A target is none of the classes.
+    """
+
+    names: tuple[str, ...]
+    several: bool = False
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
+    @cached_property
+    def _are_numbers(self) -> bool:
+        return self.names == tuple(map(str, range(len(self.names))))
+
+    def __call__(self, sample: Batch) -> Batch:
+        value = sample["targets"]
+        names = class_names(value, several=self.several)
+        numbers = np.array([self._number(name) for name in names], np.int64)
+        return {**sample, "targets": numbers if self.several else numbers[0]}
+
+    def _number(self, name: str | int) -> int:
+        if isinstance(name, int):  # a number of a class, whatever the names
+            if 0 <= name < len(self.names) or (name == IGNORED and self.several):
+                return name
+        elif (number := self._numbers.get(name)) is not None:
+            return number
+        raise DataError(
+            given=f"the target {name!r}",
+            rule=f"the classes are the {len(self.names)} of task.classes: {shorten(self.names)}",
+            consequence="the sample has no class",
+            nearest="correct the sample, or list all classes in task.classes",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StandardNumber:
+    """Replaces ``targets``, a number, by (number - mean) / std, float32 []. Raises DataError for what is no finite number."""
+
+    mean: float
+    std: float
+
+    def __call__(self, sample: Batch) -> Batch:
+        value = number(sample["targets"])
+        if not math.isfinite(value):
+            raise DataError(
+                given=f"the target {text_of(sample['targets'])!r}",
+                rule="task.predicts number takes finite numbers",
+                consequence="the sample has no target",
+                nearest="correct or remove the sample, or task.predicts=class",
+            )
+        return {**sample, "targets": np.float32((value - self.mean) / self.std)}
+
+
+def class_names(value: Any, *, several: bool) -> list[str | int]:
+    """The classes that a target holds: text, or integers. One, or with ``several`` one for each word."""
+    array: NDArray[Any] = np.asarray(value)
+    if array.dtype.kind in "US":
+        names: list[Any] = [str(name) for name in array.reshape(-1).tolist()]
+    elif array.dtype == np.uint8 and array.ndim == 1:  # text, as the sources give it
+        text = array.tobytes().decode("utf-8", errors="replace")
+        names = split_words(text) if several else [text]
+    elif array.dtype.kind in "iub" or (array.dtype.kind == "f" and bool((array == np.floor(array)).all())):
+        names = [int(number) for number in array.reshape(-1).tolist()]
+    else:
+        names = []
+    if len(names) == 1 or (several and names):
+        return names
+    raise DataError(
+        given=f"a target {array.dtype}{list(array.shape)}" + (f" with {array.reshape(-1)[0]}" if array.size else ""),
+        rule="a class is one text or one integer" + (", or several for the words of a sample" if several else ""),
+        consequence="the sample has no class",
+        nearest="task.target=COLUMN of the classes, or task.predicts=number",
+    )
+
+
+def scan_classes(values: Iterable[Any], *, several: bool) -> tuple[str, ...]:
+    """Names of all classes in ``values``: texts sorted, or the integers from 0 to the largest. Raises DataError for a mixture."""
+    texts: set[str] = set()
+    largest = -1
+    for value in values:
+        for name in class_names(value, several=several):
+            if isinstance(name, str):
+                texts.add(name)
+            elif name != IGNORED:
+                if not 0 <= name < MAX_CLASSES:
+                    raise _no_classes(f"a class number of {name}", "class numbers begin at 0 and have no large gaps")
+                largest = max(largest, name)
+        if len(texts) > MAX_CLASSES:
+            raise _no_classes(f"more than {MAX_CLASSES} different targets", "a class has several samples")
+    if texts and largest >= 0:
+        raise _no_classes(
+            f"targets such as {min(texts)!r} and targets such as {largest}", "all targets are texts, or all numbers"
+        )
+    names = tuple(sorted(texts)) if texts else tuple(map(str, range(largest + 1)))
+    if len(names) < 2:
+        raise _no_classes(
+            f"training data with {len(names)} classes", "a model learns to tell at least two classes apart"
+        )
+    return names
+
+
+def scan_numbers(values: Iterable[Any]) -> tuple[float, float, int]:
+    """Mean, standard deviation and count of the finite numbers among ``values``, in one pass (Welford 1962).
+
+    The standard deviation of equal numbers is given as 1.
+    """
+    count, mean, squares = 0, 0.0, 0.0
+    for value in values:
+        x = number(value)
+        if not math.isfinite(x):
+            continue
+        count += 1
+        delta = x - mean
+        mean += delta / count
+        squares += delta * (x - mean)
+    std = math.sqrt(squares / count) if count else 0.0
+    return mean, std or 1.0, count
+
+
+def number(value: Any) -> float:
+    """The number that a value of a column holds; NaN for empty text. Raises DataError for other text."""
+    array: NDArray[Any] = np.asarray(value)
+    if (array.dtype == np.uint8 and array.ndim == 1) or array.dtype.kind in "US":
+        text = text_of(array).strip()
+        try:
+            return float(text) if text else math.nan
+        except ValueError:
+            raise DataError(
+                given=f"the text {text!r} in a column of numbers",
+                rule="every value of the column is a number or empty",
+                consequence="the sample has no such number",
+                nearest="correct the value, or name the column in task.categories",
+            ) from None
+    if array.size != 1 or array.dtype.kind not in "iufb":
+        raise DataError(
+            given=f"a value {array.dtype}{list(array.shape)} in a column of numbers",
+            rule="a column of numbers has one number a sample",
+            consequence="the sample has no such number",
+            nearest="task.inputs with the columns of single numbers",
+        )
+    return float(array.reshape(-1)[0])
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value of a column is text that is no number."""
+    array: NDArray[Any] = np.asarray(value)
+    if not ((array.dtype == np.uint8 and array.ndim == 1) or array.dtype.kind in "US"):
+        return False
+    text = text_of(array).strip()
+    try:
+        float(text or "0")
+    except ValueError:
+        return True
+    return False
+
+
+def text_of(value: Any) -> str:
+    """A value of a column as text; sources give text as uint8 [bytes]."""
+    array: NDArray[Any] = np.asarray(value)
+    if array.dtype == np.uint8 and array.ndim == 1:
+        return array.tobytes().decode("utf-8", errors="replace")
+    return str(array.reshape(-1)[0]) if array.size == 1 else str(array.tolist())
+
+
+def split_words(text: str) -> list[str]:
+    """The words of a text: one a line, as sources give a list of strings, or separated by spaces."""
+    return text.split("\n") if "\n" in text else text.split()
+
+
+def shorten(names: Iterable[str], limit: int = 6) -> str:
+    """The first names, and how many more there are."""
+    listed = list(names)
+    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+
+
+def check_columns(sample: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    """Raise DataError if a sample lacks one of the columns ``names``."""
+    absent = [name for name in names if name not in sample]
+    if absent:
+        raise DataError(
+            given=f"{where} without the column {absent[0]!r}",
+            rule=f"its columns are {', '.join(map(str, sample))}",
+            consequence="nothing can be learned without it",
+            nearest="task.inputs and task.target with names of these columns",
+        )
+
+
+def _no_classes(given: str, rule: str) -> DataError:
+    return DataError(
+        given=given,
+        rule=rule,
+        consequence="the classes of the model are not known",
+        nearest="task.target=COLUMN of the classes, task.classes with their names, or task.predicts=number",
+    )
