@@ -38,8 +38,8 @@ class Components:
     )
     objective: Component = option(
         AUTO,
-        "auto = by task; next_token, masked_token, cross_entropy, mean_squared_error, model_loss (the model's own), a loss of torch.nn, or "
-        "(outputs, batch) -> (loss_sum, weight).",
+        "auto = by task; next_token, masked_token, cross_entropy, mean_squared_error, model_loss (the model's own), a loss of "
+        "torch.nn, or (outputs, batch) -> (loss_sum, weight).",
         python_only=True,
     )
     data: Component = option(
@@ -107,7 +107,6 @@ class RunConfig:
     def _task_problems(self) -> Iterator[tuple[str, Problem]]:
         """Settings of one task or model beside another."""
         kind, own_data = self.task.kind, self.components.data not in (AUTO, "tokens")
-        unset = RunConfig
         for section in ("image", "text"):
             if kind != section:
                 options = getattr(self, section)

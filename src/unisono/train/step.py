@@ -237,9 +237,9 @@ class _StagePasses:
 def input_selector(model: nn.Module) -> Callable[[Batch], dict[str, Tensor]]:
     """Return a function that picks the batch entries named like parameters of ``model.forward``.
 
-    ``tokens`` and ``input_ids`` are the same entry; models of transformers find ours under their names (``_TOKEN_NAMES``). A forward with one required parameter takes ``inputs``, whatever the
-    parameter is called. A forward with ``**kwargs`` gets all entries, unless the class is of transformers or peft. ``labels`` of
-    weight 0 are -100.
+    ``tokens`` and ``input_ids`` are the same entry, and models of transformers find our entries under their names. A forward
+    with one required parameter takes ``inputs``, whatever the parameter is called. A forward with ``**kwargs`` gets all entries,
+    unless the class is of transformers or peft. ``labels`` of weight 0 are -100.
 
     The function raises PlanError for a batch without an entry for a parameter that has no default, or without any for forward.
     """
