@@ -30,7 +30,7 @@ class ModelOptions:
     )
     vocab_size: int = option(
         0,
-        "Token ids; 0 = the tokenizer's, rounded up to a multiple of 64. In an mlp the rows of its table of categories; 0 = 4096.",
+        "Token ids; 0 = the tokenizer's, rounded up to a multiple of 64. In an mlp the rows of its table of texts; 0 = 4096.",
         ge=0,
     )
     num_experts: int = option(

@@ -213,7 +213,7 @@ class EncodeRow:
             values = np.array([number(sample[name]) for name in self.numbers], np.float64)
             entries["numbers"] = np.nan_to_num((values - self.mean) / self.std, nan=0.0).astype(np.float32)
         if self.categories:
-            texts = (f"{name}={text_of(sample[name])}" for name in self.categories)
+            texts = (f"{name}={text_of(sample[name])}".encode() for name in self.categories)
             entries["categories"] = np.array(
                 [xxhash.xxh3_64_intdigest(text) % self.buckets for text in texts], np.int64
             )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -79,9 +82,16 @@ def load_pretrained(folder: str, task: TaskOptions, lora: LoraOptions, *, paddin
             "ignore_mismatched_sizes": True,
         }
     try:
-        model: Any = getattr(transformers, class_name).from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype="float32", **settings
-        )
+        with _quiet(transformers):
+            model, loading = getattr(transformers, class_name).from_pretrained(
+                str(path),
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                dtype="float32",
+                output_loading_info=True,
+                **settings,
+            )
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise _unusable(
@@ -89,11 +99,31 @@ def load_pretrained(folder: str, task: TaskOptions, lora: LoraOptions, *, paddin
             f"transformers {transformers.__version__} loads the folder with that class",
             "another task.kind, or the folder of a model for this one",
         ) from error
+    new = sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])})
+    if new:
+        # a new head is what fine-tuning is about; a language model without its own weights is not
+        level = logging.INFO if settings else logging.WARNING
+        logging.getLogger("unisono").log(level, "%s has no weights for %s: they are new", folder, ", ".join(new))
     if padding is not None and getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = padding
     if lora.rank:
         model = _with_adapters(model, lora, peft_task)
     return cast(nn.Module, model)
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Generator[None]:
+    """Without progress bars and reports of transformers, which every rank would print."""
+    log = transformers.utils.logging
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if bars:
+            log.enable_progress_bar()
 
 
 def _with_adapters(model: Any, lora: LoraOptions, peft_task: str | None) -> Any:
