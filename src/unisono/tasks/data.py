@@ -6,18 +6,22 @@ deviations. Its result stands in the run's configuration, so that evaluation and
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from glob import glob
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from unisono.data.combined import balancing_weights, bucketed, mapped, mixture, subset, weighted
 from unisono.data.dataset import Batch, Dataset, read_samples
 from unisono.data.loading.sample_cache import cached
-from unisono.data.options import DataOptions
+from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.sources import open_source
 from unisono.data.text.masking import MaskTokens
 from unisono.data.tokens.packing import PackedWindows
@@ -25,6 +29,7 @@ from unisono.data.tokens.shards import TokenSet, open_tokens
 from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.data.tokens.windows import TokenWindows
 from unisono.errors import ConfigError, DataError
+from unisono.storage.files import write_atomically
 from unisono.tasks.inputs import (
     EncodeLine,
     EncodeRow,
@@ -58,6 +63,8 @@ _INPUT_NAMES = {
     "masked_language_model": ("text", "content", "txt"),
 }
 _SPLIT_SEED = 0
+# changes with what a scan finds, so that results of other versions are not taken
+_SCAN_VERSION = 1
 _CHUNK = 256
 
 
@@ -100,10 +107,25 @@ def token_shards(given: str | tuple[str, ...]) -> TokenSet | None:
 def resolve_task(task: TaskOptions, data: DataOptions) -> TaskOptions:
     """``task`` with the columns, classes and statistics that it leaves open, of the training data.
 
-    Reads the columns that it needs whole, once. Raises DataError if the data do not fit the task.
+    Reads the columns that it needs whole. The result is kept in the cache folder, for other starts with the same data and task.
+    Raises DataError if the data do not fit the task.
     """
     if task.kind in LANGUAGE_MODELS:
         return task
+    known = [_open(address, None).fingerprint for address in addresses(data.train)]
+    digest = xxhash.xxh3_128_hexdigest(repr((_SCAN_VERSION, known, asdict(task))).encode())
+    path = cache_folder(data) / f"columns-{digest}.json"
+    with suppress(OSError, ValueError):  # damaged or not there: read again
+        fields: dict[str, Any] = json.loads(path.read_bytes())
+        return TaskOptions(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+    resolved = _scan_columns(task, data)
+    with suppress(OSError):  # a folder that cannot be written costs only the next start's time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(asdict(resolved)).encode())
+    return resolved
+
+
+def _scan_columns(task: TaskOptions, data: DataOptions) -> TaskOptions:
     first = _first_sample(data)
     target = task.target or _first_of(_TARGET_NAMES, first, "task.target")
     if task.kind == "table":
@@ -401,7 +423,14 @@ def _open(given: str | tuple[str, ...], columns: dict[str, str] | None) -> Datas
 def _cached(dataset: Dataset, data: DataOptions, shares: int) -> Dataset:
     if not data.cache_gib:
         return dataset
-    return cached(dataset, budget_bytes=int(data.cache_gib * 2**30 / shares), folder=data.cache_dir or None)
+    folder = cache_folder(data) / "samples"
+    folder.mkdir(parents=True, exist_ok=True)
+    return cached(dataset, budget_bytes=int(data.cache_gib * 2**30 / shares), folder=folder)
+
+
+def cache_folder(data: DataOptions) -> Path:
+    """Where prepared data is kept."""
+    return Path(data.cache_dir).expanduser() if data.cache_dir else default_cache_dir(os.environ)
 
 
 def _first_sample(data: DataOptions) -> Batch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -218,7 +218,7 @@ class LoraOptions:
         yield from inert_settings(self, LoraOptions(), acts, "lora.rank 0")
 
 
-def inert_settings(options: Any, unset: Any, acts: dict[str, bool], beside: str) -> Iterator[tuple[str, Problem]]:
+def inert_settings(options: Any, unset: Any, acts: Mapping[str, bool], beside: str) -> Iterator[tuple[str, Problem]]:
     """A problem for each field of ``options`` that differs from ``unset`` where ``acts`` says that nothing reads it."""
     for name, is_read in acts.items():
         value = getattr(options, name)
