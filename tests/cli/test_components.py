@@ -119,7 +119,7 @@ def test_a_name_that_is_nearly_an_entry_point(desk: Desk, tmp_path: Path) -> Non
     assert done.code == 2
     assert done.err == problem(
         "components.data = 'line-date'",
-        "it is built in (tokens), an installed entry point of the group 'unisono.datasets' (line-data), or a callable "
+        "it is built in (auto, tokens), an installed entry point of the group 'unisono.datasets' (line-data), or a callable "
         "of a Python file",
         "the run lacks this component, and nothing was started",
         "did you mean 'line-data'?",

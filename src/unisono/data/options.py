@@ -35,26 +35,39 @@ class DataOptions:
     )
     cache_gib: float = option(0.0, "Samples kept on the local disk, in GiB; 0 = none.", acts="data.train", ge=0.0)
     bucket_batches: int = option(
-        0, "Global batches whose texts are regrouped by length, for less padding; 0 = none.", acts="data.train", ge=0
+        0,
+        "Global batches whose texts are regrouped by length, for less padding; 0 = none.",
+        acts="data.train of texts",
+        ge=0,
     )
-    corpus: str = option("stdlib", "stdlib = the running Python's own library source; or a folder or file of text.")
+    corpus: str = option(
+        "stdlib",
+        "stdlib = the running Python's own library source; or a folder or file of text.",
+        acts="a language model without data.train",
+    )
     tokenizer: str = option(
-        "bytes", "bytes = one token per UTF-8 byte; or a Hugging Face tokenizer.json, or its folder."
+        "bytes",
+        "bytes = one token per UTF-8 byte; or a Hugging Face tokenizer.json, or its folder.",
+        acts="tasks of text",
     )
-    seq_len: int = option(256, "Tokens of one sample.", ge=2)
+    seq_len: int = option(256, "Tokens of one sample.", acts="tasks of text", ge=2)
     eval_frac: float = option(
         0.05,
         "Share held out: files of a corpus by hash of their path, samples of data.train at random.",
+        acts="data.eval empty",
         gt=0.0,
         le=0.5,
     )
     boundaries: Literal["mask", "ignore"] = option(
-        "mask", "Several documents in one sample: mask = never predict or attend across them; ignore = one stream."
+        "mask",
+        "Several documents in one sample: mask = never predict or attend across them; ignore = one stream.",
+        acts="task.kind language_model",
     )
     packing: Literal["stream", "sliding", "best_fit"] = option(
         "stream",
         "Training samples: stream = windows side by side; sliding = a window begins at each token, so they overlap; best_fit ="
         " whole documents, some padding.",
+        acts="task.kind language_model or masked_language_model",
     )
     cache_dir: str = option("", "Where prepared data is kept; empty = unisono/ in the user's cache folder.")
 

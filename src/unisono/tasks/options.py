@@ -124,31 +124,57 @@ class TaskOptions:
 class ImageOptions:
     """How images are decoded and augmented (``task.kind`` image)."""
 
-    size: int = option(224, "Height and width of the model's images in pixels.", ge=8)
-    color: Literal["rgb", "gray"] = option("rgb", "rgb = 3 channels, gray = 1.")
+    size: int = option(224, "Height and width of the model's images in pixels.", acts="task.kind image", ge=8)
+    color: Literal["rgb", "gray"] = option("rgb", "rgb = 3 channels, gray = 1.", acts="task.kind image")
     crop: Literal["random", "center"] = option(
-        "random", "Training images: random = a box of random size and place, center = as in evaluation."
+        "random",
+        "Training images: random = a box of random size and place, center = as in evaluation.",
+        acts="task.kind image",
     )
     min_crop_frac: float = option(
-        0.08, "Smallest area of a random crop, as a share of the image.", acts="image.crop random", gt=0.0, le=1.0
+        0.08,
+        "Smallest area of a random crop, as a share of the image.",
+        acts="task.kind image with image.crop random",
+        gt=0.0,
+        le=1.0,
     )
     center_frac: float = option(
-        0.875, "Side of the centre crop, as a share of the image's shorter side.", gt=0.0, le=1.0
+        0.875,
+        "Side of the centre crop, as a share of the image's shorter side.",
+        acts="task.kind image",
+        gt=0.0,
+        le=1.0,
     )
-    flip: float = option(0.5, "Probability of a left-right flip.", ge=0.0, le=1.0)
-    rotate_degrees: float = option(0.0, "Largest random rotation in degrees; 0 = none.", ge=0.0, le=180.0)
+    flip: float = option(0.5, "Probability of a left-right flip.", acts="task.kind image", ge=0.0, le=1.0)
+    rotate_degrees: float = option(
+        0.0, "Largest random rotation in degrees; 0 = none.", acts="task.kind image", ge=0.0, le=180.0
+    )
     jitter: float = option(
-        0.0, "Largest random change of brightness, contrast and saturation; 0 = none.", ge=0.0, le=1.0
+        0.0,
+        "Largest random change of brightness, contrast and saturation; 0 = none.",
+        acts="task.kind image",
+        ge=0.0,
+        le=1.0,
     )
-    erase: float = option(0.0, "Probability that a random box is set to the mean colour.", ge=0.0, le=1.0)
+    erase: float = option(
+        0.0, "Probability that a random box is set to the mean colour.", acts="task.kind image", ge=0.0, le=1.0
+    )
     mixup_alpha: float = option(
-        0.0, "Mixup of two images and their classes with this alpha; 0 = none.", acts="task.predicts class", ge=0.0
+        0.0,
+        "Mixup of two images and their classes with this alpha; 0 = none.",
+        acts="task.kind image with task.predicts class",
+        ge=0.0,
     )
     cutmix_alpha: float = option(
-        0.0, "CutMix of two images and their classes with this alpha; 0 = none.", acts="task.predicts class", ge=0.0
+        0.0,
+        "CutMix of two images and their classes with this alpha; 0 = none.",
+        acts="task.kind image with task.predicts class",
+        ge=0.0,
     )
-    mean: tuple[float, ...] = option((), "Mean of each channel, of 0 to 1; empty = ImageNet's.")
-    std: tuple[float, ...] = option((), "Standard deviation of each channel; empty = ImageNet's.", gt=0.0)
+    mean: tuple[float, ...] = option((), "Mean of each channel, of 0 to 1; empty = ImageNet's.", acts="task.kind image")
+    std: tuple[float, ...] = option(
+        (), "Standard deviation of each channel; empty = ImageNet's.", acts="task.kind image", gt=0.0
+    )
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Problems between two fields, by field name."""
@@ -180,10 +206,14 @@ class ImageOptions:
 class TextOptions:
     """Random edits of training texts (``task.kind`` text), after EDA (Wei and Zou 2019)."""
 
-    synonyms: str = option("", "A .json or .tsv file of synonyms; empty = none.", acts="text.replace above 0")
-    replace: float = option(0.0, "Share of the words that are replaced by a synonym.", ge=0.0, le=1.0)
-    swap: float = option(0.0, "Share of the words that change places.", ge=0.0, le=1.0)
-    delete: float = option(0.0, "Probability that a word is deleted.", ge=0.0, lt=1.0)
+    synonyms: str = option(
+        "", "A .json or .tsv file of synonyms; empty = none.", acts="task.kind text with text.replace above 0"
+    )
+    replace: float = option(
+        0.0, "Share of the words that are replaced by a synonym.", acts="task.kind text", ge=0.0, le=1.0
+    )
+    swap: float = option(0.0, "Share of the words that change places.", acts="task.kind text", ge=0.0, le=1.0)
+    delete: float = option(0.0, "Probability that a word is deleted.", acts="task.kind text", ge=0.0, lt=1.0)
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Problems between two fields, by field name."""

@@ -113,23 +113,25 @@ class RunConfig:
                 acts = dict.fromkeys(type(options).__dataclass_fields__, False)
                 for name, problem in inert_settings(options, type(options)(), acts, f"task.kind {kind!r}"):
                     yield f"{section}.{name}", problem
-        model = self.components.model
-        if self.model.pretrained:
-            if model != AUTO:
-                yield (
-                    "components.model",
-                    _conflict(f"components.model {model!r}", f"model.pretrained {self.model.pretrained!r}"),
-                )
-            acts = {name: name == "pretrained" for name in type(self.model).__dataclass_fields__}
-            for name, problem in inert_settings(self.model, ModelOptions(), acts, "model.pretrained"):
-                yield f"model.{name}", problem
-        else:
-            name = default_model(kind) if model == AUTO else model
-            if isinstance(name, str) and name in MODELS:
-                for field_name, problem in unread_settings(name, self.model):
-                    yield f"model.{field_name}", problem
-            for name, problem in inert_settings(self.lora, LoraOptions(), {"rank": False}, "no model.pretrained"):
-                yield f"lora.{name}", problem
+        if kind == "image" and self.task.predicts == "number":
+            acts = {"mixup_alpha": False, "cutmix_alpha": False}
+            for name, problem in inert_settings(self.image, ImageOptions(), acts, "task.predicts 'number'"):
+                yield f"image.{name}", problem
+        of_text = kind in (*LANGUAGE_MODELS, "text", "sequence_labelling")
+        acts = {
+            "corpus": kind in LANGUAGE_MODELS,
+            "packing": kind in LANGUAGE_MODELS,
+            "boundaries": kind == "language_model",
+            "tokenizer": of_text,
+            "seq_len": of_text,
+            "bucket_batches": of_text,
+        }
+        for name, problem in inert_settings(self.data, DataOptions(), acts, f"task.kind {kind!r}"):
+            yield f"data.{name}", problem
+        acts = {"eval_frac": not self.data.eval}
+        for name, problem in inert_settings(self.data, DataOptions(), acts, "data.eval"):
+            yield f"data.{name}", problem
+        yield from self._model_problems()
         if own_data:
             for name, problem in inert_settings(
                 self.data, DataOptions(), dict.fromkeys(_SOURCES, False), "components.data of your own"
@@ -153,6 +155,26 @@ class RunConfig:
                 "data.bucket_batches",
                 _conflict("data.bucket_batches", "plan.pp or plan.cp, which take texts of one length"),
             )
+
+    def _model_problems(self) -> Iterator[tuple[str, Problem]]:
+        """Settings that the model does not read."""
+        kind, model = self.task.kind, self.components.model
+        if self.model.pretrained:
+            if model != AUTO:
+                yield (
+                    "components.model",
+                    _conflict(f"components.model {model!r}", f"model.pretrained {self.model.pretrained!r}"),
+                )
+            acts = {name: name == "pretrained" for name in type(self.model).__dataclass_fields__}
+            for name, problem in inert_settings(self.model, ModelOptions(), acts, "model.pretrained"):
+                yield f"model.{name}", problem
+        else:
+            name = default_model(kind) if model == AUTO else model
+            if isinstance(name, str) and name in MODELS:
+                for field_name, problem in unread_settings(name, self.model):
+                    yield f"model.{field_name}", problem
+            for name, problem in inert_settings(self.lora, LoraOptions(), {"rank": False}, "no model.pretrained"):
+                yield f"lora.{name}", problem
 
 
 # settings of data that the run opens itself

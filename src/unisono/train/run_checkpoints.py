@@ -171,7 +171,7 @@ def _choose(root: Path, mode: str, world: World, events: EventLog) -> Path | Non
             given=f"resume from {path}, a Hugging Face model folder",
             rule="a run resumes from a checkpoint: weights, optimizer state, schedule and position in the data",
             consequence="nothing was loaded",
-            nearest="a folder checkpoints/step-… of a run; to fine-tune these weights, begin a new run whose model loads them",
+            nearest=f"a folder checkpoints/step-… of a run; to fine-tune these weights, a new run with model.pretrained={path}",
         )
     problems = verify(path)
     if problems:

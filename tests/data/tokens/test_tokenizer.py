@@ -122,7 +122,7 @@ def test_no_end_of_document(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         load_tokenizer(str(path))
     assert str(caught.value) == (
-        f"tokenizer '{path}' has none of the tokens <|endoftext|>, <|end_of_text|>, </s>, <eos>, <|eos|>, [EOS]\n"
+        f"tokenizer '{path}' has none of the tokens <|endoftext|>, <|end_of_text|>, </s>, <eos>, <|eos|>, [EOS], [SEP]\n"
         "  rule: documents are separated by an end-of-document token\n"
         "  so:   the model could not tell where a document ends\n"
         f"  try:  tokenizers.Tokenizer.from_file('{path}'), .add_special_tokens(['<|endoftext|>']), .save"
