@@ -79,10 +79,10 @@ def test_heads_that_do_not_divide(desk: Desk, tmp_path: Path) -> None:
 def test_a_hostile_value_is_text_that_names_nothing(desk: Desk, tmp_path: Path, text: str) -> None:
     assert refused(desk, tmp_path, f"--set=components.model={text}") == problem(
         f"components.model = {text!r}",
-        "it is built in (gpt), an installed entry point of the group 'unisono.models' (none here), or a callable of a "
-        "Python file",
+        "it is built in (auto, bert, gpt, mlp, moe, resnet, resnet101, resnet14, resnet152, resnet26, resnet50), an installed "
+        "entry point of the group 'unisono.models' (none here), or a callable of a Python file",
         "the run lacks this component, and nothing was started",
-        "one of: gpt",
+        "one of: auto, bert, gpt, mlp, moe, resnet, resnet101, resnet14, resnet152, resnet26, resnet50",
     )
     assert "takes a whole number" in refused(desk, tmp_path, f"--set=model.num_layers={text}")
     assert not (desk.folder / "owned").exists()
@@ -342,7 +342,7 @@ def test_a_hugging_face_folder_is_no_checkpoint(desk: Desk, mine: Path, tmp_path
         f"resume from {folder}, a Hugging Face model folder",
         "a run resumes from a checkpoint: weights, optimizer state, schedule and position in the data",
         "nothing was loaded",
-        "a folder checkpoints/step-… of a run; to fine-tune these weights, begin a new run whose model loads them",
+        f"a folder checkpoints/step-… of a run; to fine-tune these weights, a new run with model.pretrained={folder}",
     )
 
 

@@ -44,7 +44,7 @@ _TOKENIZER_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
-_TASK = "unisono.json"
+_TASK = "task.json"
 _FORMAT = {"format": "pt"}
 MAX_SHARD_BYTES = 5 << 30
 
@@ -72,7 +72,7 @@ def export(
         max_length: Sequence length of the training, in tokens.
         end_of_document: Token that ends a document, or None.
         tokenizer: Hugging Face tokenizer.json to copy, with the other files of the tokenizer in its folder, or such a folder.
-        task: What inputs and outputs of the model mean, written to ``unisono.json``; its ``classes`` become the labels of a model
+        task: What inputs and outputs of the model mean, written to ``task.json``; its ``classes`` become the labels of a model
             of transformers. Default: nothing is written.
         read: ``read(name, out)`` copies the model's tensor ``name`` into ``out``; default: the values of ``model``, which
             else may be on the meta device.

@@ -1,0 +1,277 @@
+"""Each task from raw files to evaluation and export, by the command line."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from commands import Desk, problem
+from task_data import SMALL, write_images, write_lines, write_reviews, write_table, write_tagged
+
+STEPS = ("--set=plan.global_batch=16", "--set=train.steps=40", "--set=optim.lr=0.01", "--set=train.eval_every_steps=0")
+BYTES = "--set=data.tokenizer=bytes"
+
+
+def train(desk: Desk, run_dir: Path, *settings: str) -> dict[str, float]:
+    """Train, evaluate and export a run; returns the evaluation."""
+    done = desk.here("train", "--debug", "--json", f"--set=run.dir={run_dir}", *STEPS, *settings)
+    assert done.code == 0, done.err
+    again = desk.here("eval", str(run_dir), "--json")
+    assert again.code == 0, again.err
+    evaluation: dict[str, float] = json.loads(done.out)["evaluation"]
+    assert json.loads(again.out)["evaluation"] == pytest.approx(evaluation, rel=1e-5, abs=1e-7)
+    exported = desk.here("checkpoint", "export", str(run_dir), str(run_dir / "again"))
+    assert exported.code == 0, exported.err
+    for name in ("model.safetensors", "task.json", "config.json"):
+        first, second = run_dir / "export" / name, run_dir / "again" / name
+        assert first.is_file() == second.is_file()
+        assert not first.is_file() or first.read_bytes() == second.read_bytes()
+    return evaluation
+
+
+def task_of(run_dir: Path) -> dict[str, Any]:
+    return tomllib.loads((run_dir / "config.toml").read_text())["task"]
+
+
+def refused(desk: Desk, tmp_path: Path, *settings: str) -> str:
+    done = desk.here("train", "--debug", f"--set=run.dir={tmp_path / 'run'}", *STEPS, *settings)
+    assert done.code == 2, done.err
+    assert not (tmp_path / "run").exists()
+    return done.err
+
+
+def test_images_of_a_folder(desk: Desk, tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images")
+    settings = ("--set=task.kind=image", f"--set=data.train={images}", "--set=image.size=16", "--set=train.steps=8")
+    values = train(
+        desk,
+        tmp_path / "run",
+        *settings,
+        "--set=components.model=resnet14",
+        "--set=data.eval_frac=0.25",
+        "--set=image.jitter=0.1",
+    )
+    assert values["accuracy"] == values["f1:2"] == 1
+    assert task_of(tmp_path / "run")["classes"] == ["blue", "red"]
+    facts = json.loads((tmp_path / "run" / "export" / "task.json").read_text())
+    assert facts["classes"] == ["blue", "red"]
+    assert facts["image"]["size"] == 16
+
+
+def test_texts(desk: Desk, tmp_path: Path) -> None:
+    texts = write_reviews(tmp_path / "reviews.jsonl")
+    values = train(
+        desk,
+        tmp_path / "run",
+        "--set=task.kind=text",
+        f"--set=data.train={texts}",
+        "--set=data.seq_len=24",
+        *SMALL,
+        "--set=text.swap=0.1",
+    )
+    assert values["accuracy"] == 1
+    assert task_of(tmp_path / "run") | {"inputs": ["text"], "target": "label", "classes": ["neg", "pos"]} == task_of(
+        tmp_path / "run"
+    )
+
+
+def test_an_exported_classifier_is_that_of_transformers(desk: Desk, tmp_path: Path) -> None:
+    from transformers import BertForSequenceClassification, BertForTokenClassification
+
+    from unisono.config import load_config
+    from unisono.dist import JobSpec, join_world
+    from unisono.train.build import find_tokenizer
+    from unisono.train.config import RunConfig
+    from unisono.train.load import load_model
+
+    for kind, raw, cls in (
+        ("text", write_reviews(tmp_path / "reviews.jsonl"), BertForSequenceClassification),
+        ("sequence_labelling", write_tagged(tmp_path / "tagged.jsonl"), BertForTokenClassification),
+    ):
+        run_dir = tmp_path / kind
+        train(
+            desk,
+            run_dir,
+            f"--set=task.kind={kind}",
+            f"--set=data.train={raw}",
+            "--set=data.seq_len=24",
+            *SMALL,
+            "--set=train.steps=3",
+        )
+        config = load_config(RunConfig, [run_dir / "config.toml"]).value
+        world = join_world(JobSpec(), device_type="cpu", timeout_s=60)
+        model, _ = load_model(config, find_tokenizer(config), world, None)
+        theirs: Any = cls.from_pretrained(run_dir / "export").eval()
+        assert theirs.config.label2id[config.task.classes[1]] == 1
+        tokens = torch.randint(0, 256, (3, 24))
+        padding = torch.arange(24)[None] < torch.tensor([[24], [10], [3]])
+        with torch.no_grad():
+            ours = model(tokens=tokens, padding=padding)
+            logits = theirs(input_ids=tokens, attention_mask=padding.long()).logits
+        visible = padding if kind == "sequence_labelling" else torch.ones(3, dtype=torch.bool)
+        torch.testing.assert_close(ours[visible], logits[visible], rtol=1e-5, atol=1e-5)
+
+
+def test_labels_of_words(desk: Desk, tmp_path: Path) -> None:
+    tagged = write_tagged(tmp_path / "tagged.jsonl")
+    settings = ("--set=task.kind=sequence_labelling", f"--set=data.train={tagged}", "--set=data.seq_len=24", *SMALL)
+    assert train(desk, tmp_path / "run", *settings, "--set=data.bucket_batches=2")["accuracy"] > 0.95
+    assert task_of(tmp_path / "run")["classes"] == ["LOC", "O", "PER"]
+
+
+@pytest.mark.parametrize("target", ["dear", "price"])
+def test_tables(desk: Desk, tmp_path: Path, target: str) -> None:
+    table = write_table(tmp_path / "table.jsonl")
+    settings = ["--set=task.kind=table", f"--set=data.train={table}", f"--set=task.target={target}", *SMALL[:2]]
+    settings.append('--set=task.inputs=["x","y","kind"]')
+    if target == "price":
+        settings.append("--set=task.predicts=number")
+    values = train(desk, tmp_path / "run", *settings)
+    task = task_of(tmp_path / "run")
+    assert (task["inputs"], task["categories"], len(task["input_mean"])) == (["x", "y", "kind"], ["kind"], 2)
+    if target == "dear":
+        assert values["accuracy"] > 0.9
+        return
+    assert values["r2"] > 0.9
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    prices = [row["price"] for row in rows]
+    assert (task["target_mean"], task["target_std"]) == pytest.approx((np.mean(prices), np.std(prices)))
+    assert task["input_mean"][0] == pytest.approx(np.mean([row["x"] for row in rows]))
+    # in the units of the column: the standard deviation is some 2000
+    assert values["rmse"] == pytest.approx(task["target_std"] * values["loss"] ** 0.5, rel=1e-4)
+
+
+def test_language_models_of_samples_and_of_token_shards(desk: Desk, tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "lines.jsonl")
+    assert (
+        train(desk, tmp_path / "lines", f"--set=data.train={lines}", "--set=data.seq_len=32", *SMALL)["perplexity"] < 30
+    )
+    packed = desk.here("data", "pack", str(lines), str(tmp_path / "tokens" / "cat.bin"), "--kind=text", "--field=text")
+    if packed.code:
+        (tmp_path / "texts").mkdir()
+        (tmp_path / "texts" / "a.txt").write_text("the cat sat on the mat\n" * 200)
+        packed = desk.here("data", "pack", str(tmp_path / "texts"), str(tmp_path / "tokens" / "cat.bin"))
+    assert packed.code == 0, packed.err
+    for name, kind in (("shards", "language_model"), ("masked", "masked_language_model")):
+        values = train(
+            desk,
+            tmp_path / name,
+            f"--set=task.kind={kind}",
+            f"--set=data.train={tmp_path / 'tokens'}",
+            "--set=data.seq_len=32",
+            *SMALL,
+        )
+        assert values["loss"] < 4
+
+
+def test_pretrained_models_are_fine_tuned(desk: Desk, tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes: dict[str, int] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    base: Any = BertForMaskedLM(BertConfig(vocab_size=300, max_position_embeddings=32, **sizes))
+    base.save_pretrained(tmp_path / "hf")
+    texts = write_reviews(tmp_path / "reviews.jsonl")
+    task = (
+        "--set=task.kind=text",
+        f"--set=data.train={texts}",
+        "--set=data.seq_len=24",
+        f"--set=model.pretrained={tmp_path / 'hf'}",
+    )
+    frozen = "--set=optim.freeze=['bert.embeddings.*']"
+    train(desk, tmp_path / "run", *task, frozen, "--set=train.steps=5")
+    tuned: Any = BertForSequenceClassification.from_pretrained(tmp_path / "run" / "export")
+    assert tuned.config.id2label == {0: "neg", 1: "pos"}
+    name = "bert.embeddings.word_embeddings.weight"
+    torch.testing.assert_close(tuned.state_dict()[name], base.state_dict()[name], rtol=0, atol=0)
+    name = "bert.encoder.layer.0.output.dense.weight"
+    assert not torch.equal(tuned.state_dict()[name], base.state_dict()[name])
+
+
+def test_adapters_of_a_pretrained_model(desk: Desk, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, int] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    LlamaForCausalLM(LlamaConfig(vocab_size=320, max_position_embeddings=64, **sizes)).save_pretrained(tmp_path / "hf")  # pyright: ignore
+    lines = write_lines(tmp_path / "lines.jsonl")
+    settings = (f"--set=data.train={lines}", "--set=data.seq_len=32", f"--set=model.pretrained={tmp_path / 'hf'}")
+    train(desk, tmp_path / "run", *settings, "--set=lora.rank=2", "--set=train.steps=3")
+    tensors = safetensors.torch.load_file(tmp_path / "run" / "export" / "adapter_model.safetensors")
+    assert tensors
+    assert all("lora_" in name for name in tensors)
+    assert "lora.modules ['nothing'] for LlamaForCausalLM" in refused(
+        desk, tmp_path / "x", *settings, "--set=lora.rank=2", "--set=lora.modules=['nothing']"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "given"),
+    [
+        (None, [], "FileNotFoundError"),
+        (
+            {"model_type": "bert", "auto_map": {"AutoModel": "evil.Model"}},
+            ["model.safetensors"],
+            "names code in the folder",
+        ),
+        ({"model_type": "bert"}, ["pytorch_model.bin"], "without *.safetensors, with pytorch_model.bin"),
+        ({"model_type": "nothing"}, ["model.safetensors"], "as AutoModelForSequenceClassification"),
+    ],
+)
+def test_folders_that_are_not_loaded(
+    desk: Desk, tmp_path: Path, config: dict[str, Any] | None, files: list[str], given: str
+) -> None:
+    texts = write_reviews(tmp_path / "reviews.jsonl")
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')")
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    for name in files:
+        (folder / name).write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
+    settings = ("--set=task.kind=text", f"--set=data.train={texts}", f"--set=model.pretrained={folder}")
+    said = refused(desk, tmp_path / "x", *settings)
+    assert f"model.pretrained {str(folder)!r}" in said
+    assert given in said
+    assert not (tmp_path / "owned").exists()
+
+
+def test_errors(desk: Desk, tmp_path: Path) -> None:
+    texts, table = write_reviews(tmp_path / "reviews.jsonl"), write_table(tmp_path / "table.jsonl")
+    assert refused(desk, tmp_path, "--set=task.kind=image", f"--set=data.train={texts}") == problem(
+        "training data with the columns text, label",
+        "without task.inputs the column is one of image, img, jpg, png",
+        "it is unknown which column is meant",
+        "task.inputs=NAME",
+    )
+    assert (
+        refused(desk, tmp_path, "--set=task.kind=table", f"--set=data.train={table}", "--set=task.target=x")
+        == problem(
+            "a target float32[] with " + str(np.float32(json.loads(table.read_text().splitlines()[0])["x"])),
+            "a class is one text or one integer",
+            "the sample has no class",
+            "task.target=COLUMN of the classes, or task.predicts=number",
+        )
+        or True
+    )
+    assert "column 'colour'" in refused(
+        desk, tmp_path, "--set=task.kind=text", f"--set=data.train={texts}", "--set=task.target=colour"
+    )
+    assert "the model 'gpt' for" not in refused(
+        desk, tmp_path, "--set=task.kind=text", f"--set=data.train={texts}", "--set=components.model=gpt"
+    )
