@@ -136,8 +136,9 @@ def _scan_columns(task: TaskOptions, data: DataOptions) -> TaskOptions:
     task = replace(task, target=target, inputs=inputs)
     several = task.kind == "sequence_labelling"
     if task.has_classes and not task.classes:
-        named = getattr(_open(data.train, None), "classes", None) if not several else None
-        task = replace(task, classes=tuple(named) if named else scan_classes(_column(data, target), several=several))
+        source = _open(addresses(data.train)[0], None)
+        named: tuple[str, ...] = getattr(source, "classes", ()) if getattr(source, "class_column", "") == target else ()
+        task = replace(task, classes=named or scan_classes(_column(data, target), several=several))
     if task.has_numbers and task.target_mean is None:
         mean, std, count = scan_numbers(_column(data, target))
         if not count:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from glob import glob
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 import xxhash
@@ -38,7 +38,9 @@ def open_source(
 ) -> Dataset:
     """Open training data as a random-access data set; suffix or folder determine the format.
 
-    Strings and bytes become uint8 [bytes], as ``TextTransform`` and ``ImageTransform`` take them.
+    Strings and bytes become uint8 [bytes], as ``TextTransform`` and ``ImageTransform`` take them, and a list of strings one
+    string with a line for each. Where the format names classes, the data set has them as ``classes``, and their column as
+    ``class_column``.
 
     Args:
         address: A file, a glob, a folder of images with a folder per class, or a list of files of one format. ``.rec``
@@ -81,9 +83,14 @@ def open_source(
 
 
 class _RowReader(Protocol):
-    """Rows by number. ``fingerprint`` changes with the files' names, sizes or times of change."""
+    """Rows by number. ``fingerprint`` changes with the files' names, sizes or times of change.
+
+    ``classes`` are the names of the classes of the column ``class_column``, if the format has them.
+    """
 
     fingerprint: str
+    classes: tuple[str, ...]
+    class_column: str
 
     def __len__(self) -> int: ...
     def rows(self, numbers: list[int]) -> list[Row]: ...
@@ -96,6 +103,7 @@ class _Rows(PerSampleDataset):
         self._reader, self._columns = reader, None if columns is None else dict(columns)
         if not len(reader):
             raise _unfit("a source without rows", "a source with at least one row")
+        self.classes, self.class_column = reader.classes, reader.class_column
         self.fingerprint = f"{reader.fingerprint}:{self._columns}"
         self.samples(np.zeros(1, np.int64))  # an unknown column is an error here
 
@@ -128,6 +136,8 @@ class _Selected(PerSampleDataset):
 
 
 class _MindRecordRows:
+    classes, class_column = (), ""
+
     def __init__(self, file: MindRecordFile) -> None:
         self._file = file
         self.fingerprint = _stamp("mindrecord", file.paths)
@@ -141,6 +151,8 @@ class _MindRecordRows:
 
 class _JsonLines:
     """Lines by number, from their offsets, found in one pass over the files: 8 bytes of memory per line."""
+
+    classes, class_column = (), ""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
@@ -167,11 +179,13 @@ class _JsonLines:
 class _ImageFolder:
     """Encoded images and the numbers of their classes, which are sorted by name."""
 
+    class_column = "targets"
+
     def __init__(self, listing: ImageListing) -> None:
         if listing.bad:
             raise _unfit(f"{listing.root}: {listing.bad[0].path}: {listing.bad[0].reason}", "remove or repair it")
         self._listing = listing
-        self.classes = listing.classes
+        self.classes = tuple(listing.classes)
         self.fingerprint = _stamp("images", [listing.root / image.name for image in listing.samples])
 
     def __len__(self) -> int:
@@ -218,6 +232,8 @@ def _sample(row: Row, columns: Mapping[str, str] | None, where: str) -> Batch:
 
 
 def _value(value: Any) -> Any:
+    if isinstance(value, list) and value and all(isinstance(part, str) for part in cast("list[Any]", value)):
+        value = "\n".join(cast("list[str]", value))
     if isinstance(value, str | bytes):
         return np.frombuffer(value.encode() if isinstance(value, str) else value, np.uint8)
     return value
