@@ -42,7 +42,7 @@ from unisono.tasks.inputs import (
     image_mixing,
     text_augment,
 )
-from unisono.tasks.options import LANGUAGE_MODELS, ImageOptions, TaskOptions, TextOptions
+from unisono.tasks.options import LANGUAGE_MODELS, ImageOptions, TaskOptions, TextOptions, updated_task
 from unisono.tasks.targets import (
     IGNORED,
     ClassNumbers,
@@ -116,8 +116,7 @@ def resolve_task(task: TaskOptions, data: DataOptions) -> TaskOptions:
     digest = xxhash.xxh3_128_hexdigest(repr((_SCAN_VERSION, known, asdict(task))).encode())
     path = cache_folder(data) / f"columns-{digest}.json"
     with suppress(OSError, ValueError):  # damaged or not there: read again
-        fields: dict[str, Any] = json.loads(path.read_bytes())
-        return TaskOptions(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+        return updated_task(task, json.loads(path.read_bytes()))
     resolved = _scan_columns(task, data)
     with suppress(OSError):  # a folder that cannot be written costs only the next start's time
         path.parent.mkdir(parents=True, exist_ok=True)

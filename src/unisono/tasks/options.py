@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from unisono.config import option
@@ -118,6 +118,12 @@ class TaskOptions:
                     nearest="as many of both, or neither",
                 ),
             )
+
+
+def updated_task(task: TaskOptions, found: Mapping[str, Any]) -> TaskOptions:
+    """``task`` with the fields ``found``, as JSON has them."""
+    values: dict[str, Any] = dict(found)
+    return replace(task, **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,7 +250,7 @@ class LoraOptions:
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Settings of adapters where there are none, by field name."""
-        acts = dict.fromkeys(("alpha", "dropout", "modules"), self.rank > 0)
+        acts: dict[str, bool] = {name: self.rank > 0 for name in ("alpha", "dropout", "modules")}
         yield from inert_settings(self, LoraOptions(), acts, "lora.rank 0")
 
 

@@ -30,7 +30,7 @@ from unisono.tasks.data import language_data, number_columns, predictor_data, re
 from unisono.tasks.inputs import image_augment
 from unisono.tasks.model_names import MODELS, default_model
 from unisono.tasks.models import build_named
-from unisono.tasks.options import LANGUAGE_MODELS, TaskOptions
+from unisono.tasks.options import LANGUAGE_MODELS, TaskOptions, updated_task
 from unisono.train.config import AUTO, RunConfig
 from unisono.train.metrics import METRICS, Metric, find_metric
 from unisono.train.objectives import OBJECTIVES, Objective
@@ -92,7 +92,7 @@ def resolve_run(resolved: Resolved[RunConfig], world: World) -> Resolved[RunConf
     found = world.broadcast_json(found)
     if not found:
         return resolved
-    task = replace(config.task, **{n: tuple(v) if isinstance(v, list) else v for n, v in found.items()})
+    task = updated_task(config.task, found)
     keys = [f"task.{name}" for name in found]
     return resolved.updated(replace(config, task=task), keys, "data.train")
 
