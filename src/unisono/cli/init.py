@@ -10,6 +10,7 @@ import click
 from unisono.cli.common import every_verb, print_result
 from unisono.config import starter
 from unisono.errors import ConfigError
+from unisono.tasks.starters import TASKS, task_starter
 from unisono.train.config import RunConfig
 
 PYTHON_TEMPLATE = '''\
@@ -37,14 +38,25 @@ def config():
 @click.command("init")
 @click.argument("path", required=False, type=click.Path(dir_okay=False))
 @click.option("--python", "as_python", is_flag=True, help="A Python file with a model and objective of your own.")
+@click.option("--task", type=click.Choice(TASKS), help="A short file for this task, and not every option there is.")
 @every_verb
-def command(path: str | None, as_python: bool, as_json: bool) -> None:
+def command(path: str | None, as_python: bool, task: str | None, as_json: bool) -> None:
     """Write a commented starter configuration to PATH (default run.toml, or run.py with --python).
 
     An existing file is never overwritten.
     """
+    if as_python and task:
+        raise ConfigError(
+            given=f"init --python --task {task}",
+            rule="a task's file is TOML; a Python file brings a model and data of its own",
+            consequence="nothing was written",
+            nearest="one of them",
+        )
     target = Path(path or ("run.py" if as_python else "run.toml"))
-    text = PYTHON_TEMPLATE.replace("{name}", target.name) if as_python else starter(RunConfig)
+    if as_python:
+        text = PYTHON_TEMPLATE.replace("{name}", target.name)
+    else:
+        text = task_starter(task, target.name) if task else starter(RunConfig)
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
