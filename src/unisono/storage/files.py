@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Generator
@@ -61,6 +62,20 @@ def create_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(fd)
+
+
+@contextmanager
+def file_lock(path: Path) -> Generator[bool]:
+    """Hold an exclusive lock on ``path``; yields False if the file system has no locks. The lock ends with the process."""
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            exclusive = True
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            exclusive = False
+        yield exclusive
 
 
 def file_digest(path: Path) -> str:

@@ -112,7 +112,7 @@ def resolve_task(task: TaskOptions, data: DataOptions) -> TaskOptions:
     """
     if task.kind in LANGUAGE_MODELS:
         return task
-    known = [_open(address, None).fingerprint for address in addresses(data.train)]
+    known = [_open(address, None, data).fingerprint for address in addresses(data.train)]
     digest = xxhash.xxh3_128_hexdigest(repr((_SCAN_VERSION, known, asdict(task))).encode())
     path = cache_folder(data) / f"columns-{digest}.json"
     with suppress(OSError, ValueError):  # damaged or not there: read again
@@ -135,7 +135,7 @@ def _scan_columns(task: TaskOptions, data: DataOptions) -> TaskOptions:
     task = replace(task, target=target, inputs=inputs)
     several = task.kind == "sequence_labelling"
     if task.has_classes and not task.classes:
-        source = _open(addresses(data.train)[0], None)
+        source = _open(addresses(data.train)[0], None, data)
         named: tuple[str, ...] = getattr(source, "classes", ()) if getattr(source, "class_column", "") == target else ()
         task = replace(task, classes=named or scan_classes(_column(data, target), several=several))
     if task.has_numbers and task.target_mean is None:
@@ -354,10 +354,10 @@ def _parts(data: DataOptions, columns: dict[str, str]) -> tuple[list[Dataset], D
                 consequence="there is nothing to evaluate on",
                 nearest="data.eval=ADDRESS",
             )
-        return [_open(address, columns) for address in addresses(data.train)], _open(data.eval, columns)
-    train = _open(data.train, columns)
+        return [_open(address, columns, data) for address in addresses(data.train)], _open(data.eval, columns, data)
+    train = _open(data.train, columns, data)
     if data.eval:
-        return [train], _open(data.eval, columns)
+        return [train], _open(data.eval, columns, data)
     held_out = _held_out_numbers(len(train), data.eval_frac)
     kept = np.setdiff1d(np.arange(len(train)), held_out)
     return [subset(train, kept)], subset(train, held_out)
@@ -408,7 +408,7 @@ def _split_windows(train: Dataset, held_out: Dataset, eval_frac: float) -> tuple
     return subset(train, np.arange(share)), subset(held_out, np.arange(cut, len(held_out)))
 
 
-def _open(given: str | tuple[str, ...], columns: dict[str, str] | None) -> Dataset:
+def _open(given: str | tuple[str, ...], columns: dict[str, str] | None, data: DataOptions) -> Dataset:
     parts = addresses(given)
     if not parts:
         raise ConfigError(
@@ -417,7 +417,7 @@ def _open(given: str | tuple[str, ...], columns: dict[str, str] | None) -> Datas
             consequence="there is nothing to train on",
             nearest="data.train=ADDRESS",
         )
-    return open_source(parts[0] if len(parts) == 1 else parts, columns=columns)
+    return open_source(parts[0] if len(parts) == 1 else parts, columns=columns, cache_dir=cache_folder(data))
 
 
 def _cached(dataset: Dataset, data: DataOptions, shares: int) -> Dataset:
@@ -434,13 +434,13 @@ def cache_folder(data: DataOptions) -> Path:
 
 
 def _first_sample(data: DataOptions) -> Batch:
-    return read_samples(_open(addresses(data.train)[0] if data.train else "", None), np.zeros(1, np.int64))[0]
+    return read_samples(_open(addresses(data.train)[0] if data.train else "", None, data), np.zeros(1, np.int64))[0]
 
 
 def _column(data: DataOptions, name: str) -> Iterator[Any]:
     """All values of a column of the training data."""
     for address in addresses(data.train):
-        for sample in _scan(_open(address, {TARGETS: name})):
+        for sample in _scan(_open(address, {TARGETS: name}, data)):
             yield sample[TARGETS]
 
 

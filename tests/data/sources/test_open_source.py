@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +19,119 @@ from unisono.data.sources import open_source
 from unisono.errors import DataError
 
 ORDER = np.array([4, 0, 2, 4])
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_tables_have_the_rows_that_were_written(tmp_path: Path) -> None:
+    """CSV with quoted line ends, Parquet, TAR and Arrow folders: the same rows in any order."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"x": i, "y": i / 2, "text": f'a "{i}",\né'} for i in range(6)]
+    lines = ["x,y,text", *('{},{},"{}"'.format(r["x"], r["y"], str(r["text"]).replace('"', '""')) for r in rows)]
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    write_tar(tmp_path / "a.tar", {f"{r['x']:03d}.json": json.dumps(r).encode() for r in rows})
+    write_arrow_folder(tmp_path / "arrow", table, {"x": {"dtype": "int64", "_type": "Value"}})
+    for name in ("a.csv", "a.parquet", "arrow"):
+        data = open_source(tmp_path / name)
+        samples = data.samples(ORDER)  # type: ignore[attr-defined]
+        assert [int(sample["x"]) for sample in samples] == ORDER.tolist()
+        assert [float(sample["y"]) for sample in samples] == (ORDER / 2).tolist()
+        assert [sample["text"].tobytes().decode() for sample in samples] == [rows[i]["text"] for i in ORDER]
+
+
+def test_a_webdataset(tmp_path: Path) -> None:
+    members = {
+        f"{i:03d}.{ext}": content for i in range(6) for ext, content in (("cls", b"%d" % (i % 2)), ("txt", b"t%d" % i))
+    }
+    write_tar(tmp_path / "a.tar", members)
+    data = open_source(tmp_path / "a.tar", columns={"text": "txt", "targets": "cls"})
+    samples = data.samples(ORDER)  # type: ignore[attr-defined]
+    assert [sample["text"].tobytes() for sample in samples] == [b"t%d" % i for i in ORDER]
+    assert [int(sample["targets"]) for sample in samples] == (ORDER % 2).tolist()
+
+
+def test_classes_of_an_arrow_folder(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    png = {"bytes": b"encoded", "path": None}
+    table = pa.table({"image": [png, png], "label": [1, 0]})
+    names: dict[str, object] = {"names": ["cat", "dog"], "_type": "ClassLabel"}
+    write_arrow_folder(tmp_path / "d" / "train", table, {"image": {"_type": "Image"}, "label": names})
+    data: Any = open_source(tmp_path / "d" / "train")
+    assert (data.classes, data.class_column) == (("cat", "dog"), "label")
+    assert data.samples(np.array([0]))[0]["image"].tobytes() == b"encoded"
+    (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DataError, match="which has the splits train, test"):
+        open_source(tmp_path / "d")
+    (file,) = (tmp_path / "d" / "train").glob("*.arrow")
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(DataError, match="a data set of Hugging Face on disk"):
+        open_source(tmp_path / "d" / "train")
+
+
+def test_changed_files_are_read_again_and_copies_elsewhere_are_the_same_data(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": 2}\n')
+    first = open_source(tmp_path / "a.jsonl").fingerprint
+    (tmp_path / "b.jsonl").write_text('{"x": 1}\n{"x": 2}\n')
+    assert open_source(tmp_path / "b.jsonl").fingerprint == first
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": 3}\n')
+    changed = open_source(tmp_path / "a.jsonl")
+    assert changed.fingerprint != first
+    assert changed.read(np.array([1]))["x"].tolist() == [3]
+
+
+def test_addresses_of_another_filesystem(tmp_path: Path) -> None:
+    import fsspec
+
+    memory: Any = fsspec.filesystem("memory")
+    memory.pipe("/bucket/a/0.jsonl", b'{"x": 1}\n')
+    memory.pipe("/bucket/a/1.jsonl", b'{"x": 2}\n')
+    jpeg = encode_jpeg(np.zeros((16, 16, 3), np.uint8))
+    for name in ("cat/0.jpg", "dog/1.jpg"):
+        memory.pipe(f"/bucket/images/{name}", jpeg)
+    assert len(open_source("memory://bucket/a/0.jsonl")) == 1
+    assert open_source("memory://bucket/a/*.jsonl").read(np.arange(2))["x"].tolist() == [1, 2]
+    images: Any = open_source("memory://bucket/images")
+    assert (len(images), images.classes) == (2, ("cat", "dog"))
+    with TokenWriter(tmp_path, "t", vocab_size=100, end_of_document=99) as writer:
+        writer.add(np.arange(41), np.ones(41, np.uint32))
+    for name in ("t-00000.bin", "t-00000.idx"):
+        memory.pipe(f"/bucket/{name}", (tmp_path / name).read_bytes())
+    tokens = open_source("memory://bucket/t-00000.bin", seq_len=8)
+    assert tokens.read(np.array([1]))["tokens"].tolist() == [list(range(8, 16))]
+    memory.pipe("/bucket/a/0.jsonl", b'{"x": 7, "y": 1}\n')
+    assert open_source("memory://bucket/a/0.jsonl").read(np.arange(1))["x"].tolist() == [7]
+    with pytest.raises(DataError, match="which does not exist"):
+        open_source("memory://bucket/none.csv")
+    with pytest.raises(DataError, match="nothing was opened"):
+        open_source("nothing://bucket/none.csv")
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def write_arrow_folder(folder: Path, table: Any, features: dict[str, object]) -> None:
+    """The layout of ``datasets.Dataset.save_to_disk``."""
+    import pyarrow as pa
+
+    folder.mkdir(parents=True)
+    name = "data-00000-of-00001.arrow"
+    with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}], "_indices_files": None}))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": features}))
 
 
 def test_jsonl_over_several_files(tmp_path: Path) -> None:
@@ -75,13 +191,18 @@ def test_worker_processes_give_the_same_samples(tmp_path: Path) -> None:
 
 
 def test_bad_sources(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": \n')
-    (tmp_path / "a.csv").write_text("x\n1\n")
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n')
+    (tmp_path / "bad.jsonl").write_text('{"x": 1}\n{"x": \n')
+    (tmp_path / "deep.jsonl").write_text('{"x": ' + "[" * 100_000 + "\n")
+    (tmp_path / "a.xls").write_text("x\n1\n")
     with pytest.raises(DataError, match="line 2 at offset 9"):
-        open_source(tmp_path / "a.jsonl").read(np.array([1]))
-    with pytest.raises(DataError, match="column 'y' of row 0"):
+        open_source(tmp_path / "bad.jsonl")
+    assert not list((tmp_path / "cache").rglob("*.rec"))
+    with pytest.raises(DataError, match="line 1 at offset 0"):
+        open_source(tmp_path / "deep.jsonl")
+    with pytest.raises(DataError, match="column 'y' of record 0"):
         open_source(tmp_path / "a.jsonl", columns={"x": "y"})
-    for address, given in (("a.csv", "whose suffix is '.csv'"), ("none.rec", "does not exist")):
+    for address, given in (("a.xls", "whose suffix is '.xls'"), ("none.rec", "does not exist")):
         with pytest.raises(DataError, match=given) as caught:
             open_source(tmp_path / address)
         assert "nothing was opened" in str(caught.value)

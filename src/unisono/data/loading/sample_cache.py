@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import mmap
 import os
@@ -27,6 +26,7 @@ import numpy as np
 import xxhash
 
 from unisono.data.dataset import Batch, Dataset, Ids, MapStyle, PerSampleDataset, as_dataset, read_samples
+from unisono.data.packed_sample import pack_sample, unpack_sample
 from unisono.errors import DataError
 
 _MEMORY: Final = Path("/dev/shm")
@@ -120,13 +120,13 @@ class _SampleStore:
         if offset == 0 or offset + length > self._size:
             return None
         raw = memoryview(self._map)[offset : offset + length].toreadonly()
-        return _unpacked(raw) if xxhash.xxh3_64_intdigest(raw) == digest else None
+        return unpack_sample(raw) if xxhash.xxh3_64_intdigest(raw) == digest else None
 
     def put(self, number: int, sample: Batch) -> None:
         """Add the sample if there is space and it is missing."""
         if self._full:
             return
-        raw = _packed(sample)
+        raw = pack_sample(sample)
         with _exclusive_lock(self._file):
             low = int(self._used[0])
             high = low + -(-len(raw) // _ALIGN) * _ALIGN
@@ -213,24 +213,3 @@ def _try_exclusive(file: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _packed(sample: Batch) -> bytes:
-    head = json.dumps([[name, array.dtype.str, array.shape] for name, array in sample.items()]).encode()
-    parts = [len(head).to_bytes(8, "little"), head]
-    end = 8 + len(head)
-    for array in sample.values():
-        parts += [bytes(-end % _ALIGN), np.ascontiguousarray(array).tobytes()]
-        end += -end % _ALIGN + array.nbytes
-    return b"".join(parts)
-
-
-def _unpacked(raw: memoryview) -> Batch:
-    end = 8 + int.from_bytes(raw[:8], "little")
-    sample: Batch = {}
-    for name, dtype, shape in json.loads(bytes(raw[8:end])):
-        end += -end % _ALIGN
-        count = int(np.prod(shape, dtype=np.int64))
-        sample[name] = np.frombuffer(raw, dtype, count, end).reshape(shape)
-        end += sample[name].nbytes
-    return sample

@@ -15,14 +15,13 @@ the result reports it. The index of packed samples is written beside the shards 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,7 +48,7 @@ from unisono.data.tokens.shards import TokenSet, TokenWriter, open_tokens, shard
 from unisono.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from unisono.errors import DataError
 from unisono.storage.directory import commit_directory
-from unisono.storage.files import write_atomically
+from unisono.storage.files import file_lock, write_atomically
 
 _FORMAT = 1
 _SPLITS = ("train", "eval")
@@ -184,7 +183,7 @@ def _find_or_build(folder: Path, inputs: _Inputs) -> PreparedCorpus:
     if (folder / "set.json").exists():
         with suppress(DataError):  # a damaged folder is opened again, and reported, under the lock
             return _open(folder, inputs, from_cache=True)
-    with _locked(folder.with_suffix(".lock")) as exclusive:
+    with file_lock(folder.with_suffix(".lock")) as exclusive:
         damage = ""
         if folder.exists():
             try:
@@ -201,7 +200,7 @@ def _find_or_build(folder: Path, inputs: _Inputs) -> PreparedCorpus:
 
 def _with_packing(prepared: PreparedCorpus, seq_len: int) -> PreparedCorpus:
     """Write the packing index of the train part and add its statistics to the report."""
-    with _locked(prepared.folder.with_suffix(".lock")):
+    with file_lock(prepared.folder.with_suffix(".lock")):
         damage = pack_tokens(prepared.train, seq_len)
     stats = PackedWindows(prepared.train, seq_len=seq_len).stats
     return replace(
@@ -423,20 +422,6 @@ def _remove(folder: Path) -> None:
     trash = folder.with_name(f"{folder.name}.bad-{secrets.token_hex(4)}")
     folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
-
-
-@contextmanager
-def _locked(path: Path) -> Generator[bool]:
-    """Hold an exclusive lock on ``path``; yields False if the file system has no locks. The lock ends with the process."""
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            exclusive = True
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-            exclusive = False
-        yield exclusive
 
 
 def _damaged(given: str) -> DataError:

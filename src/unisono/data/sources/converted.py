@@ -1,0 +1,89 @@
+"""Random access to rows of any table format: they are copied once, as samples, into a RecordIO file of the cache folder.
+
+CSV, JSON lines, Parquet, webdataset's tar, TFRecord and Hugging Face's Arrow folders are read from front to back. The copy has
+about the size of the data. Later openings, also by other processes, find it by the names, sizes and times of change of the files;
+its fingerprint is of its content, so that a copy of the data elsewhere is the same data.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+import xxhash
+
+from unisono.data.convert.formats.table import Row
+from unisono.data.dataset import Batch, check_sample
+from unisono.data.packed_sample import pack_sample, unpack_sample
+from unisono.data.recordio import RecordDataset, RecordFile, RecordWriter
+from unisono.errors import DataError
+from unisono.storage.files import file_lock, os_reason
+
+_LOG: Final = logging.getLogger("unisono.data")
+_VERSION: Final = 1  # of what becomes of a row
+
+
+def converted(paths: Sequence[Path], rows: Callable[[], Iterator[Row]], cache: Path) -> RecordDataset:
+    """The rows of ``paths`` as a data set with random access.
+
+    Args:
+        paths: The files that the rows are of.
+        rows: Reads all rows, in order; called only if there is no copy.
+        cache: Folder of the copies.
+
+    Raises:
+        DataError: The cache folder cannot be written, there is no row, or ``rows`` raises it.
+    """
+    stamps = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    name = f"rows-{xxhash.xxh3_128_hexdigest(repr((_VERSION, stamps)).encode())}"
+    data = cache / f"{name}.rec"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with file_lock(cache / f"{name}.lock"):
+            if not data.exists():
+                _LOG.info("%s is copied to %s for random access", paths[0], data)
+                _write(data, rows, given=str(paths[0]))
+    except OSError as error:
+        raise DataError(
+            given=f"the cache folder {cache}: {os_reason(error)}",
+            rule="rows that have no random access are copied into a folder this user can write, with room for them",
+            consequence="the data cannot be read in the order of training",
+            nearest=f"data.cache_dir with another folder, or room there ({shutil.disk_usage(cache.anchor).free >> 20} MiB free)",
+        ) from error
+    return RecordDataset([RecordFile(data)], unpack_sample)
+
+
+def sample_of_row(row: Row) -> Batch:
+    """A row as a sample: strings and bytes are uint8 [bytes], and a list of strings is one string with a line for each."""
+    return check_sample({str(name): _value(value) for name, value in row.items()})
+
+
+def _write(path: Path, rows: Callable[[], Iterator[Row]], *, given: str) -> None:
+    with RecordWriter(path, overwrite=True) as writer:
+        for row in rows():
+            writer.write(pack_sample({name: np.asarray(value) for name, value in sample_of_row(row).items()}))
+        if not len(writer):
+            raise DataError(
+                given=f"{given}, which has no rows",
+                rule="training data has at least one row",
+                consequence="nothing was opened",
+                nearest="a source with rows",
+            )
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        parts = cast("list[Any]", value)
+        if parts and all(isinstance(part, str) for part in parts):
+            value = "\n".join(parts)
+        else:
+            return np.asarray(parts)
+    if isinstance(value, str | bytes):
+        return np.frombuffer(value.encode() if isinstance(value, str) else value, np.uint8)
+    if value is None:
+        return np.zeros(0, np.uint8)  # as an empty text: an absent value
+    return value

@@ -1,0 +1,119 @@
+"""Files behind a URL, copied once into the cache folder: ``s3://``, ``gs://``, ``hdfs://`` and any other fsspec filesystem.
+
+A copy is found again by the URL and what the filesystem says of the file's content (ETag, checksum, or size and time).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+from unisono.errors import DataError, missing_extra
+from unisono.storage.files import file_lock, os_reason, sync_folder
+
+_LOG: Final = logging.getLogger("unisono.data")
+_ATTEMPTS: Final = 3
+_SIDECARS: Final = (".idx", ".uidx", ".db")
+
+
+def local_copies(url: str, cache: Path) -> list[Path]:
+    """Local copies of the files at ``url``: one file, those that match a glob, or a folder, which is copied whole.
+
+    Raises:
+        DataError: Nothing is there, or the filesystem or the cache folder cannot be read or written.
+        ExtraError: fsspec, or the package of the filesystem, is not installed.
+    """
+    try:
+        fsspec: Any = importlib.import_module("fsspec")
+    except ImportError as error:
+        raise missing_extra("remote", "fsspec", f"the address {url!r}") from error
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise missing_extra("remote", str(error).split()[-1], f"the address {url!r}") from error
+    except ValueError as error:
+        raise _failed(url, error, "an address such as s3://bucket/file.parquet") from error
+    try:
+        if any(sign in path for sign in "*?["):
+            return [_copy(filesystem, name, cache) for name in sorted(filesystem.glob(path))]
+        if filesystem.isdir(path):
+            names = sorted(filesystem.find(path))
+            base = path.rstrip("/")
+            folder = cache / f"remote-{_digest(filesystem, names)}"
+            for name in names:
+                _copy(filesystem, name, cache, folder / os.path.relpath(name, base))
+            return [folder] if names else []
+        return [_copy(filesystem, path, cache)] if filesystem.exists(path) else []
+    except DataError:
+        raise
+    except Exception as error:  # filesystems raise errors of their own
+        raise _failed(url, error, "the address, credentials in the environment, and the network") from error
+
+
+def _copy(filesystem: Any, name: str, cache: Path, target: Path | None = None) -> Path:
+    """Copy one file, and the indexes beside it where it is copied alone; returns the copy."""
+    if target is None:
+        target = cache / f"remote-{_digest(filesystem, [name])}" / name.rsplit("/", 1)[-1]
+        stem = name.rsplit(".", 1)[0]
+        for beside in (name + ".db", *(stem + suffix for suffix in _SIDECARS)):
+            if beside != name and filesystem.exists(beside):
+                _copy(filesystem, beside, cache, target.parent / beside.rsplit("/", 1)[-1])
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with file_lock(target.with_name(f"{target.name}.lock")):
+            if not target.exists():
+                _download(filesystem, name, target)
+        target.with_name(f"{target.name}.lock").unlink(missing_ok=True)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | PermissionError | ConnectionError | TimeoutError):
+            raise
+        raise DataError(
+            given=f"the cache folder {cache}: {os_reason(error)}",
+            rule="files behind a URL are copied into a folder this user can write, with room for them",
+            consequence="the data cannot be read",
+            nearest="data.cache_dir with another folder, or room there",
+        ) from error
+    return target
+
+
+def _download(filesystem: Any, name: str, target: Path) -> None:
+    """Fetch the file to its place, complete or not at all; a copy of another length is tried again."""
+    size = int(filesystem.info(name)["size"])
+    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        for attempt in range(1, _ATTEMPTS + 1):
+            _LOG.info("%s is copied to %s", name, target)
+            filesystem.get_file(name, str(temporary))
+            if (got := temporary.stat().st_size) == size:
+                break
+            if attempt == _ATTEMPTS:
+                raise _failed(name, OSError(f"{got} of {size} bytes arrived, {_ATTEMPTS} times"), "the network")
+        temporary.rename(target)
+        sync_folder(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _digest(filesystem: Any, names: list[str]) -> str:
+    marks: list[Any] = []
+    for name in names:
+        info: dict[str, Any] = filesystem.info(name)
+        content = info.get("ETag") or info.get("md5Hash") or info.get("crc32c")
+        times = [str(info[key]) for key in ("LastModified", "mtime", "modificationTime", "created") if key in info]
+        marks.append((type(filesystem).__name__, name, info["size"], content or times))
+    return xxhash.xxh3_128_hexdigest(repr(marks).encode())
+
+
+def _failed(url: str, error: BaseException, nearest: str) -> DataError:
+    return DataError(
+        given=f"{url}: {type(error).__name__}: {error}",
+        rule="the data at an address can be listed and read",
+        consequence="nothing was opened",
+        nearest=nearest,
+    )
