@@ -19,6 +19,7 @@ PACKAGES = (
     "unisono.data.convert",
     "unisono.data.convert.pack",
     "unisono.models",
+    "unisono.tasks",
     "unisono.optim",
     "unisono.parallel",
     "unisono.kvstore",

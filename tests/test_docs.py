@@ -19,7 +19,12 @@ from unisono.plan.plan import Plan
 from unisono.train.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "tasks").glob("*.md")),
+]
 
 # folders of a user's run or job, which the repository does not have
 OF_A_RUN = ("runs", "checkpoints", "export")

@@ -1,5 +1,7 @@
 from .bert import BERT as BERT
 from .bert import BertOptions as BertOptions
+from .bert import ClassHead as ClassHead
+from .bert import TokenClassHead as TokenClassHead
 from .gpt import GPT as GPT
 from .layers import RMSNorm as RMSNorm
 from .loss import LazyLogits as LazyLogits
@@ -8,3 +10,5 @@ from .moe import MoE as MoE
 from .options import ModelOptions as ModelOptions
 from .resnet import ResNet as ResNet
 from .resnet import ResNetOptions as ResNetOptions
+from .table import TableNet as TableNet
+from .table import TableOptions as TableOptions
