@@ -44,13 +44,15 @@ environment() {
 }
 
 status=0
-for name in ${*:-mxnet mindspore webdataset}; do
+for name in ${*:-mxnet mindspore webdataset datasets s3}; do
   case $name in
     # MXNet was made for a NumPy that still had names of its own for Python's types
     mxnet) environment mxnet "import numpy; numpy.bool = bool; import mxnet, cv2" \
       "mxnet==1.9.1" "numpy<1.24" "opencv-python-headless==4.7.0.72" ;;
     mindspore) environment mindspore "import mindspore.mindrecord" "mindspore==2.10.0" "numpy<2" ;;
     webdataset) environment webdataset "import webdataset" "webdataset==1.0.2" "numpy" ;;
+    datasets) environment datasets "import datasets" "datasets==5.2.0" "pillow" ;;
+    s3) environment s3 "import s3fs, moto.server" "s3fs==2026.9.0" "moto[server]==5.2.5" ;;
     *) echo "unknown peer: $name" >&2; false ;;
   esac || status=1
 done
