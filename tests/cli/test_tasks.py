@@ -17,6 +17,7 @@ from task_data import SMALL, write_images, write_lines, write_reviews, write_tab
 from unisono.config import load_config
 from unisono.data import Loader
 from unisono.dist import JobSpec, join_world
+from unisono.observe.events import events_path, read_events
 from unisono.train.build import build_data, find_tokenizer, resolve_run
 from unisono.train.config import RunConfig
 from unisono.train.load import load_model
@@ -301,3 +302,37 @@ def test_batches_of_similar_lengths_are_padded_to_their_longest(tmp_path: Path) 
         assert bool((batch["targets"][~batch["padding"]] == -100).all())
     loader.close()
     assert len(set(widths)) > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit"),
+    [("image", "images"), ("table", "samples"), ("language_model", "tokens"), ("sequence_labelling", "samples")],
+)
+def test_throughput_is_named_in_what_is_counted(desk: Desk, tmp_path: Path, kind: str, unit: str) -> None:
+    raw = {
+        "image": lambda: write_images(tmp_path / "images", per_class=4),
+        "table": lambda: write_table(tmp_path / "table.jsonl"),
+        "language_model": lambda: write_lines(tmp_path / "lines.jsonl"),
+        "sequence_labelling": lambda: write_tagged(tmp_path / "tagged.jsonl"),
+    }[kind]()
+    settings = [
+        f"--set=task.kind={kind}",
+        f"--set=data.train={raw}",
+        "--set=plan.global_batch=4",
+        "--set=train.steps=4",
+    ]
+    settings += {
+        "image": ["--set=image.size=16", "--set=components.model=resnet14"],
+        "table": ["--set=task.target=dear", '--set=task.inputs=["x","y","kind"]'],
+    }.get(kind, [*SMALL, "--set=data.seq_len=16"])
+    done = desk.here("train", "--debug", f"--set=run.dir={tmp_path / 'run'}", "--set=observe.console=plain", *settings)
+    assert done.code == 0, done.err
+    last = [event for event in read_events(events_path(tmp_path / "run", 0)).events if event["kind"] == "step"][-1]
+    assert last["unit"] == unit
+    assert f"{unit}/s" in done.out
+    assert f"{unit}_per_s=" in done.out
+    if unit != "tokens":
+        assert "token" not in done.out
+        assert last["perf/tokens_per_s"] * last["perf/step_s"] == pytest.approx(4, rel=0.5)
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert f"{unit}/s, all devices" in report

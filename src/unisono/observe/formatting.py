@@ -14,6 +14,8 @@ from unisono.observe.sanitize import printable
 
 Fields = Mapping[str, Any]
 
+_SHORT: Final = {"tokens": "tok"}
+
 # name in the line, field of a step event, format
 _KEY_VALUES: Final[tuple[tuple[str, str, str], ...]] = (
     ("loss", "train/loss", ".4f"),
@@ -36,15 +38,21 @@ _KEY_VALUES: Final[tuple[tuple[str, str, str], ...]] = (
 )
 
 
+def unit_of(event: Fields) -> str:
+    """What the throughput of a run counts, such as tokens; events of earlier versions do not say."""
+    return str(event.get("unit") or "tokens")
+
+
 def key_value_line(event: Fields) -> str:
     """Format a ``step`` event as ``step=120 steps_total=5000 loss=3.2100 ...``; missing fields are left out."""
+    unit = unit_of(event)
     parts = [f"step={event['step']}"]
     if "steps_total" in event:
         parts.append(f"steps_total={event['steps_total']}")
     for name, field, form in _KEY_VALUES:
         value = number(event.get(field))
-        if value is not None:
-            parts.append(f"{name}={value:{form}}")
+        if value is not None and not (name == "tokens_total" and unit != "tokens"):
+            parts.append(f"{name.replace('tokens', unit)}={value:{form}}")
     return " ".join(parts)
 
 
@@ -91,7 +99,7 @@ def _status_parts(event: Fields) -> Iterator[tuple[int, str]]:
     if (speed := value("perf/tokens_per_s")) is not None:
         device = value("perf/tokens_per_s_device")
         per_device = f" ({short_number(device)}/dev)" if device is not None and device < 0.99 * speed else ""
-        yield 3, f"{short_number(speed)} tok/s{per_device}"
+        yield 3, f"{short_number(speed)} {_SHORT.get(unit := unit_of(event), unit)}/s{per_device}"
     if (mfu := value("perf/mfu")) is not None:
         yield 5, f"mfu {percent(mfu)}"
     elif (measured := value("perf/matmul_ceiling_frac")) is not None:
@@ -358,7 +366,7 @@ def run_verdict(summary: RunSummary) -> str:
     if summary.bits_per_byte is not None:
         parts.append(f"{summary.bits_per_byte:.3f} bits per byte")
     if summary.tokens_per_s is not None:
-        parts.append(f"{short_number(summary.tokens_per_s)} tokens/s")
+        parts.append(f"{short_number(summary.tokens_per_s)} {summary.unit}/s")
     if summary.skipped_steps:
         parts.append(f"{summary.skipped_steps} step{'s' if summary.skipped_steps > 1 else ''} skipped")
     return ", ".join(parts)
@@ -394,7 +402,8 @@ def _speed(summary: RunSummary) -> str:
     if total is not None:
         several = device is not None and device < 0.99 * total
         parts.append(
-            f"{short_number(total)} tokens/s" + (f" ({short_number(device or 0.0)} per device)" if several else "")
+            f"{short_number(total)} {summary.unit}/s"
+            + (f" ({short_number(device or 0.0)} per device)" if several else "")
         )
     if summary.step_s is not None:
         parts.append(f"{short_time(summary.step_s)} per step")

@@ -32,7 +32,7 @@ from unisono.observe.events import (
     number,
     read_events,
 )
-from unisono.observe.formatting import event_message, percent, run_verdict
+from unisono.observe.formatting import event_message, percent, run_verdict, unit_of
 from unisono.observe.report_page import DRAW_SCRIPT, PAGE
 from unisono.observe.run_summary import (
     RunSummary,
@@ -174,15 +174,15 @@ def _figures(summary: RunSummary) -> Iterator[_Figure]:
     for name, value in summary.eval_metrics.items():
         yield _Figure("bits per byte, last eval" if name == "bits_per_byte" else f"{name}, last eval", f"{value:.4g}")
     if summary.tokens_per_s is not None:
-        yield _Figure("tokens/s, all devices", short_number(summary.tokens_per_s))
+        yield _Figure(f"{summary.unit}/s, all devices", short_number(summary.tokens_per_s))
     if summary.tokens_per_s_device is not None:
-        yield _Figure("tokens/s per device", short_number(summary.tokens_per_s_device))
+        yield _Figure(f"{summary.unit}/s per device", short_number(summary.tokens_per_s_device))
     if summary.step_s is not None:
         yield _Figure("per step", short_time(summary.step_s))
     if summary.utilization is not None:
         name, value = summary.utilization
         yield _Figure("MFU" if name == "mfu" else "of the measured matmul ceiling", percent(value))
-    if summary.tokens_total is not None:
+    if summary.tokens_total is not None and summary.unit == "tokens":
         yield _Figure("tokens trained on", short_number(summary.tokens_total))
     if summary.peak_bytes is not None:
         yield _Figure("peak memory, rank 0", format_gib(summary.peak_bytes))
@@ -254,6 +254,7 @@ def _curves(events: Sequence[Event], restarts: Sequence[int]) -> Iterator[dict[s
         if len(curves) == 2 and curves[0][1] == curves[1][1]:  # one device: its rate is the rate of all
             curves = curves[:1]
         if curves:
+            unit = f"{unit_of(steps[-1])}/s" if title == "Throughput" else unit
             data = [_line(name, points) for name, points in curves]
             yield {"id": f"curve{index}", "data": data, "layout": _layout(title, unit, restarts)}
 

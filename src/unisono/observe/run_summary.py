@@ -25,9 +25,10 @@ class RunSummary:
         skipped_steps: Number of steps that the guard skipped.
         train_loss: Loss of the last logged step.
         eval_metrics: Values of the last evaluation by name; empty if there was none.
-        tokens_total: Tokens of all ranks up to the last logged step.
-        tokens_per_s: Tokens per second of all devices, the median over the logged steps.
-        tokens_per_s_device: Tokens per second of one device, the median over the logged steps.
+        unit: What throughput counts: tokens, samples or images.
+        tokens_total: Tokens, or other units of weight, of all ranks up to the last logged step.
+        tokens_per_s: Units per second of all devices, the median over the logged steps.
+        tokens_per_s_device: Units per second of one device, the median over the logged steps.
         step_s: Seconds per step, the median over the logged steps.
         utilization: ``mfu`` or ``matmul_ceiling_frac`` with its median over the logged steps, from 0 to 1.
         peak_bytes: Largest memory in use, in bytes.
@@ -44,6 +45,7 @@ class RunSummary:
     skipped_steps: int
     train_loss: float | None
     eval_metrics: Mapping[str, float]
+    unit: str
     tokens_total: float | None
     tokens_per_s: float | None
     tokens_per_s_device: float | None
@@ -79,6 +81,7 @@ def summarise(events: Sequence[Event]) -> RunSummary:
         skipped_steps=_skipped(history),
         train_loss=losses[-1][1] if losses else None,
         eval_metrics=eval_metrics(evals[-1]) if evals else {},
+        unit=str(last.get("unit") or "tokens"),
         tokens_total=number(last.get("train/tokens_total")),
         tokens_per_s=_median(number(event.get("perf/tokens_per_s")) for event in steps),
         tokens_per_s_device=_median(number(event.get("perf/tokens_per_s_device")) for event in steps),

@@ -25,7 +25,10 @@ from unisono.train.step import GOOD, LOSS, NORM, STOP, WEIGHT, Step
 
 @dataclass(kw_only=True, slots=True)
 class MetricsReader:
-    """Collects steps and reads them ``every`` steps; ``flops_per_token`` 0 means no MFU is shown."""
+    """Collects steps and reads them ``every`` steps; ``flops_per_token`` 0 means no MFU is shown.
+
+    Throughput is in ``unit``: ``samples_per_step`` a step, or if that is 0 the step's weight.
+    """
 
     events: EventLog
     timers: StepTimers
@@ -40,6 +43,8 @@ class MetricsReader:
     comm_stats: CommStats | None
     weight_total: float
     skipped_total: int
+    unit: str
+    samples_per_step: int
     compiling: bool = False  # the next reading contains a step that compiled
     stop_requested: bool = False
     _pending: list[Step] = field(default_factory=list[Step])
@@ -57,8 +62,10 @@ class MetricsReader:
             return
         steps, self._pending = self._pending, []
         rows: list[list[float]] = torch.stack([step.stats for step in steps]).tolist()
-        tokens = round(sum(row[WEIGHT] for row in rows))
-        self.rates.step_done(steps[-1].index, tokens=tokens, steps=len(steps), exclude=self.compiling)
+        counted = (
+            self.samples_per_step * len(steps) if self.samples_per_step else round(sum(row[WEIGHT] for row in rows))
+        )
+        self.rates.step_done(steps[-1].index, tokens=counted, steps=len(steps), exclude=self.compiling)
         self.compiling = False
         split = self.timers.take()
         measured = split.fields() | self._measured()
@@ -70,6 +77,7 @@ class MetricsReader:
             fields = {
                 "step": step.index,
                 "steps_total": self.steps_total,
+                "unit": self.unit,
                 "train/loss": row[LOSS],
                 "train/lr": step.lr,
                 "train/grad_norm": row[NORM],

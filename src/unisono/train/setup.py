@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
-from unisono.data.dataset import TYPE_AND_LENGTH, CollateFn, Dataset, as_dataset, collated
+from unisono.data.dataset import TYPE_AND_LENGTH, CollateFn, Dataset, as_dataset, collated, read_samples
 from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
 from unisono.data.loading.loader import Loader
 from unisono.data.loading.stream_loader import StreamLoader, is_stream
@@ -39,6 +40,7 @@ from unisono.plan.tp_inference import infer_rules, require_rules
 from unisono.plan.tp_trial import pairs_with_extra_parameters, runs_with_shards
 from unisono.plan.validate import validate_plan
 from unisono.train.gradient_sync import local_sgd_config
+from unisono.train.objectives import Objective, masked_token, next_token
 from unisono.train.step import input_selector
 
 
@@ -200,6 +202,18 @@ def find_peak(device: torch.device, plan: Plan, world: World) -> PeakFlops:
         else None
     )
     return PeakFlops(**world.broadcast_json(asdict(peak) if peak else None))
+
+
+def throughput_unit(objective: Objective, data: Any, plan: Plan, flops_per_token: float) -> dict[str, Any]:
+    """What the throughput of a run counts, as ``unit`` and ``samples_per_step`` of ``MetricsReader``.
+
+    Tokens, where the objective's weight counts them or FLOPs are given per token; else samples, which are called images if they
+    have an ``image``.
+    """
+    if flops_per_token or objective in (next_token, masked_token):
+        return {"unit": "tokens", "samples_per_step": 0}
+    first = read_samples(data, np.zeros(1, np.int64))[0] if isinstance(data, Dataset) and len(data) else {}
+    return {"unit": "images" if "image" in first else "samples", "samples_per_step": plan.batch.global_batch}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

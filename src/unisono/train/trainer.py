@@ -54,11 +54,7 @@ from unisono.train.async_worker import open_async_worker, require_random_access
 from unisono.train.comm_stats import ReportsTraffic
 from unisono.train.ema import WeightAverage
 from unisono.train.evaluate import Evaluator
-from unisono.train.gradient_sync import (
-    build_comm_stats,
-    build_gradient_sync,
-    check_train_options,
-)
+from unisono.train.gradient_sync import build_comm_stats, build_gradient_sync, check_train_options
 from unisono.train.guard import StepGuard
 from unisono.train.loop import Result, StepRunner, SyncLoop
 from unisono.train.metrics import Metric
@@ -81,6 +77,7 @@ from unisono.train.setup import (
     read_source,
     report_failure,
     resolve_plan,
+    throughput_unit,
 )
 from unisono.train.state import StageTensors, TrainState, seed_generators
 from unisono.train.step import ForwardBackward, Step, TrainStep, input_selector
@@ -509,6 +506,7 @@ class Trainer:
             weight_total=float(self.state.weight_total),
             skipped_total=int(self.state.guard.skipped),
             compiling=self.plan.backend.compile != "off",
+            **throughput_unit(self._objective, self.data, self._dims.plan, self._flops_per_token),
         )
 
     def _first_micro_batch(self) -> Mapping[str, Tensor]:
