@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import tomllib
 from pathlib import Path
 
 import jsonschema
 import pytest
-from commands import Desk, events_of
+from commands import Desk, events_of, problem
 from safetensors import safe_open
 
+from unisono.checkpoint import list_checkpoints
+from unisono.checkpoint.reader import read_manifest
 from unisono.cli.common import print_json
 
 # --- init ------------------------------------------------------------------------------------------------------------
@@ -83,7 +86,7 @@ def test_the_python_template_trains_and_goes_on_from_its_folder(desk: Desk, tmp_
 def test_eval_repeats_the_number_of_training(desk: Desk, trained: Path) -> None:
     last = [event for event in events_of(trained) if event["kind"] == "eval"][-1]
     same = desk.here("eval", str(trained), "--samples=4", "--json").json
-    assert same.keys() == {"run_dir", "step", "samples", "evaluation"}
+    assert same.keys() == {"run_dir", "step", "samples", "samples_total", "evaluation"}
     assert (same["step"], same["samples"]) == (4, 4)
     assert same["evaluation"] == pytest.approx({k: last[f"eval/{k}"] for k in ("loss", "bits_per_byte", "accuracy")})
     everything = desk.here("eval", str(trained), "--samples=100000", "--json").json
@@ -325,3 +328,43 @@ def test_a_reader_that_leaves_is_no_error(desk: Desk) -> None:
     script += "import sys; sys.argv = ['unisono', 'config', 'schema']; from unisono.cli.main import entry; entry()"
     done = desk.process(python=["-c", script])
     assert (done.code, done.err) == (1, "")
+
+
+def test_the_best_checkpoint_is_evaluated_and_exported(desk: Desk, mine: Path, tmp_path: Path) -> None:
+    folders = {entry.step: entry for entry in list_checkpoints(mine / "checkpoints")}
+    scores = {step: read_manifest(entry.path).score for step, entry in folders.items()}
+    assert len(scores) == 2
+    assert None not in scores.values()
+    best = min(scores, key=lambda step: scores[step] or 0.0)
+    assert desk.here("eval", str(mine), "--best", "--json").json["step"] == best
+    exported = desk.here("checkpoint", "export", str(mine), str(tmp_path / "best"), "--best", "--json")
+    assert exported.json["step"] == best
+    # the best one is damaged: the other is
+    (part,) = sorted(folders[best].path.glob("*.safetensors"))[:1]
+    part.write_bytes(part.read_bytes()[:-4])
+    assert desk.here("eval", str(mine), "--best", "--json").json["step"] == sum(scores) - best
+    assert desk.here("eval", str(mine), "--best", "--checkpoint=x").err == problem(
+        "--checkpoint x with --best", "one checkpoint is chosen", "nothing was loaded", "one of them"
+    )
+
+
+def test_without_a_scored_checkpoint_there_is_no_best(desk: Desk, mine: Path) -> None:
+    for entry in list_checkpoints(mine / "checkpoints"):
+        shutil.rmtree(entry.path)
+    assert desk.here("eval", str(mine), "--best").err == problem(
+        f"the best checkpoint of {mine}",
+        "a checkpoint is compared by its held-out loss, if the run was evaluated at its step",
+        "none of the 0 checkpoints can be chosen",
+        "the newest one, without --best; train.eval_every_steps and checkpoint.every_steps at the same steps",
+    )
+
+
+def test_an_evaluation_says_of_how_many_samples_it_is(desk: Desk, mine: Path) -> None:
+    values = desk.here("eval", str(mine), "--samples=3", "--json").json
+    assert values["samples"] == 3
+    assert values["samples_total"] > 3
+    assert (
+        f"step 4, 3 of {values['samples_total']} held-out samples\n" in desk.here("eval", str(mine), "--samples=3").out
+    )
+    evaluations = [event for event in events_of(mine) if event["kind"] == "eval"]
+    assert {(event["samples"], event["samples_total"]) for event in evaluations} == {(4, values["samples_total"])}

@@ -3,6 +3,7 @@ from .conversion import convert as convert
 from .folder import CheckpointEntry as CheckpointEntry
 from .folder import list_checkpoints as list_checkpoints
 from .folder import quarantine_after as quarantine_after
+from .integrity import find_best as find_best
 from .integrity import find_latest as find_latest
 from .integrity import verify as verify
 from .options import CheckpointOptions as CheckpointOptions

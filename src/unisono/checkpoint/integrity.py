@@ -77,6 +77,32 @@ def find_latest(
     )
 
 
+def find_best(root: Path) -> Path:
+    """The valid committed checkpoint with the lowest score, its held-out loss; the newer of equal ones.
+
+    Raises:
+        CheckpointError: No checkpoint under ``root`` has a score and is valid.
+    """
+    scores: list[tuple[float, int, Path]] = []
+    for entry in list_checkpoints(root):
+        if entry.state == "committed":
+            try:
+                score = sealed_manifest(entry.path).score
+            except (OSError, CheckpointDamage):
+                continue
+            if score is not None:
+                scores.append((score, -entry.step, entry.path))
+    for _, _, path in sorted(scores):
+        if not verify(path):
+            return path
+    raise CheckpointError(
+        given=f"the best checkpoint of {root.parent}",
+        rule="a checkpoint is compared by its held-out loss, if the run was evaluated at its step",
+        consequence=f"none of the {len(list_checkpoints(root))} checkpoints can be chosen",
+        nearest="the newest one, without --best; train.eval_every_steps and checkpoint.every_steps at the same steps",
+    )
+
+
 def _share_of_faults(path: Path, world: World, digests: bool) -> list[str]:
     try:
         manifest = sealed_manifest(path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from unisono.cli.common import RESOLVED, every_verb, load_run, print_result
+from unisono.cli.common import RESOLVED, chosen_checkpoint, every_verb, load_run, print_result, takes_checkpoint
 from unisono.errors import CheckpointError
 
 
@@ -105,7 +105,7 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
 @command.command("export")
 @click.argument("run_dir", default="runs/first")
 @click.argument("target", required=False)
-@click.option("--checkpoint", help="A checkpoint folder instead of the newest good one.")
+@takes_checkpoint
 @click.option(
     "--max-shard-gib",
     type=click.FloatRange(min=0, min_open=True),
@@ -114,12 +114,15 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
     help="Most GiB of tensors in one file; above it there are several, and an index.",
 )
 @every_verb
-def export_model(run_dir: str, target: str | None, checkpoint: str | None, max_shard_gib: float, as_json: bool) -> None:
+def export_model(
+    run_dir: str, target: str | None, checkpoint: str | None, best: bool, max_shard_gib: float, as_json: bool
+) -> None:
     """Write RUN_DIR's newest model as a Hugging Face folder to TARGET (default RUN_DIR/export).
 
     One tensor is in memory at a time; only a model whose construction reads its own values is built whole.
     """
     config = load_run(run_dir).value
+    checkpoint = chosen_checkpoint(run_dir, checkpoint, best=best)
     from unisono.cli.rank import export_run
     from unisono.dist import JobSpec, join_world
     from unisono.train.build import find_tokenizer

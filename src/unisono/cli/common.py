@@ -52,6 +52,33 @@ def takes_config(function: F) -> F:
     )(function)
 
 
+def takes_checkpoint(function: F) -> F:
+    """Decorator that adds ``--checkpoint`` and ``--best``; ``chosen_checkpoint`` reads them."""
+    function = click.option("--best", is_flag=True, help="The checkpoint with the lowest held-out loss.")(function)
+    return click.option("--checkpoint", help="A checkpoint folder instead of the newest good one.")(function)
+
+
+def chosen_checkpoint(run_dir: str, checkpoint: str | None, *, best: bool) -> str | None:
+    """The checkpoint that the options name; None for the newest good one.
+
+    Raises:
+        ConfigError: Both options are given.
+        CheckpointError: No checkpoint can be called the best.
+    """
+    if not best:
+        return checkpoint
+    if checkpoint:
+        raise ConfigError(
+            given=f"--checkpoint {checkpoint} with --best",
+            rule="one checkpoint is chosen",
+            consequence="nothing was loaded",
+            nearest="one of them",
+        )
+    from unisono.checkpoint import find_best
+
+    return str(find_best(Path(run_dir) / "checkpoints"))
+
+
 def log_level() -> str | None:
     """The log level of this command line, for processes that it starts; None if it has none."""
     return click.get_current_context().meta.get(_LEVEL)

@@ -6,17 +6,18 @@ import os
 
 import click
 
-from unisono.cli.common import every_verb, load_run, print_result
+from unisono.cli.common import chosen_checkpoint, every_verb, load_run, print_result, takes_checkpoint
 
 
 @click.command("eval")
 @click.argument("run_dir", default="runs/first")
-@click.option("--checkpoint", help="A checkpoint folder instead of the newest good one.")
+@takes_checkpoint
 @click.option("--samples", type=click.IntRange(min=0), default=0, show_default=True, help="Samples to use; 0 = all.")
 @every_verb
-def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -> None:
+def command(run_dir: str, checkpoint: str | None, best: bool, samples: int, as_json: bool) -> None:
     """Print loss and metrics of RUN_DIR's newest checkpoint on the data held out from training."""
     config = load_run(run_dir).value
+    checkpoint = chosen_checkpoint(run_dir, checkpoint, best=best)
     from unisono.data.dataset import collated
     from unisono.dist import job_from_environ, join_world
     from unisono.plan.options import PlanOptions
@@ -64,6 +65,9 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     if job.rank > 0:
         return
     used = min(samples, len(data.held_out)) or len(data.held_out)
-    result = {"run_dir": run_dir, "step": step, "samples": used, "evaluation": values}
+    total = len(data.held_out)
+    result = {"run_dir": run_dir, "step": step, "samples": used, "samples_total": total, "evaluation": values}
     rows = [f"  {name:<16} {value:.4f}" for name, value in values.items()]
-    print_result(as_json, result, [f"step {step}, {used} held-out samples", *rows])
+    print_result(
+        as_json, result, [f"step {step}, {used}{f' of {total}' if used < total else ''} held-out samples", *rows]
+    )

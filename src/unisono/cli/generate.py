@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from unisono.cli.common import every_verb, load_run, print_result
+from unisono.cli.common import chosen_checkpoint, every_verb, load_run, print_result, takes_checkpoint
 from unisono.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ from unisono.errors import ConfigError
 @click.option(
     "--seed", type=click.IntRange(min=0, max=2**63 - 1), default=0, show_default=True, help="Seed of the sampling."
 )
-@click.option("--checkpoint", help="A checkpoint folder instead of the newest good one.")
+@takes_checkpoint
 @every_verb
 def command(
     run_dir: str,
@@ -31,10 +31,12 @@ def command(
     temperature: float,
     seed: int,
     checkpoint: str | None,
+    best: bool,
     as_json: bool,
 ) -> None:
     """Print text written by RUN_DIR's newest checkpoint."""
     config = load_run(run_dir).value
+    checkpoint = chosen_checkpoint(run_dir, checkpoint, best=best)
     from unisono.cli.rank import write_sample
     from unisono.dist import JobSpec, join_world
     from unisono.models.gpt import GPT

@@ -156,6 +156,8 @@ def _eval(event: Fields) -> str:
         for name, raw in event.items()
         if name.startswith("eval/") and (value := number(raw)) is not None
     ]
+    if (total := event.get("samples_total")) is not None:
+        metrics.append(f"({event.get('samples')} of {total} samples)")
     return " ".join(["eval", f"step={event.get('step', '?')}", *metrics])
 
 

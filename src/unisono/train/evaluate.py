@@ -111,7 +111,10 @@ class Evaluator:
                 data_rank=self.data_rank,
                 limit=self.options.num_eval_samples,
             )
-        self.events.emit("eval", step=self.state.step, **{f"eval/{name}": value for name, value in values.items()})
+        limit, total = self.options.num_eval_samples, len(chosen)
+        part = {"samples": limit, "samples_total": total} if 0 < limit < total else {}
+        numbers = {f"eval/{name}": value for name, value in values.items()}
+        self.events.emit("eval", step=self.state.step, **part, **numbers)
         if data is None:
             self.values, self.evaluated_step = values, self.state.step
             self.state.learning_rates.after_evaluation(values["loss"])
