@@ -93,7 +93,7 @@ def test_eval_repeats_the_number_of_training(desk: Desk, trained: Path) -> None:
     assert everything["samples"] == desk.here("eval", str(trained), "--json").json["samples"] > 4
     text = desk.here("eval", str(trained), "--samples=4", "--log-level=error")
     assert text.code == 0
-    assert text.out.splitlines()[0] == "step 4, 4 held-out samples"
+    assert text.out.splitlines()[0] == "step 4, 4 of 33 held-out samples"
     assert text.out.splitlines()[1] == f"  loss             {same['evaluation']['loss']:.4f}"
 
 
