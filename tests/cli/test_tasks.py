@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from commands import Desk, problem
+from commands import Desk, losses_of, problem
 from task_data import SMALL, write_images, write_lines, write_reviews, write_table, write_tagged
 
 from unisono.config import load_config
@@ -167,6 +167,61 @@ def test_language_models_of_samples_and_of_token_shards(desk: Desk, tmp_path: Pa
             *SMALL,
         )
         assert values["loss"] < 4
+
+
+def test_token_shards_are_mixed_and_refuse_what_they_do_not_have(desk: Desk, tmp_path: Path) -> None:
+    for name, text in (("a", "aaaa"), ("b", "bbbb")):
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}.txt").write_text(f"{text}\n" * 400)
+        assert (
+            desk.here("data", "pack", str(tmp_path / f"{name}.txt"), str(tmp_path / name / "t.bin"), "--kind=text").code
+            == 0
+        )
+    both = [f"data.train=['{tmp_path / 'a'}','{tmp_path / 'b'}']", "data.seq_len=16", f"data.cache_dir={tmp_path}"]
+    config = load_config(RunConfig, overrides=[*both, "data.weights=[1,3]", f"data.eval={tmp_path / 'b'}"]).value
+    data = build_data(config)
+    loader = Loader(data.train, seed=0, global_batch=16, micro_batch=16, rank=0, world_size=1)
+    firsts = [int(row[2]) for step in loader.iterate(0, 8) for row in step.micro_batches[0]["tokens"]]
+    loader.close()
+    share = sum(token == ord("b") for token in firsts) / sum(token in (ord("a"), ord("b")) for token in firsts)
+    assert share == pytest.approx(0.75, abs=0.05)
+    shards = f"--set=data.train={tmp_path / 'a'}"
+    for setting in ("data.cache_gib=1", "data.bucket_batches=4", "task.inputs=['text']"):
+        said = refused(desk, tmp_path, shards, f"--set={setting}")
+        assert f"{setting.partition('=')[0]} " in said
+        assert "with token shards" in said
+    (tmp_path / "c.jsonl").write_text('{"text": "x"}\n')
+    assert "training and held-out data are of one kind" in refused(
+        desk, tmp_path, shards, f"--set=data.eval={tmp_path / 'c.jsonl'}"
+    )
+
+
+def test_a_run_of_a_task_resumes(desk: Desk, tmp_path: Path) -> None:
+    texts = write_reviews(tmp_path / "reviews.jsonl")
+    settings = (
+        "--set=task.kind=text",
+        f"--set=data.train={texts}",
+        "--set=data.seq_len=24",
+        *SMALL,
+        "--set=text.swap=0.1",
+    )
+    for name, lengths in (("whole", [12]), ("parts", [6, 12])):
+        for steps in lengths:
+            done = desk.here(
+                "train",
+                "--debug",
+                f"--set=run.dir={tmp_path / name}",
+                *STEPS,
+                *settings,
+                "--set=schedule.kind=constant",
+                f"--set=train.steps={steps}",
+            )
+            assert done.code == 0, done.err
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "whole")
+    for name in ("model.safetensors", "task.json"):
+        assert (tmp_path / "parts" / "export" / name).read_bytes() == (
+            tmp_path / "whole" / "export" / name
+        ).read_bytes()
 
 
 def test_pretrained_models_are_fine_tuned(desk: Desk, tmp_path: Path) -> None:

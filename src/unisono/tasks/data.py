@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from unisono.data.combined import balancing_weights, bucketed, mapped, mixture, 
 from unisono.data.dataset import Batch, Dataset, read_samples
 from unisono.data.loading.sample_cache import cached
 from unisono.data.options import DataOptions, default_cache_dir
-from unisono.data.sources import open_source
+from unisono.data.sources import open_source, source_paths
 from unisono.data.text.masking import MaskTokens
 from unisono.data.tokens.packing import PackedWindows
 from unisono.data.tokens.shards import TokenSet, open_tokens
@@ -92,15 +91,15 @@ def addresses(given: str | tuple[str, ...]) -> list[str]:
     return [given] if isinstance(given, str) and given else list(given)
 
 
-def token_shards(given: str | tuple[str, ...]) -> TokenSet | None:
+def token_shards(given: str | tuple[str, ...], data: DataOptions) -> TokenSet | None:
     """The token shards at the addresses: ``.bin`` files, globs, or folders of them; None if they are something else."""
     paths: list[Path] = []
     for address in addresses(given):
-        path = Path(address).expanduser()
-        found = sorted(path.glob("*.bin")) if path.is_dir() else [Path(match) for match in sorted(glob(str(path)))]
-        if not found or any(file.suffix != ".bin" for file in found):
-            return None
-        paths += found
+        for path in map(Path, source_paths(address, cache_folder(data))):
+            found = sorted(path.glob("*.bin")) if path.is_dir() else [path]
+            if not found or any(file.suffix != ".bin" for file in found):
+                return None
+            paths += found
     return open_tokens(paths) if paths else None
 
 
@@ -115,7 +114,7 @@ def resolve_task(task: TaskOptions, data: DataOptions) -> TaskOptions:
     known = [_open(address, None, data).fingerprint for address in addresses(data.train)]
     digest = xxhash.xxh3_128_hexdigest(repr((_SCAN_VERSION, known, asdict(task))).encode())
     path = cache_folder(data) / f"columns-{digest}.json"
-    with suppress(OSError, ValueError):  # damaged or not there: read again
+    with suppress(OSError, ValueError, TypeError):  # damaged or not there: read again
         return updated_task(task, json.loads(path.read_bytes()))
     resolved = _scan_columns(task, data)
     with suppress(OSError):  # a folder that cannot be written costs only the next start's time
@@ -202,32 +201,13 @@ def language_data(
         vocab_size: Number of ids, with ``mask``.
     """
     masked = task.kind == "masked_language_model"
-    if tokens is None and (shards := token_shards(data.train)) is not None:
-        if masked or shards.vocab_size > tokenizer.vocab_size:
-            _check_same_vocabulary(shards, tokenizer)
-        tokens = shards, (token_shards(data.eval) or shards)
-        same = not data.eval
-    else:
-        same = False
     if tokens is None:
-        return _lines(task, data, tokenizer, places_targets=places_targets, mask=mask, vocab_size=vocab_size)
-    boundaries = "ignore" if masked else data.boundaries
-    if data.packing == "best_fit":
-        train: Dataset = PackedWindows(tokens[0], seq_len=data.seq_len, boundaries=boundaries, name="train")
+        shards = token_shards(data.train, data)
+        if shards is None:
+            return _lines(task, data, tokenizer, places_targets=places_targets, mask=mask, vocab_size=vocab_size)
+        train, held_out = _shard_windows(task, data, shards, tokenizer)
     else:
-        stride = 1 if data.packing == "sliding" else data.seq_len
-        train = TokenWindows(tokens[0], seq_len=data.seq_len, stride=stride, boundaries=boundaries, name="train")
-    # The held-out part is always read as a stream, so that runs of either packing are measured alike.
-    has_bytes = all(shard.token_bytes is not None for shard in tokens[1].shards)
-    held_out: Dataset = TokenWindows(
-        tokens[1],
-        seq_len=data.seq_len,
-        boundaries=boundaries,
-        target_bytes=has_bytes and not masked,
-        name="held-out",
-    )
-    if same:
-        train, held_out = _split_windows(train, held_out, data.eval_frac)
+        train, held_out = _windows(data, tokens[0], masked=masked), _held_out_windows(data, tokens[1], masked=masked)
     if not masked:
         return TaskData(train=train, held_out=held_out)
     hide: Transform = MaskTokens(
@@ -235,6 +215,58 @@ def language_data(
     )
     hide = PlaceTargets(before=hide) if places_targets else hide
     return TaskData(train=train, held_out=mapped(held_out, hide), transform=hide)
+
+
+def _shard_windows(
+    task: TaskOptions, data: DataOptions, shards: TokenSet, tokenizer: Tokenizer
+) -> tuple[Dataset, Dataset]:
+    """Training and held-out windows of the token shards at ``data.train``; raises for settings that they do not have."""
+    masked = task.kind == "masked_language_model"
+    unread = {"task.inputs": task.inputs, "data.cache_gib": data.cache_gib, "data.bucket_batches": data.bucket_batches}
+    for name in (name for name, value in unread.items() if value):
+        raise ConfigError(
+            given=f"{name} {unread[name]!r} with token shards",
+            rule="windows of token shards have no columns, are of one length, and are mapped from their files",
+            consequence="it would change nothing",
+            nearest=f"leave {name} out",
+        )
+    if masked or shards.vocab_size > tokenizer.vocab_size:
+        _check_same_vocabulary(shards, tokenizer)
+    given = token_shards(data.eval, data) if data.eval else None
+    if data.eval and given is None:
+        raise DataError(
+            given=f"data.eval={data.eval!r} with token shards as data.train",
+            rule="training and held-out data are of one kind",
+            consequence="there is nothing to evaluate on",
+            nearest="token shards as data.eval, or data.eval left out: a share of the shards is held out",
+        )
+    if data.weights:
+        if given is None:
+            raise _no_eval_of_mixture()
+        parts = [token_shards(address, data) for address in addresses(data.train)]
+        windows = [_windows(data, part, masked=masked) for part in parts if part is not None]
+        return mixture(windows, data.weights), _held_out_windows(data, given, masked=masked)
+    train, held_out = _windows(data, shards, masked=masked), _held_out_windows(data, given or shards, masked=masked)
+    return _split_windows(train, held_out, data.eval_frac) if given is None else (train, held_out)
+
+
+def _windows(data: DataOptions, tokens: TokenSet, *, masked: bool) -> Dataset:
+    boundaries = "ignore" if masked else data.boundaries
+    if data.packing == "best_fit":
+        return PackedWindows(tokens, seq_len=data.seq_len, boundaries=boundaries, name="train")
+    stride = 1 if data.packing == "sliding" else data.seq_len
+    return TokenWindows(tokens, seq_len=data.seq_len, stride=stride, boundaries=boundaries, name="train")
+
+
+def _held_out_windows(data: DataOptions, tokens: TokenSet, *, masked: bool) -> Dataset:
+    """Always read as a stream, so that runs of either packing are measured alike."""
+    return TokenWindows(
+        tokens,
+        seq_len=data.seq_len,
+        boundaries="ignore" if masked else data.boundaries,
+        target_bytes=not masked and all(shard.token_bytes is not None for shard in tokens.shards),
+        name="held-out",
+    )
 
 
 def _lines(
@@ -348,12 +380,7 @@ def _parts(data: DataOptions, columns: dict[str, str]) -> tuple[list[Dataset], D
     """The sources of the training data, and held-out data: ``data.eval``, or a share of the training data drawn at random."""
     if data.weights:
         if not data.eval:
-            raise ConfigError(
-                given="data.weights without data.eval",
-                rule="the held-out data of a mixture are given: it is open which of the sources they should be like",
-                consequence="there is nothing to evaluate on",
-                nearest="data.eval=ADDRESS",
-            )
+            raise _no_eval_of_mixture()
         return [_open(address, columns, data) for address in addresses(data.train)], _open(data.eval, columns, data)
     train = _open(data.train, columns, data)
     if data.eval:
@@ -477,6 +504,15 @@ def _no_numbers(column: str) -> DataError:
         rule="task.predicts number takes numbers",
         consequence="there is nothing to learn",
         nearest="task.target=COLUMN of numbers, or task.predicts=class",
+    )
+
+
+def _no_eval_of_mixture() -> ConfigError:
+    return ConfigError(
+        given="data.weights without data.eval",
+        rule="the held-out data of a mixture are given: it is open which of the sources they should be like",
+        consequence="there is nothing to evaluate on",
+        nearest="data.eval=ADDRESS",
     )
 
 

@@ -1,1 +1,2 @@
 from .open_source import open_source as open_source
+from .open_source import source_paths as source_paths

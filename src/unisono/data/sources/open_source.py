@@ -68,7 +68,7 @@ def open_source(
         ExtraError: The package that reads the format or filesystem is not installed.
     """
     cache = (default_cache_dir(os.environ) if cache_dir is None else cache_dir) / "sources"
-    paths = _paths(address, cache)
+    paths = source_paths(address, cache)
     kinds = {_kind(path) for path in paths}
     if len(kinds) != 1:
         raise _unfit(f"files of {len(kinds)} formats: {', '.join(sorted(kinds))}", "files of one format, or a mixture")
@@ -196,14 +196,21 @@ class _ImageFolder:
             return file.read()
 
 
-def _paths(address: str | Path | Sequence[str | Path], cache: Path) -> list[str | Path]:
+def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> list[str | Path]:
+    """The files and folders at an address: a glob is expanded, and files behind a URL, except ``.rec``, are local copies.
+
+    Raises:
+        DataError: Nothing is there.
+        ExtraError: The package of the filesystem is not installed.
+    """
     given = [address] if isinstance(address, str | Path) else list(address)
     paths: list[str | Path] = []
     for part in given:
         if is_url(part):
             matches: list[str | Path] = [part] if str(part).endswith(".rec") else list(local_copies(str(part), cache))
         else:
-            matches = [part] if Path(part).exists() else [*sorted(glob(str(part)))]
+            path = Path(part).expanduser()
+            matches = [path] if path.exists() else [*sorted(glob(str(path)))]
         if not matches:
             raise _unfit(f"{part}, which does not exist", "the path of a file or folder that exists")
         paths += matches
