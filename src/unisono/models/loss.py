@@ -17,7 +17,6 @@ from torch import Tensor
 
 from unisono.models.layers import matmul_dtype
 
-
 # a target that does not count, as in torch's cross-entropy
 IGNORED = -100
 

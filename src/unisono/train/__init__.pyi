@@ -3,6 +3,7 @@ from .build import build_model as build_model
 from .build import build_trainer as build_trainer
 from .config import Components as Components
 from .config import RunConfig as RunConfig
+from .initialize import initialize as initialize
 from .load import load_model as load_model
 from .loop import Result as Result
 from .metrics import METRICS as METRICS
