@@ -60,7 +60,7 @@ class GradientSync(Protocol):
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """Declare the next backward pass to be the step's last one, through the whole model or through ``part`` of it.
-        Gradients may be sent as soon as they are complete."""
+        Gradients may be sent as soon as they are complete; without this call ``wait`` sends them."""
         ...
 
     def wait(self, totals: Tensor) -> None:

@@ -140,10 +140,7 @@ class GuardedOptimizer:
 
         A rank without samples calls it too. Raises CommError if a rank is lost.
         """
-        totals = self._totals
-        if not self._sent:
-            self._sync.prepare_last_backward()
-        self._sent = False
+        totals, self._sent = self._totals, False
         self._sync.wait(totals)
         loss, weight = totals[0] / totals[1], totals[1]
         divisor = (self.scaler.value * weight / self._expected_weight).float()
