@@ -352,9 +352,9 @@ class KVStore:
         with ``reduce_dtypes``.
         """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        if self.kind != "dist_sync":
-            return LocalGradientSync(trained)
         codec = None if self._codec is None else find_codec(self._codec)
+        if self.kind != "dist_sync" or (self.num_workers == 1 and codec is None):
+            return LocalGradientSync(trained)
         return BucketedAllReduce(
             trained, self.world, bucket_bytes, group=group, reduce_dtypes=reduce_dtypes, codec=codec
         )

@@ -103,7 +103,7 @@ class GuardedOptimizer:
         self._optimizer = RunOptimizer([make_skippable(optimizer)])
         self._parameters = list(parameters.values())
         self._clip_norm, self._expected_weight = clip_norm, expected_weight
-        self._store = create_kvstore("dist_sync" if world.world_size > 1 else "local", world)
+        self._store = create_kvstore("dist_sync", world)
         self._store.broadcast(model.state_dict())
         self._sync = self._store.gradients(parameters)
         # loss sum, weight
