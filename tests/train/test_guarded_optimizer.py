@@ -10,10 +10,12 @@ import torch
 from pool import Pool
 from torch import Tensor, nn
 
-from unisono import GuardedOptimizer, LoopCheckpoints, LossScaler, autocast
+from unisono import GuardedOptimizer, LoopCheckpoints, LossScaler, StepGuard, autocast
 from unisono.checkpoint import CheckpointOptions
 from unisono.dist import World, job_from_environ, join_world
 from unisono.errors import CheckpointError, ConfigError, PlanError
+from unisono.kvstore import create_kvstore
+from unisono.optim import global_norm, make_skippable
 
 CPU = torch.device("cpu")
 
@@ -102,6 +104,46 @@ def test_neither_ranks_nor_a_loss_scale_change_them(pool: Pool) -> None:
     first, second = pool.run(scaled, ranks=2)
     assert first == second
     torch.testing.assert_close(torch.tensor(first), torch.tensor(plain_loop(5, 0.3)))
+
+
+def by_hand(world: World) -> list[tuple[float, bool]]:
+    """(loss, whether the step counted) of a loop that puts the parts together itself, in fp16; step 2 overflows on rank 0."""
+    model, seen = net(), []
+    parameters = dict(model.named_parameters())
+    optimizer = make_skippable(torch.optim.SGD(parameters.values(), lr=0.05, momentum=0.9))
+    sync = create_kvstore("dist_sync", world).gradients(parameters)
+    scaler, guard = LossScaler(CPU, initial=256.0), StepGuard(CPU)
+    for step in range(6):
+        rows = rows_of(step).chunk(world.world_size)[world.rank]
+        with autocast("fp16", "cpu"):
+            loss = losses(model, rows).float().sum() / 8
+        sync.prepare_last_backward()
+        scaler.scale(loss * (1e6 if step == 2 and world.rank == 0 else 1)).backward()
+        totals = loss.detach().reshape(1).clone()
+        sync.wait(totals)
+        norm = global_norm(sync.gradients()) / scaler.value
+        good = guard.accept(totals[0], norm)
+        optimizer.grad_scale, optimizer.found_inf = scaler.value, (~good).float()
+        optimizer.step()
+        scaler.update(~norm.isfinite())
+        sync.zero_grad()
+        seen.append((float(totals[0]), bool(good)))
+    sync.close()
+    return [*seen, (float(scaler.value), True)]
+
+
+def test_parts_by_hand() -> None:
+    *steps, (scale, _) = by_hand(alone())
+    assert [good for _, good in steps] == [True, True, False, True, True, True]
+    assert scale == 128
+
+
+@pytest.mark.full
+def test_parts_by_hand_on_two_ranks(pool: Pool) -> None:
+    first, second = pool.run(by_hand, ranks=2)
+    assert first == second
+    assert [good for _, good in first] == [good for _, good in by_hand(alone())]
+    torch.testing.assert_close(torch.tensor(first), torch.tensor(by_hand(alone())), rtol=2e-3, atol=0)
 
 
 def overflowed(world: World) -> tuple[bool, bool, float, int]:
