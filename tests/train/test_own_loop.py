@@ -162,6 +162,31 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(name: str, command: list[
     assert [key for key in first if not torch.equal(first[key], second[key])] == []
 
 
+@pytest.mark.full
+def test_the_launcher_restarts_a_loop_of_which_a_rank_was_killed(tmp_path: Path) -> None:
+    steps, folder = 400, tmp_path / "cut"
+    folder.mkdir()
+    run(LAUNCH, "gan", tmp_path, steps)
+    arguments = [*LAUNCH, str(FOLDER / "gan.py"), str(folder / "gan"), str(steps)]
+    with subprocess.Popen(arguments, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "step 95 " in line:
+                break
+        ranks = [
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if child.cmdline()[1:2] == [str(FOLDER / "gan.py")]
+        ]
+        assert len(ranks) == 2
+        ranks[1].kill()
+        process.stdout.read()
+    assert process.returncode == 0
+    first, second = end_state(tmp_path / "gan"), end_state(folder / "gan")
+    assert first.keys() == second.keys()
+    assert [key for key in first if not torch.equal(first[key], second[key])] == []
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_shows_the_programs_as_they_are(name: str) -> None:
     page = (FOLDER.parents[1] / "docs" / "own-loop.md").read_text()
