@@ -9,6 +9,8 @@ import pytest
 import torch
 from pool import Pool
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from unisono import GuardedOptimizer, LoopCheckpoints, LossScaler, StepGuard, autocast
 from unisono.checkpoint import CheckpointOptions
@@ -192,6 +194,25 @@ def buffers_of(world: World) -> list[float]:
     return [*model.running_mean.tolist(), *model.running_var.tolist()]
 
 
+def of_shards(world: World) -> str:
+    layer = nn.Linear(4, 2)
+    mesh = init_device_mesh("cpu", (world.world_size,))
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(ConfigError) as error:
+        made(layer, world)
+    return str(error.value)
+
+
+@pytest.mark.full
+def test_a_sharded_model_is_refused(pool: Pool) -> None:
+    assert set(pool.run(of_shards, ranks=2)) == {
+        "parameter 'weight', which is a DTensor\n"
+        "  rule: a guarded optimizer sums gradients of whole parameters over all ranks\n"
+        "  so:   the gradients of shards would be summed twice or not at all\n"
+        "  try:  a Trainer with plan.dp_shard or plan.tp, or a model that is not sharded"
+    }
+
+
 @pytest.mark.full
 def test_buffers_are_those_of_rank_0(pool: Pool) -> None:
     first, second = pool.run(buffers_of, ranks=2)
@@ -229,6 +250,8 @@ def test_texts_of_errors() -> None:
         GuardedOptimizer(model[0], torch.optim.SGD(model.parameters()), alone())
     with pytest.raises(ConfigError, match="Adam for a model without parameters that require gradients"):
         GuardedOptimizer(nn.Tanh(), torch.optim.Adam([{"params": []}]), alone())
+    with pytest.raises(ConfigError, match=r"optimizer LBFGS: its step .*(\n.*)*by step\(\) without a closure"):
+        GuardedOptimizer(model, torch.optim.LBFGS(model.parameters()), alone())
     update = made(model, alone())
     update.backward(losses(model, rows_of(0)).sum(), 8, last=True)
     with pytest.raises(ConfigError) as error:

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unisono.dist import World
 from unisono.errors import ConfigError, Problem
 from unisono.kvstore import create_kvstore
 from unisono.optim import clip_coefficient, global_norm, make_skippable
-from unisono.optim.run_optimizer import RunOptimizer
+from unisono.optim.run_optimizer import RunOptimizer, try_optimizer
 from unisono.train.guard import StepGuard
 from unisono.train.loss_scaler import LossScaler
 
@@ -80,7 +81,8 @@ class GuardedOptimizer:
         scaler: The loss scale in use.
 
     Raises:
-        ConfigError: The optimizer has other parameters than those of the model that require gradients.
+        ConfigError: The optimizer has other parameters than those of the model that require gradients, or cannot be used with
+            dense gradients and without a closure; or the model is sharded.
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class GuardedOptimizer:
         expected_weight: float = 1.0,
     ) -> None:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        _require_whole(parameters)
         _require_same_parameters(optimizer, parameters)
+        try_optimizer(optimizer)
         device = next(iter(parameters.values())).device
         self.guard = guard or StepGuard(device)
         self.scaler = scaler or LossScaler(device, initial=1.0, dynamic=False)
@@ -186,6 +190,18 @@ class GuardedOptimizer:
             flat = self._world.broadcast(torch.cat([buffer.reshape(-1) for buffer in buffers]))
             for buffer, values in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(values.view_as(buffer))
+
+
+def _require_whole(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises ConfigError for shards."""
+    for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                given=f"parameter {name!r}, which is a DTensor",
+                rule="a guarded optimizer sums gradients of whole parameters over all ranks",
+                consequence="the gradients of shards would be summed twice or not at all",
+                nearest="a Trainer with plan.dp_shard or plan.tp, or a model that is not sharded",
+            )
 
 
 def _require_same_parameters(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
