@@ -163,6 +163,17 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(name: str, command: list[
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_of_two_ranks_goes_on_with_one(name: str, tmp_path: Path) -> None:
+    run(LAUNCH, name, tmp_path, 8)
+    seen = numbers(run(PYTHON, name, tmp_path, STEPS))
+    assert list(seen) == [9, 10, 11, 12]
+    torch.testing.assert_close(
+        torch.tensor(list(seen.values())), torch.tensor(PLAIN[name](STEPS)[8:]), rtol=1e-4, atol=2e-6
+    )
+
+
+@pytest.mark.full
 def test_the_launcher_restarts_a_loop_of_which_a_rank_was_killed(tmp_path: Path) -> None:
     steps, folder = 400, tmp_path / "cut"
     folder.mkdir()
