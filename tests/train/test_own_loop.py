@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -25,14 +26,18 @@ PYTHON = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 LAUNCH = [sys.executable, "-m", "unisono", "launch", "-n", "2", "--", sys.executable]
 STEPS = 12
+ON_CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 
-def example(name: str) -> ModuleType:
+def example(name: str, device: str = "cpu") -> ModuleType:
+    """The program as a module; on any device that is there for ``device=""``."""
     spec = importlib.util.spec_from_file_location(f"own_loop_{name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if device:
+        vars(module)["find_device"] = lambda asked, local_rank: torch.device(device)
     return module
 
 
@@ -115,9 +120,21 @@ def test_numbers_are_those_of_a_plain_torch_loop(name: str, tmp_path: Path, caps
     require_equal(numbers(capsys.readouterr().out), name, rtol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_on_an_accelerator(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The contrastive program computes in fp16 there."""
+    example(name, device="").main(str(tmp_path), STEPS)
+    expected = torch.tensor(PLAIN[name](STEPS))
+    torch.testing.assert_close(
+        torch.tensor(list(numbers(capsys.readouterr().out).values())), expected, rtol=0.05, atol=0.01
+    )
+
+
 def run(command: list[str], name: str, folder: Path, steps: int) -> str:
     arguments = [*command, str(FOLDER / f"{name}.py"), str(folder / name), str(steps)]
-    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(arguments, cwd=folder, env=ON_CPU, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -146,7 +163,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(name: str, command: list[
     cut.mkdir()
     expected = numbers(run(command, name, whole, steps))
     arguments = [*command, str(FOLDER / f"{name}.py"), str(cut / name), str(steps)]
-    with subprocess.Popen(arguments, cwd=cut, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(arguments, cwd=cut, env=ON_CPU, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if f"step {killed_after} " in line:
@@ -179,7 +196,7 @@ def test_the_launcher_restarts_a_loop_of_which_a_rank_was_killed(tmp_path: Path)
     folder.mkdir()
     run(LAUNCH, "gan", tmp_path, steps)
     arguments = [*LAUNCH, str(FOLDER / "gan.py"), str(folder / "gan"), str(steps)]
-    with subprocess.Popen(arguments, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(arguments, cwd=folder, env=ON_CPU, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if "step 95 " in line:
