@@ -37,7 +37,7 @@ check: $(BIN)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
-	$(BIN)/codespell --skip docs/_build src tests docs benchmarks README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/codespell --skip docs/_build src tests docs examples benchmarks README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/python tests/support/size.py
 
 # the pages and the reference, all built anew (what sphinx keeps hides warnings); no network, every warning is an error

@@ -2,6 +2,7 @@ from .checkpoint.options import CheckpointOptions as CheckpointOptions
 from .config import load_config as load_config
 from .data.dataset import Dataset as Dataset
 from .data.dataset import from_map_style as from_map_style
+from .data.loading.loader import Loader as Loader
 from .data.options import DataOptions as DataOptions
 from .data.options import LoaderOptions as LoaderOptions
 from .errors import Problem as Problem
@@ -12,11 +13,17 @@ from .models.options import ModelOptions as ModelOptions
 from .observe.options import ObserveOptions as ObserveOptions
 from .optim.options import OptimOptions as OptimOptions
 from .optim.options import ScheduleOptions as ScheduleOptions
+from .parallel.device import autocast as autocast
 from .plan.options import PlanOptions as PlanOptions
 from .plan.plan import Plan as Plan
 from .train.config import Components as Components
 from .train.config import RunConfig as RunConfig
+from .train.guard import StepGuard as StepGuard
+from .train.guarded_optimizer import GuardedOptimizer as GuardedOptimizer
+from .train.initialize import initialize as initialize
 from .train.loop import Result as Result
+from .train.loop_checkpoints import LoopCheckpoints as LoopCheckpoints
+from .train.loss_scaler import LossScaler as LossScaler
 from .train.metrics import Metric as Metric
 from .train.options import RunOptions as RunOptions
 from .train.options import TrainOptions as TrainOptions

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from unisono.models.loss import LazyLogits, cross_entropy_sum
+from unisono.train.objectives import next_token
 
 
 def problem(tokens: int, dim: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -36,6 +37,22 @@ def test_a_weight_of_zero_silences_a_token() -> None:
     (gradient,) = torch.autograd.grad(loss, [hidden])
     assert total == 4
     assert torch.equal(gradient[1::2], torch.zeros(4, 4))
+
+
+def test_minus_100_does_not_count_as_in_torch() -> None:
+    hidden, weight, targets, _ = problem(8, 4, 10)
+    targets[[0, 3, 4, 5, 7]] = -100  # one chunk of three has no target at all
+    loss, total = next_token(LazyLogits(hidden, weight, 3), {"targets": targets.view(2, 4)})
+    gradients = torch.autograd.grad(loss, [hidden, weight])
+    plain = F.cross_entropy(hidden @ weight.mT, targets, reduction="sum")
+    assert total == 3
+    torch.testing.assert_close(loss, plain)
+    for got, want in zip(gradients, torch.autograd.grad(plain, [hidden, weight]), strict=True):
+        torch.testing.assert_close(got, want)
+    weights = torch.rand(8)
+    loss, total = cross_entropy_sum(LazyLogits(hidden, weight, 3), targets, weights)
+    plain = F.cross_entropy(hidden @ weight.mT, targets, reduction="none") * weights
+    torch.testing.assert_close((loss, total), (plain.sum(), weights[targets != -100].sum()))
 
 
 def test_bf16_autocast_computes_in_bf16_and_returns_the_parameters_dtype() -> None:

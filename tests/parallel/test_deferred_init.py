@@ -22,6 +22,7 @@ from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import derive_plan
+from unisono.train.initialize import initialize
 from unisono.train.objectives import next_token
 
 SIZES = {"num_layers": 2, "dim": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 49}
@@ -180,6 +181,19 @@ def tied(world: World) -> list[str]:
 )
 def test_a_rank_gets_its_blocks(pool: Pool, ranks: int, axes: dict) -> None:
     assert pool.run(built, axes, ranks=ranks) == [[]] * ranks
+
+
+def ruled(world: World) -> list[str]:
+    def by_rules() -> nn.Module:
+        rules = [{"match": "blocks.0.*", "kind": "orthogonal"}, {"match": "*", "kind": "xavier", "magnitude": 2.34}]
+        return initialize(small_gpt(), rules, seed=4)
+
+    return built(world, {"dp_shard": 2, "tp": 2}, by_rules)
+
+
+@pytest.mark.full
+def test_initial_values_by_rules_are_those_of_the_whole_model(pool: Pool) -> None:
+    assert pool.run(ruled, ranks=4) == [[]] * 4
 
 
 def test_tied_parameters_stay_tied(pool: Pool) -> None:

@@ -47,7 +47,7 @@ def watch(world: World, model: str, settings: dict[str, Any], poison: int | None
             for step in run:
                 seen["losses"].append(step.loss)
                 seen["norms"].append(float(step.stats[1]))
-                seen["scales"].append(float(run.state.loss_scale.scale))
+                seen["scales"].append(float(run.state.loss_scaler.value))
                 seen["skipped"].append(step.skipped)
         world.barrier()
     return seen

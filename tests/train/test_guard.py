@@ -80,7 +80,7 @@ def test_fp16_overflow_halves_the_scale_and_training_goes_on(tmp_path: Path) -> 
         skipped = [step.skipped for step in run]
         assert skipped[0]
         assert not skipped[-1]
-        assert float(run.state.loss_scale.scale) == 2.0 ** (24 - sum(skipped))
+        assert float(run.state.loss_scaler.value) == 2.0 ** (24 - sum(skipped))
 
 
 def judge(guard: StepGuard, *pairs: tuple[float, float]) -> list[bool]:

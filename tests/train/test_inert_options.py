@@ -22,6 +22,7 @@ ALWAYS = [
     "run.seed",
     "run.resume",
     "components.model",
+    "components.init",
     "components.objective",
     "components.data",
     "components.transform",

@@ -60,7 +60,7 @@ class GradientSync(Protocol):
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """Declare the next backward pass to be the step's last one, through the whole model or through ``part`` of it.
-        Gradients may be sent as soon as they are complete."""
+        Gradients may be sent as soon as they are complete; without this call ``wait`` sends them."""
         ...
 
     def wait(self, totals: Tensor) -> None:
@@ -352,9 +352,9 @@ class KVStore:
         with ``reduce_dtypes``.
         """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        if self.kind != "dist_sync":
-            return LocalGradientSync(trained)
         codec = None if self._codec is None else find_codec(self._codec)
+        if self.kind != "dist_sync" or (self.num_workers == 1 and codec is None):
+            return LocalGradientSync(trained)
         return BucketedAllReduce(
             trained, self.world, bucket_bytes, group=group, reduce_dtypes=reduce_dtypes, codec=codec
         )

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from unisono.models.layers import matmul_dtype
 
+# a target that does not count, as in torch's cross-entropy
+IGNORED = -100
+
 
 class VocabSharding(Protocol):
     """Interface of an output matrix whose rows, the vocabulary, are sharded over ranks."""
@@ -82,16 +85,18 @@ def cross_entropy_sum(head: LazyLogits, targets: Tensor, weights: Tensor) -> tup
 
     Args:
         head: Output of the model, hidden states [..., dim].
-        targets: [...] int64.
+        targets: [...] int64; -100 does not count, whatever its weight.
         weights: [...] float.
     """
+    targets = targets.flatten()
+    counts = targets != IGNORED
+    flat_weights = weights.flatten().float() * counts
     hidden = head.hidden.flatten(0, -2)
     hidden = hidden.to(head.compute or matmul_dtype(hidden))
     if head.vocab_sharding is not None:
         hidden = head.vocab_sharding.enter(hidden)
-    flat_weights = weights.flatten().float()
     loss: Tensor = _ChunkedCrossEntropy.apply(
-        hidden, head.weight, targets.flatten(), flat_weights, head.chunk_rows, head.vocab_sharding
+        hidden, head.weight, targets.where(counts, 0), flat_weights, head.chunk_rows, head.vocab_sharding
     )  # pyright: ignore[reportAssignmentType]
     return loss, flat_weights.sum()
 

@@ -247,8 +247,8 @@ def _build(factory: OptimizerFactory, params: list[nn.Parameter]) -> Optimizer:
 def try_optimizer(given: Optimizer | OptimizerFactory) -> Trial:
     """Make steps with the optimizer on a small tensor, and on its halves. Raises ConfigError if it cannot be used."""
     if not isinstance(given, Optimizer):
-        return _try(given)
-    return merge_trials([_try(_same_kind(given, group)) for group in given.param_groups])
+        return _try(given, _name(given))
+    return merge_trials([_try(_same_kind(given, group), type(given).__name__) for group in given.param_groups])
 
 
 def merge_trials(trials: Sequence[Trial]) -> Trial:
@@ -269,7 +269,7 @@ def _same_kind(optimizer: Optimizer, group: Mapping[str, Any]) -> OptimizerFacto
 _TRIAL_STEPS = 3
 
 
-def _try(factory: OptimizerFactory) -> Trial:
+def _try(factory: OptimizerFactory, name: str) -> Trial:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(4, 6, generator=generator)
     gradients = [torch.randn(4, 6, generator=generator) for _ in range(_TRIAL_STEPS)]
@@ -282,7 +282,6 @@ def _try(factory: OptimizerFactory) -> Trial:
             optimizer.step()
         return parameter.detach(), optimizer
 
-    name = _name(factory)
     try:
         whole, optimizer = run(slice(0, 4))
         name = type(optimizer).__name__

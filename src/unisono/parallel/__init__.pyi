@@ -1,3 +1,5 @@
+from .device import autocast as autocast
+from .device import find_device as find_device
 from .mesh import ParallelDims as ParallelDims
 from .sharding import ShardedParameters as ShardedParameters
 from .sharding import ShardTable as ShardTable

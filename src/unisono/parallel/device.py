@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unisono.errors import PlanError
+from unisono.errors import PlanError, nearest_name
 from unisono.plan.plan import Plan
 
 # what a plan's precision computes in, by torch's name; fp8 is a matter of single layers
@@ -69,11 +69,26 @@ def set_backend(plan: Plan) -> None:
     torch.backends.cudnn.deterministic = not plan.backend.autotune
 
 
-def autocast(plan: Plan) -> contextlib.AbstractContextManager[Any]:
-    """The forward pass's precision: products in bf16 or fp16, reductions in fp32; with fp8, what else there is in bf16."""
-    if plan.precision.compute == "fp32":
+def autocast(precision: str, device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """A context of forward passes with matrix products in bf16 or fp16, and reductions in fp32.
+
+    Args:
+        precision: ``fp32`` (nothing changes), ``bf16`` or ``fp16``; with ``fp8`` what is outside of fp8 layers is in bf16.
+        device_type: Type of the device that computes, such as ``cuda`` or ``cpu``.
+
+    Raises:
+        PlanError: There is no such precision.
+    """
+    if precision not in COMPUTE_DTYPES:
+        raise PlanError(
+            given=f"precision {precision!r}",
+            rule=f"a forward pass computes in {', '.join(COMPUTE_DTYPES)}",
+            consequence="nothing was computed",
+            nearest=nearest_name(precision, COMPUTE_DTYPES),
+        )
+    if precision == "fp32":
         return contextlib.nullcontext()
-    return torch.autocast(plan.mesh.device, dtype=COMPUTE_DTYPES[plan.precision.compute])
+    return torch.autocast(device_type, dtype=COMPUTE_DTYPES[precision])
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:

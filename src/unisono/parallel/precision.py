@@ -1,4 +1,4 @@
-"""Precision by module (Micikevicius et al. 2018), fp8 layers, and the loss scale of fp16.
+"""Precision by module (Micikevicius et al. 2018), and fp8 layers.
 
 The rules of ``precision.dtype_rules`` set, by module, the dtypes of parameters, of matrix products, and of gradient reduction.
 Parameters are converted before a model is sharded. Compute dtypes are set after that, around the collectives that sharding adds.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
@@ -267,44 +266,3 @@ def apply_fp8(blocks: Sequence[nn.Module]) -> None:
 def fits(layer: nn.Module) -> bool:
     """Whether ``layer`` can compute in fp8."""
     return type(layer) is nn.Linear and not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
-
-
-# --- loss scale ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossScale:
-    """Dynamic loss scale, on the device: ``scale`` [] and ``clean_steps`` [] are updated in place.
-
-    After an overflow the scale is divided by ``factor``, never below ``floor``; after ``window`` clean steps in a row it is
-    multiplied, never above ``cap``. The overflow flag comes from globally reduced gradients, so all ranks change alike.
-    """
-
-    scale: Tensor
-    clean_steps: Tensor
-    dynamic: bool
-    factor: float = 2.0
-    window: int = 2000
-    floor: float = 1.0
-    cap: float = 2.0**24
-
-    @staticmethod
-    def create(device: torch.device, *, initial: float = 1.0, dynamic: bool = True) -> LossScale:
-        """A scale that starts at ``initial``; without ``dynamic`` it stays there."""
-        clean_steps = torch.zeros((), dtype=torch.int64, device=device)
-        return LossScale(scale=torch.tensor(initial, device=device), clean_steps=clean_steps, dynamic=dynamic)
-
-    def update(self, overflow: Tensor) -> None:
-        """Update after one step; ``overflow`` is a 0-dim bool on the device. Does not synchronise with the host."""
-        if not self.dynamic:
-            return
-        clean = torch.where(overflow, 0, self.clean_steps + 1)
-        grow = clean >= self.window
-        grown = (self.scale * self.factor).clamp(max=self.cap)
-        shrunk = (self.scale / self.factor).clamp(min=self.floor)
-        self.scale.copy_(torch.where(overflow, shrunk, torch.where(grow, grown, self.scale)))
-        self.clean_steps.copy_(torch.where(grow, 0, clean))
-
-    def state(self) -> dict[str, Tensor]:
-        """Named tensors of the mutable state."""
-        return {"scaler/scale": self.scale, "scaler/clean_steps": self.clean_steps}

@@ -3,8 +3,14 @@ from .build import build_model as build_model
 from .build import build_trainer as build_trainer
 from .config import Components as Components
 from .config import RunConfig as RunConfig
+from .guard import StepGuard as StepGuard
+from .guarded_optimizer import GuardedOptimizer as GuardedOptimizer
+from .guarded_optimizer import Update as Update
+from .initialize import initialize as initialize
 from .load import load_model as load_model
 from .loop import Result as Result
+from .loop_checkpoints import LoopCheckpoints as LoopCheckpoints
+from .loss_scaler import LossScaler as LossScaler
 from .metrics import METRICS as METRICS
 from .metrics import Metric as Metric
 from .objectives import OBJECTIVES as OBJECTIVES

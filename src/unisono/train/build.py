@@ -32,6 +32,7 @@ from unisono.tasks.model_names import MODELS, default_model
 from unisono.tasks.models import build_named
 from unisono.tasks.options import LANGUAGE_MODELS, TaskOptions, updated_task
 from unisono.train.config import AUTO, RunConfig
+from unisono.train.initialize import initialize
 from unisono.train.metrics import METRICS, Metric, find_metric
 from unisono.train.objectives import OBJECTIVES, Objective
 from unisono.train.trainer import Trainer
@@ -168,11 +169,16 @@ def tokenizer_spec(config: RunConfig) -> str:
 
 
 def build_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
-    """The model of the configuration, initialised from ``run.seed`` alone, on the CPU.
+    """The model of the configuration, initialised from ``components.init`` and ``run.seed`` alone, on the CPU.
 
     ``tokenizer`` gives the size of the vocabulary; None for other tasks and the user's own data. Raises ConfigError or DataError.
     """
     cast(Any, torch).manual_seed(config.run.seed)
+    return initialize(_built_model(config, tokenizer), config.components.init, seed=config.run.seed)
+
+
+def _built_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
+    """The model with the values that its own code gave it."""
     if config.model.pretrained:
         from unisono.tasks.pretrained import load_pretrained
 

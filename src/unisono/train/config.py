@@ -12,6 +12,7 @@ from unisono.config.renames import OPTION_VALUES, OPTIONS, OptionRenames
 from unisono.data.options import DataOptions, LoaderOptions
 from unisono.errors import Problem
 from unisono.launch.options import LaunchOptions
+from unisono.models.init_rules import rule_problems
 from unisono.models.options import ModelOptions
 from unisono.observe.options import ObserveOptions
 from unisono.optim.options import OptimOptions, ScheduleOptions, schedule_problems
@@ -36,6 +37,11 @@ class Components:
         "auto = by task; gpt, moe, bert, resnet14 to resnet152, mlp, an entry point, or config -> torch.nn.Module.",
         python_only=True,
     )
+    init: tuple[dict[str, str | float], ...] = option(
+        (),
+        "Initial values of the model's parameters, the first match wins: tables of match (a pattern of names), kind (xavier, "
+        "msra_prelu, orthogonal, normal, uniform, constant, zeros, ones) and its constants.",
+    )
     objective: Component = option(
         AUTO,
         "auto = by task; next_token, masked_token, cross_entropy, mean_squared_error, model_loss (the model's own), a loss of "
@@ -54,6 +60,10 @@ class Components:
         "mcc:<classes>, auc, confusion:<classes>, mae, rmse, r2, spearman:<low>:<high>, or entry points; none = by task.",
     )
     own_metrics: Component = option("", "Nothing, an entry point, or config -> {name: Metric}.", python_only=True)
+
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        """Problems of the initial values, by field name."""
+        yield from (("init", problem) for problem in rule_problems(self.init))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,14 +8,25 @@ reduced, so all ranks decide alike.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 
 class StepGuard:
-    """The rule and its statistics; all state is on the device."""
+    """The rule and its statistics; all state is on the device.
 
-    def __init__(self, device: torch.device, *, sigmas: float, window: int = 128) -> None:
+    Args:
+        device: Device of losses and norms.
+        sigmas: Standard deviations above the mean of the last accepted steps that make a spike; 0: no spike rule.
+        window: Number of accepted steps whose mean and deviation are taken.
+
+    Attributes:
+        skipped: [] int64, number of steps that were not accepted.
+    """
+
+    def __init__(self, device: torch.device, *, sigmas: float = 0.0, window: int = 128) -> None:
         self._sigmas = sigmas
         self._least = min(window, 20)  # fewer values give no usable deviation
         self._values = torch.zeros(2, window, dtype=torch.float32, device=device)
@@ -24,7 +35,12 @@ class StepGuard:
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
 
     def accept(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """0-dim bool: whether the step counts. Takes the step's values into the statistics if it does."""
+        """Whether the step counts, 0-dim bool. Takes the step's values into the statistics if it does.
+
+        Args:
+            loss: 0-dim, over the global batch.
+            norm: 0-dim, of gradients that are summed over ranks. Both are equal on all ranks.
+        """
         values = torch.stack([loss, norm]).float()  # [2]
         good = values.isfinite().all()
         if self._sigmas > 0:
@@ -43,6 +59,11 @@ class StepGuard:
         above = values > mean + self._sigmas * variance.sqrt()
         return above.any() & (self._accepted >= self._least)
 
-    def state(self) -> dict[str, Tensor]:
-        """Named tensors of the mutable state."""
-        return {"guard/values": self._values, "guard/accepted": self._accepted, "guard/skipped": self.skipped}
+    def state_dict(self) -> dict[str, Tensor]:
+        """The live tensors of the state."""
+        return {"values": self._values, "accepted": self._accepted, "skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy the values of a ``state_dict``."""
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])

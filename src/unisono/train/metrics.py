@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from unisono.errors import DataError
-from unisono.models.loss import LazyLogits
-from unisono.train.objectives import IGNORED, dense_logits, find_logits, find_targets, flat_weights
+from unisono.models.loss import IGNORED, LazyLogits
+from unisono.train.objectives import dense_logits, find_logits, find_targets, flat_weights
 
 Batch = Mapping[str, Tensor]
 

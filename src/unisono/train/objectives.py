@@ -17,13 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unisono.errors import ConfigError, DataError, PlanError
-from unisono.models.loss import LazyLogits, cross_entropy_sum
+from unisono.models.loss import IGNORED, LazyLogits, cross_entropy_sum
 from unisono.plan.plan import Plan
 
 Batch = Mapping[str, Tensor]
 Objective = Callable[[Any, Batch], tuple[Tensor, Tensor]]
-# a target that does not count, as in torch's cross-entropy
-IGNORED = -100
 MEAN_LOSS_NOTICE = {
     "code": "mean_loss",
     "what": "the objective returns one number, taken as the mean over the samples of a micro-batch",
@@ -37,7 +35,7 @@ def next_token(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Cross-entropy in nats over tokens.
 
     ``outputs`` are logits [B, T, V], have them (``find_logits``), or are a ``models.loss.LazyLogits``; ``batch`` has targets
-    [B, T], the next token of each, and optional weights [B, T].
+    [B, T], the next token of each, of which -100 does not count, and optional weights [B, T].
     """
     logits = find_logits(outputs)
     if isinstance(logits, LazyLogits):

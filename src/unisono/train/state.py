@@ -22,10 +22,10 @@ from unisono.errors import CheckpointError
 from unisono.optim.learning_rate import LearningRates
 from unisono.optim.run_optimizer import RunOptimizer
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.precision import LossScale
 from unisono.parallel.sharding import ShardedParameters, TensorShard
 from unisono.train.ema import WeightAverage
 from unisono.train.guard import StepGuard
+from unisono.train.loss_scaler import LossScaler
 
 # tensors of one rank; tensors of DiLoCo's outer optimizer, which a checkpoint of another plan.sync lacks
 _RANK_PREFIXES, _OUTER_PREFIX = ("rng/", "sync/"), "outer/"
@@ -70,7 +70,7 @@ class TrainState:
     sharded: ShardedParameters
     optimizer: RunOptimizer
     learning_rates: LearningRates
-    loss_scale: LossScale
+    loss_scaler: LossScaler
     guard: StepGuard
     average: WeightAverage | None
     weight_total: Tensor
@@ -102,7 +102,9 @@ class TrainState:
 
     def _step_statistics(self) -> dict[str, Tensor]:
         """Statistics of losses and weights of the steps so far."""
-        return self.loss_scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
+        scaler = {f"scaler/{name}": tensor for name, tensor in self.loss_scaler.state_dict().items()}
+        guard = {f"guard/{name}": tensor for name, tensor in self.guard.state_dict().items()}
+        return scaler | guard | {"meter/weight_total": self.weight_total}
 
     def shards(self) -> dict[str, TensorShard]:
         """This rank's shard of each tensor of ``global_state`` that is sharded over ranks, by path."""
@@ -137,13 +139,7 @@ class TrainState:
 
         It has the generators of torch, Python and numpy as byte tensors, and the rank state of ``sync_state``.
         """
-        states = {"torch": torch.get_rng_state(), "python": _to_bytes(random.getstate())}
-        name, keys, *rest = np.random.get_state(legacy=True)
-        states["numpy"] = _to_bytes([name, np.asarray(keys).tolist(), *rest])
-        accelerator = _accelerator_rng()
-        if accelerator is not None:
-            states["accelerator"] = accelerator.get_rng_state()
-        return {f"rng/rank-{rank:05d}/{kind}": state for kind, state in states.items()} | self._sync_rank_state(rank)
+        return generator_states(rank) | self._sync_rank_state(rank)
 
     def _sync_rank_state(self, rank: int) -> dict[str, Tensor]:
         """State of the gradient synchronisation on this rank, by path."""
@@ -185,7 +181,7 @@ class TrainState:
         self.best_loss = meta["best_loss"]
         self.learning_rates.load_state(meta.get("schedule", {}))
         self.evaluations_without_gain = int(meta["evaluations_without_gain"])
-        self._restore_generators(reader, rank=rank, seed=seed)
+        restore_generators(reader, rank=rank, seed=seed, step=self.step)
         return differences + self._restore_sync_state(reader, rank)
 
     def _create_optimizer_state(self, reader: CheckpointReader, rank: int) -> None:
@@ -214,21 +210,6 @@ class TrainState:
             {name: reader.tensor(path) for name, path in saved_names.items() if name not in diverged}
         )
         return []
-
-    def _restore_generators(self, reader: CheckpointReader, *, rank: int, seed: int) -> None:
-        prefix = f"rng/rank-{rank:05d}/"
-        if f"{prefix}torch" not in set(reader.names()):
-            # more ranks than before: this one has no generators to restore, and gets reproducible new ones
-            seed_generators(seed, rank, self.step)
-            return
-        torch.set_rng_state(reader.tensor(f"{prefix}torch"))
-        version, keys, gauss = _from_bytes(reader.tensor(f"{prefix}python"))
-        random.setstate((version, tuple(keys), gauss))
-        name, numbers, *rest = _from_bytes(reader.tensor(f"{prefix}numpy"))
-        np.random.set_state((name, np.asarray(numbers, dtype=np.uint32), *rest))
-        accelerator = _accelerator_rng()
-        if accelerator is not None and f"{prefix}accelerator" in set(reader.names()):
-            accelerator.set_rng_state(reader.tensor(f"{prefix}accelerator"))
 
 
 class StageTensors:
@@ -266,6 +247,34 @@ class StageTensors:
             else:
                 shards[path] = replace(TensorShard.whole(shape), replica_id=int(rank != first))
         return shards
+
+
+def generator_states(rank: int) -> dict[str, Tensor]:
+    """The states of torch's, Python's and numpy's generators as byte tensors, by path under ``rank``."""
+    states = {"torch": torch.get_rng_state(), "python": _to_bytes(random.getstate())}
+    name, keys, *rest = np.random.get_state(legacy=True)
+    states["numpy"] = _to_bytes([name, np.asarray(keys).tolist(), *rest])
+    accelerator = _accelerator_rng()
+    if accelerator is not None:
+        states["accelerator"] = accelerator.get_rng_state()
+    return {f"rng/rank-{rank:05d}/{kind}": state for kind, state in states.items()}
+
+
+def restore_generators(reader: CheckpointReader, *, rank: int, seed: int, step: int) -> None:
+    """Load the generators of ``rank``; a rank that the checkpoint lacks gets new ones by seed and step."""
+    prefix = f"rng/rank-{rank:05d}/"
+    if f"{prefix}torch" not in set(reader.names()):
+        # more ranks than before: this one has no generators to restore, and gets reproducible new ones
+        seed_generators(seed, rank, step)
+        return
+    torch.set_rng_state(reader.tensor(f"{prefix}torch"))
+    version, keys, gauss = _from_bytes(reader.tensor(f"{prefix}python"))
+    random.setstate((version, tuple(keys), gauss))
+    name, numbers, *rest = _from_bytes(reader.tensor(f"{prefix}numpy"))
+    np.random.set_state((name, np.asarray(numbers, dtype=np.uint32), *rest))
+    accelerator = _accelerator_rng()
+    if accelerator is not None and f"{prefix}accelerator" in set(reader.names()):
+        accelerator.set_rng_state(reader.tensor(f"{prefix}accelerator"))
 
 
 def seed_generators(seed: int, rank: int, step: int = 0) -> None:

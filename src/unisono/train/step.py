@@ -82,7 +82,7 @@ class TrainStep:
     def run(self, batch: StepBatch) -> Step:
         """Consume one step's micro-batches; ``state.step`` is one higher afterwards."""
         state, timers = self.state, self.timers
-        loss_factor = state.loss_scale.scale / self.plan.batch.global_batch
+        loss_factor = state.loss_scaler.value / self.plan.batch.global_batch
         set_balance_loss_scale(self.forward_backward.model, loss_factor)
         # loss sum, weight, number of ranks asked to stop
         totals = torch.zeros(3, dtype=state.weight_total.dtype, device=state.weight_total.device)
@@ -114,7 +114,7 @@ class TrainStep:
         gradients = self.sync.gradients()
         # gradients are d(loss_sum · scale / global_batch); dividing by this makes them d(loss_sum / weight), or d(loss_sum)
         normalizer = weight if self.plan.sync.reduction == "mean" else torch.ones_like(weight)
-        divisor = (state.loss_scale.scale * normalizer / self.plan.batch.global_batch).float()
+        divisor = (state.loss_scaler.value * normalizer / self.plan.batch.global_batch).float()
         norm = state.sharded.global_norm(gradients) / divisor
         good = state.guard.accept(loss, norm)
         self.observe_gradients(state.step, gradients, divisor)
@@ -123,7 +123,7 @@ class TrainStep:
         state.optimizer.step(grad_scale, (~good).float())
         state.learning_rates.after_step()
         update_router_biases(self.forward_backward.model, state.sharded.sum_over_data_ranks, good)
-        state.loss_scale.update(~norm.isfinite())
+        state.loss_scaler.update(~norm.isfinite())
         if state.average is not None:
             state.average.update(good)
         counted = weight.nan_to_num(nan=0.0, posinf=0.0)  # a poisoned weight must not outlive its step
@@ -170,7 +170,7 @@ class ForwardBackward:
             with self.whole_sequences(micro_batch):
                 with timers.phase("forward"):
                     sharded = self.shard_sequences(micro_batch)
-                    with self.world.guard_collectives("forward pass"), autocast(self.plan):
+                    with self.world.guard_collectives("forward pass"), autocast(*self.precision):
                         value = loss(self.model(**self.inputs(sharded)), sharded)
                 fault_point("forward", step)
                 if number == len(micro_batches):
@@ -185,7 +185,7 @@ class ForwardBackward:
             stages = _StagePasses(self, micro_batches)
             returned = self.pipeline.evaluate(stages.sharded, stages.forward)
             if self.pipeline.has_last_stage:
-                with autocast(self.plan):
+                with autocast(*self.precision):
                     for number, (outputs, sharded) in enumerate(zip(returned, stages.sharded, strict=True)):
                         consume(number, outputs, sharded)
             return
@@ -194,9 +194,14 @@ class ForwardBackward:
             with (
                 self.whole_sequences(micro_batch),
                 self.world.guard_collectives("forward pass of an evaluation"),
-                autocast(self.plan),
+                autocast(*self.precision),
             ):
                 consume(number, self.model(**self.inputs(sharded)), sharded)
+
+    @property
+    def precision(self) -> tuple[str, str]:
+        """What ``autocast`` takes."""
+        return self.plan.precision.compute, self.plan.mesh.device
 
     def shard_sequences(self, micro_batch: Batch) -> Batch:
         """This rank's part of each sequence; the full sequence without context parallelism."""
@@ -221,14 +226,14 @@ class _StagePasses:
         with (
             forward_backward.whole_sequences(self._whole[id(sharded)]),
             forward_backward.world.guard_collectives("forward pass"),
-            autocast(forward_backward.plan),
+            autocast(*forward_backward.precision),
         ):
             return forward_backward.model(**forward_backward.inputs(sharded))
 
     @contextmanager
     def phase(self, timers: StepTimers, step: int, kind: str, sharded: Batch) -> Generator[None]:
         """Time one pass; ``kind`` is forward (with its loss) or backward, which recompute may run forward passes in."""
-        precision = autocast(self._forward_backward.plan) if kind == "forward" else nullcontext()
+        precision = autocast(*self._forward_backward.precision) if kind == "forward" else nullcontext()
         with timers.phase(kind), self._forward_backward.whole_sequences(self._whole[id(sharded)]), precision:
             yield
         fault_point(kind, step)

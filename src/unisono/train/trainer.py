@@ -42,7 +42,6 @@ from unisono.parallel.expert import expert_parameters
 from unisono.parallel.memory_ledger import MemoryLedger, build_ledger, check_ledger
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.executor import PipelineExecutor
-from unisono.parallel.precision import LossScale
 from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.tensor.dtensor_placements import parameter_placements
 from unisono.parallel.transforms import parallelize
@@ -57,6 +56,7 @@ from unisono.train.evaluate import Evaluator
 from unisono.train.gradient_sync import build_comm_stats, build_gradient_sync, check_train_options
 from unisono.train.guard import StepGuard
 from unisono.train.loop import Result, StepRunner, SyncLoop
+from unisono.train.loss_scaler import LossScaler
 from unisono.train.metrics import Metric
 from unisono.train.metrics_reader import GradientStats, MetricsReader
 from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective, check_objective
@@ -324,13 +324,13 @@ class Trainer:
         self._ledger = self._check_memory()
         total_dtype = torch.float64 if self.device.type != "mps" else torch.float32
         scales = self.plan.precision.uses_loss_scale
-        loss_scale = LossScale.create(self.device, initial=options.loss_scale if scales else 1.0, dynamic=scales)
+        loss_scaler = LossScaler(self.device, initial=options.loss_scale if scales else 1.0, dynamic=scales)
         self.state = TrainState(
             model=self.model,
             sharded=sharded,
             optimizer=self._optimizer,
             learning_rates=self._optim.learning_rates(self._optimizer, options.steps),
-            loss_scale=loss_scale,
+            loss_scaler=loss_scaler,
             guard=StepGuard(self.device, sigmas=options.spike_sigmas),
             average=WeightAverage(sharded.parameters, options.ema_decay) if options.ema_decay else None,
             weight_total=torch.zeros((), dtype=total_dtype, device=self.device),

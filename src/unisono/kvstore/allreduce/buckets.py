@@ -183,7 +183,7 @@ class BucketedAllReduce:
         """Send the buckets that were not sent yet (incomplete where no sample of this rank used a parameter), sum
         ``totals`` over all ranks, and wait for everything."""
         self._launch(only_complete=False)
-        self._is_last_backward = False
+        self._is_last_backward, self._next = False, 0  # the next step may come without prepare_last_backward
         with self._world.guard("gradient all-reduce"):
             whole = self._exchange is None and (self._group is None or self._group.size() == self._world.world_size)
             sum_all_ranks = self._sum if whole else partial(dist.all_reduce, group=self._world.group, async_op=True)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from unisono.parallel.precision import LossScale
+from unisono.train.loss_scaler import LossScaler
 
 
-def drive(scale: LossScale, clean: str) -> list[float]:
+def drive(scale: LossScaler, clean: str) -> list[float]:
     seen = []
     for flag in clean:
         scale.update(torch.tensor(flag == "F"))
-        seen.append(float(scale.scale))
+        seen.append(float(scale.value))
     return seen
 
 
-def make(initial: float, window: int, **rule: float) -> LossScale:
-    zero = torch.zeros((), dtype=torch.int64)
-    return LossScale(scale=torch.tensor(initial), clean_steps=zero, dynamic=True, window=window, **rule)
+def make(initial: float, window: int, **rule: float) -> LossScaler:
+    return LossScaler(torch.device("cpu"), initial=initial, window=window, **rule)
 
 
 def test_mindspore_vector() -> None:
@@ -26,7 +25,7 @@ def test_mindspore_vector() -> None:
 
 def test_an_overflow_takes_effect_at_once() -> None:
     scale = make(65536.0, 2000)
-    used = [float(scale.scale), *drive(scale, "FT")]
+    used = [float(scale.value), *drive(scale, "FT")]
     assert used == [65536, 32768, 32768]  # MXNet 1.9.1 uses 65536 twice
 
 
@@ -36,5 +35,14 @@ def test_cap_and_floor() -> None:
 
 
 def test_off_stays_at_one() -> None:
-    scale = LossScale.create(torch.device("cpu"), dynamic=False)
+    scale = LossScaler(torch.device("cpu"), initial=1.0, dynamic=False)
     assert drive(scale, "FTF") == [1, 1, 1]
+
+
+def test_the_state_continues() -> None:
+    scale = make(8.0, 3)
+    drive(scale, "TT")
+    again = make(1.0, 3)
+    again.load_state_dict({name: tensor.clone() for name, tensor in scale.state_dict().items()})
+    assert drive(again, "TF") == drive(scale, "TF") == [16, 8]
+    assert again.scale(torch.tensor(0.5)) == 4
