@@ -162,6 +162,11 @@ def _fake_ssh(folder: Path) -> Path:
         (["--port", "2"], "--port without --hostfile\n  rule: ranks of one host meet at a port the launcher holds"),
         (["--interface", "ib7"], "--interface 'ib7' on host"),
         (["--env", "HF_TOKEN=canary"], "--env 'HF_TOKEN'\n  rule: credentials are never forwarded"),
+        (["-n", "1" + "0" * 20], "0 processes on this host\n  rule: a host has at most 4096 processes of a job"),
+        (
+            ["--servers", "5000"],
+            "5000 servers\n  rule: a host has at most 4096 processes of a job, and a job as many servers",
+        ),
         (["--hostfile", "absent"], "hosts file absent, cannot be read: No such file or directory"),
     ],
 )

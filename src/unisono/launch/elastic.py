@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono.dist import Failure
 from unisono.errors import FATAL, REQUEUE, USER_ERROR
 from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
@@ -58,6 +59,7 @@ def supervise_elastic(
     first = begin_record(run_dir, record)
     logs = run_dir / "logs"
     states: list[_SlotState] = []
+    shown: list[Failure] = []
     verdict: int | None = None
     with StopSignals() as signals:
         stop = _WorkerStop(options.grace_s)
@@ -69,7 +71,7 @@ def supervise_elastic(
                 for state in states:
                     if state.process is None or (code := state.process.code()) is None:
                         continue
-                    restart = _record_end(state, code, options, stopped=stop.cause is not None)
+                    restart = _record_end(state, code, options, shown, stopped=stop.cause is not None)
                     last = state.attempts[-1].number
                     write_record(run_dir, {**record, "ended": _ended_record(states)}, last, [])
                     if restart:
@@ -95,8 +97,9 @@ def supervise_elastic(
     return REQUEUE if REQUEUE in codes else 0
 
 
-def _record_end(state: _SlotState, code: int, options: LaunchOptions, *, stopped: bool) -> bool:
-    """Record that the process of a slot has ended; returns whether to restart it. Prints the reason to stderr."""
+def _record_end(state: _SlotState, code: int, options: LaunchOptions, shown: list[Failure], *, stopped: bool) -> bool:
+    """Record that the process of a slot has ended; returns whether to restart it. Prints the reason to stderr, with the
+    traceback of an error that is not among ``shown``, where it adds it."""
     process, attempt = state.process, state.attempts[-1]
     assert process is not None
     process.kill_group()
@@ -107,13 +110,18 @@ def _record_end(state: _SlotState, code: int, options: LaunchOptions, *, stopped
     if code in (0, REQUEUE):
         return False
     # every rank has printed a user error in full above; one line says which rank it was
-    explanation = exit_explanation(attempt)
+    explanation = exit_explanation(attempt, shown)
+    failure = attempt.root_failure()
+    is_anothers = failure is not None and any(f.same_error(failure) and f.rank != failure.rank for f in shown)
+    if failure is not None:
+        shown.append(failure)
     print_message(explanation.partition("\n")[0] if code == USER_ERROR else explanation)
     if stopped or code in (USER_ERROR, FATAL):
         return False
     problem = would_repeat(state.attempts)
     if problem is not None:
-        print_message(str(problem))
+        if not is_anothers:
+            print_message(str(problem))
         return False
     if len(state.attempts) > options.max_restarts:
         print_message(f"no restart of {state.slot.name} left of {options.max_restarts} (launch.max_restarts)")

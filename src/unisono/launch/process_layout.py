@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from unisono.dist import JobSpec
 from unisono.dist.jobspec import LOOPBACK, Role
-from unisono.errors import LaunchError
+from unisono.errors import LaunchError, Problem
 from unisono.launch.hostfile import Host
-from unisono.launch.options import LaunchOptions
+from unisono.launch.options import MAX_PROCESSES, LaunchOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +122,7 @@ def assign_processes(hosts: Sequence[Host], processes: int | None, servers: int)
     round-robin over the hosts with role=server, or else those with workers. Raises LaunchError if there are fewer slots
     than ``processes``, or hosts with role=server and no servers.
     """
+    _refuse_too_many(hosts, servers)
     for_workers = [number for number, host in enumerate(hosts) if host.role == "worker"]
     capacity = sum(hosts[number].slots for number in for_workers)
     count = processes or capacity
@@ -150,3 +151,19 @@ def assign_processes(hosts: Sequence[Host], processes: int | None, servers: int)
     homes = for_servers or sorted({slot.host for slot in slots})
     server_slots = [ProcessSlot(role="server", index=index, host=homes[index % len(homes)]) for index in range(servers)]
     return (*slots, *server_slots)
+
+
+def _refuse_too_many(hosts: Sequence[Host], servers: int) -> None:
+    counts = {f"{host.slots} processes on {host.name}": host.slots for host in hosts} | {f"{servers} servers": servers}
+    problems = [
+        Problem(
+            given=given,
+            rule=f"a host has at most {MAX_PROCESSES} processes of a job, and a job as many servers",
+            consequence="nothing was started",
+            nearest="one process for each accelerator or core",
+        )
+        for given, count in counts.items()
+        if count > MAX_PROCESSES
+    ]
+    if problems:
+        raise LaunchError(*problems)
