@@ -17,7 +17,8 @@ and ``gradients`` only: it owns its parameters, and its own optimizer updates th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol, cast, get_args, overload
 
 import torch
@@ -35,6 +36,7 @@ from unisono.kvstore.backends.server_client import ServerConfig
 from unisono.kvstore.compression import find_codec
 from unisono.kvstore.keys import (
     Future,
+    Key,
     KeyTable,
     PushValue,
     PushValues,
@@ -42,16 +44,16 @@ from unisono.kvstore.keys import (
     as_sparse_rows,
     describe_tensors,
     hash_tensors,
-    key_value_pairs,
     nothing_sent,
     to_dense,
 )
+from unisono.kvstore.optimizer_file import OPTIMIZER, read_optimizer_file, write_optimizer_file
 from unisono.kvstore.value_store import optimizer_options
 from unisono.optim.options import OptimOptions
 from unisono.plan.plan import BUCKET_BYTES
 
 Kind = Literal["local", "device", "dist_sync", "dist_async", "dist_local"]
-Names = list[str] | tuple[str, ...]
+Names = list[str] | list[int] | tuple[Key, ...]
 Out = Tensor | Sequence[Tensor]
 
 
@@ -149,12 +151,18 @@ class KVStore:
     """
 
     def __init__(self, kind: Kind, world: World, backend: Backend) -> None:
-        self.kind = kind
+        self.kind: Kind = kind
         self.world = world
         self._backend = backend
         self._keys = KeyTable()
         self._devices: dict[str, torch.device] = {}
         self._codec: str | None = None
+        self._optimizer: str | None = None
+
+    @property
+    def type(self) -> Kind:
+        """The kind, under MXNet's name."""
+        return self.kind
 
     @property
     def rank(self) -> int:
@@ -168,22 +176,22 @@ class KVStore:
 
     # --- values ----------------------------------------------------------------------------------------------------
 
-    def init(self, key: str | Mapping[str, Tensor], value: Tensor | None = None) -> None:
+    def init(self, key: Key | Mapping[Any, Tensor], value: Tensor | None = None) -> None:
         """``broadcast``, then store a copy of each value under its key.
 
         'dist_async' takes one ``init`` of all keys and overwrites ``value`` with the servers' current values. Raises
         ConfigError for a key that already has a value, CommError naming the worker whose table differs, and where.
         """
-        values: dict[str, Tensor] = dict(key_value_pairs(key, value))
+        values: dict[str, Tensor] = dict(self._keys.pairs(key, value))
         self._keys.add(values)
         if self.kind != "dist_async":
-            self.broadcast(values)
+            self._broadcast(values)
         self._devices |= {name: value.device for name, value in values.items()}
         self._backend.init({name: value.detach().clone() for name, value in values.items()})
         if self.kind == "dist_async":  # servers compare the table, and have rank 0's values or later ones
-            self.pull(list(values), list(values.values())).wait()
+            self.pull([self._keys.given(name) for name in values], list(values.values())).wait()
 
-    def broadcast(self, key: str | Mapping[str, Tensor], value: Tensor | None = None) -> None:
+    def broadcast(self, key: Key | Mapping[Any, Tensor], value: Tensor | None = None) -> None:
         """Compare names, shapes and dtypes over workers, then overwrite every worker's tensors with rank 0's. Stores
         nothing.
 
@@ -194,7 +202,9 @@ class KVStore:
             given = "broadcast on a store of kind 'dist_async'"
             rule = "its workers share only the keys on the servers"
             raise nothing_sent(given, rule, "init, which writes the servers' values into every worker's tensors")
-        values: dict[str, Tensor] = dict(key_value_pairs(key, value))
+        self._broadcast(dict(self._keys.pairs(key, value)))
+
+    def _broadcast(self, values: Mapping[str, Tensor]) -> None:
         if len(set(self.world.gather_json(hash_tensors(values)))) > 1:  # the tables themselves may be long
             agree(self.world, "parameter table", describe_tensors(values))
         for name in sorted(values):
@@ -202,7 +212,7 @@ class KVStore:
 
     def push(
         self,
-        key: str | Sequence[str] | Mapping[str, Any],
+        key: Key | Sequence[Key] | Mapping[Any, Any],
         value: PushValues | Sequence[PushValues] | None = None,
         priority: int = 0,
     ) -> Future[None]:
@@ -213,54 +223,55 @@ class KVStore:
         ConfigError for an unknown key and a wrong shape or dtype.
         """
         return self._backend.push(
-            [(name, self._sum(name, part)) for name, part in key_value_pairs(key, value)], priority
+            [(name, self._sum(name, part)) for name, part in self._keys.pairs(key, value)], priority
         )
 
     @overload
-    def pull(self, key: str, out: Out | None = None, priority: int = 0) -> Future[Tensor]: ...
+    def pull(self, key: Key, out: Out | None = None, priority: int = 0) -> Future[Tensor]: ...
     @overload
     def pull(self, key: Names, out: Sequence[Out] | None = None, priority: int = 0) -> Future[list[Tensor]]: ...
-    def pull(self, key: str | Names, out: Any = None, priority: int = 0) -> Future[Any]:
+    def pull(self, key: Key | Names, out: Any = None, priority: int = 0) -> Future[Any]:
         """The stored value after all earlier pushes, as a copy on the device of ``init``'s value, or written to
         ``out``: one tensor, or several, per key."""
-        names = [key] if isinstance(key, str) else list(key)
-        outs = [out] if isinstance(key, str) else [None] * len(names) if out is None else list(out)
+        names: list[Key] = [key] if isinstance(key, str | int) else list(key)
+        outs = [out] if isinstance(key, str | int) else [None] * len(names) if out is None else list(out)
         items = [
             (name, self._targets(name, target))
-            for (name, _), target in zip(key_value_pairs(names, names), outs, strict=True)
+            for (name, _), target in zip(self._keys.pairs(names, names), outs, strict=True)
         ]
         written = self._backend.pull(items, priority)
 
         def result() -> Any:
             written.wait()
             pulled = [targets[0] for _, targets in items]
-            return pulled[0] if isinstance(key, str) else pulled
+            return pulled[0] if isinstance(key, str | int) else pulled
 
         return Future(result, written.done)
 
     @overload
-    def pushpull(self, key: str, value: PushValues, out: Out | None = None, priority: int = 0) -> Future[Tensor]: ...
+    def pushpull(self, key: Key, value: PushValues, out: Out | None = None, priority: int = 0) -> Future[Tensor]: ...
     @overload
     def pushpull(
         self,
-        key: Sequence[str] | Mapping[str, Any],
+        key: Sequence[Key] | Mapping[Any, Any],
         value: Sequence[PushValues] | None = None,
         out: Sequence[Out] | None = None,
         priority: int = 0,
     ) -> Future[list[Tensor]]: ...
     def pushpull(
         self,
-        key: str | Sequence[str] | Mapping[str, Any],
+        key: Key | Sequence[Key] | Mapping[Any, Any],
         value: Any = None,
         out: Any = None,
         priority: int = 0,
     ) -> Future[Any]:
         """``push`` the values, then ``pull`` the results."""
         self.push(key, value, priority)
-        return self.pull(key if isinstance(key, str) else list(key), out, priority)
+        return self.pull(key if isinstance(key, str | int) else list(key), out, priority)
 
-    def row_sparse_pull(self, key: str, rows: Tensor, out: Tensor | None = None) -> Future[SparseRows]:
+    def row_sparse_pull(self, key: Key, rows: Tensor, out: Tensor | None = None) -> Future[SparseRows]:
         """The rows with these ids, sorted and distinct. ``out`` gets them at their positions and zeros elsewhere."""
+        ((key, _),) = self._keys.pairs(key, None)
         shape, _ = self._keys.lookup(key)
         ids = as_sparse_rows(key, (rows, rows), shape).ids.unique()
         if out is not None:
@@ -300,6 +311,25 @@ class KVStore:
         options = optimizer_options(optimizer, hyper)
         agree(self.world, "the store's optimizer", repr(options))
         self._backend.set_optimizer(options)
+        self._optimizer = options.kind
+
+    def set_updater(self, updater: Callable[[Any, Tensor, Tensor], object]) -> None:
+        """Apply later sums with ``updater(key, sum, stored)``, which changes the tensor ``stored`` in place.
+
+        All workers of 'dist_sync' give the same function. State that it keeps is its own: the store saves values only.
+        A later ``set_optimizer`` replaces it. Raises ConfigError for 'dist_async', to whose servers no code is sent, and
+        for 'dist_local', whose rounds need the store's optimizer.
+        """
+        if not isinstance(self._backend, LocalBackend | AllReduceBackend):
+            reasons = {
+                "dist_async": "servers run no code that is sent to them",
+                "dist_local": "its rounds are averages of what the store's optimizer has done",
+            }
+            given = f"set_updater on a store of kind {self.kind!r}"
+            raise nothing_sent(given, reasons[self.kind], "set_optimizer, or kind 'dist_sync'")
+        agree(self.world, "the store's updater", getattr(updater, "__qualname__", type(updater).__qualname__))
+        self._backend.set_updater(lambda key, total, stored: updater(self._keys.given(key), total, stored))
+        self._optimizer = None
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of all later updates. Raises ConfigError without an optimizer."""
@@ -334,6 +364,34 @@ class KVStore:
         """Load the result of ``state_dict`` into a store with the same keys and optimizer. Raises CheckpointError for
         any difference."""
         self._backend.load_state_dict(state)
+
+    def save_optimizer_states(self, file: str | Path) -> None:
+        """Write the optimizer's state to ``file`` as safetensors: the tensors ``optim/…`` of ``state_dict``.
+
+        Call it on one worker, after ``barrier``. Raises ConfigError without an optimizer.
+        """
+        write_optimizer_file(Path(file), self._set_optimizer("save_optimizer_states"), self.state_dict())
+
+    def load_optimizer_states(self, file: str | Path) -> None:
+        """Load a file of ``save_optimizer_states`` on every worker; values stay as they are.
+
+        Raises ConfigError without an optimizer; CheckpointError for another optimizer, other keys or another file.
+        """
+        kind = self._set_optimizer("load_optimizer_states")
+        tensors = read_optimizer_file(Path(file), kind)
+        self.barrier()
+        kept = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(OPTIMIZER)}
+        self.load_state_dict(kept | tensors)
+
+    def _set_optimizer(self, call: str) -> str:
+        if self._optimizer is None:
+            raise ConfigError(
+                given=f"{call} on a store without an optimizer",
+                rule="the state is that of the store's optimizer; an updater keeps its own",
+                consequence="nothing was read or written",
+                nearest="set_optimizer('sgd', lr=...) first",
+            )
+        return self._optimizer
 
     # --- gradients of a trainer, and the end -----------------------------------------------------------------------
 
