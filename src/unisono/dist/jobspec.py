@@ -66,7 +66,7 @@ class JobSpec:
     - ``source``: the launcher or allocation these numbers come from.
     - ``listen_fd``: a listening socket inherited from the launcher (rank 0 and servers), so the port is never free.
     - ``shared_store``: a store (torchrun's) already listens at the master address, so rank 0 must not open one.
-    - ``role``: worker or server; scheduler is DMLC's process that keeps the store.
+    - ``role``: worker or server; scheduler is DMLC's process that keeps the store (``dist.dmlc``).
     - ``servers``: the number of parameter servers. ``server_addresses``: their ``host:port`` by index; empty if unknown.
     - ``server_index``: the index of this server; None for other roles or if its launcher numbers no servers.
     - ``interface``: the network interface that the launcher set for this process.
@@ -133,15 +133,15 @@ def job_from_environ(environ: Mapping[str, str]) -> JobSpec:
 
 
 def idle_role(job: JobSpec, kind: str) -> str | None:
-    """The reason, in one line, why this process has nothing to do under synchronisation ``kind``; None if it has work.
+    """The reason, in one line, why a server has nothing to do under synchronisation ``kind``; None for others.
 
-    MXNet's scripts start servers and a scheduler for every kind, and pass their addresses to nobody.
+    MXNet's scripts start servers for every kind. Without a secret or certificates those of dist_async are no use either.
     """
-    if job.role == "worker":
+    if job.role != "server":
         return None
     if kind == "dist_async":
-        return f"dist_async: the workers start servers on their own hosts; this {job.role} exits"
-    return f"{kind} needs no {job.role}s: gradients are all-reduced among the workers; this process exits"
+        return "dist_async: the workers start servers on their own hosts; this server exits"
+    return f"{kind} needs no servers: gradients are all-reduced among the workers; this process exits"
 
 
 # --- the sources ---------------------------------------------------------------------------------------------------
@@ -218,6 +218,8 @@ def _dmlc(environ: Mapping[str, str]) -> JobSpec | None:
         master_addr=environ["DMLC_PS_ROOT_URI"],
         master_port=_whole(environ, "DMLC_PS_ROOT_PORT"),
         source="dmlc",
+        # where a tracker starts servers it starts a scheduler too, which keeps the store
+        shared_store=_whole(environ, "DMLC_NUM_SERVER", 0) > 0,
     )
 
 

@@ -17,6 +17,8 @@ and ``gradients`` only: it owns its parameters, and its own optimizer updates th
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast, get_args, overload
@@ -25,7 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from unisono.dist import World, agree
+from unisono.dist import World, agree, job_from_environ, join_world
+from unisono.dist.dmlc import take_role
+from unisono.dist.jobspec import idle_role
 from unisono.errors import ConfigError, nearest_name
 from unisono.kvstore.allreduce.buckets import BucketedAllReduce
 from unisono.kvstore.backends.allreduce import AllReduceBackend
@@ -52,8 +56,11 @@ from unisono.kvstore.value_store import optimizer_options
 from unisono.optim.options import OptimOptions
 from unisono.plan.plan import BUCKET_BYTES
 
+# after which a collective of a store that has joined the job by itself fails
+_COLLECTIVE_S = 300.0
+
 Kind = Literal["local", "device", "dist_sync", "dist_async", "dist_local"]
-Names = list[str] | list[int] | tuple[Key, ...]
+Names = list[str] | list[int] | list[Key] | tuple[Key, ...]
 Out = Tensor | Sequence[Tensor]
 
 
@@ -150,7 +157,7 @@ class KVStore:
     of 'dist_async' meet only in the first ``init``, in ``barrier`` and in ``load_state_dict``.
     """
 
-    def __init__(self, kind: Kind, world: World, backend: Backend) -> None:
+    def __init__(self, kind: Kind, world: World, backend: Backend, *, owns_world: bool = False) -> None:
         self.kind: Kind = kind
         self.world = world
         self._backend = backend
@@ -158,6 +165,7 @@ class KVStore:
         self._devices: dict[str, torch.device] = {}
         self._codec: str | None = None
         self._optimizer: str | None = None
+        self._owns_world = owns_world
 
     @property
     def type(self) -> Kind:
@@ -418,8 +426,10 @@ class KVStore:
         )
 
     def close(self) -> None:
-        """Release the values. Not a collective; the World stays open."""
+        """Release the values. Not a collective; a World that the caller gave stays open."""
         self._backend.close()
+        if self._owns_world:
+            self.world.close()
 
     def _sum(self, key: str, value: Any) -> PushValue:
         parts = cast("list[PushValue]", value if isinstance(value, list) else [value])
@@ -455,7 +465,7 @@ class KVStore:
 
 def create_kvstore(
     kind: Kind,
-    world: World,
+    world: World | None = None,
     *,
     local_sgd: LocalSGDConfig | None = None,
     hierarchical: Literal["auto"] | bool = "auto",
@@ -471,19 +481,21 @@ def create_kvstore(
             over workers, 'dist_async' updates values on parameter servers, 'dist_local' averages the workers' copies
             periodically.
         world: The workers. 'local' and 'device' take a single one; 'dist_async' uses only rank, number of workers and run id,
-            and needs no process group.
+            and needs no process group. None: this process for 'local' and 'device', else the job that a launcher started
+            this process for; the store joins it, and leaves it in ``close``.
         local_sgd: When and how 'dist_local' averages; required there.
         hierarchical: Whether 'dist_sync' sums through one worker of each host; 'auto': if there are several hosts with several
             workers each.
         shared_memory: Whether 'dist_sync' sums host tensors through memory shared by the workers of one host; 'auto': where
             possible, and nothing is compressed.
-        servers: The parameter servers of 'dist_async'; required there.
+        servers: The parameter servers of 'dist_async'; None: those of the launcher.
         staleness: Largest number of steps that a worker of 'dist_async' is ahead of the slowest, see ``KVStore.step``; None for
             any number.
         staleness_lr_decay: Whether servers apply a gradient, computed before tau pushes of other workers, with lr / (1 + tau).
 
     Raises:
         ConfigError: Options do not fit the kind or the workers.
+        LaunchError, CommError: Without ``world``, as ``join_world``.
     """
     options = {  # its kind, and whether it is given
         "local_sgd": ("dist_local", local_sgd is not None),
@@ -497,6 +509,16 @@ def create_kvstore(
     if inert:
         rule = ", ".join(f"{name} is for {owner!r}" for name, (owner, _) in options.items())
         raise _no_store(kind, ", ".join(inert), rule, f"leave out {', '.join(inert)}")
+    owns_world = world is None
+    if world is None:
+        world = _launched_world(kind)
+        job = world.job
+        if (
+            kind == "dist_async"
+            and servers is None
+            and (job.server_addresses or (job.source == "dmlc" and job.servers))
+        ):
+            servers = ServerConfig.from_environ(os.environ, worker_restart_count=job.restart_count)
     match kind:
         case "local" | "device":
             if world.world_size > 1:
@@ -521,7 +543,23 @@ def create_kvstore(
             kinds = get_args(Kind)
             rule = f"kinds are {', '.join(kinds)}"
             raise _no_store(kind, f"{world.world_size} workers", rule, nearest_name(kind, kinds))
-    return KVStore(kind, world, backend)
+    return KVStore(kind, world, backend, owns_world=owns_world)
+
+
+def _launched_world(kind: str) -> World:
+    """The workers of a store of ``kind`` in the job that a launcher started this process for. A process of MXNet's tracker
+    that is no worker ends here."""
+    job = job_from_environ(os.environ)
+    if job.role == "server" and (leaves := idle_role(job, kind)) is not None and kind != "dist_async":
+        print(leaves)
+        sys.exit(0)
+    take_role(job)
+    if kind in ("local", "device"):
+        return World.alone(job)
+    if kind == "dist_async":
+        return World(job)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return join_world(job, device_type="cpu" if device is None else device.type, timeout_s=_COLLECTIVE_S)
 
 
 def _no_store(kind: str, given: str, rule: str, nearest: str) -> ConfigError:

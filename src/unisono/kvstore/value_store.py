@@ -22,7 +22,6 @@ from unisono.optim import build_optimizer, load_state_tensors, state_tensors
 from unisono.optim.groups import Role
 from unisono.optim.options import OptimOptions
 
-
 Updater = Callable[[str, Tensor, Tensor], object]
 """``updater(key, sum, stored)`` changes the stored tensor in place."""
 

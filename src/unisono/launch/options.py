@@ -9,7 +9,6 @@ from typing import Any
 from unisono.config import option
 from unisono.errors import LaunchError
 
-
 # workers, or servers, of one host; more is a mistake that would take the host's memory before it fails
 MAX_PROCESSES = 4096
 

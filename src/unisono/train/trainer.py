@@ -24,6 +24,7 @@ from unisono.data.dataset import CollateFn, Dataset, MapStyle
 from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
 from unisono.data.options import LoaderOptions
 from unisono.dist import StopNotice, World, agree, job_from_environ
+from unisono.dist.dmlc import take_role
 from unisono.kvstore import GradientSync
 from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog
@@ -246,6 +247,8 @@ class Trainer:
     def _open_world(self) -> None:
         """Set world, plan and device, open the event log, and listen for stop signals."""
         job = self._given_world.job if self._given_world else job_from_environ(os.environ)
+        if self._given_world is None:
+            take_role(job)
         self.device, self.plan = resolve_plan(self._given_plan, job)  # a Plan is only validated
         self.world = self._given_world or init_distributed(self.plan, job, self.device.type, COLLECTIVE_TIMEOUT_S)
         self.events = self._given_events or open_events(self.run_dir, self.world)
