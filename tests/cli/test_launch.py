@@ -167,6 +167,12 @@ def _fake_ssh(folder: Path) -> Path:
             ["--servers", "5000"],
             "5000 servers\n  rule: a host has at most 4096 processes of a job, and a job as many servers",
         ),
+        (["--elastic"], "--elastic without --servers\n  rule: workers of dist_async alone can leave and join"),
+        (
+            ["--join", "x", "--servers", "1"],
+            "--join with --servers, --port, --hostfile, --mpirun or --srun\n  rule: workers join",
+        ),
+        (["--first-rank", "3"], "--first-rank without --join\n  rule: ranks begin at 0"),
         (["--hostfile", "absent"], "hosts file absent, cannot be read: No such file or directory"),
     ],
 )

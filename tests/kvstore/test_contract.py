@@ -415,6 +415,16 @@ def test_manners(pool: Pool, name: str) -> None:
     check(pool, name, rank_zeros_value_wins, refusals)
 
 
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_a_plain_script_needs_no_world(kind: Any) -> None:
+    with closing(create_kvstore(kind)) as store:
+        store.init(9, torch.ones(2))
+        store.push(9, [torch.ones(2)] * 3)
+        assert (store.type, store.rank, store.num_workers, store.pull(9).wait().tolist()) == (kind, 0, 1, [3.0, 3.0])
+    with pytest.raises(ConfigError, match="'dist_async' with no servers"):
+        create_kvstore("dist_async")
+
+
 def test_kinds_that_do_not_fit_are_refused(pool: Pool) -> None:
     pool.run(kinds_that_do_not_fit, ranks=1)
     pool.run(one_process_kinds, ranks=2)

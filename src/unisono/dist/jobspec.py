@@ -104,7 +104,9 @@ class JobSpec:
             own["UNISONO_SERVER_ADDRESSES"] = ",".join(self.server_addresses)
         if self.server_index is not None:
             own["UNISONO_SERVER"] = str(self.server_index)
-        return own | self._values(TORCH_VARIABLES) if self.role == "worker" else own
+        # torch knows no rank beyond its world, which a worker that has joined servers has
+        has_torch_rank = self.role == "worker" and self.rank < self.world_size
+        return own | self._values(TORCH_VARIABLES) if has_torch_rank else own
 
     def _values(self, fields: Mapping[str, str]) -> dict[str, str]:
         return {variable: str(getattr(self, field)) for variable, field in fields.items()}
@@ -326,7 +328,9 @@ def _checked(job: JobSpec) -> JobSpec:
         joins = bool(job.server_addresses) and job.role == "worker"  # a worker may join servers at any time
         if job.world_size < 1 or not (0 <= job.rank < job.world_size or joins):
             yield f"rank {job.rank} of world {job.world_size}", "0 <= rank < world"
-        if not 1 <= job.local_world <= max(job.world_size, 1) or not 0 <= job.local_rank < max(job.local_world, 1):
+        if not (1 <= job.local_world <= max(job.world_size, 1) or joins) or not 0 <= job.local_rank < max(
+            job.local_world, 1
+        ):
             yield f"local rank {job.local_rank} of {job.local_world} on this host", "0 <= local rank < local world"
         if len(job.server_addresses) not in (0, job.servers):
             yield (

@@ -12,6 +12,7 @@ from unisono.dist import JobSpec
 from unisono.dist.jobspec import LOOPBACK, Role
 from unisono.errors import LaunchError, Problem
 from unisono.launch.hostfile import Host
+from unisono.launch.membership import Membership
 from unisono.launch.options import MAX_PROCESSES, LaunchOptions
 
 
@@ -47,6 +48,8 @@ class JobLayout:
         environ: Variables that are set for every process.
         interface: Network interface of every host; None chooses one.
         port: Port where ranks meet; 0 takes any free port.
+        elastic: Workers may leave without ending the job, and others may join it, while it has one.
+        joins: The running job that these workers join; None starts a job.
         snapshots: Folder, on each server's host, for the state a restarted server resumes from; None writes none.
     """
 
@@ -60,6 +63,8 @@ class JobLayout:
     interface: str | None = None
     port: int = 0
     snapshots: str | None = None
+    elastic: bool = False
+    joins: Membership | None = None
 
     @property
     def workers(self) -> list[ProcessSlot]:
@@ -73,8 +78,8 @@ class JobLayout:
 
     @property
     def plain(self) -> bool:
-        """Whether all ranks are on this host and there are no servers, so no agent is needed."""
-        return not self.servers and all(self.hosts[slot.host].here for slot in self.slots)
+        """Whether all ranks are on this host and there are no servers, here or of a job to join: no agent is needed."""
+        return self.joins is None and not self.servers and all(self.hosts[slot.host].here for slot in self.slots)
 
     @property
     def on_one_host(self) -> bool:
@@ -93,7 +98,9 @@ class JobLayout:
         """Environment variables of the process in ``slot``, apart from those of its JobSpec."""
         snapshots = {"UNISONO_SNAPSHOTS": self.snapshots} if slot.role == "server" and self.snapshots else {}
         tls = {"UNISONO_TLS": self.options.tls} if self.options.tls else {}
-        return {**snapshots, **self.environ, **tls}
+        drain = {"UNISONO_DRAIN": "1"} if slot.role == "server" and self.elastic else {}
+        secret = {"UNISONO_SECRET_FILE": self.joins.secret_file} if self.joins is not None else {}
+        return {**snapshots, **drain, **self.environ, **tls, **secret}
 
     def job_spec(self, slot: ProcessSlot, *, restart_count: int, master: str, servers: Sequence[str]) -> JobSpec:
         """The JobSpec of the process in ``slot``; ``master`` and ``servers`` are ``host:port``."""
@@ -103,7 +110,7 @@ class JobLayout:
             restart_count=restart_count,
             rank=slot.index if slot.role == "worker" else 0,
             local_rank=slot.local_rank,
-            world_size=len(self.workers),
+            world_size=len(self.workers) if self.joins is None else self.joins.world_size,
             local_world=slot.local_world,
             master_addr=host,
             master_port=int(port),

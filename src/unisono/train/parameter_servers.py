@@ -44,7 +44,8 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
     """``job`` with the addresses of parameter servers.
 
     If the plan needs servers and the launcher started none (torchrun, mpirun, srun, one process, or MXNet's tracker without a
-    secret or certificates), workers start them as their children, which is a collective. Their snapshots are in ``run_dir`` until the next such job begins there.
+    secret or certificates), workers start them as their children, which is a collective. Their snapshots are in ``run_dir``
+    until the next such job begins there.
 
     Raises ConfigError if ``launch.tls`` would have no effect or its folder cannot be used.
     """

@@ -36,9 +36,10 @@ def _record(error: BaseException | None) -> bool:
     if not isinstance(error, Exception) or os.getpid() != _PROGRAM:
         return False
     try:
-        from unisono.dist import job_from_environ, read_failure, record_failure
+        from unisono.dist import JobSpec, read_failure, record_failure
 
-        logs, job = Path(os.environ["UNISONO_LOGS"]), job_from_environ(os.environ)
+        logs = Path(os.environ["UNISONO_LOGS"])
+        job = JobSpec(rank=int(os.environ["UNISONO_RANK"]), restart_count=int(os.environ["UNISONO_EPOCH"]))
         known = read_failure(logs, job.rank, job.restart_count)
         if known is None or (known.type, known.message) != (type(error).__name__, str(error)):
             record_failure(logs, job, error, step=None, script_s=time.monotonic() - _BEGIN_S)
