@@ -155,6 +155,12 @@ class KVStore:
     With 'dist_sync' and 'dist_local' all workers call ``init``, ``push``, ``pushpull``, ``barrier``, ``broadcast`` and
     the ``set_*`` methods in the same order, and also ``wait`` of a push, or of a pull of keys that were pushed. Workers
     of 'dist_async' meet only in the first ``init``, in ``barrier`` and in ``load_state_dict``.
+
+    Args:
+        kind: Its kind.
+        world: Its workers.
+        backend: Where and how it keeps values.
+        owns_world: Whether ``close`` closes ``world`` too.
     """
 
     def __init__(self, kind: Kind, world: World, backend: Backend, *, owns_world: bool = False) -> None:
