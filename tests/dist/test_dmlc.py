@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from certificates import Authority
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -155,6 +156,17 @@ def test_without_a_secret_servers_and_workers_are_refused(tmp_path: Path) -> Non
             assert "  so:   anyone who reaches the port could change the parameters, so nothing was started" in said
             assert "  try:  on every host: umask 077; head -c 32 /dev/urandom > secret" in said
         assert scheduler.wait(30) == 0  # its worker has come and left
+
+
+@pytest.mark.full
+def test_certificates_alone_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # its secret is the user's own
+    folder = Authority(tmp_path / "jobs").host("here")
+    monkeypatch.setenv("UNISONO_TLS", str(folder))
+    with job(tmp_path, SCRIPT, "dist_async", secret=False) as processes:
+        ended = [process.communicate(timeout=60) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0, 0], ended
+    assert " under TLS" in ended[2][1]
 
 
 @pytest.mark.full
