@@ -127,7 +127,7 @@ def test_a_stopped_run_is_at_a_step_and_goes_on(desk: Desk, tmp_path: Path, alon
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["torchrun", "dmlc"])
+@pytest.mark.parametrize("how", ["torchrun", "dmlc", "dmlc with a secret"])
 def test_workers_of_other_launchers_start_the_servers(
     desk: Desk, tmp_path: Path, alone: Callable[[int], float], how: str
 ) -> None:
@@ -147,13 +147,17 @@ def test_workers_of_other_launchers_start_the_servers(
             "DMLC_NUM_WORKER": "2",
             "DMLC_NUM_SERVER": "1",
         }
+        if how == "dmlc with a secret":
+            (tmp_path / "secret").write_bytes(bytes(range(32)))
+            (tmp_path / "secret").chmod(0o600)
+            tracker["UNISONO_SECRET_FILE"] = str(tmp_path / "secret")
         members = [{"DMLC_ROLE": role} for role in ("scheduler", "server")]
         members += [{"DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(rank)} for rank in range(2)]
         with ThreadPoolExecutor(4) as pool:
             ended = list(pool.map(lambda own: desk.process(*arguments, **tracker, **own), members))
         assert [each.code for each in ended] == [0] * 4, [each.err for each in ended]
-        assert "this scheduler exits" in ended[0].out
-        assert "this server exits" in ended[1].out
+        assert ("this server exits" in ended[1].out) == (how == "dmlc")
+        assert ("server 0 of 1, restart 0, listens at 127.0.0.1:" in ended[1].err) == (how != "dmlc")
     assert weight(tmp_path / "run", 6) == alone(6)
     wait_until(lambda: not [each for each in psutil.process_iter() if is_beside(each)], "no server is left behind")
 

@@ -162,6 +162,17 @@ def _fake_ssh(folder: Path) -> Path:
         (["--port", "2"], "--port without --hostfile\n  rule: ranks of one host meet at a port the launcher holds"),
         (["--interface", "ib7"], "--interface 'ib7' on host"),
         (["--env", "HF_TOKEN=canary"], "--env 'HF_TOKEN'\n  rule: credentials are never forwarded"),
+        (["-n", "1" + "0" * 20], "0 processes on this host\n  rule: a host has at most 4096 processes of a job"),
+        (
+            ["--servers", "5000"],
+            "5000 servers\n  rule: a host has at most 4096 processes of a job, and a job as many servers",
+        ),
+        (["--elastic"], "--elastic without --servers\n  rule: workers of dist_async alone can leave and join"),
+        (
+            ["--join", "x", "--servers", "1"],
+            "--join with --servers, --port, --hostfile, --mpirun or --srun\n  rule: workers join",
+        ),
+        (["--first-rank", "3"], "--first-rank without --join\n  rule: ranks begin at 0"),
         (["--hostfile", "absent"], "hosts file absent, cannot be read: No such file or directory"),
     ],
 )
@@ -173,19 +184,20 @@ def test_what_is_refused(arguments: list[str], text: str, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_servers_and_schedulers_of_a_synchronous_run_leave(tmp_path: Path) -> None:
-    # as MXNet's launch.py -s 1 starts them
+def test_a_server_of_a_synchronous_run_leaves(tmp_path: Path) -> None:
+    # as MXNet's launch.py -s 1 starts it
     dmlc = {"DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "9"}
-    for role, task in (("server", {"DMLC_TASK_ID": "1"}), ("scheduler", {})):
-        ended = subprocess.run(
-            [sys.executable, "-m", "unisono", "train", "--set", "run.dir=r"],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "DMLC_ROLE": role} | dmlc | task,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (ended.returncode, ended.stderr) == (0, "")
-        said = f"dist_sync needs no {role}s: gradients are all-reduced among the workers; this process exits\n"
-        assert ended.stdout == said
+    dmlc |= {"DMLC_ROLE": "server", "DMLC_TASK_ID": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "unisono", "train", "--set", "run.dir=r"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | dmlc,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (
+        ended.stdout == "dist_sync needs no servers: gradients are all-reduced among the workers; this process exits\n"
+    )
     assert list(tmp_path.iterdir()) == []

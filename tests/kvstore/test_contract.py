@@ -5,9 +5,11 @@ A new kind joins by a line in ``KINDS``: how to make it on a World, on how many 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -277,6 +279,92 @@ def test_updates(pool: Pool, name: str) -> None:
     )
 
 
+# --- MXNet's names ---------------------------------------------------------------------------------------------------
+
+
+def whole_number_keys(store: KVStore, kind: Kind) -> None:
+    assert store.type == store.kind
+    refusal(ConfigError, lambda: store.pull("3"))  # before init nothing is settled
+    store.set_optimizer("sgd", lr=1.0, momentum=0.0, weight_decay=0.0)
+    store.init([3, 7], [torch.ones(2), torch.zeros(2, 2)])
+    store.push([7, 3], [torch.ones(2, 2), torch.ones(2)]).wait()
+    store.barrier()
+    assert store.pull(3).wait().tolist() == [0.0 if kind.averages else 1.0 - kind.ranks] * 2
+    assert [each.shape for each in store.pull([7, 3]).wait()] == [(2, 2), (2,)]
+    assert store.row_sparse_pull(7, torch.tensor([1])).wait().ids.tolist() == [1]
+    store.barrier()
+    pulled = store.pushpull({3: torch.zeros(2), 7: torch.zeros(2, 2)}).wait()
+    assert [each.shape for each in pulled] == [(2,), (2, 2)]
+    assert {"value/3", "value/7"} <= store.state_dict().keys()
+    store.barrier()
+    text = refusal(ConfigError, lambda: store.push("3", torch.ones(2)))
+    assert "key '3' of type str in a store of int keys\n  rule: the keys of a store are all strings or all" in text
+
+
+def optimizer_states(store: KVStore, kind: Kind) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "states.safetensors"
+        text = refusal(ConfigError, lambda: store.save_optimizer_states(file))
+        assert "save_optimizer_states on a store without an optimizer\n  rule: " in text
+        store.init({"w": torch.ones(3, 2), "b": torch.ones(2)})
+        store.set_optimizer("adamw", lr=0.1)
+        store.push({"w": torch.full((3, 2), 0.5), "b": torch.full((2,), -0.5)}).wait()
+        store.barrier()
+        store.save_optimizer_states(file)
+        saved = {name: each.clone() for name, each in store.state_dict().items() if name.startswith("optim/")}
+        store.barrier()
+        store.push({"w": torch.full((3, 2), 2.0), "b": torch.full((2,), 3.0)}).wait()
+        store.barrier()
+        before = store.pull("w").wait()
+        store.load_optimizer_states(file)
+        state = store.state_dict()
+        assert all(torch.equal(each, state[name]) for name, each in saved.items())
+        assert len(saved) == 6
+        assert torch.equal(store.pull("w").wait(), before)
+        store.barrier()
+        assert f"{folder}/none cannot be read" in refusal(
+            CheckpointError, lambda: store.load_optimizer_states(f"{folder}/none")
+        )
+        assert "cannot be written" in refusal(ConfigError, lambda: store.save_optimizer_states(f"{folder}/no/file"))
+        if not kind.applies_each:  # servers keep their first optimizer
+            store.set_optimizer("sgd", lr=0.1)
+            text = refusal(CheckpointError, lambda: store.load_optimizer_states(file))
+            assert "with the state of 'adamw'\n  rule: this store's optimizer is 'sgd'" in text
+            assert "try:  set_optimizer('adamw', ...) before" in text
+
+
+def updater(store: KVStore, kind: Kind) -> None:
+    calls: list[Any] = []
+
+    def add_half(key: Any, total: torch.Tensor, stored: torch.Tensor) -> None:
+        calls.append(key)
+        stored += total / 2
+
+    if not kind.sums:
+        text = refusal(ConfigError, lambda: store.set_updater(add_half))
+        assert f"set_updater on a store of kind '{store.kind}'\n  rule: " in text
+        reason = "servers run no code that is sent to them" if kind.applies_each else "its rounds are averages of what"
+        assert reason in text
+        assert "try:  set_optimizer, or kind 'dist_sync'" in text
+        return
+    store.init({5: torch.ones(2), 6: torch.ones(3, 2)})
+    store.set_updater(add_half)
+    for _ in range(2):
+        store.push(5, [torch.ones(2), torch.ones(2)]).wait()
+    assert store.pull(5).wait().tolist() == [1.0 + 2 * kind.ranks] * 2
+    store.push(6, (torch.tensor([1]), torch.full((1, 2), 4.0))).wait()
+    assert store.pull(6).wait()[:, 0].tolist() == [1.0, 1.0 + 2 * kind.ranks, 1.0]
+    assert calls == [5, 5, 6]
+    assert "without an optimizer" in refusal(ConfigError, lambda: store.save_optimizer_states("file"))
+    store.set_optimizer("sgd", lr=1.0, momentum=0.0, weight_decay=0.0)
+    assert store.pushpull(5, torch.zeros(2)).wait().tolist() == [1.0 + 2 * kind.ranks] * 2
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_names_of_mxnet(pool: Pool, name: str) -> None:
+    check(pool, name, whole_number_keys, optimizer_states, updater)
+
+
 # --- init, broadcast, refusals -------------------------------------------------------------------------------------
 
 
@@ -306,7 +394,8 @@ def refusals(store: KVStore, kind: Kind) -> None:
     assert "was initialised with shape [2, 3] and dtype torch.float32" in text
     text = refusal(ConfigError, lambda: store.push("layer.weight", torch.ones(2, 3, dtype=torch.float64)))
     assert "dtype torch.float64" in text
-    assert "key 3 of type int" in refusal(ConfigError, lambda: store.push(3, torch.ones(1)))  # type: ignore[arg-type]
+    assert "key 3 of type int in a store of str keys" in refusal(ConfigError, lambda: store.push(3, torch.ones(1)))
+    assert "key True of type bool" in refusal(ConfigError, lambda: store.push(True, torch.ones(1)))
     assert "2 keys with 1 values" in refusal(ConfigError, lambda: store.push(["a", "b"], [torch.ones(1)]))
     assert "an empty list for key" in refusal(ConfigError, lambda: store.push("layer.weight", []))
     text = refusal(ConfigError, lambda: store.push("layer.weight", (torch.tensor([2]), torch.ones(1, 3))))
@@ -324,6 +413,16 @@ def refusals(store: KVStore, kind: Kind) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_manners(pool: Pool, name: str) -> None:
     check(pool, name, rank_zeros_value_wins, refusals)
+
+
+@pytest.mark.parametrize("kind", ["local", "dist_sync"])
+def test_a_plain_script_needs_no_world(kind: Any) -> None:
+    with closing(create_kvstore(kind)) as store:
+        store.init(9, torch.ones(2))
+        store.push(9, [torch.ones(2)] * 3)
+        assert (store.type, store.rank, store.num_workers, store.pull(9).wait().tolist()) == (kind, 0, 1, [3.0, 3.0])
+    with pytest.raises(ConfigError, match="'dist_async' with no servers"):
+        create_kvstore("dist_async")
 
 
 def test_kinds_that_do_not_fit_are_refused(pool: Pool) -> None:

@@ -107,6 +107,19 @@ def test_a_stop_reaches_workers_first_and_servers_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.full
+def test_an_error_of_every_worker_of_a_plain_script_is_shown_once(tmp_path: Path) -> None:
+    launched = start_job("time.sleep(0.5); raise KeyError('no such column')", tmp_path, server=SERVER, servers=1)
+    code, said = launched.finish()
+    assert code == 1
+    assert said.count("Traceback (most recent call last)") == 1
+    assert said.count("would come back, so it is not restarted") == 1
+    assert "restarting" not in said
+    # a worker that was slower may have been asked to end before its own error
+    logs = [log.read_text() for log in (launched.run_dir / "logs").glob("rank-*.log")]
+    assert sorted(text.count("KeyError: 'no such column'") for text in logs) in ([0, 1], [1, 1])
+
+
 def test_the_same_crash_of_one_worker_after_one_restart_is_the_end(tmp_path: Path) -> None:
     worker = """
 if job.rank == 1:

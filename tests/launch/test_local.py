@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,80 @@ def test_a_bug_before_the_first_finished_step_is_not_restarted_and_shown_once(st
     assert said.count("Traceback (most recent call last)") == 1
 
 
+def run_plain(script: str, folder: Path, command: Sequence[str], *options: str) -> tuple[int, str]:
+    """``unisono launch`` of a script that uses nothing of unisono; exit code and what was shown."""
+    (folder / "plain.py").write_text(script)
+    argv = [sys.executable, "-m", "unisono", "launch", "--dir", str(folder / "run"), *options, "--", *command]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(argv, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr
+
+
+def test_an_error_at_the_start_of_a_plain_script_is_shown_once_and_not_restarted(tmp_path: Path) -> None:
+    code, said = run_plain("import nosuch", tmp_path, [sys.executable, "plain.py"], "-n", "2")
+    assert code == 1
+    assert said.count("Traceback (most recent call last)") == 1
+    assert "ModuleNotFoundError: No module named 'nosuch'" in said
+    assert " s after the script began\n" in said
+    assert "rule: an error of the program in its first 60 s would come back, so it is not restarted" in said
+    attempts = json.loads((tmp_path / "run/launch.json").read_text())["attempts"]
+    assert [attempt["failure"] for attempt in attempts] == ["ModuleNotFoundError: No module named 'nosuch'"]
+
+
+HOOKS = """
+import os, sys
+sys.excepthook = lambda kind, error, trace: print("mine:", error, file=sys.stderr)
+assert not any("script_hook" in text for text in [*sys.path, os.environ.get("PYTHONPATH", "")])
+raise ValueError("no such column")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", [[sys.executable, "plain.py"], ["sh", "-c", f"{sys.executable} plain.py; exit 1"]])
+def test_a_script_with_its_own_hook_or_behind_a_shell_is_recorded_too(command: list[str], tmp_path: Path) -> None:
+    code, said = run_plain(HOOKS, tmp_path, command)
+    assert code == 1
+    assert said.count("mine: no such column") == 1
+    assert "ValueError on rank 0 " in said
+    assert "restarting" not in said
+
+
+@pytest.mark.full
+def test_the_interpreters_own_sitecustomize_is_loaded_and_helpers_are_not_recorded(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("MARK = 7")
+    script = """
+import subprocess, sys, sitecustomize
+assert sitecustomize.MARK == 7
+assert subprocess.run([sys.executable, "-c", "raise ValueError('of a helper')"], stderr=subprocess.DEVNULL).returncode == 1
+"""
+    code, said = run_plain(script, tmp_path, [sys.executable, "plain.py"], "--env", f"PYTHONPATH={tmp_path}")
+    assert code == 0, said
+    assert not list((tmp_path / "run/logs").glob("failure-*"))
+
+
+@pytest.mark.full
+def test_an_error_that_passes_in_a_plain_script_is_restarted(tmp_path: Path) -> None:
+    script = "import os\nif os.environ['UNISONO_EPOCH'] == '0': raise ConnectionResetError('peer')"
+    code, said = run_plain(script, tmp_path, [sys.executable, "plain.py"])
+    assert code == 0
+    assert "restarting all ranks as attempt 1" in said
+
+
+def test_a_later_error_of_a_script_is_restarted_once_and_explained_once(tmp_path: Path) -> None:
+    script = """
+if job.rank == 1:
+    record_failure(run_dir / "logs", job, KeyError("row 7"), step=None, script_s=61.0 + job.restart_count)
+    sys.exit(1)
+time.sleep(600)
+"""
+    code, said, launched = run(script, tmp_path, max_restarts=9)
+    assert code == 1
+    assert len(launched.record()["attempts"]) == 2
+    assert "it failed 61.0 s after the script began:\n" in said
+    assert "it failed 62.0 s after the script began, with the error that is shown above: KeyError: 'row 7'" in said
+    assert "KeyError 62.0 s after the script began on rank 1, 2 times in a row" in said
+
+
 def test_errors_of_the_other_ranks_are_named_in_a_line(tmp_path: Path) -> None:
     script = """
 time.sleep(0.1 * job.rank)
@@ -234,14 +309,14 @@ def test_a_killed_worker_is_told_from_a_crash(tmp_path: Path) -> None:
 def test_a_wordless_crash_shows_the_end_of_its_log(tmp_path: Path) -> None:
     script = """
 if job.rank == 1:
-    print("\\n".join(f"line {n}" for n in range(100)))
-    raise KeyError("no such column")
+    print("\\n".join(f"line {n}" for n in range(100)), "no such column", sep="\\n", flush=True)
+    os._exit(1)
 time.sleep(600)
 """
     code, said, launched = run(script, tmp_path, max_restarts=0)
     assert code == 1
     assert f"the end of its log {launched.run_dir}/logs/rank-1.attempt-0.log:" in said
-    assert "KeyError: 'no such column'" in said
+    assert "no such column" in said
     assert "line 99" in said
     assert "line 50" not in said
 

@@ -142,6 +142,20 @@ if job.restart_count == 0:
 
 
 @pytest.mark.full
+def test_an_error_of_every_rank_of_a_plain_script_is_shown_once_and_is_in_each_log(sshd: Sshd, tmp_path: Path) -> None:
+    launched = start_job("raise KeyError('no such column')", tmp_path, hosts=sshd.hosts(2), environ=sshd.environ)
+    code, said = launched.finish()
+    assert code == 1
+    assert said.count("Traceback (most recent call last)") == 1
+    assert ": the same error (tracebacks in " in said
+    assert "an error of the program in its first 60 s would come back, so it is not restarted" in said
+    assert len(launched.record()["attempts"]) == 1
+    logs = [log.read_text() for log in (launched.run_dir / "logs").glob("rank-*.log")]
+    assert len(logs) == 4
+    assert all(text.count("KeyError: 'no such column'") == 1 for text in logs)
+
+
+@pytest.mark.full
 def test_the_same_crash_over_there_after_one_restart_is_the_end(sshd: Sshd, tmp_path: Path) -> None:
     worker = """
 if job.rank == 1:

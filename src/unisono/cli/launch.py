@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from unisono.launch import LaunchOptions
 from unisono.launch.forwarded_env import forwarded, parse_settings
 from unisono.launch.hostfile import Host, read_hostfile
 from unisono.launch.job import SERVER, describe_launch, dry_run_text, run_job
+from unisono.launch.membership import claim_ranks, read_membership
 from unisono.launch.mpi_slurm import ExecCommand, mpirun, srun
 from unisono.launch.network_interface import interface_by_name
 from unisono.launch.process_layout import JobLayout, assign_processes
@@ -34,6 +35,11 @@ from unisono.launch.process_layout import JobLayout, assign_processes
 @click.option(
     "--env", "settings", multiple=True, metavar="NAME[=VALUE]", help="Environment variable for every process."
 )
+@click.option("--elastic", is_flag=True, help="Workers may leave a job with servers, and others join it (--join).")
+@click.option(
+    "--join", type=click.Path(path_type=Path), help="Folder of a running --elastic launch to join as workers."
+)
+@click.option("--first-rank", type=click.IntRange(0), help="Rank of the first that joins, with a copy of the folder.")
 @click.option("--tls", default="", metavar="FOLDER", help="Certificates for connections to servers.")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=3, help="Most restarts after crashes (default 3).")
 @click.option(
@@ -59,7 +65,9 @@ def command(command: tuple[str, ...], as_json: bool, **options: Any) -> int:
         return _show_handover(handover, as_json=as_json) if arguments.dry_run else handover.run()
     # two launches in the same second need two folders
     folder = arguments.folder or Path(time.strftime(f"runs/launch-%Y%m%d-%H%M%S-{os.getpid()}"))
-    job = _layout(command, arguments, folder)
+    job = (
+        _layout(command, arguments, folder) if arguments.join is None else _joining(command, arguments, arguments.join)
+    )
     for host in job.hosts:
         if host.role == "scheduler":
             click.echo(f"launch: {host.name} runs nothing: this launcher is the scheduler", err=True)
@@ -76,6 +84,9 @@ class _Arguments:
 
     processes: int | None
     servers: int
+    elastic: bool
+    join: Path | None
+    first_rank: int | None
     hostfile: Path | None
     ssh_port: int | None
     interface: str | None
@@ -129,6 +140,27 @@ def _layout(command: tuple[str, ...], arguments: _Arguments, folder: Path) -> Jo
         interface=arguments.interface,
         port=arguments.port,
         snapshots=str(folder.absolute() / "servers"),
+        elastic=arguments.elastic,
+    )
+
+
+def _joining(command: tuple[str, ...], arguments: _Arguments, folder: Path) -> JobLayout:
+    """Workers of this host that join the job of ``folder``."""
+    hosts = [Host(name="this host", slots=arguments.processes or 1, here=True)]
+    slots = assign_processes(hosts, arguments.processes, 0)
+    job = read_membership(folder)
+    ranks = claim_ranks(job, len(slots), arguments.first_rank)
+    return JobLayout(
+        command=command,
+        server_command=SERVER,
+        hosts=tuple(hosts),
+        slots=tuple(replace(slot, index=rank) for slot, rank in zip(slots, ranks, strict=True)),
+        run_id=job.run_id,
+        options=arguments.launch,
+        environ=parse_settings(arguments.settings, os.environ),
+        interface=arguments.interface,
+        elastic=True,
+        joins=job,
     )
 
 
@@ -164,7 +196,22 @@ def _check_unused(arguments: _Arguments) -> None:
             "workers of an asynchronous job do not meet",
         ),
         (
-            bool(arguments.tls) and not arguments.servers,
+            arguments.elastic and not arguments.servers,
+            "--elastic without --servers",
+            "workers of dist_async alone can leave and join: the others all-reduce",
+        ),
+        (
+            arguments.join is not None and bool(arguments.servers or arguments.port or not no_hosts or handed_over),
+            "--join with --servers, --port, --hostfile, --mpirun or --srun",
+            "workers join the servers of a running job, from this host",
+        ),
+        (
+            arguments.first_rank is not None and arguments.join is None,
+            "--first-rank without --join",
+            "ranks begin at 0",
+        ),
+        (
+            bool(arguments.tls) and not arguments.servers and arguments.join is None,
             "--tls without --servers",
             "Gloo and NCCL, which carry all else, encrypt nothing",
         ),

@@ -109,17 +109,19 @@ def show_error(error: UnisonoError) -> None:
 def _show_exception(error: Exception) -> None:
     """Print the traceback of any other error, from the user's code or ours, and record it for the launcher."""
     from unisono.dist import job_from_environ, read_failure, record_failure, user_traceback
+    from unisono.dist.failure import TRACEBACKS
     from unisono.errors import LaunchError
 
-    print(user_traceback(error), end="", file=sys.stderr)
-    logs = os.environ.get("UNISONO_LOGS")
-    if logs is None:
-        return
-    with contextlib.suppress(LaunchError, OSError):
-        job = job_from_environ(os.environ)
-        # the trainer has recorded errors of its own, with their step
-        if read_failure(Path(logs), job.rank, job.restart_count) is None:
-            record_failure(Path(logs), job, error, step=None)
+    logs, is_recorded = os.environ.get("UNISONO_LOGS"), False
+    if logs is not None:
+        with contextlib.suppress(LaunchError, OSError):
+            job = job_from_environ(os.environ)
+            # the trainer has recorded errors of its own, with their step
+            if read_failure(Path(logs), job.rank, job.restart_count) is None:
+                record_failure(Path(logs), job, error, step=None)
+            is_recorded = True
+    if not (is_recorded and os.environ.get(TRACEBACKS) == "record"):
+        print(user_traceback(error), end="", file=sys.stderr)
 
 
 def show_usage_error(error: click.ClickException) -> None:

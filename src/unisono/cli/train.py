@@ -47,6 +47,8 @@ def command(
     resolved = load_run_config(config, overrides)
     job = job_from_environ(os.environ)
     sync = _sync(resolved.value.plan)
+    if job.role != "worker":
+        _take_role(job, sync)
     if (leaves := idle_role(job, "dist_sync" if sync == "auto" else sync)) is not None:
         click.echo(leaves)
         return 0
@@ -85,6 +87,14 @@ def command(
         # the configuration file is written before the first step: without it there is no run in the folder
         if code == USER_ERROR and new_folders and job.rank == 0 and not (run_dir / RESOLVED).exists():
             _remove_folders(new_folders)
+
+
+def _take_role(job: JobSpec, sync: str) -> None:
+    """Become the scheduler, or a server that the workers use, where MXNet's tracker started this process for that."""
+    from unisono.dist.dmlc import has_credentials, take_role
+
+    if job.role == "scheduler" or (sync == "dist_async" and has_credentials(os.environ)):
+        take_role(job)
 
 
 def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json: bool) -> int:

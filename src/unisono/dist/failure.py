@@ -30,6 +30,7 @@ class Failure:
         message: Text of the exception.
         traceback: The formatted traceback, with those of its causes.
         at_monotonic_s: Time of the failure in seconds (``time.monotonic``), which orders the failures of one host.
+        script_s: Seconds from the script's start to a failure outside a trainer, whose progress is unknown; else None.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class Failure:
     message: str
     traceback: str
     at_monotonic_s: float
+    script_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The record as it is stored and sent."""
@@ -59,10 +61,20 @@ class Failure:
         return (self.type, self.message) == (other.type, other.message)
 
     @property
+    def where(self) -> str:
+        """When it failed, in words."""
+        if self.script_s is not None:
+            return f"{self.script_s:.1f} s after the script began"
+        return "before the first step" if self.step is None else f"in step {self.step}"
+
+    @property
     def may_pass(self) -> bool:
         """Whether a restart may help without a change: the network, a peer or the disk failed, not the program."""
         return self.type in _PASSING
 
+
+# "record": the launcher shows the traceback of a recorded failure, so the process does not print it
+TRACEBACKS = "UNISONO_TRACEBACKS"
 
 # by class name, which is what a record holds; a missing file or permission is not among them
 _PASSING = frozenset(
@@ -90,7 +102,9 @@ def user_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, shown))
 
 
-def record_failure(folder: Path, job: JobSpec, error: BaseException, *, step: int | None) -> Path:
+def record_failure(
+    folder: Path, job: JobSpec, error: BaseException, *, step: int | None, script_s: float | None = None
+) -> Path:
     """Write the failure of this rank as ``failure-rank-N.json``, atomically.
 
     Args:
@@ -98,6 +112,7 @@ def record_failure(folder: Path, job: JobSpec, error: BaseException, *, step: in
         job: The process's place in the job, with rank and restart count.
         error: The exception that ended the rank.
         step: Steps made before it was raised; None if training had not begun.
+        script_s: Seconds since the script began, if nothing is known of its steps.
 
     Returns:
         The path of the record.
@@ -110,6 +125,7 @@ def record_failure(folder: Path, job: JobSpec, error: BaseException, *, step: in
         message=str(error),
         traceback=user_traceback(error),
         at_monotonic_s=time.monotonic(),
+        script_s=script_s,
     )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"failure-rank-{job.rank}.json"

@@ -66,7 +66,7 @@ class JobSpec:
     - ``source``: the launcher or allocation these numbers come from.
     - ``listen_fd``: a listening socket inherited from the launcher (rank 0 and servers), so the port is never free.
     - ``shared_store``: a store (torchrun's) already listens at the master address, so rank 0 must not open one.
-    - ``role``: worker or server; scheduler is DMLC's process that keeps the store.
+    - ``role``: worker or server; scheduler is DMLC's process that keeps the store (``dist.dmlc``).
     - ``servers``: the number of parameter servers. ``server_addresses``: their ``host:port`` by index; empty if unknown.
     - ``server_index``: the index of this server; None for other roles or if its launcher numbers no servers.
     - ``interface``: the network interface that the launcher set for this process.
@@ -104,7 +104,9 @@ class JobSpec:
             own["UNISONO_SERVER_ADDRESSES"] = ",".join(self.server_addresses)
         if self.server_index is not None:
             own["UNISONO_SERVER"] = str(self.server_index)
-        return own | self._values(TORCH_VARIABLES) if self.role == "worker" else own
+        # torch knows no rank beyond its world, which a worker that has joined servers has
+        has_torch_rank = self.role == "worker" and self.rank < self.world_size
+        return own | self._values(TORCH_VARIABLES) if has_torch_rank else own
 
     def _values(self, fields: Mapping[str, str]) -> dict[str, str]:
         return {variable: str(getattr(self, field)) for variable, field in fields.items()}
@@ -133,15 +135,15 @@ def job_from_environ(environ: Mapping[str, str]) -> JobSpec:
 
 
 def idle_role(job: JobSpec, kind: str) -> str | None:
-    """The reason, in one line, why this process has nothing to do under synchronisation ``kind``; None if it has work.
+    """The reason, in one line, why a server has nothing to do under synchronisation ``kind``; None for others.
 
-    MXNet's scripts start servers and a scheduler for every kind, and pass their addresses to nobody.
+    MXNet's scripts start servers for every kind. Without a secret or certificates those of dist_async are no use either.
     """
-    if job.role == "worker":
+    if job.role != "server":
         return None
     if kind == "dist_async":
-        return f"dist_async: the workers start servers on their own hosts; this {job.role} exits"
-    return f"{kind} needs no {job.role}s: gradients are all-reduced among the workers; this process exits"
+        return "dist_async: the workers start servers on their own hosts; this server exits"
+    return f"{kind} needs no servers: gradients are all-reduced among the workers; this process exits"
 
 
 # --- the sources ---------------------------------------------------------------------------------------------------
@@ -218,6 +220,8 @@ def _dmlc(environ: Mapping[str, str]) -> JobSpec | None:
         master_addr=environ["DMLC_PS_ROOT_URI"],
         master_port=_whole(environ, "DMLC_PS_ROOT_PORT"),
         source="dmlc",
+        # where a tracker starts servers it starts a scheduler too, which keeps the store
+        shared_store=_whole(environ, "DMLC_NUM_SERVER", 0) > 0,
     )
 
 
@@ -324,7 +328,9 @@ def _checked(job: JobSpec) -> JobSpec:
         joins = bool(job.server_addresses) and job.role == "worker"  # a worker may join servers at any time
         if job.world_size < 1 or not (0 <= job.rank < job.world_size or joins):
             yield f"rank {job.rank} of world {job.world_size}", "0 <= rank < world"
-        if not 1 <= job.local_world <= max(job.world_size, 1) or not 0 <= job.local_rank < max(job.local_world, 1):
+        if not (1 <= job.local_world <= max(job.world_size, 1) or joins) or not 0 <= job.local_rank < max(
+            job.local_world, 1
+        ):
             yield f"local rank {job.local_rank} of {job.local_world} on this host", "0 <= local rank < local world"
         if len(job.server_addresses) not in (0, job.servers):
             yield (

@@ -43,7 +43,7 @@ def open_store(job: JobSpec, timeout_s: float) -> TCPStore:
     serves = job.rank == 0 and not job.shared_store
     listen_fd = None
     if serves:
-        listen_fd = job.listen_fd if job.listen_fd is not None else _listen(job).detach()
+        listen_fd = job.listen_fd if job.listen_fd is not None else listen_at_master(job, "rank 0").detach()
         # children of this process must not keep the port open
         os.set_inheritable(listen_fd, False)
     try:
@@ -137,8 +137,8 @@ def _absent(job: JobSpec, ranks: list[int], timeout_s: float) -> CommError:
     )
 
 
-def _listen(job: JobSpec) -> socket.socket:
-    """A socket that listens at the master address only. Raises LaunchError."""
+def listen_at_master(job: JobSpec, who: str) -> socket.socket:
+    """A socket that listens at the master address only, for the process ``who``. Raises LaunchError."""
     at = f"{job.master_addr}:{job.master_port}"
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -147,9 +147,9 @@ def _listen(job: JobSpec) -> socket.socket:
     except socket.gaierror as error:
         raise LaunchError(
             given=f"the master address {job.master_addr!r} does not resolve on this host ({error.strerror})",
-            rule="rank 0 listens at the master address",
+            rule=f"{who} listens at the master address",
             consequence="the ranks cannot find each other, so nothing was started",
-            nearest="set MASTER_ADDR to a name or address of the host rank 0 runs on",
+            nearest=f"set MASTER_ADDR to a name or address of the host {who} runs on",
         ) from error
     listener = socket.socket(family, kind, proto)
     try:
@@ -160,14 +160,14 @@ def _listen(job: JobSpec) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
-                given=f"rank 0 was told to listen at {at}, and another process already does",
+                given=f"{who} was told to listen at {at}, and another process already does",
                 rule="a job has a port that nothing else uses",
                 consequence="the ranks would join another job, so nothing was started",
                 nearest=f"MASTER_PORT={_free_port(family, str(address[0]))} is free now",
             ) from error
         raise LaunchError(
-            given=f"rank 0 cannot listen at {at} ({error.strerror})",
-            rule="the master address is one of the host that rank 0 runs on",
+            given=f"{who} cannot listen at {at} ({error.strerror})",
+            rule=f"the master address is one of the host that {who} runs on",
             consequence="the ranks cannot find each other, so nothing was started",
             nearest="set MASTER_ADDR to an address of this host (127.0.0.1 when all ranks are here)",
         ) from error

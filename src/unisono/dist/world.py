@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
+from unisono.dist.dmlc import take_role
 from unisono.dist.jobspec import JobSpec
 from unisono.dist.rendezvous import fresh_prefix, open_store
 from unisono.dist.roll_call import identity, missing_ranks, roll_call
@@ -245,6 +246,8 @@ class World:
 def join_world(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout_s: float | None = None) -> World:
     """Connect to the other ranks of ``job``; returns once all are connected.
 
+    A server or scheduler that MXNet's tracker started serves here instead, and ends with the job.
+
     Args:
         job: This process's place in the job.
         device_type: Type of the tensors in collectives. They use torch's default backend for it (Gloo for cpu); collectives
@@ -258,6 +261,7 @@ def join_world(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout
         CommError: A rank did not arrive.
         ValueError: ``timeout_s`` is not above 0.
     """
+    take_role(job)
     if job.world_size == 1:
         return World(job, timeout_s=timeout_s)
     if timeout_s <= 0:

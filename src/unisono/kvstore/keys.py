@@ -1,7 +1,8 @@
 """Keys, values and futures, as all kinds of stores use them.
 
-A key is the global name of one tensor, a string. ``init`` fixes its shape and dtype, and workers compare the table of
-all three, so that two different tensors are never added. (MXNet numbers string keys in each worker's own order.)
+A key is the global name of one tensor: a string, or a whole number, which is stored and saved under its digits. ``init``
+fixes its shape and dtype, and workers compare the table of all three, so that two different tensors are never added.
+(MXNet numbers string keys in each worker's own order.)
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 from unisono.errors import ConfigError, nearest_name
 
 T = TypeVar("T")
+Key = str | int
+"""The name of a tensor. The keys of one store are all strings or all whole numbers."""
 
 
 def nothing_sent(given: str, rule: str, nearest: str) -> ConfigError:
@@ -66,6 +69,26 @@ class KeyTable:
     """Shape and dtype by key, and the validation of keys and values."""
 
     specs: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    sort: type[str] | type[int] | None = None
+    """Of all keys; None until it is known."""
+
+    def pairs(self, key: object, value: object) -> list[tuple[str, Any]]:
+        """``key_value_pairs`` by stored names. Raises ConfigError for keys of another sort than the earlier ones."""
+        pairs = key_value_pairs(key, value)
+        sort = self.sort if self.specs else None
+        for name, _ in pairs:
+            own = str if isinstance(name, str) else int
+            if sort not in (None, own):
+                given = f"key {name!r} of type {own.__name__} in a store of {sort.__name__} keys"
+                nearest = repr(str(name)) if own is int else "the number that init was given"
+                raise nothing_sent(given, "the keys of a store are all strings or all whole numbers", nearest)
+            sort = own
+        self.sort = sort
+        return [(str(name), part) for name, part in pairs]
+
+    def given(self, name: str) -> Key:
+        """The key of a stored name, as the user gives it."""
+        return int(name) if self.sort is int else name
 
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Register new keys. Raises ConfigError for a key that exists."""
@@ -126,9 +149,9 @@ def sum_rows(ids: Tensor, rows: Tensor) -> SparseRows:
     return SparseRows(distinct, rows.new_zeros(len(distinct), *rows.shape[1:]).index_add_(0, places, rows))
 
 
-def key_value_pairs(key: object, value: object) -> list[tuple[str, Any]]:
+def key_value_pairs(key: object, value: object) -> list[tuple[Key, Any]]:
     """Pairs from a mapping, a key with its value, or a list of keys with as many values. Raises ConfigError for keys
-    that are not strings."""
+    that are neither strings nor whole numbers."""
     if isinstance(key, Mapping):
         pairs = list(cast("Mapping[object, Any]", key).items())
     elif isinstance(key, Sequence) and not isinstance(key, str):
@@ -141,10 +164,10 @@ def key_value_pairs(key: object, value: object) -> list[tuple[str, Any]]:
     else:
         pairs = [(key, value)]
     for name, _ in pairs:
-        if not isinstance(name, str):
+        if not isinstance(name, str) and type(name) is not int:
             given = f"key {name!r} of type {type(name).__name__}"
-            raise nothing_sent(given, "keys are strings, the same on all workers", f"{str(name)!r}")
-    return cast("list[tuple[str, Any]]", pairs)
+            raise nothing_sent(given, "keys are strings or whole numbers, the same on all workers", f"{str(name)!r}")
+    return cast("list[tuple[Key, Any]]", pairs)
 
 
 def describe_tensors(values: Mapping[str, Tensor]) -> dict[str, str]:

@@ -17,14 +17,19 @@ and ``gradients`` only: it owns its parameters, and its own optimizer updates th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol, cast, get_args, overload
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from unisono.dist import World, agree
+from unisono.dist import World, agree, job_from_environ, join_world
+from unisono.dist.dmlc import take_role
+from unisono.dist.jobspec import idle_role
 from unisono.errors import ConfigError, nearest_name
 from unisono.kvstore.allreduce.buckets import BucketedAllReduce
 from unisono.kvstore.backends.allreduce import AllReduceBackend
@@ -35,6 +40,7 @@ from unisono.kvstore.backends.server_client import ServerConfig
 from unisono.kvstore.compression import find_codec
 from unisono.kvstore.keys import (
     Future,
+    Key,
     KeyTable,
     PushValue,
     PushValues,
@@ -42,16 +48,19 @@ from unisono.kvstore.keys import (
     as_sparse_rows,
     describe_tensors,
     hash_tensors,
-    key_value_pairs,
     nothing_sent,
     to_dense,
 )
+from unisono.kvstore.optimizer_file import OPTIMIZER, read_optimizer_file, write_optimizer_file
 from unisono.kvstore.value_store import optimizer_options
 from unisono.optim.options import OptimOptions
 from unisono.plan.plan import BUCKET_BYTES
 
+# after which a collective of a store that has joined the job by itself fails
+_COLLECTIVE_S = 300.0
+
 Kind = Literal["local", "device", "dist_sync", "dist_async", "dist_local"]
-Names = list[str] | tuple[str, ...]
+Names = list[str] | list[int] | list[Key] | tuple[Key, ...]
 Out = Tensor | Sequence[Tensor]
 
 
@@ -146,15 +155,28 @@ class KVStore:
     With 'dist_sync' and 'dist_local' all workers call ``init``, ``push``, ``pushpull``, ``barrier``, ``broadcast`` and
     the ``set_*`` methods in the same order, and also ``wait`` of a push, or of a pull of keys that were pushed. Workers
     of 'dist_async' meet only in the first ``init``, in ``barrier`` and in ``load_state_dict``.
+
+    Args:
+        kind: Its kind.
+        world: Its workers.
+        backend: Where and how it keeps values.
+        owns_world: Whether ``close`` closes ``world`` too.
     """
 
-    def __init__(self, kind: Kind, world: World, backend: Backend) -> None:
-        self.kind = kind
+    def __init__(self, kind: Kind, world: World, backend: Backend, *, owns_world: bool = False) -> None:
+        self.kind: Kind = kind
         self.world = world
         self._backend = backend
         self._keys = KeyTable()
         self._devices: dict[str, torch.device] = {}
         self._codec: str | None = None
+        self._optimizer: str | None = None
+        self._owns_world = owns_world
+
+    @property
+    def type(self) -> Kind:
+        """The kind, under MXNet's name."""
+        return self.kind
 
     @property
     def rank(self) -> int:
@@ -168,22 +190,22 @@ class KVStore:
 
     # --- values ----------------------------------------------------------------------------------------------------
 
-    def init(self, key: str | Mapping[str, Tensor], value: Tensor | None = None) -> None:
+    def init(self, key: Key | Mapping[Any, Tensor], value: Tensor | None = None) -> None:
         """``broadcast``, then store a copy of each value under its key.
 
         'dist_async' takes one ``init`` of all keys and overwrites ``value`` with the servers' current values. Raises
         ConfigError for a key that already has a value, CommError naming the worker whose table differs, and where.
         """
-        values: dict[str, Tensor] = dict(key_value_pairs(key, value))
+        values: dict[str, Tensor] = dict(self._keys.pairs(key, value))
         self._keys.add(values)
         if self.kind != "dist_async":
-            self.broadcast(values)
+            self._broadcast(values)
         self._devices |= {name: value.device for name, value in values.items()}
         self._backend.init({name: value.detach().clone() for name, value in values.items()})
         if self.kind == "dist_async":  # servers compare the table, and have rank 0's values or later ones
-            self.pull(list(values), list(values.values())).wait()
+            self.pull([self._keys.given(name) for name in values], list(values.values())).wait()
 
-    def broadcast(self, key: str | Mapping[str, Tensor], value: Tensor | None = None) -> None:
+    def broadcast(self, key: Key | Mapping[Any, Tensor], value: Tensor | None = None) -> None:
         """Compare names, shapes and dtypes over workers, then overwrite every worker's tensors with rank 0's. Stores
         nothing.
 
@@ -194,7 +216,9 @@ class KVStore:
             given = "broadcast on a store of kind 'dist_async'"
             rule = "its workers share only the keys on the servers"
             raise nothing_sent(given, rule, "init, which writes the servers' values into every worker's tensors")
-        values: dict[str, Tensor] = dict(key_value_pairs(key, value))
+        self._broadcast(dict(self._keys.pairs(key, value)))
+
+    def _broadcast(self, values: Mapping[str, Tensor]) -> None:
         if len(set(self.world.gather_json(hash_tensors(values)))) > 1:  # the tables themselves may be long
             agree(self.world, "parameter table", describe_tensors(values))
         for name in sorted(values):
@@ -202,7 +226,7 @@ class KVStore:
 
     def push(
         self,
-        key: str | Sequence[str] | Mapping[str, Any],
+        key: Key | Sequence[Key] | Mapping[Any, Any],
         value: PushValues | Sequence[PushValues] | None = None,
         priority: int = 0,
     ) -> Future[None]:
@@ -213,54 +237,55 @@ class KVStore:
         ConfigError for an unknown key and a wrong shape or dtype.
         """
         return self._backend.push(
-            [(name, self._sum(name, part)) for name, part in key_value_pairs(key, value)], priority
+            [(name, self._sum(name, part)) for name, part in self._keys.pairs(key, value)], priority
         )
 
     @overload
-    def pull(self, key: str, out: Out | None = None, priority: int = 0) -> Future[Tensor]: ...
+    def pull(self, key: Key, out: Out | None = None, priority: int = 0) -> Future[Tensor]: ...
     @overload
     def pull(self, key: Names, out: Sequence[Out] | None = None, priority: int = 0) -> Future[list[Tensor]]: ...
-    def pull(self, key: str | Names, out: Any = None, priority: int = 0) -> Future[Any]:
+    def pull(self, key: Key | Names, out: Any = None, priority: int = 0) -> Future[Any]:
         """The stored value after all earlier pushes, as a copy on the device of ``init``'s value, or written to
         ``out``: one tensor, or several, per key."""
-        names = [key] if isinstance(key, str) else list(key)
-        outs = [out] if isinstance(key, str) else [None] * len(names) if out is None else list(out)
+        names: list[Key] = [key] if isinstance(key, str | int) else list(key)
+        outs = [out] if isinstance(key, str | int) else [None] * len(names) if out is None else list(out)
         items = [
             (name, self._targets(name, target))
-            for (name, _), target in zip(key_value_pairs(names, names), outs, strict=True)
+            for (name, _), target in zip(self._keys.pairs(names, names), outs, strict=True)
         ]
         written = self._backend.pull(items, priority)
 
         def result() -> Any:
             written.wait()
             pulled = [targets[0] for _, targets in items]
-            return pulled[0] if isinstance(key, str) else pulled
+            return pulled[0] if isinstance(key, str | int) else pulled
 
         return Future(result, written.done)
 
     @overload
-    def pushpull(self, key: str, value: PushValues, out: Out | None = None, priority: int = 0) -> Future[Tensor]: ...
+    def pushpull(self, key: Key, value: PushValues, out: Out | None = None, priority: int = 0) -> Future[Tensor]: ...
     @overload
     def pushpull(
         self,
-        key: Sequence[str] | Mapping[str, Any],
+        key: Sequence[Key] | Mapping[Any, Any],
         value: Sequence[PushValues] | None = None,
         out: Sequence[Out] | None = None,
         priority: int = 0,
     ) -> Future[list[Tensor]]: ...
     def pushpull(
         self,
-        key: str | Sequence[str] | Mapping[str, Any],
+        key: Key | Sequence[Key] | Mapping[Any, Any],
         value: Any = None,
         out: Any = None,
         priority: int = 0,
     ) -> Future[Any]:
         """``push`` the values, then ``pull`` the results."""
         self.push(key, value, priority)
-        return self.pull(key if isinstance(key, str) else list(key), out, priority)
+        return self.pull(key if isinstance(key, str | int) else list(key), out, priority)
 
-    def row_sparse_pull(self, key: str, rows: Tensor, out: Tensor | None = None) -> Future[SparseRows]:
+    def row_sparse_pull(self, key: Key, rows: Tensor, out: Tensor | None = None) -> Future[SparseRows]:
         """The rows with these ids, sorted and distinct. ``out`` gets them at their positions and zeros elsewhere."""
+        ((key, _),) = self._keys.pairs(key, None)
         shape, _ = self._keys.lookup(key)
         ids = as_sparse_rows(key, (rows, rows), shape).ids.unique()
         if out is not None:
@@ -300,6 +325,25 @@ class KVStore:
         options = optimizer_options(optimizer, hyper)
         agree(self.world, "the store's optimizer", repr(options))
         self._backend.set_optimizer(options)
+        self._optimizer = options.kind
+
+    def set_updater(self, updater: Callable[[Any, Tensor, Tensor], object]) -> None:
+        """Apply later sums with ``updater(key, sum, stored)``, which changes the tensor ``stored`` in place.
+
+        All workers of 'dist_sync' give the same function. State that it keeps is its own: the store saves values only.
+        A later ``set_optimizer`` replaces it. Raises ConfigError for 'dist_async', to whose servers no code is sent, and
+        for 'dist_local', whose rounds need the store's optimizer.
+        """
+        if not isinstance(self._backend, LocalBackend | AllReduceBackend):
+            reasons = {
+                "dist_async": "servers run no code that is sent to them",
+                "dist_local": "its rounds are averages of what the store's optimizer has done",
+            }
+            given = f"set_updater on a store of kind {self.kind!r}"
+            raise nothing_sent(given, reasons[self.kind], "set_optimizer, or kind 'dist_sync'")
+        agree(self.world, "the store's updater", getattr(updater, "__qualname__", type(updater).__qualname__))
+        self._backend.set_updater(lambda key, total, stored: updater(self._keys.given(key), total, stored))
+        self._optimizer = None
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of all later updates. Raises ConfigError without an optimizer."""
@@ -335,6 +379,34 @@ class KVStore:
         any difference."""
         self._backend.load_state_dict(state)
 
+    def save_optimizer_states(self, file: str | Path) -> None:
+        """Write the optimizer's state to ``file`` as safetensors: the tensors ``optim/…`` of ``state_dict``.
+
+        Call it on one worker, after ``barrier``. Raises ConfigError without an optimizer.
+        """
+        write_optimizer_file(Path(file), self._set_optimizer("save_optimizer_states"), self.state_dict())
+
+    def load_optimizer_states(self, file: str | Path) -> None:
+        """Load a file of ``save_optimizer_states`` on every worker; values stay as they are.
+
+        Raises ConfigError without an optimizer; CheckpointError for another optimizer, other keys or another file.
+        """
+        kind = self._set_optimizer("load_optimizer_states")
+        tensors = read_optimizer_file(Path(file), kind)
+        self.barrier()
+        kept = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(OPTIMIZER)}
+        self.load_state_dict(kept | tensors)
+
+    def _set_optimizer(self, call: str) -> str:
+        if self._optimizer is None:
+            raise ConfigError(
+                given=f"{call} on a store without an optimizer",
+                rule="the state is that of the store's optimizer; an updater keeps its own",
+                consequence="nothing was read or written",
+                nearest="set_optimizer('sgd', lr=...) first",
+            )
+        return self._optimizer
+
     # --- gradients of a trainer, and the end -----------------------------------------------------------------------
 
     def gradients(
@@ -360,8 +432,10 @@ class KVStore:
         )
 
     def close(self) -> None:
-        """Release the values. Not a collective; the World stays open."""
+        """Release the values. Not a collective; a World that the caller gave stays open."""
         self._backend.close()
+        if self._owns_world:
+            self.world.close()
 
     def _sum(self, key: str, value: Any) -> PushValue:
         parts = cast("list[PushValue]", value if isinstance(value, list) else [value])
@@ -397,7 +471,7 @@ class KVStore:
 
 def create_kvstore(
     kind: Kind,
-    world: World,
+    world: World | None = None,
     *,
     local_sgd: LocalSGDConfig | None = None,
     hierarchical: Literal["auto"] | bool = "auto",
@@ -413,19 +487,21 @@ def create_kvstore(
             over workers, 'dist_async' updates values on parameter servers, 'dist_local' averages the workers' copies
             periodically.
         world: The workers. 'local' and 'device' take a single one; 'dist_async' uses only rank, number of workers and run id,
-            and needs no process group.
+            and needs no process group. None: this process for 'local' and 'device', else the job that a launcher started
+            this process for; the store joins it, and leaves it in ``close``.
         local_sgd: When and how 'dist_local' averages; required there.
         hierarchical: Whether 'dist_sync' sums through one worker of each host; 'auto': if there are several hosts with several
             workers each.
         shared_memory: Whether 'dist_sync' sums host tensors through memory shared by the workers of one host; 'auto': where
             possible, and nothing is compressed.
-        servers: The parameter servers of 'dist_async'; required there.
+        servers: The parameter servers of 'dist_async'; None: those of the launcher.
         staleness: Largest number of steps that a worker of 'dist_async' is ahead of the slowest, see ``KVStore.step``; None for
             any number.
         staleness_lr_decay: Whether servers apply a gradient, computed before tau pushes of other workers, with lr / (1 + tau).
 
     Raises:
         ConfigError: Options do not fit the kind or the workers.
+        LaunchError, CommError: Without ``world``, as ``join_world``.
     """
     options = {  # its kind, and whether it is given
         "local_sgd": ("dist_local", local_sgd is not None),
@@ -439,6 +515,16 @@ def create_kvstore(
     if inert:
         rule = ", ".join(f"{name} is for {owner!r}" for name, (owner, _) in options.items())
         raise _no_store(kind, ", ".join(inert), rule, f"leave out {', '.join(inert)}")
+    owns_world = world is None
+    if world is None:
+        world = _launched_world(kind)
+        job = world.job
+        if (
+            kind == "dist_async"
+            and servers is None
+            and (job.server_addresses or (job.source == "dmlc" and job.servers))
+        ):
+            servers = ServerConfig.from_environ(os.environ, worker_restart_count=job.restart_count)
     match kind:
         case "local" | "device":
             if world.world_size > 1:
@@ -463,7 +549,23 @@ def create_kvstore(
             kinds = get_args(Kind)
             rule = f"kinds are {', '.join(kinds)}"
             raise _no_store(kind, f"{world.world_size} workers", rule, nearest_name(kind, kinds))
-    return KVStore(kind, world, backend)
+    return KVStore(kind, world, backend, owns_world=owns_world)
+
+
+def _launched_world(kind: str) -> World:
+    """The workers of a store of ``kind`` in the job that a launcher started this process for. A process of MXNet's tracker
+    that is no worker ends here."""
+    job = job_from_environ(os.environ)
+    if job.role == "server" and (leaves := idle_role(job, kind)) is not None and kind != "dist_async":
+        print(leaves)
+        sys.exit(0)
+    take_role(job)
+    if kind in ("local", "device"):
+        return World.alone(job)
+    if kind == "dist_async":
+        return World(job)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return join_world(job, device_type="cpu" if device is None else device.type, timeout_s=_COLLECTIVE_S)
 
 
 def _no_store(kind: str, given: str, rule: str, nearest: str) -> ConfigError:

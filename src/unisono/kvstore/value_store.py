@@ -7,7 +7,7 @@ tensors of two or more dims decay; others, and those whose name ends in ``bias``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,6 +22,9 @@ from unisono.optim import build_optimizer, load_state_tensors, state_tensors
 from unisono.optim.groups import Role
 from unisono.optim.options import OptimOptions
 
+Updater = Callable[[str, Tensor, Tensor], object]
+"""``updater(key, sum, stored)`` changes the stored tensor in place."""
+
 
 class ValueStore:
     """Tensors by key. A sum replaces the tensor under its key or, with an optimizer, updates it."""
@@ -31,6 +34,7 @@ class ValueStore:
         self._options: OptimOptions | None = None
         self._lr: float | None = None
         self._optimizers: dict[str, tuple[nn.Parameter, Optimizer]] = {}
+        self._updater: Updater | None = None
 
     @property
     def has_optimizer(self) -> bool:
@@ -48,6 +52,9 @@ class ValueStore:
         stored = self.tensors[key]
         if not isinstance(total, Tensor):
             total = to_dense(as_sparse_rows(key, total, stored.shape), stored.shape)
+        if self._updater is not None:
+            self._updater(key, total.to(stored.device).view(stored.shape), stored)
+            return
         if self._options is None:
             stored.copy_(total)
             return
@@ -71,8 +78,12 @@ class ValueStore:
 
     def set_optimizer(self, options: OptimOptions) -> None:
         """Treat later sums as gradients; the state of a previous optimizer is dropped."""
-        self._options, self._lr, self._optimizers = options, None, {}
+        self._options, self._lr, self._optimizers, self._updater = options, None, {}, None
         self._build(options, self.tensors)
+
+    def set_updater(self, updater: Updater) -> None:
+        """Let ``updater`` change the stored tensor in place; a previous optimizer and its state are dropped."""
+        self._options, self._lr, self._optimizers, self._updater = None, None, {}, updater
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of all later updates. Raises ConfigError without an optimizer."""

@@ -7,13 +7,15 @@ predecessor that are still under way. The job ends when its workers have ended; 
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from unisono.dist import Failure
 from unisono.errors import FATAL, REQUEUE, USER_ERROR
 from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
@@ -48,16 +50,24 @@ class _SlotState:
 
 
 def supervise_elastic(
-    start: StartOne, slots: Sequence[ProcessSlot], options: LaunchOptions, *, run_dir: Path, record: Mapping[str, Any]
+    start: StartOne,
+    slots: Sequence[ProcessSlot],
+    options: LaunchOptions,
+    *,
+    run_dir: Path,
+    record: Mapping[str, Any],
+    elastic: bool = False,
 ) -> int:
     """Start all slots, servers first, and restart each alone; returns 0, 1, 2, 75 (requeue) or 76 (do not repeat).
 
-    ``options.max_restarts`` counts for each slot. Call it on the main thread. Raises LaunchError if a process cannot
-    be started.
+    ``options.max_restarts`` counts for each slot. If ``elastic``, a worker without a restart left has left the job, which
+    goes on while it has workers, and whose servers wait for those that others have joined to it. Call it on the main
+    thread. Raises LaunchError if a process cannot be started.
     """
     first = begin_record(run_dir, record)
     logs = run_dir / "logs"
     states: list[_SlotState] = []
+    shown: list[Failure] = []
     verdict: int | None = None
     with StopSignals() as signals:
         stop = _WorkerStop(options.grace_s)
@@ -69,34 +79,43 @@ def supervise_elastic(
                 for state in states:
                     if state.process is None or (code := state.process.code()) is None:
                         continue
-                    restart = _record_end(state, code, options, stopped=stop.cause is not None)
+                    what_now = _record_end(state, code, options, shown, stopped=stop.cause is not None)
                     last = state.attempts[-1].number
                     write_record(run_dir, {**record, "ended": _ended_record(states)}, last, [])
-                    if restart:
+                    if what_now == "restart":
                         print_message(
                             f"restarting {state.slot.name} alone (restart {len(state.attempts)} of {options.max_restarts})"
                         )
                         state.process = start(state.slot, last + 1, True)
                         state.attempts.append(Attempt.begin(last + 1, [state.process], logs))
+                    elif what_now == "no restart left" and elastic and state.slot.role == "worker":
+                        going_on = sum(other.is_running_worker for other in states)
+                        print_message(f"{state.slot.name} has left; {going_on} workers of this launch go on")
                     elif code not in (0, REQUEUE) and verdict is None:
                         # this slot is given up: the other workers are asked to save and end
                         verdict = code if code in (USER_ERROR, FATAL) else 1
                 workers = [state.process for state in states if state.process and state.slot.role == "worker"]
                 stop.poll(workers, signals, given_up=verdict is not None)
                 time.sleep(_POLL_S)
-            _stop_servers([state.process for state in states if state.process], signals, options.grace_s)
+            codes = {state.code for state in states if state.slot.role == "worker"}
+            if verdict is None and not codes & {0, REQUEUE}:
+                verdict = 1  # every worker has left, none at its end
+            wait_s = math.inf if elastic and verdict is None else options.grace_s
+            _stop_servers([state.process for state in states if state.process], signals, options.grace_s, wait_s)
         finally:
             for state in states:
                 if state.process is not None:
                     state.process.kill_group()
     if verdict is not None:
         return verdict
-    codes = {state.code for state in states if state.slot.role == "worker"}
     return REQUEUE if REQUEUE in codes else 0
 
 
-def _record_end(state: _SlotState, code: int, options: LaunchOptions, *, stopped: bool) -> bool:
-    """Record that the process of a slot has ended; returns whether to restart it. Prints the reason to stderr."""
+def _record_end(
+    state: _SlotState, code: int, options: LaunchOptions, shown: list[Failure], *, stopped: bool
+) -> Literal["restart", "ended", "no restart left"]:
+    """Record that the process of a slot has ended; returns what follows. Prints the reason to stderr, with the
+    traceback of an error that is not among ``shown``, where it adds it."""
     process, attempt = state.process, state.attempts[-1]
     assert process is not None
     process.kill_group()
@@ -105,20 +124,25 @@ def _record_end(state: _SlotState, code: int, options: LaunchOptions, *, stopped
         attempt.read_failures()
     state.process, state.code = None, code
     if code in (0, REQUEUE):
-        return False
+        return "ended"
     # every rank has printed a user error in full above; one line says which rank it was
-    explanation = exit_explanation(attempt)
+    explanation = exit_explanation(attempt, shown)
+    failure = attempt.root_failure()
+    is_anothers = failure is not None and any(f.same_error(failure) and f.rank != failure.rank for f in shown)
+    if failure is not None:
+        shown.append(failure)
     print_message(explanation.partition("\n")[0] if code == USER_ERROR else explanation)
     if stopped or code in (USER_ERROR, FATAL):
-        return False
+        return "ended"
     problem = would_repeat(state.attempts)
     if problem is not None:
-        print_message(str(problem))
-        return False
+        if not is_anothers:
+            print_message(str(problem))
+        return "ended"
     if len(state.attempts) > options.max_restarts:
         print_message(f"no restart of {state.slot.name} left of {options.max_restarts} (launch.max_restarts)")
-        return False
-    return True
+        return "no restart left"
+    return "restart"
 
 
 @dataclass(slots=True)
@@ -142,14 +166,17 @@ class _WorkerStop:
                 worker.kill_group()
 
 
-def _stop_servers(servers: Sequence[WorkerProcess], signals: StopSignals, grace_s: float) -> None:
-    """Ask servers to write their last snapshot and end, and wait up to ``grace_s`` seconds. The caller kills the rest."""
-    deadline = time.monotonic() + grace_s
+def _stop_servers(servers: Sequence[WorkerProcess], signals: StopSignals, grace_s: float, wait_s: float) -> None:
+    """Ask servers to write their last snapshot and end, and wait up to ``wait_s`` seconds, or ``grace_s`` from a stop signal
+    on. The caller kills the rest."""
+    deadline = time.monotonic() + (grace_s if signals.received else wait_s)
     for server in servers:
         server.end_by(signal.SIGTERM)
     while any(server.code() is None for server in servers) and time.monotonic() < deadline:
         if signals.interrupted_twice:
             return
+        if signals.received:
+            deadline = min(deadline, time.monotonic() + grace_s)
         time.sleep(_POLL_S)
 
 

@@ -83,8 +83,11 @@ class Attempt:
         }
 
 
-def exit_explanation(attempt: Attempt) -> str:
-    """Explain which rank failed first and how, with its traceback (for a user error, its message) or the end of its log."""
+def exit_explanation(attempt: Attempt, shown: Sequence[Failure] = ()) -> str:
+    """Explain which rank failed first and how, with its traceback (for a user error, its message) or the end of its log.
+
+    Of an error like one of ``shown``, failures that were explained before, one line is enough.
+    """
     rank = attempt.root()
     if rank is None:
         return f"attempt {attempt.number} ended with exit codes {attempt.codes}"
@@ -92,8 +95,10 @@ def exit_explanation(attempt: Attempt) -> str:
     lines = [f"attempt {attempt.number}: {worker.name} (pid {worker.pid}) {_ending(attempt, rank)}"]
     failure = attempt.failures.get(rank)
     if failure is not None:
-        step = "before the first step" if failure.step is None else f"in step {failure.step}"
-        if _is_on_terminal(attempt, failure):
+        step = failure.where
+        if any(failure.same_error(other) for other in shown):
+            lines.append(f"it failed {step}, with the error that is shown above: {_one_line(failure)}")
+        elif _is_on_terminal(attempt, failure):
             lines.append(f"it failed {step}, as rank 0 has shown above: {_one_line(failure)}")
         else:
             # a user error needs no traceback

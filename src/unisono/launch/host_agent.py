@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.dist import JobSpec, read_failure
+from unisono.dist.failure import TRACEBACKS
 from unisono.errors import LaunchError
 from unisono.launch.network_interface import choose_interface, interface_by_name
 from unisono.launch.options import options_of_message
@@ -119,7 +120,8 @@ class HostAgent:
             job=JobSpec(**place),
             share=self.share,
             logs=self.logs,
-            environ={**interface.environ(), **message["environ"]},
+            # every rank's output reaches one terminal, where the launcher shows one traceback
+            environ={**interface.environ(), **message["environ"], TRACEBACKS: "record"},
             restarted=message["restarted"],
             secret=self.secret,
         )

@@ -271,7 +271,10 @@ class HostAgentClient:
                 if message["failure"] is not None:
                     # the rank becomes part of a file name, so it is this side's own number
                     record: dict[str, Any] = {**message["failure"], "rank": worker.rank}
-                    self._save_failure(Failure.from_json(record), message["age_s"])
+                    failure = Failure.from_json(record)
+                    self._save_failure(failure, message["age_s"])
+                    self._logs[message["id"]].write(failure.traceback.encode())
+                    self._logs[message["id"]].flush()
                 worker.ended = message["code"]
             case _:
                 self._answers.append(message)

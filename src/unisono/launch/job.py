@@ -11,6 +11,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from unisono.errors import LaunchError
 from unisono.launch.elastic import supervise_elastic
 from unisono.launch.host_agent_client import agent_command, agent_script
 from unisono.launch.hostfile import Host
+from unisono.launch.membership import open_to_workers
 from unisono.launch.multi_host_job import MultiHostJob
 from unisono.launch.network_interface import NetworkInterface, choose_interface
 from unisono.launch.options import LaunchOptions, server_environ, tls_folder
@@ -160,7 +162,15 @@ def run_job(job: JobLayout, run_dir: Path) -> int:
         record = {"run_id": job.run_id, "command": list(job.command), "hosts": running.facts}
         if job.servers:
             record["server_command"] = list(job.server_command)
-            return supervise_elastic(running.start_one, job.slots, job.options, run_dir=run_dir, record=record)
+        if job.servers or job.joins is not None:
+            with ExitStack() as stack:
+                if job.elastic and running.secret is not None:
+                    workers = len(job.workers)
+                    opened = open_to_workers(run_dir, job.run_id, workers, running.addresses, running.secret)
+                    stack.enter_context(opened)
+                return supervise_elastic(
+                    running.start_one, job.slots, job.options, run_dir=run_dir, record=record, elastic=job.elastic
+                )
         return supervise(running.start_all, job.options, run_dir=run_dir, record=record)
 
 

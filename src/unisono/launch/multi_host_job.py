@@ -21,7 +21,8 @@ _STORE = "store"
 class MultiHostJob:
     """A context manager that holds an agent on every host with a process slot, and ends them on exit.
 
-    ``facts`` collects what each agent reports about its host, for the record. ``say`` prints a message to people.
+    ``facts`` collects what each agent reports about its host, for the record. ``addresses`` and ``secret`` are those of the
+    servers. ``say`` prints a message to people.
     """
 
     def __init__(self, job: JobLayout, logs: Path, say: Callable[[str], None]) -> None:
@@ -31,15 +32,16 @@ class MultiHostJob:
         self._say = say
         self._agents: dict[int, HostAgentClient] = {}
         # servers and workers authenticate each other with it
-        self._secret = new_secret() if job.servers else None
-        self._addresses: list[str] = []
+        self.secret = new_secret() if job.servers else None
+        self.addresses = [] if job.joins is None else list(job.joins.server_addresses)
         self._opened = False
 
     def __enter__(self) -> MultiHostJob:
         try:
             for number in sorted({slot.host for slot in self.job.slots}):
                 self._open(number)
-            self._addresses = [self._listen(slot, f"server-{slot.index}", 0) for slot in self.job.servers]
+            if self.job.servers:
+                self.addresses = [self._listen(slot, f"server-{slot.index}", 0) for slot in self.job.servers]
         except BaseException:
             self._close()
             raise
@@ -75,12 +77,12 @@ class MultiHostJob:
             self._open(slot.host)
             for server in self.job.servers:
                 if server.host == slot.host:
-                    port = int(self._addresses[server.index].rpartition(":")[2])
+                    port = int(self.addresses[server.index].rpartition(":")[2])
                     self._listen(server, f"server-{server.index}", port)
         return self._start(slot, attempt, restarted, f"{LOOPBACK}:0")
 
     def _start(self, slot: ProcessSlot, attempt: int, restarted: bool, master: str) -> RemoteWorker:
-        spec = self.job.job_spec(slot, restart_count=attempt, master=master, servers=self._addresses)
+        spec = self.job.job_spec(slot, restart_count=attempt, master=master, servers=self.addresses)
         is_server = slot.role == "server"
         hosts_store = slot.role == "worker" and slot.index == 0 and spec.master_port != 0
         kind = "server" if is_server else "rank"
@@ -113,7 +115,7 @@ class MultiHostJob:
         processes = sum(slot.host == number and slot.role == "worker" for slot in self.job.slots)
         options = options_message(replace(self.job.options, num_processes=max(1, processes)))
         try:
-            share = agent.open(self.job.environ, options, self._secret)
+            share = agent.open(self.job.environ, options, self.secret)
         except LaunchError as error:
             if not self._opened:
                 raise

@@ -9,12 +9,17 @@ from typing import Any
 from unisono.config import option
 from unisono.errors import LaunchError
 
+# workers, or servers, of one host; more is a mistake that would take the host's memory before it fails
+MAX_PROCESSES = 4096
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions:
     """How many processes run on this host, their share of it, restarts and time-outs."""
 
-    num_processes: int = option(0, "Processes on this host; 0 = one per accelerator, or one where there is none.", ge=0)
+    num_processes: int = option(
+        0, "Processes on this host; 0 = one per accelerator, or one where there is none.", ge=0, le=MAX_PROCESSES
+    )
     num_threads: int = option(0, "CPU threads of each process; 0 = an even share of the physical cores allowed.", ge=0)
     allocator: str = option(
         "tuned", "C allocator: 'tuned' keeps freed memory for the next step.", choices=("tuned", "system")
@@ -24,6 +29,7 @@ class LaunchOptions:
         "Parameter servers, in addition to the processes (plan.sync=dist_async).",
         acts="plan.sync = dist_async",
         ge=1,
+        le=MAX_PROCESSES,
     )
     num_replicas: int = option(
         1,

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from unisono.dist import JobSpec
 from unisono.dist.jobspec import LOOPBACK, Role
-from unisono.errors import LaunchError
+from unisono.errors import LaunchError, Problem
 from unisono.launch.hostfile import Host
-from unisono.launch.options import LaunchOptions
+from unisono.launch.membership import Membership
+from unisono.launch.options import MAX_PROCESSES, LaunchOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +48,8 @@ class JobLayout:
         environ: Variables that are set for every process.
         interface: Network interface of every host; None chooses one.
         port: Port where ranks meet; 0 takes any free port.
+        elastic: Workers may leave without ending the job, and others may join it, while it has one.
+        joins: The running job that these workers join; None starts a job.
         snapshots: Folder, on each server's host, for the state a restarted server resumes from; None writes none.
     """
 
@@ -60,6 +63,8 @@ class JobLayout:
     interface: str | None = None
     port: int = 0
     snapshots: str | None = None
+    elastic: bool = False
+    joins: Membership | None = None
 
     @property
     def workers(self) -> list[ProcessSlot]:
@@ -73,8 +78,8 @@ class JobLayout:
 
     @property
     def plain(self) -> bool:
-        """Whether all ranks are on this host and there are no servers, so no agent is needed."""
-        return not self.servers and all(self.hosts[slot.host].here for slot in self.slots)
+        """Whether all ranks are on this host and there are no servers, here or of a job to join: no agent is needed."""
+        return self.joins is None and not self.servers and all(self.hosts[slot.host].here for slot in self.slots)
 
     @property
     def on_one_host(self) -> bool:
@@ -93,7 +98,9 @@ class JobLayout:
         """Environment variables of the process in ``slot``, apart from those of its JobSpec."""
         snapshots = {"UNISONO_SNAPSHOTS": self.snapshots} if slot.role == "server" and self.snapshots else {}
         tls = {"UNISONO_TLS": self.options.tls} if self.options.tls else {}
-        return {**snapshots, **self.environ, **tls}
+        drain = {"UNISONO_DRAIN": "1"} if slot.role == "server" and self.elastic else {}
+        secret = {"UNISONO_SECRET_FILE": self.joins.secret_file} if self.joins is not None else {}
+        return {**snapshots, **drain, **self.environ, **tls, **secret}
 
     def job_spec(self, slot: ProcessSlot, *, restart_count: int, master: str, servers: Sequence[str]) -> JobSpec:
         """The JobSpec of the process in ``slot``; ``master`` and ``servers`` are ``host:port``."""
@@ -103,7 +110,7 @@ class JobLayout:
             restart_count=restart_count,
             rank=slot.index if slot.role == "worker" else 0,
             local_rank=slot.local_rank,
-            world_size=len(self.workers),
+            world_size=len(self.workers) if self.joins is None else self.joins.world_size,
             local_world=slot.local_world,
             master_addr=host,
             master_port=int(port),
@@ -122,6 +129,7 @@ def assign_processes(hosts: Sequence[Host], processes: int | None, servers: int)
     round-robin over the hosts with role=server, or else those with workers. Raises LaunchError if there are fewer slots
     than ``processes``, or hosts with role=server and no servers.
     """
+    _refuse_too_many(hosts, servers)
     for_workers = [number for number, host in enumerate(hosts) if host.role == "worker"]
     capacity = sum(hosts[number].slots for number in for_workers)
     count = processes or capacity
@@ -150,3 +158,19 @@ def assign_processes(hosts: Sequence[Host], processes: int | None, servers: int)
     homes = for_servers or sorted({slot.host for slot in slots})
     server_slots = [ProcessSlot(role="server", index=index, host=homes[index % len(homes)]) for index in range(servers)]
     return (*slots, *server_slots)
+
+
+def _refuse_too_many(hosts: Sequence[Host], servers: int) -> None:
+    counts = {f"{host.slots} processes on {host.name}": host.slots for host in hosts} | {f"{servers} servers": servers}
+    problems = [
+        Problem(
+            given=given,
+            rule=f"a host has at most {MAX_PROCESSES} processes of a job, and a job as many servers",
+            consequence="nothing was started",
+            nearest="one process for each accelerator or core",
+        )
+        for given, count in counts.items()
+        if count > MAX_PROCESSES
+    ]
+    if problems:
+        raise LaunchError(*problems)

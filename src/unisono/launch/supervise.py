@@ -27,7 +27,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from unisono.dist import Failure
 from unisono.errors import FATAL, REQUEUE, USER_ERROR, LaunchError, Problem
 from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
@@ -41,6 +40,8 @@ _SETTLE_S = 0.5
 _FAILED_GRACE_S = 5.0
 # time between SIGABRT and SIGKILL, for Python's fault handler to write the stacks of all threads to the rank's log
 _DUMP_S = 1.0
+# an error outside a trainer, of whose steps nothing is known, is one of the script's start for so long
+_SCRIPT_START_S = 60.0
 # the same crash this often in a row ends the run
 _SAME_CRASH_LIMIT = 2
 
@@ -110,7 +111,8 @@ def _verdict(history: Sequence[Attempt], options: LaunchOptions) -> int | None:
     if attempt.codes.get(0) == USER_ERROR:
         # rank 0 writes to this terminal, so its message is there already
         return USER_ERROR
-    print_message(exit_explanation(attempt))
+    earlier = [failure for past in history[:-1] if (failure := past.root_failure()) is not None]
+    print_message(exit_explanation(attempt, earlier))
     if USER_ERROR in codes:
         return USER_ERROR
     if FATAL in codes:
@@ -130,16 +132,21 @@ def would_repeat(history: Sequence[Attempt]) -> Problem | None:
     """Why the last crash is not restarted, although restarts are left; None if it may be.
 
     An error of the program before its first finished step comes back at once, and so does a crash that has already
-    come back. A kill leaves no record and is always restarted.
+    come back. Of a script outside a trainer the steps are unknown: its first minute counts as before the first one. A
+    kill leaves no record and is always restarted.
     """
     attempt = history[-1]
     failure = attempt.root_failure()
     if failure is None:
         return None
-    if len(history) == 1 and not failure.step and not failure.may_pass:
+    is_script = failure.script_s is not None
+    is_early = failure.script_s < _SCRIPT_START_S if failure.script_s is not None else not failure.step
+    if len(history) == 1 and is_early and not failure.may_pass:
+        when = failure.where if is_script else "before the first finished step"
+        begin = f"in its first {_SCRIPT_START_S:g} s" if is_script else "before its first finished step"
         return Problem(
-            given=f"{failure.type} on rank {failure.rank} before the first finished step",
-            rule="an error of the program before its first finished step would come back, so it is not restarted",
+            given=f"{failure.type} on rank {failure.rank} {when}",
+            rule=f"an error of the program {begin} would come back, so it is not restarted",
             consequence="the run ends here",
             nearest="repair the cause shown above, then start the same command again",
         )
@@ -147,7 +154,7 @@ def would_repeat(history: Sequence[Attempt]) -> Problem | None:
     if repeats < _SAME_CRASH_LIMIT:
         return None
     return Problem(
-        given=f"{failure.type} {_where(failure)} on rank {failure.rank}, {repeats} times in a row",
+        given=f"{failure.type} {failure.where} on rank {failure.rank}, {repeats} times in a row",
         rule="a crash with the same type, message and step as the one before is not restarted again",
         consequence="the run ends here; the newest checkpoint is kept",
         nearest="repair the cause shown above, then start the same command again",
@@ -164,10 +171,6 @@ def _same_crashes(history: Sequence[Attempt]) -> int:
             break
         count += 1
     return count
-
-
-def _where(failure: Failure) -> str:
-    return "before the first step" if failure.step is None else f"in step {failure.step}"
 
 
 # --- one attempt ---------------------------------------------------------------------------------------------------

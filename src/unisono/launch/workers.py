@@ -29,6 +29,9 @@ from unisono.launch.secret import secret_pipe
 
 _PR_SET_PDEATHSIG = 1
 
+# its sitecustomize.py records what ends a worker that is a Python script
+_SCRIPT_HOOK = Path(__file__).with_name("script_hook")
+
 # variables of an outer launcher must not describe our workers
 _FOREIGN_GROUPS = ("TORCHELASTIC_", "DMLC_")
 _FOREIGN = {
@@ -158,6 +161,8 @@ class WorkerSpec:
         full |= {**self.environ, **self.job.environ(), **self.share.environ()}
         full["UNISONO_LAUNCH"] = json.dumps(self.share.record() | {"affinity": self.cpus, "restarted": self.restarted})
         full["UNISONO_LOGS"] = str(self.logs)
+        if self.job.role == "worker":
+            full["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_SCRIPT_HOOK), full.get("PYTHONPATH")]))
         return full
 
 

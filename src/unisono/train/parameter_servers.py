@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from unisono.dist import JobSpec, join_world
+from unisono.dist.dmlc import has_credentials, take_role
+from unisono.dist.dmlc import server_addresses as dmlc_servers
 from unisono.errors import ConfigError, LaunchError
 from unisono.kvstore.server.child_servers import child_servers
 from unisono.kvstore.wire.tls import TLS_VARIABLE, read_tls
@@ -20,6 +22,8 @@ from unisono.plan.plan import Plan
 
 def server_addresses(job: JobSpec) -> list[tuple[str, int]]:
     """Host and port of each server of the job. Raises LaunchError where it has none."""
+    if not job.server_addresses and _has_servers_of_dmlc(job):
+        return dmlc_servers(job)
     if not job.server_addresses:
         raise LaunchError(
             given=f"plan.sync 'dist_async' in a job that {job.source} started without parameter servers",
@@ -31,12 +35,17 @@ def server_addresses(job: JobSpec) -> list[tuple[str, int]]:
     return [(host, int(port)) for host, _, port in pairs]
 
 
+def _has_servers_of_dmlc(job: JobSpec) -> bool:
+    return job.source == "dmlc" and job.servers > 0 and has_credentials(os.environ)
+
+
 @contextmanager
 def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path) -> Generator[JobSpec]:
     """``job`` with the addresses of parameter servers.
 
-    If the plan needs servers and the launcher started none (torchrun, mpirun, srun, one process), workers start them as their
-    children, which is a collective. Their snapshots are in ``run_dir`` until the next such job begins there.
+    If the plan needs servers and the launcher started none (torchrun, mpirun, srun, one process, or MXNet's tracker without a
+    secret or certificates), workers start them as their children, which is a collective. Their snapshots are in ``run_dir``
+    until the next such job begins there.
 
     Raises ConfigError if ``launch.tls`` would have no effect or its folder cannot be used.
     """
@@ -51,8 +60,10 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
         yield job
         return
     with _tls_variable(launch) as tls:
-        if job.server_addresses:
-            yield job
+        if job.server_addresses or _has_servers_of_dmlc(job):
+            take_role(job)
+            addresses = server_addresses(job)
+            yield replace(job, servers=len(addresses), server_addresses=tuple(f"{h}:{p}" for h, p in addresses))
             return
         # ranks meet once, to exchange addresses and a secret
         world = join_world(job, device_type="cpu", timeout_s=launch.timeout_s)

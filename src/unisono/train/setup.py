@@ -22,6 +22,7 @@ from unisono.data.loading.stream_loader import StreamLoader, is_stream
 from unisono.data.loading.torch_loader import read_torch_loader
 from unisono.data.options import LoaderOptions, default_cache_dir
 from unisono.dist import JobSpec, World, agree, job_from_environ, join_world, record_failure
+from unisono.dist.dmlc import take_role
 from unisono.errors import DataError, PlanError, Problem
 from unisono.kvstore import KVStore, create_kvstore
 from unisono.measure.ceiling import PeakFlops, peak_flops
@@ -54,6 +55,13 @@ def resolve_plan(plan: Plan | PlanOptions, job: JobSpec) -> tuple[torch.device, 
     device = find_device(plan.device, job.local_rank)
     native_bf16 = computes_bf16(device)
     return device, derive_plan(plan, world_size=job.world_size, device=device.type, native_bf16=native_bf16)
+
+
+def launched_job() -> JobSpec:
+    """The place of this process in its job. A server or scheduler of MXNet's tracker becomes that process instead."""
+    job = job_from_environ(os.environ)
+    take_role(job)
+    return job
 
 
 def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: float) -> World:

@@ -7,7 +7,6 @@ training state, loop. ``step`` makes one step, ``loop`` and ``async_loop`` make 
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
@@ -23,7 +22,7 @@ from unisono.config import check_options
 from unisono.data.dataset import CollateFn, Dataset, MapStyle
 from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
 from unisono.data.options import LoaderOptions
-from unisono.dist import StopNotice, World, agree, job_from_environ
+from unisono.dist import StopNotice, World, agree
 from unisono.kvstore import GradientSync
 from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog
@@ -71,6 +70,7 @@ from unisono.train.setup import (
     default_run_dir,
     find_peak,
     init_distributed,
+    launched_job,
     open_events,
     open_store,
     read_eval_source,
@@ -245,7 +245,7 @@ class Trainer:
 
     def _open_world(self) -> None:
         """Set world, plan and device, open the event log, and listen for stop signals."""
-        job = self._given_world.job if self._given_world else job_from_environ(os.environ)
+        job = self._given_world.job if self._given_world else launched_job()
         self.device, self.plan = resolve_plan(self._given_plan, job)  # a Plan is only validated
         self.world = self._given_world or init_distributed(self.plan, job, self.device.type, COLLECTIVE_TIMEOUT_S)
         self.events = self._given_events or open_events(self.run_dir, self.world)

@@ -36,7 +36,7 @@ from unisono.kvstore.allreduce.shared_memory import PushStaging, SharedMemoryAll
 from unisono.kvstore.compression import CompressedSum, compressed_sum, find_codec
 from unisono.kvstore.compression.registry import codec_is_fixed, no_traffic_to_compress
 from unisono.kvstore.keys import Future, PushValue, SparseRows, sum_rows
-from unisono.kvstore.value_store import ValueStore
+from unisono.kvstore.value_store import Updater, ValueStore
 from unisono.optim.options import OptimOptions
 
 # Measured with 2 workers on gloo over loopback, 400 keys of 16 KiB: 46 ms with queues of 1 MiB, 32 with 4, 68 with 16 and
@@ -164,6 +164,11 @@ class AllReduceBackend:
         """Pending pushes still replace."""
         self.apply_all()
         self._values.set_optimizer(options)
+
+    def set_updater(self, updater: Updater) -> None:
+        """Pending pushes are applied as before."""
+        self.apply_all()
+        self._values.set_updater(updater)
 
     def set_learning_rate(self, lr: float) -> None:
         """Pending pushes are applied with the previous rate."""

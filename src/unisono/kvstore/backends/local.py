@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from unisono.errors import ConfigError
 from unisono.kvstore.compression.registry import no_traffic_to_compress
 from unisono.kvstore.keys import Future, PushValue, SparseRows
-from unisono.kvstore.value_store import ValueStore
+from unisono.kvstore.value_store import Updater, ValueStore
 from unisono.optim.options import OptimOptions
 
 HOST = torch.device("cpu")
@@ -59,6 +59,9 @@ class LocalBackend:
 
     def set_optimizer(self, options: OptimOptions) -> None:
         self._values.set_optimizer(options)
+
+    def set_updater(self, updater: Updater) -> None:
+        self._values.set_updater(updater)
 
     def set_learning_rate(self, lr: float) -> None:
         self._values.set_learning_rate(lr)

@@ -22,6 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.dist import job_from_environ
+from unisono.dist.dmlc import require_credentials
+from unisono.dist.dmlc import server_addresses as dmlc_servers
 from unisono.errors import CommError, ConfigError
 from unisono.kvstore.compression import Codec, ErrorFeedback
 from unisono.kvstore.compression.codec import can_compress_values
@@ -98,12 +101,23 @@ class ServerConfig:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str], *, worker_restart_count: int = 0) -> ServerConfig:
-        """The servers of UNISONO_SERVER_ADDRESSES, with the job's secret (``read_secret``) and, if UNISONO_TLS is set, TLS.
+        """The servers of UNISONO_SERVER_ADDRESSES, or of MXNet's tracker, with the job's secret (``read_secret``) and, if
+        UNISONO_TLS is set, TLS.
 
         Raises LaunchError and ConfigError for variables that are missing or wrong.
         """
+        addresses: Sequence[tuple[str, int]]
+        if (
+            "UNISONO_SERVER_ADDRESSES" not in environ
+            and (job := job_from_environ(environ)).source == "dmlc"
+            and job.servers
+        ):
+            require_credentials(environ)
+            addresses = dmlc_servers(job)
+        else:
+            addresses = server_addresses(environ)
         return cls(
-            addresses=server_addresses(environ),
+            addresses=addresses,
             secret=read_secret(environ),
             tls=read_tls(environ),
             worker_restart_count=worker_restart_count,
