@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import TensorDataset
 
-from unisono.data.dataset import Dataset, as_dataset, from_map_style
+from unisono.data.dataset import Dataset, as_dataset, from_map_style, read_samples
 from unisono.errors import DataError
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -72,6 +72,22 @@ def test_kinds_of_samples(sample: Any, want: dict[str, tuple[str, tuple[int, ...
     batch = read([sample, sample], 0, 1)
     assert {name: (v.dtype.name, v.shape[1:]) for name, v in batch.items()} == want
     assert all(len(v) == 2 for v in batch.values())
+
+
+@pytest.mark.parametrize("values", [[1, 2, -3], [True, False], [1.5, 2.1], [2**63, 2**63 + 1]], ids=str)
+def test_numbers_read_together_are_those_read_one_by_one(values: list[Any]) -> None:
+    dataset, ids = from_map_style(values), np.arange(len(values))
+    together = dataset.read(ids)["inputs"]
+    alone = np.concatenate([dataset.read(ids[row : row + 1])["inputs"] for row in range(len(values))])
+    samples = np.stack([np.asarray(sample["inputs"]) for sample in read_samples(dataset, ids)])
+    for other in (alone, samples):
+        assert together.dtype == other.dtype
+        np.testing.assert_array_equal(together, other)
+
+
+def test_numbers_of_two_types_do_not_stack() -> None:
+    with pytest.raises(DataError, match="sample 1 is float32"):
+        from_map_style([1, 2.5]).read(np.arange(2))
 
 
 def test_tensor_datasets() -> None:

@@ -95,6 +95,13 @@ class _MapStyleDataset(PerSampleDataset):
     def __len__(self) -> int:
         return len(self._data)
 
+    def read(self, indices: Ids) -> Batch:
+        items = self.items(indices)
+        numbers = _stack_numbers(items)
+        if numbers is not None:
+            return {"inputs": numbers}
+        return collate([check_sample(item) for item in items], indices.tolist())
+
     def samples(self, indices: Ids) -> list[Batch]:
         return [check_sample(sample) for sample in self.items(indices)]
 
@@ -102,6 +109,21 @@ class _MapStyleDataset(PerSampleDataset):
         ids = cast("list[int]", indices.tolist())
         many = getattr(self._data, "__getitems__", None)
         return list(many(ids)) if many is not None else [self._data[index] for index in ids]
+
+
+_NUMBERS: dict[type, Any] = {bool: np.bool_, int: np.int64, float: np.float32}
+
+
+def _stack_numbers(values: list[Any]) -> NDArray[Any] | None:
+    """One array of Python numbers of one type, as ``collate`` makes it; None for anything else."""
+    kinds = set(map(type, values))
+    dtype = _NUMBERS.get(kinds.pop()) if len(kinds) == 1 else None
+    if dtype is None:
+        return None
+    try:
+        return np.array(values, dtype)
+    except OverflowError:  # an integer above int64: collate decides
+        return None
 
 
 def read_samples(dataset: Dataset, indices: Ids) -> list[Batch]:
