@@ -1,29 +1,24 @@
-"""Parts of a run that are set up before its first step: device and plan, event log, loader, plan of this model."""
+"""Parts of a run that are set up before its first step: device and plan, event log, plan of this model."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, default_collate
 
-from unisono.data.dataset import TYPE_AND_LENGTH, CollateFn, Dataset, as_dataset, collated, read_samples
-from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
-from unisono.data.loading.loader import Loader
-from unisono.data.loading.stream_loader import StreamLoader, is_stream
-from unisono.data.loading.torch_loader import read_torch_loader
-from unisono.data.options import LoaderOptions, default_cache_dir
+from unisono.data.dataset import Dataset, read_samples
+from unisono.data.options import default_cache_dir
 from unisono.dist import JobSpec, World, agree, job_from_environ, join_world, record_failure
 from unisono.dist.dmlc import take_role
-from unisono.errors import DataError, PlanError, Problem
+from unisono.errors import PlanError, Problem
 from unisono.kvstore import KVStore, create_kvstore
 from unisono.measure.ceiling import PeakFlops, peak_flops
 from unisono.observe.events import EventLog, events_path, next_attempt
@@ -222,163 +217,3 @@ def throughput_unit(objective: Objective, data: Any, plan: Plan, flops_per_token
         return {"unit": "tokens", "samples_per_step": 0}
     first = read_samples(data, np.zeros(1, np.int64))[0] if isinstance(data, Dataset) and len(data) else {}
     return {"unit": "images" if "image" in first else "samples", "samples_per_step": plan.batch.global_batch}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InputPipeline:
-    """A data set or stream, and how the trainer makes batches of it (see ``Loader``)."""
-
-    data: Dataset | Iterable[Any]
-    options: LoaderOptions
-    transform: Transform | None
-    pair_transform: PairTransform | None
-    batch_transform: BatchTransform | None
-    shuffle_block: int
-    shuffle: bool = True
-    collate_fn: CollateFn | None = None
-
-    @property
-    def functions(self) -> dict[str, Any]:
-        """The functions that change samples and batches, by name; None where there is none."""
-        names = ("transform", "pair_transform", "batch_transform", "collate_fn")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def data_without_fingerprint(self) -> Dataset | None:
-        """The data, if only its type and length tell it from other data."""
-        data = self.data
-        return data if isinstance(data, Dataset) and data.fingerprint.startswith(TYPE_AND_LENGTH) else None
-
-    def order(self, seed: int, plan: Plan) -> dict[str, Any]:
-        """Everything that decides the samples of every step."""
-        return {
-            "data": str(getattr(self.data, "fingerprint", type(self.data).__qualname__)),
-            "samples": len(self.data) if isinstance(self.data, Dataset) else 0,
-            "seed": seed,
-            "global_batch": plan.batch.global_batch,
-            "shuffle_block": self.shuffle_block,
-            "last_batch": self.options.last_batch,
-            **({} if self.shuffle else {"shuffle": False}),
-        }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """Training data in one of the forms that the trainer takes, and the settings that come with it."""
-
-    data: Dataset | Iterable[Any]
-    plan: Plan | PlanOptions
-    loader: LoaderOptions
-    collate_fn: CollateFn | None
-    shuffle: bool
-
-
-def read_source(
-    data: Any, *, plan: Plan | PlanOptions | None, loader: LoaderOptions | None, collate_fn: CollateFn | None
-) -> Source:
-    """``data`` as data set or stream. Of a torch ``DataLoader`` it takes over what is not given here, and prints it.
-
-    Raises DataError for a ``DataLoader`` whose order cannot be kept, and for data of another kind.
-    """
-    if isinstance(data, DataLoader):
-        job = job_from_environ(os.environ)
-        parts = read_torch_loader(cast("DataLoader[Any]", data))
-        chosen = " ".join(
-            f"The {name} given here replaces its own."
-            for name, given in (("plan", plan), ("loader", loader), ("collate_fn", collate_fn))
-            if given is not None
-        )
-        if job.rank == 0:
-            print(f"{parts.notice}. {chosen}".rstrip(), flush=True)
-        taken = LoaderOptions(num_workers=parts.num_workers, last_batch=parts.last_batch)
-        return Source(
-            data=parts.data,
-            plan=plan or PlanOptions(global_batch=parts.batch_size * job.world_size, micro_batch=parts.batch_size),
-            loader=loader
-            or (taken if isinstance(parts.data, Dataset) else LoaderOptions(num_workers=min(0, parts.num_workers - 1))),
-            collate_fn=collate_fn or parts.collate_fn,
-            shuffle=parts.shuffle,
-        )
-    return Source(
-        data=data if is_stream(data) else _sized(data, "data"),
-        plan=plan or PlanOptions(),
-        loader=loader or LoaderOptions(),
-        collate_fn=collate_fn,
-        shuffle=True,
-    )
-
-
-def read_eval_source(data: Any, collate_fn: CollateFn | None) -> Dataset | None:
-    """``eval_data`` as a data set whose batches ``collate_fn`` makes; None stays None. Raises DataError without a length."""
-    if data is None:
-        return None
-    if isinstance(data, DataLoader):
-        loader = cast("DataLoader[Any]", data)
-        if collate_fn is None and loader.collate_fn is not default_collate:
-            collate_fn = loader.collate_fn
-        data = loader.dataset
-    dataset = _sized(data, "eval_data")
-    return dataset if collate_fn is None else collated(dataset, collate_fn)
-
-
-def _sized(data: Any, name: str) -> Dataset:
-    if isinstance(data, str) or not (
-        isinstance(data, Dataset) or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
-    ):
-        raise DataError(
-            given=f"{name} of type {type(data).__name__}",
-            rule="samples come from a Dataset, a torch.utils.data.Dataset, a list, or anything with __len__ and __getitem__",
-            consequence="no sample can be read by its number",
-            nearest="list(…) of it, where it fits into memory",
-        )
-    return as_dataset(data)
-
-
-def build_loader(
-    pipeline: InputPipeline, plan: Plan, *, data_rank: int, seed: int, device: torch.device, batch_statistics: bool
-) -> Loader | StreamLoader:
-    """The loader of part ``data_rank`` of each batch; ``batch_statistics``: the model computes some (batch norm).
-
-    Raises DataError for an end of an epoch that ranks would not reach together, and for settings that a stream does not have.
-    """
-    data, options = pipeline.data, pipeline.options
-    together = "dp_shard" if plan.uses_fsdp else "pp" if plan.mesh.pp > 1 else ""
-    if not together and plan.mesh.dp_world_size > 1 and batch_statistics:
-        together = "batch norm"
-    if together and options.last_batch == "keep":
-        raise DataError(
-            given=f"{together} on {plan.mesh.world_size} ranks with loader.last_batch=keep",
-            rule="ranks that share the state, stages or batch statistics run the same number of passes in every step",
-            consequence="an epoch's last step could leave some ranks without samples, and the others waiting",
-            nearest="loader.last_batch=pad, which fills it up with weight 0",
-        )
-    common: dict[str, Any] = {
-        "seed": seed,
-        "global_batch": plan.batch.global_batch,
-        "micro_batch": plan.batch.micro_batch,
-        "rank": data_rank,
-        "world_size": plan.mesh.dp_world_size,
-        "transform": pipeline.transform,
-        "collate_fn": pipeline.collate_fn,
-        "device": None if device.type == "cpu" else device,
-    }
-    if isinstance(data, Dataset):
-        return Loader(
-            data,
-            options=options,
-            shuffle=pipeline.shuffle,
-            shuffle_block=pipeline.shuffle_block,
-            pair_transform=pipeline.pair_transform,
-            batch_transform=pipeline.batch_transform,
-            **common,
-        )
-    defaults = LoaderOptions(num_workers=min(options.num_workers, 0))  # 0: no thread, which a stream can do
-    transforms = pipeline.pair_transform, pipeline.batch_transform
-    if (options, *transforms, pipeline.shuffle_block) != (defaults, None, None, 0):
-        raise DataError(
-            given=f"a stream ({type(data).__name__}) with loader settings, pair_transform, batch_transform or shuffle_block",
-            rule="a stream is read from its beginning by one thread, in its own order",
-            consequence="they would have no effect",
-            nearest="leave them out, or a data set with a length",
-        )
-    return StreamLoader(data, prefetch_depth=0 if options.num_workers == 0 else 2, **common)

@@ -1,20 +1,19 @@
 """The trainer: an iterator of optimizer steps that resumes, accumulates, synchronises, guards and saves by itself.
 
-Entering it assembles a run, in the order to read it: world, plan, model, data, what the model adds to the plan, its sharding, the
-training state, loop. ``step`` makes one step, ``loop`` and ``async_loop`` make them all, ``run_checkpoints`` resumes and saves.
+Entering it assembles a run from the parts that ``assembly`` makes, in the order to read it: world, plan, model, data, what the
+model adds to the plan, its sharding, the training state, loop. ``step`` makes one step, ``loop`` and ``async_loop`` make them
+all, ``run_checkpoints`` resumes and saves.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint import CheckpointOptions
@@ -22,69 +21,48 @@ from unisono.config import check_options
 from unisono.data.dataset import CollateFn, Dataset, MapStyle
 from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
 from unisono.data.options import LoaderOptions
-from unisono.dist import StopNotice, World, agree
-from unisono.kvstore import GradientSync
-from unisono.measure.flops import CONVENTION
+from unisono.dist import StopNotice, World
 from unisono.observe.events import EventLog
 from unisono.observe.formatting import RunEndFacts
-from unisono.observe.meters import RateMeter, StepTimers
-from unisono.observe.monitor import host_memory_limit_bytes
+from unisono.observe.meters import StepTimers
 from unisono.observe.options import ObserveOptions
 from unisono.observe.outputs import RunOutputs
 from unisono.optim import OptimOptions, ScheduleOptions
 from unisono.optim.learning_rate import SchedulerFactory
 from unisono.optim.run_optimizer import GivenOptimizer
 from unisono.parallel.batch_norm import batch_norms
-from unisono.parallel.deferred_init import DeferredModel, allocate_shards, deferred_init, materialize
-from unisono.parallel.device import set_backend
-from unisono.parallel.expert import expert_parameters
-from unisono.parallel.memory_ledger import MemoryLedger, build_ledger, check_ledger
-from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.pipeline.executor import PipelineExecutor
-from unisono.parallel.sharding import ShardedParameters
-from unisono.parallel.tensor.dtensor_placements import parameter_placements
-from unisono.parallel.transforms import parallelize
 from unisono.plan.options import PlanOptions
-from unisono.plan.plan import Plan, precision_reason
-from unisono.plan.resolve import worker_plan
-from unisono.train.async_loop import AsyncLoop
-from unisono.train.async_worker import open_async_worker, require_random_access
-from unisono.train.comm_stats import ReportsTraffic
-from unisono.train.ema import WeightAverage
-from unisono.train.evaluate import Evaluator
-from unisono.train.gradient_sync import build_comm_stats, build_gradient_sync, check_train_options
-from unisono.train.guard import StepGuard
-from unisono.train.loop import Result, StepRunner, SyncLoop
-from unisono.train.loss_scaler import LossScaler
+from unisono.plan.plan import Plan
+from unisono.train.assembly import (
+    RunInputs,
+    RunParts,
+    agree_on_run,
+    build_loop,
+    build_model,
+    build_state,
+    first_micro_batch,
+    shard_model,
+)
+from unisono.train.gradient_sync import build_gradient_sync
+from unisono.train.input_pipeline import InputPipeline, build_loader, read_eval_source, read_source
+from unisono.train.loop import Result
 from unisono.train.metrics import Metric
-from unisono.train.metrics_reader import GradientStats, MetricsReader
-from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective, check_objective
+from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
-from unisono.train.run_checkpoints import RunCheckpoints, run_environment
-from unisono.train.settings import count_modules, run_settings
 from unisono.train.setup import (
-    InputPipeline,
-    build_loader,
     complete_plan_for_model,
     default_run_dir,
-    find_peak,
     init_distributed,
     launched_job,
     open_events,
-    open_store,
-    read_eval_source,
-    read_source,
     report_failure,
     resolve_plan,
-    throughput_unit,
 )
-from unisono.train.state import StageTensors, TrainState, seed_generators
-from unisono.train.step import ForwardBackward, Step, TrainStep, input_selector
+from unisono.train.state import seed_generators
+from unisono.train.step import Step
 
 COLLECTIVE_TIMEOUT_S = 300.0
-# steps between two readings of loss, norm and flags; on the CPU there is nothing to wait for
-ACCELERATOR_READ_STEPS = 10
 
 
 class Trainer:
@@ -189,55 +167,54 @@ class Trainer:
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
         check_options(options, checkpoint, loader, observe, plan if isinstance(plan, PlanOptions) else None)
-        self._given_model = model
         if isinstance(model, nn.Module):
             self.model = model
         source = read_source(data, plan=plan, loader=loader, collate_fn=collate_fn)
-        self.data, self._given_plan = source.data, source.plan
-        self.eval_data = read_eval_source(eval_data, source.collate_fn)
-        self.options = options or TrainOptions()
-        self.run_dir = default_run_dir() if run_dir is None else Path(run_dir)
-        self._given_objective = objective
-        self._objective = as_objective(
-            objective, lambda: self.events.emit("notice", step=self.state.step, **MEAN_LOSS_NOTICE)
+        self._given_plan = source.plan
+        self._inputs = RunInputs(
+            model=model,
+            eval_data=read_eval_source(eval_data, source.collate_fn),
+            options=options or TrainOptions(),
+            run_dir=default_run_dir() if run_dir is None else Path(run_dir),
+            given_objective=objective,
+            objective=as_objective(
+                objective, lambda: self.events.emit("notice", step=self.state.step, **MEAN_LOSS_NOTICE)
+            ),
+            optim=OptimizerSetup(
+                given=OptimOptions() if optimizer is None else optimizer, schedule=schedule, clip_norm=clip_norm
+            ),
+            checkpoint=checkpoint or CheckpointOptions(),
+            seed=seed,
+            resume=resume,
+            metrics=dict(metrics or {}),
+            input=InputPipeline(
+                data=source.data,
+                options=source.loader,
+                transform=transform,
+                pair_transform=pair_transform,
+                batch_transform=batch_transform,
+                shuffle_block=shuffle_block,
+                shuffle=source.shuffle,
+                collate_fn=source.collate_fn,
+            ),
+            flops_per_token=flops_per_token,
+            provenance=dict(provenance or {}),
         )
-        self._optim = OptimizerSetup(
-            given=OptimOptions() if optimizer is None else optimizer, schedule=schedule, clip_norm=clip_norm
-        )
-        self._checkpoint = checkpoint or CheckpointOptions()
-        self._seed, self._resume = seed, resume
-        self._metrics = dict(metrics or {})
-        self._input = InputPipeline(
-            data=self.data,
-            options=source.loader,
-            transform=transform,
-            pair_transform=pair_transform,
-            batch_transform=batch_transform,
-            shuffle_block=shuffle_block,
-            shuffle=source.shuffle,
-            collate_fn=source.collate_fn,
-        )
-        self._given_flops = flops_per_token
+        self.data, self.eval_data = source.data, self._inputs.eval_data
+        self.options, self.run_dir = self._inputs.options, self._inputs.run_dir
         self._given_world = world
         self._given_events = events
         self._observe = observe or ObserveOptions()
         self._outputs: RunOutputs | None = None
         self._ended = False
-        self._provenance = dict(provenance or {})
         self._resources: list[Any] = []  # to be closed in this order
 
-    # --- assembling a run, in order --------------------------------------------------------------------------------
+    # --- assembling a run ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Trainer:
         self._open_world()
         try:
-            self._agree_on_plan()
-            deferred = self._build_model()
-            self._open_data()
-            self._complete_plan()
-            self._shard_model(deferred)
-            self._build_state()
-            self._build_loop()
+            self._assemble()
         except BaseException as error:
             self._close(error)
             raise
@@ -257,261 +234,55 @@ class Trainer:
         if self._stop_notice is not None:
             self._stop_notice.__enter__()
 
-    def _agree_on_plan(self) -> None:
-        """Require the same plan and configuration on all ranks, and prepare torch for the plan."""
-        agree(self.world, "plan", self.plan.decisions())
-        agree(self.world, "configuration", self._provenance.get("config_hash"))
-        set_backend(self.plan)
-        check_train_options(self.plan, self.options)
-        check_objective(self._objective, self.plan)
-        self._optim.check(self.plan)
-        self.store = open_store(self.plan, self.world)
-
-    def _build_model(self) -> DeferredModel | None:
-        """Build ``self.model``. Returns the deferred model whose values are materialized after sharding, else None."""
-        model, deferred = self._given_model, None
-        if isinstance(model, nn.Module) or not self.plan.is_model_sharded:
-            self.model = model if isinstance(model, nn.Module) else model()
-            self.model.to(self.device)
-            self.store.broadcast(self.model.state_dict())
-        else:
-            deferred = deferred_init(model)
-            agree(self.world, "model", deferred.fingerprint)
-            self.model = deferred.model
-        self._flops_per_token = flops(self.model) if callable(flops := self._given_flops) else flops
-        self._dims = ParallelDims(worker_plan(self.plan), self.world)
-        self._optim.prepare_model(self.model, self.events)
-        self._modules = count_modules(self.model)  # before they are wrapped and sharded
-        self._inputs = input_selector(self.model)
-        return deferred
-
-    def _open_data(self) -> None:
-        """Start the loader of this rank's part of each batch."""
-        self._loader = build_loader(
-            self._input,
+    def _assemble(self) -> None:
+        """Make the parts of the run in order, each as soon as it can be made; a failure closes those made so far."""
+        inputs, world, device, events = self._inputs, self.world, self.device, self.events
+        self.store = agree_on_run(inputs, self.plan, world)
+        built = build_model(inputs, self.plan, world, device, self.store, events)
+        self.model, self._dims = built.model, built.dims
+        loader = build_loader(
+            inputs.input,
             self.plan,
             data_rank=self._dims.data_rank,
-            seed=self._seed,
-            device=self.device,
+            seed=inputs.seed,
+            device=device,
             batch_statistics=bool(batch_norms(self.model)),
         )
-        self._resources.append(self._loader)
-
-    def _complete_plan(self) -> None:
-        """Complete the plan with what only the model and a first micro-batch show."""
-        self.plan, self._partition, self._context = complete_plan_for_model(
-            self.plan, self.model, self._dims, self._first_micro_batch, self.events
+        self._resources.append(loader)
+        # what only the model and a first micro-batch show
+        self.plan, partition, context = complete_plan_for_model(
+            self.plan, self.model, self._dims, lambda: first_micro_batch(loader), events
         )
-
-    def _shard_model(self, deferred: DeferredModel | None) -> None:
-        """Apply the plan's transforms to the model, and materialize a deferred one."""
-        parallel = parallelize(self._dims.plan, self.model.train(), self._dims, self._context, self._partition)
-        model, self._shard_table, stages = parallel.model, parallel.table, parallel.stages
-        if self.plan.tensor_parallel.placements:
-            self.events.emit("placements", placed=parameter_placements(model))
-        if deferred is not None:
-            allocate_shards(model, self.device)
-        self._pipeline = PipelineExecutor(stages, self._dims, self.device) if stages is not None else None
-        duplicated = stages.duplicated_parameters if stages is not None else ()
-        self._sharded = ShardedParameters(model, self._dims, self._shard_table, duplicated=duplicated)
-        if deferred is not None:
-            materialize(deferred, model, self._sharded)
-
-    def _build_state(self) -> None:
-        """Create the optimizer, all other state of the run, and the gradient synchronisation that has a part of it."""
-        sharded, options = self._sharded, self.options
-        self._optimizer = self._optim.build(self.model, sharded)
-        self._ledger = self._check_memory()
-        total_dtype = torch.float64 if self.device.type != "mps" else torch.float32
-        scales = self.plan.precision.uses_loss_scale
-        loss_scaler = LossScaler(self.device, initial=options.loss_scale if scales else 1.0, dynamic=scales)
-        self.state = TrainState(
-            model=self.model,
-            sharded=sharded,
-            optimizer=self._optimizer,
-            learning_rates=self._optim.learning_rates(self._optimizer, options.steps),
-            loss_scaler=loss_scaler,
-            guard=StepGuard(self.device, sigmas=options.spike_sigmas),
-            average=WeightAverage(sharded.parameters, options.ema_decay) if options.ema_decay else None,
-            weight_total=torch.zeros((), dtype=total_dtype, device=self.device),
-        )
-        if self.plan.mesh.pp > 1:
-            self.state.stage_tensors = StageTensors(self.state, self._dims)
+        sharded = shard_model(built, context, partition, device, events)
+        self.state, ledger = build_state(inputs, built, sharded, self.plan, device)
         self._sync, self.state.sync_state = build_gradient_sync(
             self._dims.plan,  # dist_async: the plan of one worker; else self.plan
             self.store,
             self.model,
-            sharded,
+            sharded.sharded,
             self._dims,
-            optimizer=self._optim.name,
+            optimizer=inputs.optim.name,
             step=lambda: self.state.step,
-            events=self.events,
+            events=events,
         )
         self._resources.append(self._sync)
-        seed_generators(self._seed, self._dims.rng_rank)
-
-    def _check_memory(self) -> MemoryLedger:
-        """Compare what this rank holds with what the plan predicts."""
-        table = self._shard_table
-        ledger = build_ledger(
-            self._dims.plan,
-            table.spec,
-            self.world.rank,
-            state=self._optim.state_names,
-            shards=table.tensor_parallel,
-            stacks=expert_parameters(self.model),
-            layout=self._partition,
-        )
-        check_ledger(ledger, self._sharded.parameters, self._optimizer)
-        return ledger
-
-    def _build_loop(self) -> None:
-        """Load the checkpoint to resume from, if there is one, and choose the loop."""
-        self._timers = StepTimers()
-        self._checkpoints = self._open_checkpoints()
-        if self.plan.sync.kind != "dist_async":
-            self._checkpoints.restore()
-            self._loop = SyncLoop(runner=self._build_runner(self._sync), loader=self._loader)
-            return
-        loader = require_random_access(self._loader)
-        options, optim = self.options, self._optim.options
-        assert optim is not None  # OptimizerSetup.check
-        worker = open_async_worker(
-            self.plan,
-            self.world.job,
-            self.state,
-            optimizer=optim,
-            roles=self._optim.roles,
-            steps=options.steps,
-            save_every=math.gcd(self._checkpoint.every_steps, options.eval_every_steps),
-            configuration=str(self._provenance.get("config_hash")),
-            events=self.events,
-            timers=self._timers,
-        )
-        self._resources.append(worker)
-        worker.start(self._checkpoints.restore)
-        self._loop = AsyncLoop(runner=self._build_runner(worker), loader=loader, worker=worker)
-
-    def _open_checkpoints(self) -> RunCheckpoints:
-        """Open the folder of checkpoints, and emit ``run_start`` with the plan, the environment and the order of samples."""
-        order = self._input.order(self._seed, self.plan)
-        environment = run_environment(self.world, self.plan)
-        settings = run_settings(
-            optimizer=self._optim.describe(self._optimizer),
-            schedule=self._optim.used_schedule,
-            options=self.options,
-            functions={"objective": self._given_objective, **self._input.functions},
-            model=self._modules,
-            data=self._input.data_without_fingerprint,
-        )
-        checkpoints = RunCheckpoints(
-            self.run_dir / "checkpoints",
-            self.state,
-            self._dims,
-            options=self._checkpoint,
-            resume=self._resume,
-            meta={"order": order, "environment": environment, "settings": settings, "provenance": self._provenance},
-            seed=self._seed,
-            events=self.events,
-        )
-        self._resources.append(checkpoints)
-        self.events.emit(
-            "run_start",
-            plan=self.plan.to_json(),
-            plan_text=self.plan.describe(),
-            optimization=self._optim.in_words(self._optimizer, self.options.steps),
-            flops_convention=CONVENTION,
-            precision_why=precision_reason(self.plan),
-            device=str(self.device),
-            parameters=self._sharded.num_parameters,
-            held_bytes={
-                "parameters": self._ledger.parameter_bytes,
-                "gradients": self._ledger.gradient_bytes,
-                # under dist_async the servers have it
-                "optimizer": 0 if self.plan.sync.kind == "dist_async" else self._ledger.state_bytes,
-            },
-            steps_total=self.options.steps,
-            epoch=self.world.job.restart_count,
-            launcher=self.world.job.source,
-            environment=environment,
-            order=order,
-            **self._provenance,
-        )
-        return checkpoints
-
-    def _build_runner(self, traffic: GradientSync | ReportsTraffic) -> StepRunner:
-        """One step of this run and everything that reports it; ``traffic`` counts what is sent for it."""
-        plan = self._dims.plan  # dist_async: the plan of one worker; else self.plan
-        options = self.options
-        forward_backward = ForwardBackward(
-            model=self.model,
-            inputs=self._inputs,
-            plan=plan,
-            world=self.world,
-            context=self._context,
-            pipeline=self._pipeline,
-        )
-        stage_groups = self._pipeline.shared_parameter_groups if self._pipeline is not None else ()
-        train_step = TrainStep(
-            forward_backward=forward_backward,
-            objective=self._objective,
-            clip_norm=self._optim.norm_limit,
-            plan=plan,
+        seed_generators(inputs.seed, self._dims.rng_rank)
+        parts = RunParts(
+            inputs=inputs,
+            world=world,
+            plan=self.plan,
+            device=device,
+            events=events,
+            stop_notice=self._stop_notice,
+            loader=loader,
+            built=built,
+            sharded=sharded,
+            ledger=ledger,
             state=self.state,
             sync=self._sync,
-            partial_grad_groups=[*self._shard_table.partial_grad_groups, *stage_groups],
-            timers=self._timers,
-            stop_notice=self._stop_notice,
-            observe_gradients=GradientStats(self._sharded, self.events, options.gradient_stats_every_steps),
+            timers=StepTimers(),
         )
-        rates = RateMeter(steps_total=options.steps, devices=self.world.world_size)
-        return StepRunner(
-            train_step=train_step,
-            metrics_reader=self._build_metrics_reader(rates, traffic),
-            rates=rates,
-            timers=self._timers,
-            events=self.events,
-            checkpoints=self._checkpoints,
-            evaluator=Evaluator(
-                forward_backward=forward_backward,
-                objective=self._objective,
-                metrics=self._metrics,
-                held_out=self.eval_data,
-                options=options,
-                state=self.state,
-                device=self.device,
-                data_rank=self._dims.data_rank,
-                rates=rates,
-                events=self.events,
-            ),
-            state=self.state,
-            options=options,
-            device=self.device,
-            stop_notice=self._stop_notice,
-        )
-
-    def _build_metrics_reader(self, rates: RateMeter, traffic: GradientSync | ReportsTraffic) -> MetricsReader:
-        return MetricsReader(
-            events=self.events,
-            timers=self._timers,
-            rates=rates,
-            every=1 if self.device.type == "cpu" else ACCELERATOR_READ_STEPS,
-            steps_total=self.options.steps,
-            max_skips=self.options.max_skips,
-            device=self.device,
-            memory_limit_bytes=host_memory_limit_bytes(),
-            flops_per_token=self._flops_per_token,
-            comm_stats=build_comm_stats(self.events, traffic),
-            peak=find_peak(self.device, self.plan, self.world) if self._flops_per_token else None,
-            weight_total=float(self.state.weight_total),
-            skipped_total=int(self.state.guard.skipped),
-            compiling=self.plan.backend.compile != "off",
-            **throughput_unit(self._objective, self.data, self._dims.plan, self._flops_per_token),
-        )
-
-    def _first_micro_batch(self) -> Mapping[str, Tensor]:
-        with closing(self._loader.iterate(0, 1)) as steps:
-            return next(steps).micro_batches[0]
+        self._loop = build_loop(parts, self._resources)
 
     # --- closing ---------------------------------------------------------------------------------------------------
 
@@ -587,7 +358,7 @@ class Trainer:
 
         On the held-out set it also decides about early stopping. All ranks must call it.
         """
-        return self._loop.runner.evaluator.run(read_eval_source(data, self._input.collate_fn))
+        return self._loop.runner.evaluator.run(read_eval_source(data, self._inputs.input.collate_fn))
 
     def averaged_weights(self) -> AbstractContextManager[Any]:
         """A context in which the model has the weights that evaluation and export use."""

@@ -1,0 +1,386 @@
+"""The parts of a trainer's run, from what it was given, in the order in which they are made.
+
+The model, its shards, the training state, the checkpoint to resume from, the loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.checkpoint import CheckpointOptions
+from unisono.data.dataset import Dataset
+from unisono.data.loading.loader import Loader
+from unisono.data.loading.stream_loader import StreamLoader
+from unisono.dist import StopNotice, World, agree
+from unisono.kvstore import GradientSync, KVStore
+from unisono.measure.flops import CONVENTION
+from unisono.observe.events import EventLog
+from unisono.observe.meters import RateMeter, StepTimers
+from unisono.observe.monitor import host_memory_limit_bytes
+from unisono.parallel.context import ContextParallel
+from unisono.parallel.deferred_init import DeferredModel, allocate_shards, deferred_init, materialize
+from unisono.parallel.device import set_backend
+from unisono.parallel.expert import expert_parameters
+from unisono.parallel.memory_ledger import MemoryLedger, build_ledger, check_ledger
+from unisono.parallel.mesh import ParallelDims
+from unisono.parallel.pipeline.executor import PipelineExecutor
+from unisono.parallel.pipeline.partition import PipelinePartition
+from unisono.parallel.sharding import ShardedParameters
+from unisono.parallel.tensor.dtensor_placements import parameter_placements
+from unisono.parallel.transforms import ParallelModel, parallelize
+from unisono.plan.plan import Plan, precision_reason
+from unisono.plan.resolve import worker_plan
+from unisono.train.async_loop import AsyncLoop
+from unisono.train.async_worker import open_async_worker, require_random_access
+from unisono.train.comm_stats import ReportsTraffic
+from unisono.train.ema import WeightAverage
+from unisono.train.evaluate import Evaluator
+from unisono.train.gradient_sync import build_comm_stats, check_train_options
+from unisono.train.guard import StepGuard
+from unisono.train.input_pipeline import InputPipeline
+from unisono.train.loop import StepRunner, SyncLoop
+from unisono.train.loss_scaler import LossScaler
+from unisono.train.metrics import Metric
+from unisono.train.metrics_reader import GradientStats, MetricsReader
+from unisono.train.objectives import Objective, check_objective
+from unisono.train.optimizers import OptimizerSetup
+from unisono.train.options import TrainOptions
+from unisono.train.run_checkpoints import RunCheckpoints, run_environment
+from unisono.train.settings import count_modules, run_settings
+from unisono.train.setup import find_peak, open_store, throughput_unit
+from unisono.train.state import StageTensors, TrainState
+from unisono.train.step import Batch, ForwardBackward, TrainStep, input_selector
+
+# steps between two readings of loss, norm and flags; on the CPU there is nothing to wait for
+ACCELERATOR_READ_STEPS = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunInputs:
+    """What a trainer was given, with defaults in place (see ``Trainer``). ``objective`` is in the form that a step calls."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    objective: Objective
+    given_objective: Callable[..., Any]
+    optim: OptimizerSetup
+    options: TrainOptions
+    checkpoint: CheckpointOptions
+    run_dir: Path
+    seed: int
+    resume: str
+    input: InputPipeline
+    eval_data: Dataset | None
+    metrics: Mapping[str, Metric]
+    flops_per_token: float | Callable[[nn.Module], float]
+    provenance: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltModel:
+    """The model before it is sharded.
+
+    Attributes:
+        model: The model; on the meta device where it is deferred.
+        deferred: The deferred model, whose values are materialized after sharding.
+        dims: The mesh of the ranks.
+        inputs: ``input_selector`` of the model.
+        modules: ``count_modules`` of the model.
+        flops_per_token: FLOPs of forward and backward per unit of weight; 0 where they are not known.
+    """
+
+    model: nn.Module
+    deferred: DeferredModel | None
+    dims: ParallelDims
+    inputs: Callable[[Batch], dict[str, Tensor]]
+    modules: dict[str, int]
+    flops_per_token: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedModel:
+    """This rank's part of the model; ``pipeline`` passes micro-batches through its stages, if it has some."""
+
+    parallel: ParallelModel
+    sharded: ShardedParameters
+    pipeline: PipelineExecutor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunParts:
+    """Everything that the loop of a run is made of; ``plan`` is the job's, ``built.dims.plan`` the one of these ranks."""
+
+    inputs: RunInputs
+    world: World
+    plan: Plan
+    device: torch.device
+    events: EventLog
+    stop_notice: StopNotice | None
+    loader: Loader | StreamLoader
+    built: BuiltModel
+    sharded: ShardedModel
+    ledger: MemoryLedger
+    state: TrainState
+    sync: GradientSync
+    timers: StepTimers
+
+
+def agree_on_run(given: RunInputs, plan: Plan, world: World) -> KVStore:
+    """Require the same plan and configuration on all ranks, prepare torch for the plan, and open the store."""
+    agree(world, "plan", plan.decisions())
+    agree(world, "configuration", given.provenance.get("config_hash"))
+    set_backend(plan)
+    check_train_options(plan, given.options)
+    check_objective(given.objective, plan)
+    given.optim.check(plan)
+    return open_store(plan, world)
+
+
+def build_model(
+    given: RunInputs, plan: Plan, world: World, device: torch.device, store: KVStore, events: EventLog
+) -> BuiltModel:
+    """Build the model, with the values of rank 0, or deferred where the plan shards what a callable builds."""
+    deferred = None
+    if isinstance(given.model, nn.Module) or not plan.is_model_sharded:
+        model = given.model if isinstance(given.model, nn.Module) else given.model()
+        model.to(device)
+        store.broadcast(model.state_dict())
+    else:
+        deferred = deferred_init(given.model)
+        agree(world, "model", deferred.fingerprint)
+        model = deferred.model
+    flops_per_token = flops(model) if callable(flops := given.flops_per_token) else flops
+    dims = ParallelDims(worker_plan(plan), world)
+    given.optim.prepare_model(model, events)
+    return BuiltModel(
+        model=model,
+        deferred=deferred,
+        dims=dims,
+        inputs=input_selector(model),
+        modules=count_modules(model),  # before they are wrapped and sharded
+        flops_per_token=flops_per_token,
+    )
+
+
+def first_micro_batch(loader: Loader | StreamLoader) -> Mapping[str, Tensor]:
+    """This rank's first micro-batch of the first step."""
+    with closing(loader.iterate(0, 1)) as steps:
+        return next(steps).micro_batches[0]
+
+
+def shard_model(
+    built: BuiltModel,
+    context: ContextParallel | None,
+    partition: PipelinePartition | None,
+    device: torch.device,
+    events: EventLog,
+) -> ShardedModel:
+    """Apply the plan's transforms to the model, and materialize a deferred one."""
+    dims, deferred = built.dims, built.deferred
+    parallel = parallelize(dims.plan, built.model.train(), dims, context, partition)
+    model, stages = parallel.model, parallel.stages
+    if dims.plan.tensor_parallel.placements:
+        events.emit("placements", placed=parameter_placements(model))
+    if deferred is not None:
+        allocate_shards(model, device)
+    pipeline = PipelineExecutor(stages, dims, device) if stages is not None else None
+    duplicated = stages.duplicated_parameters if stages is not None else ()
+    sharded = ShardedParameters(model, dims, parallel.table, duplicated=duplicated)
+    if deferred is not None:
+        materialize(deferred, model, sharded)
+    return ShardedModel(parallel=parallel, sharded=sharded, pipeline=pipeline)
+
+
+def build_state(
+    given: RunInputs, built: BuiltModel, model: ShardedModel, plan: Plan, device: torch.device
+) -> tuple[TrainState, MemoryLedger]:
+    """The optimizer and all other state of the run; and what this rank holds, compared with what the plan predicts."""
+    sharded, table, options = model.sharded, model.parallel.table, given.options
+    optimizer = given.optim.build(built.model, sharded)
+    ledger = build_ledger(
+        built.dims.plan,
+        table.spec,
+        built.dims.world.rank,
+        state=given.optim.state_names,
+        shards=table.tensor_parallel,
+        stacks=expert_parameters(built.model),
+        layout=model.parallel.partition,
+    )
+    check_ledger(ledger, sharded.parameters, optimizer)
+    total_dtype = torch.float64 if device.type != "mps" else torch.float32
+    scales = plan.precision.uses_loss_scale
+    state = TrainState(
+        model=built.model,
+        sharded=sharded,
+        optimizer=optimizer,
+        learning_rates=given.optim.learning_rates(optimizer, options.steps),
+        loss_scaler=LossScaler(device, initial=options.loss_scale if scales else 1.0, dynamic=scales),
+        guard=StepGuard(device, sigmas=options.spike_sigmas),
+        average=WeightAverage(sharded.parameters, options.ema_decay) if options.ema_decay else None,
+        weight_total=torch.zeros((), dtype=total_dtype, device=device),
+    )
+    if plan.mesh.pp > 1:
+        state.stage_tensors = StageTensors(state, built.dims)
+    return state, ledger
+
+
+def build_loop(parts: RunParts, resources: list[Any]) -> SyncLoop | AsyncLoop:
+    """Load the checkpoint to resume from, if there is one, and choose the loop. What it opens is added to ``resources``."""
+    given = parts.inputs
+    facts = {
+        "environment": run_environment(parts.world, parts.plan),
+        "order": given.input.order(given.seed, parts.plan),
+    }
+    checkpoints = _open_checkpoints(parts, facts)
+    resources.append(checkpoints)
+    _emit_start(parts, facts)
+    if parts.plan.sync.kind != "dist_async":
+        checkpoints.restore()
+        return SyncLoop(runner=_build_runner(parts, checkpoints, parts.sync), loader=parts.loader)
+    loader = require_random_access(parts.loader)
+    optim = given.optim.options
+    assert optim is not None  # OptimizerSetup.check
+    worker = open_async_worker(
+        parts.plan,
+        parts.world.job,
+        parts.state,
+        optimizer=optim,
+        roles=given.optim.roles,
+        steps=given.options.steps,
+        save_every=math.gcd(given.checkpoint.every_steps, given.options.eval_every_steps),
+        configuration=str(given.provenance.get("config_hash")),
+        events=parts.events,
+        timers=parts.timers,
+    )
+    resources.append(worker)
+    worker.start(checkpoints.restore)
+    return AsyncLoop(runner=_build_runner(parts, checkpoints, worker), loader=loader, worker=worker)
+
+
+def _open_checkpoints(parts: RunParts, facts: Mapping[str, Any]) -> RunCheckpoints:
+    given, optim = parts.inputs, parts.inputs.optim
+    settings = run_settings(
+        optimizer=optim.describe(parts.state.optimizer),
+        schedule=optim.used_schedule,
+        options=given.options,
+        functions={"objective": given.given_objective, **given.input.functions},
+        model=parts.built.modules,
+        data=given.input.data_without_fingerprint,
+    )
+    return RunCheckpoints(
+        given.run_dir / "checkpoints",
+        parts.state,
+        parts.built.dims,
+        options=given.checkpoint,
+        resume=given.resume,
+        meta={**facts, "settings": settings, "provenance": given.provenance},
+        seed=given.seed,
+        events=parts.events,
+    )
+
+
+def _emit_start(parts: RunParts, facts: Mapping[str, Any]) -> None:
+    """Emit ``run_start`` with the plan; ``facts`` are the environment and the order of samples."""
+    given, plan, ledger = parts.inputs, parts.plan, parts.ledger
+    parts.events.emit(
+        "run_start",
+        plan=plan.to_json(),
+        plan_text=plan.describe(),
+        optimization=given.optim.in_words(parts.state.optimizer, given.options.steps),
+        flops_convention=CONVENTION,
+        precision_why=precision_reason(plan),
+        device=str(parts.device),
+        parameters=parts.sharded.sharded.num_parameters,
+        held_bytes={
+            "parameters": ledger.parameter_bytes,
+            "gradients": ledger.gradient_bytes,
+            # under dist_async the servers have it
+            "optimizer": 0 if plan.sync.kind == "dist_async" else ledger.state_bytes,
+        },
+        steps_total=given.options.steps,
+        epoch=parts.world.job.restart_count,
+        launcher=parts.world.job.source,
+        **facts,
+        **given.provenance,
+    )
+
+
+def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: GradientSync | ReportsTraffic) -> StepRunner:
+    """One step of this run and everything that reports it; ``traffic`` counts what is sent for it."""
+    given, built, state = parts.inputs, parts.built, parts.state
+    options, parallel, pipeline = given.options, parts.sharded.parallel, parts.sharded.pipeline
+    plan = built.dims.plan  # dist_async: the plan of one worker; else parts.plan
+    forward_backward = ForwardBackward(
+        model=built.model,
+        inputs=built.inputs,
+        plan=plan,
+        world=parts.world,
+        context=parallel.context,
+        pipeline=pipeline,
+    )
+    stage_groups = pipeline.shared_parameter_groups if pipeline is not None else ()
+    train_step = TrainStep(
+        forward_backward=forward_backward,
+        objective=given.objective,
+        clip_norm=given.optim.norm_limit,
+        plan=plan,
+        state=state,
+        sync=parts.sync,
+        partial_grad_groups=[*parallel.table.partial_grad_groups, *stage_groups],
+        timers=parts.timers,
+        stop_notice=parts.stop_notice,
+        observe_gradients=GradientStats(parts.sharded.sharded, parts.events, options.gradient_stats_every_steps),
+    )
+    rates = RateMeter(steps_total=options.steps, devices=parts.world.world_size)
+    return StepRunner(
+        train_step=train_step,
+        metrics_reader=_build_metrics_reader(parts, rates, traffic),
+        rates=rates,
+        timers=parts.timers,
+        events=parts.events,
+        checkpoints=checkpoints,
+        evaluator=Evaluator(
+            forward_backward=forward_backward,
+            objective=given.objective,
+            metrics=given.metrics,
+            held_out=given.eval_data,
+            options=options,
+            state=state,
+            device=parts.device,
+            data_rank=built.dims.data_rank,
+            rates=rates,
+            events=parts.events,
+        ),
+        state=state,
+        options=options,
+        device=parts.device,
+        stop_notice=parts.stop_notice,
+    )
+
+
+def _build_metrics_reader(parts: RunParts, rates: RateMeter, traffic: GradientSync | ReportsTraffic) -> MetricsReader:
+    given, flops_per_token = parts.inputs, parts.built.flops_per_token
+    return MetricsReader(
+        events=parts.events,
+        timers=parts.timers,
+        rates=rates,
+        every=1 if parts.device.type == "cpu" else ACCELERATOR_READ_STEPS,
+        steps_total=given.options.steps,
+        max_skips=given.options.max_skips,
+        device=parts.device,
+        memory_limit_bytes=host_memory_limit_bytes(),
+        flops_per_token=flops_per_token,
+        comm_stats=build_comm_stats(parts.events, traffic),
+        peak=find_peak(parts.device, parts.plan, parts.world) if flops_per_token else None,
+        weight_total=float(parts.state.weight_total),
+        skipped_total=int(parts.state.guard.skipped),
+        compiling=parts.plan.backend.compile != "off",
+        **throughput_unit(given.objective, given.input.data, parts.built.dims.plan, flops_per_token),
+    )
