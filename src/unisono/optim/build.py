@@ -39,7 +39,7 @@ def param_groups(
 
     Returns:
         One dict per group with ``name``, ``params``, ``weight_decay`` and ``adapt`` (whether LAMB and LARS use their layer-wise
-        rate), for the constructor of an optimizer.
+        rate), for the constructor of an optimizer; and ``frozen_until_step``, where a table has it, for ``RunOptimizer``.
 
     Raises:
         ConfigError: The model has no trainable parameter, or a pattern of ``decay_exclude`` or ``groups`` matches none.
@@ -66,6 +66,8 @@ def param_groups(
         }
         if "lr_scale" in table:
             group["lr"] = options.lr * float(table["lr_scale"])
+        if "frozen_until_step" in table:
+            group["frozen_until_step"] = int(table["frozen_until_step"])
         groups.append(group)
     if not groups:
         raise ConfigError(
@@ -120,7 +122,8 @@ def build_optimizer(
 
     Args:
         model: The model whose trainable parameters are updated, or a part of it.
-        options: Kind of optimizer and its constants. Clipping is left to the caller: ``clip_norm`` is not read.
+        options: Kind of optimizer and its constants. Clipping and freezing are left to the caller: ``clip_norm``, ``freeze`` and
+            ``frozen_until_step`` are not read.
         sharded_params: This rank's shards of the parameters, by name, which are updated; default the model's parameters.
         named_roles: Roles of the global model's parameters, if ``model`` is only a part of it.
         global_norms: For LAMB and LARS: maps shards and their norms [n] to the norms [n] of the global parameters.

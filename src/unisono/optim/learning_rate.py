@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono.errors import ConfigError
 from unisono.optim.options import ScheduleOptions
-from unisono.optim.run_optimizer import RunOptimizer
+from unisono.optim.run_optimizer import FROZEN_UNTIL, RunOptimizer
 from unisono.optim.schedules import build_schedule
 
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -137,7 +137,7 @@ class TorchRates:
     def state(self) -> dict[str, Any]:
         """See ``LearningRates``."""
         groups = [
-            {name: value for name, value in group.items() if name != "params" and _is_json(value)}
+            {name: value for name, value in group.items() if name not in ("params", FROZEN_UNTIL) and _is_json(value)}
             for group in self._optimizer.param_groups
         ]
         return {"schedulers": [_to_json(scheduler.state_dict()) for scheduler in self._schedulers], "groups": groups}

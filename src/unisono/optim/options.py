@@ -45,7 +45,8 @@ class OptimOptions:
     )
     groups: tuple[dict[str, str | float], ...] = option(
         (),
-        "Groups of parameters, the first match wins: tables of match (a pattern of names), lr_scale and weight_decay.",
+        "Groups of parameters, the first match wins: tables of match (a pattern of names), lr_scale, weight_decay and "
+        "frozen_until_step (the number of first steps in which the group is not trained).",
     )
     freeze: tuple[str, ...] = option((), "Parameters that are not trained: patterns of names such as 'encoder.*'.")
     clip_norm: float = option(1.0, "Largest global gradient norm; 0 turns clipping off.", ge=0)
@@ -133,7 +134,7 @@ class ScheduleOptions:
         yield from _unused_fields(self, "schedule", SCHEDULE_FIELDS)
 
 
-_GROUP_KEYS: Mapping[str, float] = {"lr_scale": 10.0, "weight_decay": 0.0}
+_GROUP_KEYS = ("lr_scale", "weight_decay", "frozen_until_step")
 
 
 def _group_problems(number: int, group: Mapping[str, str | float]) -> Iterator[Problem]:
@@ -145,16 +146,18 @@ def _group_problems(number: int, group: Mapping[str, str | float]) -> Iterator[P
     elif unknown := sorted(group.keys() - {"match", *_GROUP_KEYS}):
         wrong = f"the unknown key {unknown[0]!r}"
     elif len(group) == 1:
-        wrong = "neither lr_scale nor weight_decay"
+        wrong = "none of lr_scale, weight_decay and frozen_until_step"
     else:
-        for key in _GROUP_KEYS.keys() & group.keys():
-            value = group[key]
-            if isinstance(value, str) or not 0 <= value < float("inf"):
+        for key in _GROUP_KEYS:
+            value = group.get(key, 0)
+            is_whole = key != "frozen_until_step" or (not isinstance(value, str) and value == value // 1)
+            if isinstance(value, str) or not 0 <= value < float("inf") or not is_whole:
                 wrong = f"{key} = {value!r}"
     if wrong:
         yield Problem(
             given=f"table {number} of optim.groups has {wrong}",
-            rule="a table has match, a pattern of parameter names, and lr_scale or weight_decay, numbers from 0 on",
+            rule="a table has match, a pattern of parameter names, and lr_scale or weight_decay, numbers from 0 on, or "
+            "frozen_until_step, a whole number",
             consequence="it is unclear which parameters it changes, and how",
             nearest=f"[[optim.groups]] with {example}",
         )

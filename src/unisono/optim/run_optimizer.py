@@ -26,6 +26,10 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 GivenOptimizer = Optimizer | OptimizerFactory | Mapping[str, OptimizerFactory]
 
 
+# key of a parameter group: the number of steps, from the first of the run, in which it is not trained
+FROZEN_UNTIL = "frozen_until_step"
+
+
 class RunOptimizer:
     """One or several optimizers, each of its own parameters, that make one step together.
 
@@ -48,6 +52,10 @@ class RunOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers; changes of a group's values act on its optimizer."""
         return [group for member in self.members for group in member.param_groups]
+
+    def frozen(self, step: int) -> list[nn.Parameter]:
+        """The parameters of groups whose ``frozen_until_step`` is after the 0-based ``step``."""
+        return [p for group in self.param_groups if step < group.get(FROZEN_UNTIL, 0) for p in group["params"]]
 
     def step(self, grad_scale: Tensor, found_inf: Tensor) -> None:
         """Divide gradients by ``grad_scale`` [] and update; where ``found_inf`` [] is not 0 nothing changes."""
@@ -302,6 +310,27 @@ def _try(factory: OptimizerFactory, name: str) -> Trial:
         others=tuple(key for key, value in state.items() if value.shape != start.shape),
         elementwise=bool(torch.allclose(whole, halves, rtol=1e-5, atol=1e-7)),
     )
+
+
+def check_frozen_until(optimizer: RunOptimizer) -> int:
+    """The largest ``frozen_until_step`` of the parameter groups. Raises ConfigError for one that is no number of steps."""
+    steps = [group[FROZEN_UNTIL] for group in optimizer.param_groups if FROZEN_UNTIL in group]
+    for value in steps:
+        if not isinstance(value, int) or value < 0:
+            raise ConfigError(
+                given=f"a parameter group has frozen_until_step = {value!r}",
+                rule="it is the number of steps, a whole number from 0 on, in which the group is not trained",
+                consequence="nothing was started",
+                nearest="frozen_until_step=1000",
+            )
+    if steps and min(steps) and len(steps) == len(optimizer.param_groups):
+        raise ConfigError(
+            given=f"every parameter group has frozen_until_step, the lowest is {min(steps)}",
+            rule="at least one parameter is trained in every step",
+            consequence=f"the first {min(steps)} steps would change nothing",
+            nearest="a group without frozen_until_step",
+        )
+    return max(steps, default=0)
 
 
 def require_elementwise(trial: Trial, name: str, layout: str) -> None:

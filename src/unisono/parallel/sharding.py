@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from unisono.errors import ConfigError
 from unisono.optim import global_norm
 from unisono.parallel.mesh import ParallelDims
 
@@ -265,6 +266,7 @@ class ShardedParameters:
         plan, first_names = dims.plan, table.spec.first_names
         # a stage may have only a later name of a parameter that is used twice
         self._model_parameters = {first_names[name]: parameter for name, parameter in model.named_parameters()}
+        self._trained = {name: parameter.requires_grad for name, parameter in self._model_parameters.items()}
         self.parameters = {name: _local_parameter(parameter) for name, parameter in self._model_parameters.items()}
         for parameter in self.parameters.values():
             # small gradients accumulate, and moments are made of them: more digits than a bf16 parameter has
@@ -302,6 +304,18 @@ class ShardedParameters:
     def num_parameters(self) -> int:
         """Number of elements of the global model."""
         return self._table.spec.num_parameters
+
+    def require_same_trained(self) -> None:
+        """Raise ConfigError where ``requires_grad`` of a parameter of the model is not what it was at construction."""
+        for name, parameter in self._model_parameters.items():
+            if parameter.requires_grad != self._trained[name]:
+                raise ConfigError(
+                    given=f"requires_grad of {name!r} was set to {parameter.requires_grad} after the run was entered",
+                    rule="optimizer, gradients and checkpoints are made of the parameters that are trained when the run is "
+                    "entered",
+                    consequence="the step was not made",
+                    nearest="frozen_until_step in a group of the optimizer",
+                )
 
     def shard_of(self, name: str, tensor: Tensor) -> TensorShard | None:
         """The place of ``tensor``, the local parameter ``name`` or anything of its shape; None if it is not split."""

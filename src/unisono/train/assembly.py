@@ -25,6 +25,7 @@ from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
+from unisono.optim.run_optimizer import check_frozen_until
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.deferred_init import DeferredModel, allocate_shards, deferred_init, materialize
 from unisono.parallel.device import set_backend
@@ -199,11 +200,22 @@ def shard_model(
 
 
 def build_state(
-    given: RunInputs, built: BuiltModel, model: ShardedModel, plan: Plan, device: torch.device
+    given: RunInputs, built: BuiltModel, model: ShardedModel, plan: Plan, device: torch.device, events: EventLog
 ) -> tuple[TrainState, MemoryLedger]:
     """The optimizer and all other state of the run; and what this rank holds, compared with what the plan predicts."""
     sharded, table, options = model.sharded, model.parallel.table, given.options
     optimizer = given.optim.build(built.model, sharded)
+    frozen_until = check_frozen_until(optimizer)
+    if frozen_until >= options.steps:
+        events.emit(
+            "notice",
+            step=0,
+            code="never_trained",
+            what=f"a parameter group has frozen_until_step={frozen_until}, and the run has {options.steps} steps",
+            why="it is trained from that step on",
+            cost="its gradients and optimizer state have memory in vain",
+            fix="optim.freeze, or more steps",
+        )
     ledger = build_ledger(
         built.dims.plan,
         table.spec,

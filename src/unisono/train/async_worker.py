@@ -58,7 +58,7 @@ class RemoteOptimizer:
         timers: StepTimers,
     ) -> None:
         self.param_groups, self.state = local.param_groups, local.members[0].state
-        self.state_tensors, self.create_state = local.state_tensors, local.create_state
+        self.state_tensors, self.create_state, self.frozen = local.state_tensors, local.create_state, local.frozen
         self.batch_shard = 0
         self._servers, self._late_pull, self._timers = servers, late_pull, timers
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad}

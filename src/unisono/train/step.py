@@ -93,22 +93,39 @@ class TrainStep:
             totals[1] += weight
             return loss_sum * loss_factor
 
-        self.forward_backward.train(batch.micro_batches, scaled_loss, self.sync, timers, state.step)
+        frozen = state.optimizer.frozen(state.step)
+        with self._without_gradients(frozen):
+            self.forward_backward.train(batch.micro_batches, scaled_loss, self.sync, timers, state.step)
         totals[2] = float(self.stop_notice is not None and self.stop_notice.requested)
         with timers.phase("comm_exposed"):
             self.sync.wait(totals)
             state.sharded.sum_partial_grads(self.partial_grad_groups)
         fault_point("all_reduce", state.step)
         with timers.phase("optimizer"):
-            lr, stats = self._update(totals)
+            lr, stats = self._update(totals, frozen)
         state.step += 1
         fault_point("optimizer", state.step - 1)
         return Step(index=state.step, sample_ids=batch.sample_ids, lr=lr, stats=stats)
 
+    @contextmanager
+    def _without_gradients(self, frozen: Sequence[nn.Parameter]) -> Generator[None]:
+        """Inside, ``frozen`` require no gradient, where this rank has the whole model; shards drop theirs in ``_update``."""
+        self.state.sharded.require_same_trained()
+        switched = [] if self.plan.is_model_sharded else frozen
+        for parameter in switched:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in switched:
+                parameter.requires_grad_(True)
+
     @torch.no_grad()
-    def _update(self, totals: Tensor) -> tuple[float, Tensor]:
-        """Guard, clip and update; returns the learning rate and ``Step.stats``."""
+    def _update(self, totals: Tensor, frozen: Sequence[nn.Parameter]) -> tuple[float, Tensor]:
+        """Guard, clip and update all but ``frozen``; returns the learning rate and ``Step.stats``."""
         state = self.state
+        for parameter in frozen if self.plan.is_model_sharded else ():
+            cast(Tensor, parameter.grad).zero_()  # no part of the norm
         # totals hold each weight tp times: tensor-parallel ranks see the same samples
         loss, weight = totals[0] / totals[1], totals[1] / self.plan.mesh.tp
         gradients = self.sync.gradients()
@@ -120,6 +137,8 @@ class TrainStep:
         self.observe_gradients(state.step, gradients, divisor)
         lr = state.learning_rates.apply(state.step)
         grad_scale = divisor / clip_coefficient(norm, self.clip_norm) if self.clip_norm else divisor
+        for parameter in frozen:
+            parameter.grad = None  # an optimizer passes over it, without decay or momentum
         state.optimizer.step(grad_scale, (~good).float())
         state.learning_rates.after_step()
         update_router_biases(self.forward_backward.model, state.sharded.sum_over_data_ranks, good)

@@ -254,7 +254,7 @@ class Trainer:
             self.plan, self.model, self._dims, lambda: first_micro_batch(loader), events
         )
         sharded = shard_model(built, context, partition, device, events)
-        self.state, ledger = build_state(inputs, built, sharded, self.plan, device)
+        self.state, ledger = build_state(inputs, built, sharded, self.plan, device, events)
         self._sync, self.state.sync_state = build_gradient_sync(
             self._dims.plan,  # dist_async: the plan of one worker; else self.plan
             self.store,

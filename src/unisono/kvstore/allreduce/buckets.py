@@ -155,7 +155,8 @@ class BucketedAllReduce:
             return
         self._is_last_backward, self._next = True, 0
         for bucket in self._buckets:
-            bucket.num_pending = len(bucket.names)
+            # a parameter may be frozen in this step: no gradient of it comes
+            bucket.num_pending = sum(self._parameters[name].requires_grad for name in bucket.names)
 
     def _launch(self, *, only_complete: bool) -> None:
         if only_complete and self._memory is not None:
