@@ -185,7 +185,7 @@ def test_another_step_is_a_difference(tmp_path: Path) -> None:
     with trainer(tmp_path, later) as run:
         list(run)
     (resumed,) = [e for e in read_events(run.events.path).events if e["kind"] == "resumed"]
-    assert "optimizer.groups.1.frozen_until_step 3 then, 5 now" in "\n".join(resumed["differences"])
+    assert "optimizer.groups.2.frozen_until_step 3 then, 5 now" in resumed["differences"]
 
 
 def losses_of(world: World, folder: str, layout: dict[str, Any], kind: str) -> tuple[list[float], float]:
