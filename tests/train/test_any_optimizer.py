@@ -323,6 +323,18 @@ def test_reduce_on_plateau_reads_the_held_out_loss_and_is_saved(tmp_path: Path) 
     assert len(set(rates)) > 2
 
 
+def test_reduce_on_plateau_needs_evaluations(tmp_path: Path) -> None:
+    plateau = partial(lr_scheduler.ReduceLROnPlateau, patience=1)
+    with pytest.raises(ConfigError) as caught, trainer(tmp_path, torch.optim.SGD, schedule=plateau):
+        pass
+    assert str(caught.value) == (
+        "schedule ReduceLROnPlateau without held-out data\n"
+        "  rule: it reads the held-out loss of each evaluation\n"
+        "  so:   the learning rate would never change\n"
+        "  try:  eval_data=…, or another schedule"
+    )
+
+
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught, trainer(tmp_path, torch.optim.SGD(Net().parameters(), lr=0.1)):
         pass
@@ -416,6 +428,20 @@ def test_a_finished_run_says_that_there_is_nothing_to_do(tmp_path: Path) -> None
     assert any(text.startswith("data.samples ") for text in resumed["differences"])
     notice = [e for e in events if e["kind"] == "notice"][-1]
     assert notice["what"] == "this run has made 6 of 6 steps: no step is made"
+
+
+def test_fewer_steps_than_were_made_change_nothing(tmp_path: Path) -> None:
+    _, made = trained(trainer(tmp_path, factory("SGD")))
+    with trainer(tmp_path, factory("SGD"), train={"steps": 4}) as run:
+        result = run.fit()
+        events = read_events(run.events.path).events
+    assert (result.step, result.reason) == (6, "finished")
+    notice = [e for e in events if e["kind"] == "notice"][-1]
+    assert notice["what"] == "this run has made 6 steps, more than train.steps=4: no step is made or undone"
+    assert notice["fix"] == "train.steps above 6 to continue, or another run.dir for a new run"
+    losses, same = trained(trainer(tmp_path, factory("SGD")))
+    assert losses == []
+    assert_equal(made, same)
 
 
 @pytest.mark.parametrize(

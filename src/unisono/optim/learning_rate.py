@@ -106,7 +106,7 @@ class TorchRates:
     Their state, and the numbers of all parameter groups (rates, and momenta that some schedulers change), are in the checkpoint.
     """
 
-    def __init__(self, optimizer: RunOptimizer, factory: SchedulerFactory) -> None:
+    def __init__(self, optimizer: RunOptimizer, factory: SchedulerFactory, *, has_evaluations: bool = True) -> None:
         self._optimizer = optimizer
         self._schedulers = [factory(member) for member in optimizer.members]
         for scheduler in self._schedulers:
@@ -116,6 +116,14 @@ class TorchRates:
                     rule="a function with the parameter 'optimizer' returns a torch.optim.lr_scheduler scheduler",
                     consequence="there is no learning rate",
                     nearest="schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)",
+                )
+
+            if isinstance(scheduler, ReduceLROnPlateau) and not has_evaluations:
+                raise ConfigError(
+                    given="schedule ReduceLROnPlateau without held-out data",
+                    rule="it reads the held-out loss of each evaluation",
+                    consequence="the learning rate would never change",
+                    nearest="eval_data=…, or another schedule",
                 )
 
     def apply(self, step: int) -> float:

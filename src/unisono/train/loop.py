@@ -65,7 +65,11 @@ class StepRunner:
                 "notice",
                 step=step,
                 code="nothing_to_do",
-                what=f"this run has made {step} of {steps_total} steps: no step is made",
+                what=(
+                    f"this run has made {step} of {steps_total} steps: no step is made"
+                    if step == steps_total
+                    else f"this run has made {step} steps, more than train.steps={steps_total}: no step is made or undone"
+                ),
                 why="a run that is found in its folder continues where it stands",
                 cost="changed settings have no effect",
                 fix=f"train.steps above {step} to continue, or another run.dir for a new run",

@@ -177,11 +177,11 @@ class OptimizerSetup:
             return adopt_optimizer(self.given, self._names, sharded.parameters, self._trials[0].names)
         return build_user_optimizer(self._factories, sharded.parameters, [trial.names for trial in self._trials])
 
-    def learning_rates(self, optimizer: RunOptimizer, total_steps: int) -> LearningRates:
-        """The learning rates of the run. Raises ConfigError for a schedule that does not fit its steps."""
+    def learning_rates(self, optimizer: RunOptimizer, total_steps: int, *, has_evaluations: bool) -> LearningRates:
+        """The learning rates of the run. Raises ConfigError for a schedule that does not fit its steps or evaluations."""
         schedule = self.used_schedule
         if is_scheduler_factory(schedule):
-            return TorchRates(optimizer, schedule)  # pyright: ignore[reportArgumentType]
+            return TorchRates(optimizer, schedule, has_evaluations=has_evaluations)  # pyright: ignore[reportArgumentType]
         groups = optimizer.param_groups
         base = self.given.lr if isinstance(self.given, OptimOptions) else float(groups[0]["lr"])
         return ScheduledRates(groups, schedule, total_steps, base)  # pyright: ignore[reportArgumentType]
