@@ -51,6 +51,7 @@ from unisono.train.loop import StepRunner, SyncLoop
 from unisono.train.loss_scaler import LossScaler
 from unisono.train.metrics import Metric
 from unisono.train.metrics_reader import GradientStats, MetricsReader
+from unisono.train.named_losses import NamedLosses
 from unisono.train.objectives import Objective, check_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
@@ -339,10 +340,12 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
         context=parallel.context,
         pipeline=pipeline,
     )
+    ranks_diverge = state.sync_state is not None and state.sync_state.params_diverge
     stage_groups = pipeline.shared_parameter_groups if pipeline is not None else ()
     train_step = TrainStep(
         forward_backward=forward_backward,
         objective=given.objective,
+        named_losses=NamedLosses(parts.world, sums_ranks=not ranks_diverge),
         clip_norm=given.optim.norm_limit,
         plan=plan,
         state=state,

@@ -17,6 +17,7 @@ from unisono.observe.meters import RateMeter
 from unisono.parallel.fsdp import reshard
 from unisono.plan.plan import Plan
 from unisono.train.metrics import LOSS, Metric
+from unisono.train.named_losses import sum_losses
 from unisono.train.objectives import Batch, Objective
 from unisono.train.options import TrainOptions
 from unisono.train.state import TrainState
@@ -48,7 +49,8 @@ def evaluate(
                 counts = [counted for _, counted in group]
 
                 def add(number: int, outputs: Any, batch: Batch, counts: Sequence[bool] = counts) -> None:
-                    loss_sum, weight = objective(outputs, batch)
+                    losses, weight = objective(outputs, batch)
+                    loss_sum = sum_losses(losses)
                     if counts[number]:
                         sums = [metric.sums(outputs, batch, loss_sum, weight) for metric in all_metrics.values()]
                         total.add_(torch.cat(sums))

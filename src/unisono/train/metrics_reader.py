@@ -20,7 +20,7 @@ from unisono.observe.monitor import peak_rss_bytes
 from unisono.parallel.device import memory_bytes
 from unisono.parallel.sharding import ShardedParameters
 from unisono.train.comm_stats import CommStats
-from unisono.train.step import GOOD, LOSS, NORM, STOP, WEIGHT, Step
+from unisono.train.step import GOOD, LOSS, NAMED, NORM, STOP, WEIGHT, Step
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,6 +82,7 @@ class MetricsReader:
                 "train/lr": step.lr,
                 "train/grad_norm": row[NORM],
                 "train/tokens_total": self.weight_total,
+                **{f"train/loss/{name}": value for name, value in zip(step.loss_names, row[NAMED:], strict=True)},
             }
             if row[GOOD]:
                 self._skips_in_a_row = 0

@@ -1,7 +1,8 @@
 """Objectives: ``objective(outputs, batch) -> (loss_sum, weight)``.
 
 Both are 0-dim tensors on the device; the trainer divides the sum by the weight over all micro-batches and ranks, so neither
-accumulation nor layout changes the loss. An objective sees the model's outputs only, never the model.
+accumulation nor layout changes the loss. An objective sees the model's outputs only, never the model. In place of ``loss_sum``
+it may return several by name, ``{name: loss_sum}``: their sum is trained, and each is reported, divided by the same weight.
 
 ``as_objective`` makes one of a loss of ``torch.nn``, or of a function that returns a mean.
 """
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 from unisono.errors import ConfigError, DataError, PlanError
 from unisono.models.loss import IGNORED, LazyLogits, cross_entropy_sum
 from unisono.plan.plan import Plan
+from unisono.train.named_losses import sum_losses
 
 Batch = Mapping[str, Tensor]
-Objective = Callable[[Any, Batch], tuple[Tensor, Tensor]]
+Objective = Callable[[Any, Batch], tuple[Tensor | Mapping[str, Tensor], Tensor]]
 MEAN_LOSS_NOTICE = {
     "code": "mean_loss",
     "what": "the objective returns one number, taken as the mean over the samples of a micro-batch",
@@ -135,8 +137,9 @@ def as_objective(loss: Any, notice: Callable[[], None] = lambda: None) -> Object
     """An objective of ``loss``: an objective, a loss of ``torch.nn``, or a function that returns a mean.
 
     A loss of ``torch.nn`` is computed per element. Its weight is what its own mean divides by, so that ``ignore_index`` and class
-    weights count as there. Any other ``(outputs, batch)`` that returns one 0-dim tensor is taken as a mean over the samples
-    of its micro-batch. A mean over anything else, such as tokens, then depends on the micro-batches; ``notice`` is called once.
+    weights count as there. Any other ``(outputs, batch)`` that returns one 0-dim tensor, or several by name, is taken as a mean
+    over the samples of its micro-batch. A mean over anything else, such as tokens, then depends on the micro-batches; ``notice``
+    is called once.
 
     Raises:
         ConfigError: A loss of ``torch.nn`` whose weight is not known, or that is no mean.
@@ -147,14 +150,15 @@ def as_objective(loss: Any, notice: Callable[[], None] = lambda: None) -> Object
         return _of_module(loss)
     noticed = False
 
-    def objective(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def objective(outputs: Any, batch: Batch) -> tuple[Tensor | Mapping[str, Tensor], Tensor]:
         nonlocal noticed
         result = loss(outputs, batch)
-        if not isinstance(result, Tensor):
+        if not isinstance(result, Tensor | Mapping):
             return result
-        if result.dim():
+        total = sum_losses(cast("Tensor | Mapping[str, Tensor]", result))
+        if total.dim():
             raise DataError(
-                given=f"an objective that returned a tensor {list(result.shape)}",
+                given=f"an objective that returned a tensor {list(total.shape)}",
                 rule="it returns (loss_sum, weight), two 0-dim tensors, or one 0-dim tensor, the mean of its micro-batch",
                 consequence="the losses could not be weighted",
                 nearest="return losses.sum(), weights.sum()",
@@ -165,9 +169,11 @@ def as_objective(loss: Any, notice: Callable[[], None] = lambda: None) -> Object
         weights = batch.get("weights")
         size = len(next(iter(batch.values())))
         if weights is None:
-            weight = torch.tensor(float(size), device=result.device)
+            weight = torch.tensor(float(size), device=total.device)
         else:  # a sample that fills up the batch has weight 0
-            weight = (weights.reshape(size, -1) != 0).any(1).sum().to(result.dtype)
+            weight = (weights.reshape(size, -1) != 0).any(1).sum().to(total.dtype)
+        if isinstance(result, Mapping):
+            return {name: mean * weight for name, mean in cast("Mapping[str, Tensor]", result).items()}, weight
         return result * weight, weight
 
     return objective

@@ -34,29 +34,37 @@ from unisono.parallel.device import autocast
 from unisono.parallel.pipeline.executor import PipelineExecutor
 from unisono.parallel.sharding import GradGroups
 from unisono.plan.plan import Plan
+from unisono.train.named_losses import NamedLosses
 from unisono.train.objectives import Batch, Objective, counted_labels
 from unisono.train.state import TrainState
 
 # Places in ``Step.stats``
-LOSS, NORM, GOOD, WEIGHT, STOP = range(5)
+LOSS, NORM, GOOD, WEIGHT, STOP, NAMED = range(6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """One finished optimizer step. ``index`` counts from 1; ``sample_ids`` are this rank's, in order; ``lr`` was used.
 
-    ``stats`` [5] is on the device: loss, gradient norm, 1 if the step counted, weight, number of ranks asked to stop.
+    ``stats`` [5 + n] is on the device: loss, gradient norm, 1 if the step counted, weight, number of ranks asked to stop, and
+    the n losses of ``loss_names``.
     """
 
     index: int
     sample_ids: NDArray[np.int64]
     lr: float
     stats: Tensor
+    loss_names: tuple[str, ...] = ()
 
     @property
     def loss(self) -> float:
         """Mean loss over the step's global batch; reading it waits for the device."""
         return float(self.stats[LOSS])
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The losses that the objective returned by name, means over the global batch; reading them waits for the device."""
+        return dict(zip(self.loss_names, self.stats[NAMED:].tolist(), strict=True))
 
     @property
     def skipped(self) -> bool:
@@ -70,6 +78,7 @@ class TrainStep:
 
     forward_backward: ForwardBackward
     objective: Objective
+    named_losses: NamedLosses
     clip_norm: float
     plan: Plan
     state: TrainState
@@ -88,7 +97,8 @@ class TrainStep:
         totals = torch.zeros(3, dtype=state.weight_total.dtype, device=state.weight_total.device)
 
         def scaled_loss(outputs: Any, micro_batch: Batch) -> Tensor:
-            loss_sum, weight = self.objective(outputs, micro_batch)
+            losses, weight = self.objective(outputs, micro_batch)
+            loss_sum = self.named_losses.add(losses)
             totals[0] += loss_sum.detach()
             totals[1] += weight
             return loss_sum * loss_factor
@@ -100,12 +110,20 @@ class TrainStep:
         with timers.phase("comm_exposed"):
             self.sync.wait(totals)
             state.sharded.sum_partial_grads(self.partial_grad_groups)
+            named = self.named_losses.take(totals) / totals[1]
         fault_point("all_reduce", state.step)
         with timers.phase("optimizer"):
             lr, stats = self._update(totals, frozen)
         state.step += 1
         fault_point("optimizer", state.step - 1)
-        return Step(index=state.step, sample_ids=batch.sample_ids, lr=lr, stats=stats)
+        names = self.named_losses.names or ()
+        return Step(
+            index=state.step,
+            sample_ids=batch.sample_ids,
+            lr=lr,
+            stats=torch.cat([stats, named]) if names else stats,
+            loss_names=names,
+        )
 
     @contextmanager
     def _without_gradients(self, frozen: Sequence[nn.Parameter]) -> Generator[None]:

@@ -94,7 +94,8 @@ class Trainer:
             this job; a ``Plan`` is only validated.
         objective: ``(outputs, batch) -> (loss_sum, weight)``, two 0-dim tensors. The loss of a step is the sum of ``loss_sum``
             divided by the sum of ``weight``, both over all micro-batches and ranks. Or a loss of ``torch.nn``, or a function that
-            returns the mean of a micro-batch (``train.objectives.as_objective``).
+            returns the mean of a micro-batch (``train.objectives.as_objective``). Several losses by name, ``{name: tensor}``,
+            take the place of the one: their sum is trained, and ``Step.losses`` and the events have each.
         optimizer: ``OptimOptions`` (default: ``OptimOptions()``, AdamW); a ``torch.optim`` optimizer of the model's parameters; a
             class or function of a list of parameters that builds one; or several by pattern of parameter names, of which the
             first match wins: ``{"*.bias": partial(SGD, lr=0.1), "*": AdamW}``.
@@ -143,7 +144,7 @@ class Trainer:
         data: Dataset | MapStyle | Iterable[Any],
         plan: Plan | PlanOptions | None = None,
         *,
-        objective: Objective | Callable[[Any, Batch], Tensor],
+        objective: Objective | Callable[[Any, Batch], Tensor | Mapping[str, Tensor]],
         optimizer: OptimOptions | GivenOptimizer | None = None,
         schedule: ScheduleOptions | Callable[[int], float] | SchedulerFactory | None = None,
         clip_norm: float | None = None,
