@@ -1,6 +1,7 @@
 from .build import build_data as build_data
 from .build import build_model as build_model
 from .build import build_trainer as build_trainer
+from .callbacks import Every as Every
 from .config import Components as Components
 from .config import RunConfig as RunConfig
 from .guard import StepGuard as StepGuard

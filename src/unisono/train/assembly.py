@@ -6,7 +6,7 @@ The model, its shards, the training state, the checkpoint to resume from, the lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from unisono.data.dataset import Dataset
 from unisono.data.loading.loader import Loader
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.dist import StopNotice, World, agree
+from unisono.errors import ConfigError
 from unisono.kvstore import GradientSync, KVStore
 from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog
@@ -41,6 +42,7 @@ from unisono.plan.plan import Plan, precision_reason
 from unisono.plan.resolve import worker_plan
 from unisono.train.async_loop import AsyncLoop
 from unisono.train.async_worker import open_async_worker, require_random_access
+from unisono.train.callbacks import Every
 from unisono.train.comm_stats import ReportsTraffic
 from unisono.train.ema import WeightAverage
 from unisono.train.evaluate import Evaluator
@@ -82,6 +84,7 @@ class RunInputs:
     eval_data: Dataset | None
     metrics: Mapping[str, Metric]
     flops_per_token: float | Callable[[nn.Module], float]
+    callbacks: Sequence[Every]
     provenance: Mapping[str, Any]
 
 
@@ -148,7 +151,7 @@ def agree_on_run(given: RunInputs, plan: Plan, world: World) -> KVStore:
 def build_model(
     given: RunInputs, plan: Plan, world: World, device: torch.device, store: KVStore, events: EventLog
 ) -> BuiltModel:
-    """Build the model, with the values of rank 0, or deferred where the plan shards what a callable builds."""
+    """Build the model, with the values of rank 0, or deferred if the plan shards what a callable builds. Raises ConfigError."""
     deferred = None
     if isinstance(given.model, nn.Module) or not plan.is_model_sharded:
         model = given.model if isinstance(given.model, nn.Module) else given.model()
@@ -161,6 +164,7 @@ def build_model(
     flops_per_token = flops(model) if callable(flops := given.flops_per_token) else flops
     dims = ParallelDims(worker_plan(plan), world)
     given.optim.prepare_model(model, events)
+    _refuse_gradient_hooks(model, plan)
     return BuiltModel(
         model=model,
         deferred=deferred,
@@ -198,6 +202,23 @@ def shard_model(
     if deferred is not None:
         materialize(deferred, model, sharded)
     return ShardedModel(parallel=parallel, sharded=sharded, pipeline=pipeline)
+
+
+def _refuse_gradient_hooks(model: nn.Module, plan: Plan) -> None:
+    """Refuse hooks of the user's on gradients of parameters that are replaced by shards, which do not have them."""
+    if not plan.is_model_sharded:
+        return
+    layout = f"dp_shard {plan.mesh.dp_shard}" if plan.uses_fsdp else f"tp {plan.mesh.tp}"
+    if not plan.uses_fsdp and plan.mesh.tp == 1:
+        layout = f"pp {plan.mesh.pp}"
+    for name, parameter in model.named_parameters():
+        if any(getattr(parameter, hooks) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")):
+            raise ConfigError(
+                given=f"a gradient hook on {name!r} with {layout}",
+                rule="a hook gets the gradient of a whole parameter, and no rank has the whole model",
+                consequence="it would not be called, or with a part of the gradient; nothing was started",
+                nearest="a plan without dp_shard, tp and pp, or a hook on the output of a module",
+            )
 
 
 def build_state(
@@ -379,6 +400,7 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
         options=options,
         device=parts.device,
         stop_notice=parts.stop_notice,
+        callbacks=given.callbacks,
     )
 
 

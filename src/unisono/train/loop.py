@@ -7,7 +7,7 @@ evaluation in the body is part of the checkpoint.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from unisono.dist import StopNotice
 from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter, StepTimers
 from unisono.parallel.fsdp import reshard
+from unisono.train.callbacks import Every
 from unisono.train.evaluate import Evaluator
 from unisono.train.metrics_reader import MetricsReader
 from unisono.train.options import TrainOptions, is_due
@@ -56,6 +57,7 @@ class StepRunner:
     options: TrainOptions
     device: torch.device
     stop_notice: StopNotice | None
+    callbacks: Sequence[Every] = ()
 
     def begin(self) -> None:
         """Start to measure the speed of steps; emit a notice if all of them are made already."""
@@ -92,6 +94,9 @@ class StepRunner:
         self.metrics_reader.add(step)
         if compiling:
             self.events.emit("compiled", step=step.index, first_step_s=time.monotonic() - began_s)
+        with self.rates.paused():
+            for callback in self.callbacks:
+                callback.observe(step, self.train_step.forward_backward.model)
         return step
 
     def report_preemption(self) -> None:

@@ -8,7 +8,7 @@ all, ``run_checkpoints`` resumes and saves.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +43,7 @@ from unisono.train.assembly import (
     first_micro_batch,
     shard_model,
 )
+from unisono.train.callbacks import Every
 from unisono.train.gradient_sync import build_gradient_sync
 from unisono.train.input_pipeline import InputPipeline, build_loader, read_eval_source, read_source
 from unisono.train.loop import Result
@@ -113,6 +114,7 @@ class Trainer:
             any difference that bit-exactness depends on; ``never`` refuses a folder with checkpoints; a path names a checkpoint.
         eval_data: Held-out samples with a length, for ``fit`` and ``evaluate``. Default: none, and ``fit`` does not evaluate.
         metrics: Metrics of an evaluation by name, in addition to ``loss``. Default: none.
+        callbacks: Observers of the run, such as ``Every(steps=100, call=function)``. Default: none.
         transform: ``(sample, rng) -> sample``, applied to each training sample; see ``Loader``.
         pair_transform: ``(a, b, rng) -> sample`` on two neighbours of the global batch, such as mixup; see ``Loader``.
         batch_transform: ``(batch) -> batch`` on all rows of a micro-batch; see ``Loader``.
@@ -155,6 +157,7 @@ class Trainer:
         resume: str = "auto",
         eval_data: Dataset | MapStyle | None = None,
         metrics: Mapping[str, Metric] | None = None,
+        callbacks: Sequence[Every] = (),
         transform: Transform | None = None,
         pair_transform: PairTransform | None = None,
         batch_transform: BatchTransform | None = None,
@@ -199,6 +202,7 @@ class Trainer:
                 collate_fn=source.collate_fn,
             ),
             flops_per_token=flops_per_token,
+            callbacks=tuple(callbacks),
             provenance=dict(provenance or {}),
         )
         self.data, self.eval_data = source.data, self._inputs.eval_data
