@@ -409,12 +409,13 @@ def refusals(world: World) -> dict[str, str]:
     tokens = torch.randn(B, T, 16)
     crossed = Crossed("full")
     crossed.blocks = nn.ModuleList([Narrow()])
-    cases: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {
+    cases: dict[str, tuple[nn.Module, dict[str, Any]]] = {
         "length": (Stack("causal"), {"tokens": torch.randn(B, 22, 16), "weights": torch.ones(B)}),
         "nothing": (Stack("causal"), {"numbers": torch.ones(B)}),
         "mask": (Masked("causal"), {"tokens": tokens}),
         "own products": (Eager(), {"tokens": tokens}),
         "first": (crossed, {"tokens": tokens}),
+        "nested": (Stack("causal"), {"tokens": tokens, "image": {"pixels": torch.ones(B, 3)}}),
     }
     found = {}
     for name, (model, batch) in cases.items():
@@ -438,6 +439,13 @@ def test_what_cannot_be_is_refused(pool: Pool) -> None:
         "  try:  sequences of 20 or sequences of 24, or plan.cp=1"
     )
     assert "0 tokens cannot be shared" in texts["nothing"]
+    assert texts["nested"] == (
+        "plan.cp=2 for a batch whose entry 'image' is a dict\n"
+        "  rule: the ranks of cp share sequences, which are tensors [B, T, …] of the batch itself\n"
+        "  so:   it is not known which of its parts are sequences\n"
+        "  try:  a collate_fn or transform that gives its tensors as entries of the batch, or plan.cp=1 (dp_shard shares the "
+        "state as well)"
+    )
     assert "sequences of 4" in texts["nothing"]
     assert "an attention mask [12, 12] under plan.cp=2, with sequences of 24" in texts["mask"]
     assert "a whole mask [B, 1, T, T] in the batch" in texts["mask"]

@@ -92,7 +92,7 @@ class ContextParallel:
         left out, because attention has them.
 
         Raises:
-            PlanError: T is no multiple of 2·cp, the batch has no sequences, or targets are not per token.
+            PlanError: T is no multiple of 2·cp, the batch has no sequences, entries nest, or targets are not per token.
         """
         length = self._length(micro)
         self._check_counted(micro, length)
@@ -175,6 +175,15 @@ class ContextParallel:
             return forward(*args, **kwargs)
 
     def _length(self, micro: Mapping[str, Tensor]) -> int:
+        for name, entry in micro.items():
+            if not isinstance(entry, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise PlanError(
+                    given=f"plan.cp={self._count} for a batch whose entry {name!r} is a {type(entry).__name__}",
+                    rule="the ranks of cp share sequences, which are tensors [B, T, …] of the batch itself",
+                    consequence="it is not known which of its parts are sequences",
+                    nearest="a collate_fn or transform that gives its tensors as entries of the batch, or plan.cp=1 (dp_shard "
+                    "shares the state as well)",
+                )
         named = [micro[name].shape[1] for name in _TOKENS if name in micro and micro[name].dim() > 1]
         counted = [micro[name] for name in _COUNTED if name in micro]
         if not named and counted and all(entry.dim() < 2 for entry in counted):
