@@ -125,6 +125,34 @@ def test_ranks_report_the_whole_batch(pool: Pool, tmp_path: Path, layout: dict[s
         close(losses, one)
 
 
+class Blocks(nn.Module):
+    """Blocks that a pipeline can divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)])
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.head(inputs)
+
+
+def losses_of_stages(world: World, folder: str) -> list[dict[str, float]]:
+    with trainer(Path(folder), two_losses, 4, world=world, model=Blocks, plan={"pp": 2}) as run:
+        return [step.losses for step in run]
+
+
+@pytest.mark.full
+def test_stages_report_the_losses_of_the_last(pool: Pool, tmp_path: Path) -> None:
+    with trainer(tmp_path / "one", two_losses, model=Blocks()) as run:
+        one = [step.losses for step in run]
+    for losses in pool.run(losses_of_stages, str(tmp_path / "two"), ranks=2):
+        close(losses, one)
+
+
 def test_a_loss_may_be_absent_from_a_micro_batch(tmp_path: Path) -> None:
     def sometimes(outputs: Tensor, batch: Mapping[str, Tensor]) -> Any:
         losses, weight = two_losses(outputs, batch)
