@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from unisono.cli.common import LOG, PLAN, RESOLVED
+from unisono.cli.common import LOG
 from unisono.config import Resolved
 from unisono.data.tokens.tokenizer import BYTES, Tokenizer, tokenizer_file
 from unisono.dist import JobSpec, join_world
@@ -29,6 +29,7 @@ from unisono.storage.files import write_atomically
 from unisono.train.build import RunData, build_data, build_trainer, export_facts, resolve_run, tokenizer_spec
 from unisono.train.config import RunConfig
 from unisono.train.load import empty_model, open_run_checkpoint, read_model, tensor_reader
+from unisono.train.options import PLAN_FILE, RUN_FILE
 from unisono.train.parameter_servers import start_servers
 from unisono.train.settings import STRETCHED_SCHEDULES
 from unisono.train.setup import init_distributed, open_events, resolve_plan
@@ -75,8 +76,8 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
         with trainer as run:
             if job.rank == 0:
                 # from here on the folder is a run, and starting it again continues the run
-                write_atomically(run_dir / RESOLVED, resolved.to_toml().encode())
-                run.plan.save(run_dir / PLAN)
+                write_atomically(run_dir / RUN_FILE, resolved.to_toml().encode())
+                run.plan.save(run_dir / PLAN_FILE)
             result = run.fit()
             outcome: dict[str, Any] = {
                 "run_dir": str(run_dir),

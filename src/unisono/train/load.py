@@ -86,15 +86,22 @@ def tensor_reader(model: nn.Module, snapshot: CheckpointReader) -> Callable[[str
     names, saved_names = set(snapshot.names()), _saved_names(model)
     targets = {f"model/{saved_names[name]}": t for name, t in model.state_dict(keep_vars=True).items()}
     wrong = [
-        name for name, t in targets.items() if name not in names or tuple(snapshot.spec(name).shape) != tuple(t.shape)
+        f"{name.removeprefix('model/')} is missing or of another shape"
+        for name, t in targets.items()
+        if name not in names or tuple(snapshot.spec(name).shape) != tuple(t.shape)
+    ]
+    wrong += [
+        f"{name.removeprefix('model/')} is in the checkpoint only"
+        for name in sorted(names)
+        if name.startswith("model/") and name not in targets
     ]
     if wrong:
         raise CheckpointError(
-            given=f"the checkpoint {snapshot.path} for {type(model).__name__}: {wrong[0].removeprefix('model/')} is "
-            "missing or of another shape" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
-            rule="the configuration describes the model that was saved",
+            given=f"the checkpoint {snapshot.path} for {type(model).__name__}: {wrong[0]}"
+            + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
+            rule="the model has the names and shapes of the one that was saved",
             consequence="nothing was loaded",
-            nearest="use the configuration in the run's own folder",
+            nearest="the configuration in the run's own folder, or for the run of a script its own --model",
         )
 
     def read(name: str, out: Tensor) -> None:

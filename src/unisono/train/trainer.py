@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from unisono.checkpoint import CheckpointOptions
 from unisono.config import check_options
+from unisono.config.python_file import refuse_in_file
 from unisono.data.dataset import CollateFn, Dataset, MapStyle
 from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
 from unisono.data.options import LoaderOptions
@@ -62,6 +63,7 @@ from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_obje
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
+from unisono.train.run_record import write_run_record
 from unisono.train.settings import count_modules, run_settings
 from unisono.train.setup import (
     InputPipeline,
@@ -193,6 +195,7 @@ class Trainer:
         if isinstance(model, nn.Module):
             self.model = model
         source = read_source(data, plan=plan, loader=loader, collate_fn=collate_fn)
+        self._data_kind = type(data).__qualname__
         self.data, self._given_plan = source.data, source.plan
         self.eval_data = read_eval_source(eval_data, source.collate_fn)
         self.options = options or TrainOptions()
@@ -229,6 +232,7 @@ class Trainer:
     # --- assembling a run, in order --------------------------------------------------------------------------------
 
     def __enter__(self) -> Trainer:
+        refuse_in_file("enters a Trainer")
         self._open_world()
         try:
             self._agree_on_plan()
@@ -238,10 +242,32 @@ class Trainer:
             self._shard_model(deferred)
             self._build_state()
             self._build_loop()
+            if self._given_events is None and self.world.job.rank == 0:
+                self._write_record()
         except BaseException as error:
             self._close(error)
             raise
         return self
+
+    def _write_record(self) -> None:
+        write_run_record(
+            self.run_dir,
+            seed=self._seed,
+            model=self._given_model,
+            objective=self._given_objective,
+            data=self.data,
+            data_kind=self._data_kind,
+            metrics=self._metrics,
+            given_plan=self._given_plan,
+            plan=self.plan,
+            optimizer=self._optim.given,
+            schedule=self._optim.used_schedule,
+            optimization=self._optim.in_words(self._optimizer, self.options.steps),
+            options=self.options,
+            checkpoint=self._checkpoint,
+            loader=self._input.options,
+            observe=self._observe,
+        )
 
     def _open_world(self) -> None:
         """Set world, plan and device, open the event log, and listen for stop signals."""
