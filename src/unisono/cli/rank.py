@@ -31,6 +31,7 @@ from unisono.train.config import RunConfig
 from unisono.train.load import empty_model, open_run_checkpoint, read_model, tensor_reader
 from unisono.train.options import PLAN_FILE, RUN_FILE
 from unisono.train.parameter_servers import start_servers
+from unisono.train.run_checkpoints import best_before
 from unisono.train.settings import STRETCHED_SCHEDULES
 from unisono.train.setup import init_distributed, open_events, resolve_plan
 from unisono.train.trainer import Trainer
@@ -96,6 +97,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
                 sample_text=outcome.get("sample", ""),
                 report_path=Path(outcome["report"]) if "report" in outcome else None,
                 export_path=Path(outcome["export"]) if "export" in outcome else None,
+                best=best_before(run_dir, result.step),
                 next_commands=next_commands(config, result.reason, writes=outcome.get("sample") is not None),
             )
             outputs.summary(facts)

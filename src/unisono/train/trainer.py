@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.checkpoint import CheckpointOptions
+from unisono.checkpoint import CheckpointOptions, scored_checkpoints
 from unisono.config import check_options
 from unisono.config.python_file import refuse_in_file
 from unisono.data.dataset import CollateFn, Dataset, MapStyle
@@ -32,6 +32,7 @@ from unisono.observe.meters import RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
 from unisono.observe.options import ObserveOptions
 from unisono.observe.outputs import RunOutputs
+from unisono.observe.own_values import log_value
 from unisono.optim import OptimOptions, ScheduleOptions
 from unisono.optim.learning_rate import SchedulerFactory
 from unisono.optim.run_optimizer import GivenOptimizer
@@ -62,7 +63,7 @@ from unisono.train.metrics_reader import GradientStats, MetricsReader
 from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective, check_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
-from unisono.train.run_checkpoints import RunCheckpoints, run_environment
+from unisono.train.run_checkpoints import RunCheckpoints, best_before, run_environment
 from unisono.train.run_record import write_run_record
 from unisono.train.settings import count_modules, run_settings
 from unisono.train.setup import (
@@ -278,7 +279,7 @@ class Trainer:
         if self._given_events is None and self.world.job.rank == 0:
             self._outputs = RunOutputs(self.events, self._observe, self.run_dir)
         # the local launcher tells of a Ctrl-C for all its ranks
-        notice = StopNotice(announce=self.world.rank == 0 and self.world.job.source != "unisono")
+        notice = StopNotice.shared(announce=self.world.rank == 0 and self.world.job.source != "unisono")
         self._stop_notice = notice if threading.current_thread() is threading.main_thread() else None
         if self._stop_notice is not None:
             self._stop_notice.__enter__()
@@ -549,8 +550,7 @@ class Trainer:
                 self._loop.runner.metrics_reader.read()
                 if self._loop.owns_final_state:
                     self.save(wait=True)
-                if self.state.step >= self.options.steps or self._loop.preempted or self._loop.stopped_early:
-                    self._end()
+                self._end(left=self.state.step < self.options.steps)
         finally:
             self._close(error)
 
@@ -564,7 +564,8 @@ class Trainer:
             self._stop_notice.__exit__(None, None, None)
         if self._outputs is not None:
             if error is None and not self._loop.preempted:
-                self._outputs.summary(RunEndFacts(report_path=self._outputs.write_report()))
+                best = best_before(self.run_dir, self.state.step)
+                self._outputs.summary(RunEndFacts(report_path=self._outputs.write_report(), best=best))
             self._outputs.close()
         if self._given_events is None:
             self.events.close()
@@ -598,10 +599,12 @@ class Trainer:
             self.save(wait=True)
         return Result(step=self.state.step, reason=self._end(), evaluation=evaluator.values)
 
-    def _end(self) -> str:
-        """Emit how the run ended, once; returns the reason."""
+    def _end(self, *, left: bool = False) -> str:
+        """Emit how the run ended, once; returns the reason. ``left`` is a loop that the caller ended before its last step."""
         loop, values = self._loop, self._loop.runner.evaluator.values
-        reason = "preempted" if loop.preempted else "early_stop" if loop.stopped_early else "finished"
+        reason = (
+            "preempted" if loop.preempted else "early_stop" if loop.stopped_early else "left" if left else "finished"
+        )
         if not self._ended:
             numbers = {f"eval/{name}": value for name, value in values.items()}
             self.events.emit("run_end", step=self.state.step, reason=reason, **numbers)
@@ -615,6 +618,14 @@ class Trainer:
         """
         return self._loop.runner.evaluator.run(read_eval_source(data, self._input.collate_fn))
 
+    @property
+    def best(self) -> Path | None:
+        """The committed checkpoint with the lowest held-out loss, among those of steps that were evaluated; None without one.
+
+        ``Trainer(…, resume=str(run.best))`` continues from it; the command line's ``--best`` evaluates and exports it.
+        """
+        return next((path for _, _, path in scored_checkpoints(self.run_dir / "checkpoints")), None)
+
     def averaged_weights(self) -> AbstractContextManager[Any]:
         """A context in which the model has the weights that evaluation and export use."""
         return self.state.averaged_weights()
@@ -622,3 +633,11 @@ class Trainer:
     def save(self, *, wait: bool = False) -> None:
         """Save the state of the last finished step, in the background unless ``wait``; a step is saved once."""
         self._loop.save(wait=wait)
+
+    def log(self, name: str, value: Any) -> None:
+        """Record a number of your own at the last finished step: event log, trackers and report show it under ``name``.
+
+        Each rank has a log; trackers and report show rank 0's, so reduce a value over ranks before. Reading a tensor waits
+        for the device. Raises ConfigError for a name of the run's own numbers (``train/…``, ``eval/…``, ``step``), or no number.
+        """
+        log_value(self.events, self.state.step, name, value)
