@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from unisono import (
@@ -24,7 +25,7 @@ from unisono import (
     TrainOptions,
     from_map_style,
 )
-from unisono.errors import ConfigError
+from unisono.errors import CheckpointError, ConfigError
 from unisono.observe.events import events_path, read_events
 from unisono.train import mean_squared_error
 
@@ -168,6 +169,15 @@ def test_the_best_checkpoint_after_early_stopping(tmp_path: Path, capsys: pytest
         result = run.fit()
         assert (result.step, result.reason) == (3, "early_stop")
         assert run.best == tmp_path / "checkpoints/step-00000001"
+        now, best = (
+            load_file(run.export(tmp_path / name, checkpoint=path) / "model.safetensors")
+            for name, path in (("now", None), ("best", run.best))
+        )
+        assert torch.equal(now["weight"], run.model.weight)  # pyright: ignore[reportArgumentType]
+        assert best["bias"] < now["bias"]  # training has moved it up since
+        with pytest.raises(CheckpointError, match="step-00000009"):
+            run.export(tmp_path / "none", checkpoint=tmp_path / "checkpoints/step-00000009")
+        assert not (tmp_path / "none").exists()
     shown = capsys.readouterr().out
     assert f"was at step 1: {tmp_path}/checkpoints/step-00000001\n" in shown
     assert "take it with --best" in shown

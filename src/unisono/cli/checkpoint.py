@@ -137,7 +137,8 @@ def export_model(
     from unisono.cli.rank import export_run
     from unisono.dist import JobSpec, join_world
     from unisono.train.build import find_tokenizer
-    from unisono.train.load import empty_model, open_run_checkpoint, tensor_reader
+    from unisono.train.load import empty_model, open_run_checkpoint
+    from unisono.train.whole_model import tensor_reader
 
     tokenizer = find_tokenizer(config)
     snapshot = open_run_checkpoint(config, join_world(JobSpec(), device_type="cpu", timeout_s=60.0), checkpoint)

@@ -28,13 +28,14 @@ from unisono.observe.outputs import RunOutputs
 from unisono.storage.files import write_atomically
 from unisono.train.build import RunData, build_data, build_trainer, export_facts, resolve_run, tokenizer_spec
 from unisono.train.config import RunConfig
-from unisono.train.load import empty_model, open_run_checkpoint, read_model, tensor_reader
+from unisono.train.load import empty_model, open_run_checkpoint, read_model
 from unisono.train.options import PLAN_FILE, RUN_FILE
 from unisono.train.parameter_servers import start_servers
 from unisono.train.run_checkpoints import best_before
 from unisono.train.settings import STRETCHED_SCHEDULES
 from unisono.train.setup import init_distributed, open_events, resolve_plan
 from unisono.train.trainer import Trainer
+from unisono.train.whole_model import tensor_reader
 
 # the text that a language model writes at the end of a run, and by default in ``unisono generate``
 SAMPLE_PROMPT = "def "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint import CheckpointOptions, scored_checkpoints
+from unisono.checkpoint.folder import step_name
 from unisono.config import check_options
 from unisono.config.python_file import refuse_in_file
 from unisono.data.dataset import CollateFn, Dataset, MapStyle
@@ -64,7 +65,7 @@ from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_obje
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
 from unisono.train.run_checkpoints import RunCheckpoints, best_before, run_environment
-from unisono.train.run_record import write_run_record
+from unisono.train.run_record import sequence_length, write_run_record
 from unisono.train.settings import count_modules, run_settings
 from unisono.train.setup import (
     InputPipeline,
@@ -84,6 +85,7 @@ from unisono.train.setup import (
 )
 from unisono.train.state import StageTensors, TrainState, seed_generators
 from unisono.train.step import ForwardBackward, Step, TrainStep, input_selector
+from unisono.train.whole_model import export_model, meta_copy
 
 COLLECTIVE_TIMEOUT_S = 300.0
 # steps between two readings of loss, norm and flags; on the CPU there is nothing to wait for
@@ -305,6 +307,7 @@ class Trainer:
             deferred = deferred_init(model)
             agree(self.world, "model", deferred.fingerprint)
             self.model = deferred.model
+        self._unsharded = meta_copy(self.model) if self.plan.is_model_sharded else self.model
         self._flops_per_token = flops(self.model) if callable(flops := self._given_flops) else flops
         self._dims = ParallelDims(worker_plan(self.plan), self.world)
         self._optim.prepare_model(self.model, self.events)
@@ -633,6 +636,38 @@ class Trainer:
     def save(self, *, wait: bool = False) -> None:
         """Save the state of the last finished step, in the background unless ``wait``; a step is saved once."""
         self._loop.save(wait=wait)
+
+    def export(
+        self, folder: str | Path, *, checkpoint: str | Path | None = None, tokenizer: str | Path | None = None
+    ) -> Path:
+        """Write the whole model as safetensors in the Hugging Face layout (``unisono.interop.export``); returns the folder.
+
+        Values are those that evaluation uses. All ranks call it, rank 0 writes. A model of transformers is written with its own
+        configuration; ``tokenizer`` is its folder, or a tokenizer.json. A model that the plan shards is saved first, and read
+        from that checkpoint a tensor at a time.
+
+        Args:
+            folder: A new folder, or that of an earlier export.
+            checkpoint: Folder of a checkpoint of this run, such as ``run.best``. Default: the model as it is.
+
+        Raises:
+            CheckpointError: The folder or the checkpoint cannot be used.
+        """
+        path = None if checkpoint is None else Path(checkpoint)
+        if path is None and self.plan.is_model_sharded:
+            self.save(wait=True)
+            path = self.run_dir / "checkpoints" / step_name(self.state.step)
+        if self.world.job.rank == 0:
+            with self.averaged_weights() if path is None else nullcontext():
+                export_model(
+                    self._unsharded,
+                    Path(folder),
+                    checkpoint=path,
+                    max_length=sequence_length(self.data),
+                    tokenizer=None if tokenizer is None else Path(tokenizer),
+                )
+        self.world.barrier()
+        return Path(folder)
 
     def log(self, name: str, value: Any) -> None:
         """Record a number of your own at the last finished step: event log, trackers and report show it under ``name``.
