@@ -354,9 +354,9 @@ def test_eval_with_a_configuration_of_another_model(desk: Desk, mine: Path) -> N
     assert done.err == problem(
         f"the checkpoint {mine}/checkpoints/step-00000004 for GPT: embedding.weight is missing or of another shape, "
         "and 10 more",
-        "the configuration describes the model that was saved",
+        "the model has the names and shapes of the one that was saved",
         "nothing was loaded",
-        "use the configuration in the run's own folder",
+        "the configuration in the run's own folder, or for the run of a script its own --model",
     )
 
 

@@ -176,6 +176,22 @@ def test_one_notice_at_a_time_and_only_on_the_main_thread() -> None:
     enter()
 
 
+def test_a_shared_notice_lasts_until_all_have_left_it_in_any_order() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    first = StopNotice.shared()
+    first.__enter__()
+    second = StopNotice.shared()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert second.wait(5)
+    assert second is first
+    second.__exit__(None, None, None)
+    assert signal.getsignal(signal.SIGTERM) == before
+    with StopNotice.shared() as third:
+        assert not third.requested
+
+
 def raised_in_thread(action: Callable[[], None]) -> Exception | None:
     errors: list[Exception] = []
 

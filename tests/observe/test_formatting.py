@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,7 +258,9 @@ def test_summary_of_a_finished_run() -> None:
 
 
 def test_summary_rows() -> None:
-    facts = RunEndFacts(sample_text="a\n\tb\x1b[31m\n", next_commands=("unisono generate",))
+    facts = RunEndFacts(
+        sample_text="a\n\tb\x1b[31m\n", best=(0.25, 2, Path("r/step-2")), next_commands=("unisono generate",)
+    )
     assert summary_lines(summarise(history(reason="finished")), facts, 80) == [
         ("result", "Finished 4 of 4 steps in 6.5s, train loss 2, eval loss 2.2, 3.174 bits per byte, 250 tokens/s"),
         ("speed", "250 tokens/s (125 per device), 2.5 s per step, MFU 25%, peak memory 4 GiB"),
@@ -265,6 +268,8 @@ def test_summary_rows() -> None:
         ("loss", "█▅▃▁  4 -> 2"),
         ("sample", "| a"),
         ("sample", "|     b"),
+        ("best", "the lowest eval loss of a checkpoint, 0.25, was at step 2: r/step-2"),
+        ("best", "unisono eval and unisono checkpoint export take it with --best"),
         ("try next", "unisono generate"),
     ]
 

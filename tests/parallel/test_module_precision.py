@@ -23,7 +23,7 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.plan.resolve import derive_plan
 from unisono.plan.rules import DtypeRule
-from unisono.train.load import tensor_reader
+from unisono.train.whole_model import tensor_reader
 
 STEPS = 4
 

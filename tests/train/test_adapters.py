@@ -17,9 +17,10 @@ from unisono.errors import PlanError
 from unisono.interop.huggingface import export
 from unisono.parallel.deferred_init import deferred_init
 from unisono.train.config import Components, RunConfig
-from unisono.train.load import empty_model, open_run_checkpoint, read_model, tensor_reader
+from unisono.train.load import empty_model, open_run_checkpoint, read_model
 from unisono.train.objectives import model_loss, next_token
 from unisono.train.options import RunOptions
+from unisono.train.whole_model import tensor_reader
 
 peft = pytest.importorskip("peft", reason="NOT CHECKED: the extra 'dev' (peft) is not installed")
 

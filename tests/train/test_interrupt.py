@@ -99,6 +99,23 @@ def test_an_interrupted_script_prints_one_line_and_gets_its_result(tmp_path: Pat
 
 
 @pytest.mark.full
+def test_an_interrupted_script_leaves_no_loader_process(tmp_path: Path) -> None:
+    workers = (
+        "options=TrainOptions(",
+        "loader=LoaderOptions(num_workers=2, worker_kind='process'), options=TrainOptions(",
+    )
+    script = (
+        SETUP.format(folder=str(tmp_path))
+        .replace(*workers)
+        .replace("import PlanOptions", "import LoaderOptions, PlanOptions")
+    )
+    code, out, err = interrupted(tmp_path, script + FIT, 1)
+    assert code == 0, err
+    assert out.splitlines()[-1] == "preempted True ['loss']"
+    assert err.splitlines() == [INTERRUPTED]
+
+
+@pytest.mark.full
 def test_a_second_interrupt_of_a_script_is_keyboard_interrupt(tmp_path: Path) -> None:
     # one long step: the first Ctrl-C has not ended it when the second comes
     script = SETUP.format(folder=str(tmp_path)).replace("PAUSE_S = 0.02", "PAUSE_S = 60")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from unisono import (
+    CheckpointOptions,
     LoaderOptions,
     ObserveOptions,
     OptimOptions,
@@ -22,7 +25,7 @@ from unisono import (
     TrainOptions,
     from_map_style,
 )
-from unisono.errors import ConfigError
+from unisono.errors import CheckpointError, ConfigError
 from unisono.observe.events import events_path, read_events
 from unisono.train import mean_squared_error
 
@@ -147,3 +150,91 @@ def test_held_out_data_may_be_a_list(tmp_path: Path) -> None:
     with run:
         result = run.fit()
         assert run.evaluate(data[:4]) == result.evaluation
+
+
+def test_the_best_checkpoint_after_early_stopping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training towards 1 moves away from held-out targets of -1: the first checkpoint is the best one."""
+    run = Trainer(
+        Line(3, 1),
+        [(torch.ones(3), torch.ones(1))] * 8,
+        PlanOptions(device="cpu", precision="fp32", global_batch=4),
+        objective=mean_squared_error,
+        optimizer=partial(torch.optim.SGD, lr=0.01),
+        options=TrainOptions(steps=20, eval_every_steps=1, early_stop_patience=2),
+        checkpoint=CheckpointOptions(every_steps=1, keep_last=1),
+        eval_data=[(torch.ones(3), -torch.ones(1))] * 4,
+        run_dir=tmp_path,
+    )
+    with run:
+        result = run.fit()
+        assert (result.step, result.reason) == (3, "early_stop")
+        assert run.best == tmp_path / "checkpoints/step-00000001"
+        now, best = (
+            load_file(run.export(tmp_path / name, checkpoint=path) / "model.safetensors")
+            for name, path in (("now", None), ("best", run.best))
+        )
+        assert torch.equal(now["weight"], run.model.weight)  # pyright: ignore[reportArgumentType]
+        assert best["bias"] < now["bias"]  # training has moved it up since
+        with pytest.raises(CheckpointError, match="step-00000009"):
+            run.export(tmp_path / "none", checkpoint=tmp_path / "checkpoints/step-00000009")
+        assert not (tmp_path / "none").exists()
+    shown = capsys.readouterr().out
+    assert f"was at step 1: {tmp_path}/checkpoints/step-00000001\n" in shown
+    assert "take it with --best" in shown
+
+
+def test_a_step_names_all_its_values(tmp_path: Path) -> None:
+    data = [(torch.ones(3), torch.ones(1))] * 8
+    plan = PlanOptions(device="cpu", precision="fp32", global_batch=4)
+    observe = ObserveOptions(console="off", trackers=(), report=False)
+    run = Trainer(Line(3, 1), data, plan, objective=mean_squared_error, run_dir=tmp_path, observe=observe)
+    with run:
+        step = next(iter(run))
+        values = [step.loss, step.grad_norm, float(not step.skipped), step.weight, float(step.stopping)]
+        assert values == step.stats.tolist()
+        assert (step.weight, step.stopping) == (4.0, False)
+
+
+def test_several_trainers_are_open_at_once(tmp_path: Path) -> None:
+    """Each makes the steps that it makes alone."""
+    observe = ObserveOptions(console="off", trackers=("csv",), report=False)
+
+    def trainer(name: str, seed: int) -> Trainer:
+        torch.manual_seed(seed)
+        return Trainer(
+            nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.0), nn.Linear(8, 1)),
+            [(torch.randn(3), torch.ones(1)) for _ in range(16)],
+            PlanOptions(device="cpu", precision="fp32", global_batch=4),
+            objective=mean_squared_error,
+            options=TrainOptions(steps=4, eval_every_steps=0),
+            run_dir=tmp_path / name,
+            observe=observe,
+        )
+
+    with trainer("a", 0) as a, trainer("b", 1) as b:
+        together = [(one.loss, other.loss) for one, other in zip(a, b, strict=True)]
+    alone: list[list[float]] = []
+    for name, seed in (("c", 0), ("d", 1)):
+        with trainer(name, seed) as run:
+            alone.append([step.loss for step in run])
+    assert together == list(zip(*alone, strict=True))
+    assert (tmp_path / "a/config.toml").exists()
+    assert (tmp_path / "b/metrics.csv").read_text().count("\n") == 5
+
+
+def test_a_loop_that_is_left_by_break_can_be_continued(tmp_path: Path) -> None:
+    data = [(torch.ones(3), torch.ones(1))] * 8
+    plan = PlanOptions(device="cpu", precision="fp32", global_batch=4)
+    observe = ObserveOptions(console="off", trackers=(), report=False)
+    options = TrainOptions(steps=5, eval_every_steps=0)
+    for reached in (2, 5):
+        run = Trainer(
+            Line(3, 1), data, plan, objective=mean_squared_error, options=options, run_dir=tmp_path, observe=observe
+        )
+        with run:
+            for step in run:
+                if step.index == 2:
+                    break
+        assert run.state.step == reached
+    ends = [e for e in read_events(events_path(tmp_path, 0)).events if e["kind"] == "run_end"]
+    assert [(end["step"], end["reason"]) for end in ends] == [(2, "left"), (5, "finished")]

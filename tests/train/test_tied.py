@@ -17,9 +17,10 @@ from unisono.dist import JobSpec, World
 from unisono.interop.huggingface import export
 from unisono.models.bert import BERT, BertOptions
 from unisono.train.config import Components, RunConfig
-from unisono.train.load import empty_model, open_run_checkpoint, read_model, tensor_reader
+from unisono.train.load import empty_model, open_run_checkpoint, read_model
 from unisono.train.objectives import next_token
 from unisono.train.options import RunOptions
+from unisono.train.whole_model import tensor_reader
 
 SIZES = {"vocab_size": tiny.VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 DECODER = {
@@ -113,6 +114,7 @@ def train(world: World, run_dir: str, kind: str, changes: dict[str, Any]) -> lis
     ) as run:  # fmt: skip
         losses = [step.loss for step in run]
         run.save(wait=True)
+        run.export(f"{run_dir}/exported")
     return losses
 
 
@@ -132,6 +134,9 @@ def check(run_dir: Path, kind: str, folder: Path) -> dict[str, Tensor]:
     whole, read = (safetensors.torch.load_file(folder / name / "model.safetensors") for name in ("whole", "read"))
     assert whole.keys() == read.keys()
     assert all(torch.equal(whole[name], read[name]) for name in whole)
+    exported = safetensors.torch.load_file(run_dir / "exported/model.safetensors")  # by ``Trainer.export``
+    assert exported.keys() == whole.keys()
+    assert all(torch.equal(whole[name], exported[name]) for name in whole)
     state = model.state_dict(keep_vars=True)
     assert len({id(tensor) for tensor in state.values()}) < len(state) or kind in ("gpt", "our-bert")
     return {name: tensor.detach().clone() for name, tensor in state.items()}

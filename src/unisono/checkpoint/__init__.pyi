@@ -5,6 +5,7 @@ from .folder import list_checkpoints as list_checkpoints
 from .folder import quarantine_after as quarantine_after
 from .integrity import find_best as find_best
 from .integrity import find_latest as find_latest
+from .integrity import scored_checkpoints as scored_checkpoints
 from .integrity import verify as verify
 from .options import CheckpointOptions as CheckpointOptions
 from .reader import CheckpointReader as CheckpointReader

@@ -6,6 +6,7 @@ event reports it, and the one before is tried.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -77,12 +78,8 @@ def find_latest(
     )
 
 
-def find_best(root: Path) -> Path:
-    """The valid committed checkpoint with the lowest score, its held-out loss; the newer of equal ones.
-
-    Raises:
-        CheckpointError: No checkpoint under ``root`` has a score and is valid.
-    """
+def scored_checkpoints(root: Path) -> list[tuple[float, int, Path]]:
+    """(score, step, path) of the committed checkpoints that have a score, best first; of equal ones the newer. Not verified."""
     scores: list[tuple[float, int, Path]] = []
     for entry in list_checkpoints(root):
         if entry.state == "committed":
@@ -90,9 +87,18 @@ def find_best(root: Path) -> Path:
                 score = sealed_manifest(entry.path).score
             except (OSError, CheckpointDamage):
                 continue
-            if score is not None:
-                scores.append((score, -entry.step, entry.path))
-    for _, _, path in sorted(scores):
+            if score is not None and math.isfinite(score):
+                scores.append((score, entry.step, entry.path))
+    return sorted(scores, key=lambda found: (found[0], -found[1]))
+
+
+def find_best(root: Path) -> Path:
+    """The valid committed checkpoint with the lowest score, its held-out loss; the newer of equal ones.
+
+    Raises:
+        CheckpointError: No checkpoint under ``root`` has a score and is valid.
+    """
+    for _, _, path in scored_checkpoints(root):
         if not verify(path):
             return path
     raise CheckpointError(

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import click
 
-from unisono.cli.common import RESOLVED, chosen_checkpoint, every_verb, load_run, print_result, takes_checkpoint
+from unisono.cli.common import chosen_checkpoint, every_verb, load_run, print_result, require_run, takes_checkpoint
+from unisono.cli.own_code import read_code, takes_model
 from unisono.errors import CheckpointError
+from unisono.train.options import RUN_FILE
 
 
 @click.group("checkpoint")
@@ -49,7 +51,7 @@ def verify_all(path: str, as_json: bool) -> int:
 
     folders = [e.path for e in list_checkpoints(root / "checkpoints") if e.state == "committed"]
     if not folders:
-        if (root / "checkpoints").is_dir() or (root / RESOLVED).is_file():
+        if (root / "checkpoints").is_dir() or (root / RUN_FILE).is_file():
             raise _nothing_at(path, "nothing was verified")
         folders = [root]
     results = [(str(folder), verify(folder)) for folder in folders]
@@ -106,6 +108,7 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
 @click.argument("run_dir", default="runs/first")
 @click.argument("target", required=False)
 @takes_checkpoint
+@takes_model
 @click.option(
     "--max-shard-gib",
     type=click.FloatRange(min=0, min_open=True),
@@ -115,28 +118,37 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
 )
 @every_verb
 def export_model(
-    run_dir: str, target: str | None, checkpoint: str | None, best: bool, max_shard_gib: float, as_json: bool
+    run_dir: str,
+    target: str | None,
+    checkpoint: str | None,
+    best: bool,
+    model: str | None,
+    max_shard_gib: float,
+    as_json: bool,
 ) -> None:
     """Write RUN_DIR's newest model as a Hugging Face folder to TARGET (default RUN_DIR/export).
 
     One tensor is in memory at a time; only a model whose construction reads its own values is built whole.
+    The folder of a Python script's run holds no code: --model names it.
     """
-    config = load_run(run_dir).value
+    require_run(run_dir)
+    config = load_run(run_dir, **read_code(model=model)).value
     checkpoint = chosen_checkpoint(run_dir, checkpoint, best=best)
     from unisono.cli.rank import export_run
     from unisono.dist import JobSpec, join_world
     from unisono.train.build import find_tokenizer
-    from unisono.train.load import empty_model, open_run_checkpoint, tensor_reader
+    from unisono.train.load import empty_model, open_run_checkpoint
+    from unisono.train.whole_model import tensor_reader
 
     tokenizer = find_tokenizer(config)
     snapshot = open_run_checkpoint(config, join_world(JobSpec(), device_type="cpu", timeout_s=60.0), checkpoint)
-    model = empty_model(config, tokenizer)
+    module = empty_model(config, tokenizer)
     folder = export_run(
-        model,
+        module,
         config,
         tokenizer,
         Path(target) if target else None,
-        read=tensor_reader(model, snapshot),
+        read=tensor_reader(module, snapshot),
         max_shard_bytes=int(max_shard_gib * 2**30),
     )
     text = f"step {snapshot.step} exported to {folder}"

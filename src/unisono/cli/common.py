@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,14 +16,15 @@ from typing import Any, TypeVar, cast
 import click
 
 from unisono.config import Resolved, load_config
+from unisono.config.fields import BASE
 from unisono.config.renames import announce
+from unisono.config.values import CALLABLE
 from unisono.errors import CheckpointError, ConfigError
 from unisono.train.config import RunConfig
+from unisono.train.options import RUN_FILE
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-RESOLVED = "config.toml"
-PLAN = "plan.json"
 LOG = logging.getLogger("unisono")
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -91,6 +93,13 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str]) -> Resolved[
         ConfigError: A file or a value is wrong.
     """
     run_file = None if files else _file_of_run(overrides)
+    if run_file is not None and code_labels(run_file):
+        raise ConfigError(
+            given=f"{run_file.parent}, the run of a Python script",
+            rule="the script has its model and data, and trains it; the folder holds their names only",
+            consequence="nothing was started",
+            nearest=f"run the script again; to evaluate it: unisono eval {run_file.parent} --model SCRIPT.py:NAME",
+        )
     resolved = load_config(RunConfig, [run_file] if run_file else files, overrides=overrides, environ=os.environ)
     one_time = resolved.value.run.resume not in ("auto", "strict")
     if run_file is not None and one_time and resolved.origins["run.resume"].startswith(f"{run_file}:"):
@@ -107,22 +116,69 @@ def _file_of_run(overrides: Sequence[str]) -> Path | None:
     folder = [text for text in overrides if text.partition("=")[0].strip() == "run.dir"]
     environ = {name: value for name, value in os.environ.items() if name == "UNISONO__RUN__DIR"}
     with suppress(ConfigError):  # reported when the whole configuration is loaded
-        run_file = Path(load_config(RunConfig, overrides=folder, environ=environ).value.run.dir) / RESOLVED
+        run_file = Path(load_config(RunConfig, overrides=folder, environ=environ).value.run.dir) / RUN_FILE
         return run_file if run_file.is_file() else None
     return None
 
 
-def load_run(run_dir: str) -> Resolved[RunConfig]:
+def load_run(run_dir: str, **code: Any) -> Resolved[RunConfig]:
     """Load the configuration that a run was started with, overridden by ``UNISONO__…`` variables.
+
+    A run of a Python script has only the names of its code: ``code`` gives components of that run, and one that is missing
+    raises ConfigError when it is used.
 
     Raises:
         CheckpointError: The folder has no run.
+        ConfigError: ``code`` is given for a run of the command line, which has its own.
     """
-    run_file = require_run(run_dir) / RESOLVED
+    run_file = require_run(run_dir) / RUN_FILE
+    labels = code_labels(run_file)
+    if code and not labels:
+        raise ConfigError(
+            given=f"--{min(code)} for {run_dir}, a run of unisono train",
+            rule=f"its {RUN_FILE} tells its model and data; only runs of Python scripts take them from a file",
+            consequence="nothing was loaded",
+            nearest=f"leave --{min(code)} out",
+        )
+    missing = {name: _Missing(run_dir, name, label) for name, label in labels.items() if name not in code}
     overrides = [f"run.dir={json.dumps(run_dir)}"]
-    resolved = load_config(RunConfig, [run_file], overrides=overrides, environ=os.environ)
+    planned = {f"components.{name}": _Missing(run_dir, name, label) for name, label in labels.items()}
+    resolved = load_config(RunConfig, [run_file], overrides=overrides, environ=os.environ, planned=planned)
     announce(str(run_file), resolved.renamed)
-    return resolved
+    config = resolved.value
+    return replace(resolved, value=replace(config, components=replace(config.components, **missing, **code)))
+
+
+def code_labels(run_file: Path) -> dict[str, str]:
+    """Component → label of the code that a Python script's run had; empty for a run of the command line."""
+    with suppress(OSError, ValueError):  # reported when the whole configuration is loaded
+        document = tomllib.loads(run_file.read_text(encoding="utf-8"))
+        if BASE not in document:
+            components = document.get("components", {}).items()
+            return {name: text for name, text in components if isinstance(text, str) and text.startswith(CALLABLE)}
+    return {}
+
+
+class _Missing:
+    """Stands for code that a run's folder only names. Raises ConfigError when it is called."""
+
+    def __init__(self, run_dir: str, component: str, label: str) -> None:
+        self.__qualname__ = label.removeprefix(CALLABLE)
+        self._run_dir, self._component = run_dir, component
+
+    def __call__(self, *given: Any) -> Any:
+        name = self.__qualname__ if self.__qualname__.isidentifier() else "NAME"
+        what = {
+            "model": "where it is a module, or a class or function without arguments that makes one",
+            "data": "where it is the held-out data set, or a function that returns it",
+            "objective": "where it is what Trainer got as objective, or the name of a built-in one",
+        }.get(self._component, "which defines it")
+        raise ConfigError(
+            given=f"{self._run_dir}, the run of a Python script, without --{self._component}",
+            rule=f"its folder holds names of its code and no code: the {self._component} was {self.__qualname__}",
+            consequence="nothing was loaded",
+            nearest=f"--{self._component} SCRIPT.py:{'DATA' if self._component == 'data' else name}, {what}",
+        )
 
 
 def require_run(run_dir: str) -> Path:
@@ -131,11 +187,11 @@ def require_run(run_dir: str) -> Path:
     Raises:
         CheckpointError: The folder has no run.
     """
-    if (Path(run_dir) / RESOLVED).is_file():
+    if (Path(run_dir) / RUN_FILE).is_file():
         return Path(run_dir)
     raise CheckpointError(
         given=f"run folder {run_dir!r}",
-        rule=f"a run's folder holds its {RESOLVED}",
+        rule=f"a run's folder holds its {RUN_FILE}",
         consequence="it is unknown which model and data to use",
         nearest="the folder given as run.dir when training (default runs/first)",
     )

@@ -6,17 +6,35 @@ import os
 
 import click
 
-from unisono.cli.common import chosen_checkpoint, every_verb, load_run, print_result, takes_checkpoint
+from unisono.cli.common import chosen_checkpoint, every_verb, load_run, print_result, require_run, takes_checkpoint
+from unisono.cli.own_code import read_code, takes_evaluation, takes_model
 
 
 @click.command("eval")
 @click.argument("run_dir", default="runs/first")
 @takes_checkpoint
+@takes_model
+@takes_evaluation
 @click.option("--samples", type=click.IntRange(min=0), default=0, show_default=True, help="Samples to use; 0 = all.")
 @every_verb
-def command(run_dir: str, checkpoint: str | None, best: bool, samples: int, as_json: bool) -> None:
-    """Print loss and metrics of RUN_DIR's newest checkpoint on the data held out from training."""
-    config = load_run(run_dir).value
+def command(
+    run_dir: str,
+    checkpoint: str | None,
+    best: bool,
+    model: str | None,
+    data: str | None,
+    objective: str | None,
+    metrics: tuple[str, ...],
+    samples: int,
+    as_json: bool,
+) -> None:
+    """Print loss and metrics of RUN_DIR's newest checkpoint on the data held out from training.
+
+    The folder of a Python script's run holds no code: --model, --data and, unless it is built in, --objective name it.
+    """
+    require_run(run_dir)
+    code = read_code(model=model, data=data, objective=objective, metrics=metrics)
+    config = load_run(run_dir, **code).value
     checkpoint = chosen_checkpoint(run_dir, checkpoint, best=best)
     from unisono.data.dataset import collated
     from unisono.dist import job_from_environ, join_world
@@ -48,14 +66,16 @@ def command(run_dir: str, checkpoint: str | None, best: bool, samples: int, as_j
     device, plan = resolve_plan(unsharded, job)
     world = join_world(job, device_type=device.type, timeout_s=config.launch.timeout_s)
     try:
-        data = build_data(config)
-        model, step = load_model(config, data.tokenizer, world, checkpoint)
-        held_out = data.held_out if data.collate_fn is None else collated(data.held_out, data.collate_fn)
+        sources = build_data(config)
+        module, step = load_model(config, sources.tokenizer, world, checkpoint)
+        held_out = sources.held_out
+        if sources.collate_fn is not None:
+            held_out = collated(held_out, sources.collate_fn)
         values = evaluate(
-            ForwardBackward(model=model.to(device), inputs=input_selector(model), plan=plan, world=world),
+            ForwardBackward(model=module.to(device), inputs=input_selector(module), plan=plan, world=world),
             held_out,
             objective=as_objective(find_objective(config)),
-            metrics=build_metrics(config, data),
+            metrics=build_metrics(config, sources),
             device=device,
             data_rank=world.rank,
             limit=samples,
@@ -64,8 +84,8 @@ def command(run_dir: str, checkpoint: str | None, best: bool, samples: int, as_j
         world.close()
     if job.rank > 0:
         return
-    used = min(samples, len(data.held_out)) or len(data.held_out)
-    total = len(data.held_out)
+    total = len(held_out)
+    used = min(samples, total) or total
     result = {"run_dir": run_dir, "step": step, "samples": used, "samples_total": total, "evaluation": values}
     rows = [f"  {name:<16} {value:.4f}" for name, value in values.items()]
     print_result(

@@ -44,15 +44,12 @@ def command(
     from unisono.train.load import load_model
 
     tokenizer = find_tokenizer(config)
+    if tokenizer is None:
+        raise _refused("data of your own, or no text")
     world = join_world(JobSpec(), device_type="cpu", timeout_s=60.0)
     model, step = load_model(config, tokenizer, world, checkpoint)
-    if tokenizer is None or not isinstance(model, GPT):
-        raise ConfigError(
-            given=f"generate with {type(model).__name__} on {'tokens' if tokenizer else 'data of your own'}",
-            rule="text is written by the reference GPT, trained on tokens",
-            consequence="there is nothing to print",
-            nearest="call your own model from Python",
-        )
+    if not isinstance(model, GPT):
+        raise _refused(f"{type(model).__name__} on tokens")
     text = write_sample(
         model,
         tokenizer,
@@ -63,3 +60,12 @@ def command(
         temperature=temperature,
     )
     print_result(as_json, {"run_dir": run_dir, "step": step, "text": text}, text)
+
+
+def _refused(what: str) -> ConfigError:
+    return ConfigError(
+        given=f"generate with {what}",
+        rule="text is written by the reference GPT, trained on tokens",
+        consequence="there is nothing to print",
+        nearest="call your own model from Python",
+    )

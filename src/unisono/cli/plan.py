@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from unisono.cli.common import PLAN, every_verb, print_result
+from unisono.cli.common import every_verb, print_result
+from unisono.train.options import PLAN_FILE
 
 if TYPE_CHECKING:
     from unisono.plan.plan import Plan
@@ -62,4 +63,4 @@ def _load(file: str) -> Plan:
     from unisono.plan.plan import Plan
 
     path = Path(file)
-    return Plan.load(path / PLAN if path.is_dir() else path)
+    return Plan.load(path / PLAN_FILE if path.is_dir() else path)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from unisono.cli.common import LOG, PLAN, RESOLVED
+from unisono.cli.common import LOG
 from unisono.config import Resolved
 from unisono.data.tokens.tokenizer import BYTES, Tokenizer, tokenizer_file
 from unisono.dist import JobSpec, join_world
@@ -28,11 +28,14 @@ from unisono.observe.outputs import RunOutputs
 from unisono.storage.files import write_atomically
 from unisono.train.build import RunData, build_data, build_trainer, export_facts, resolve_run, tokenizer_spec
 from unisono.train.config import RunConfig
-from unisono.train.load import empty_model, open_run_checkpoint, read_model, tensor_reader
+from unisono.train.load import empty_model, open_run_checkpoint, read_model
+from unisono.train.options import PLAN_FILE, RUN_FILE
 from unisono.train.parameter_servers import start_servers
+from unisono.train.run_checkpoints import best_before
 from unisono.train.settings import STRETCHED_SCHEDULES
 from unisono.train.setup import init_distributed, open_events, resolve_plan
 from unisono.train.trainer import Trainer
+from unisono.train.whole_model import tensor_reader
 
 # the text that a language model writes at the end of a run, and by default in ``unisono generate``
 SAMPLE_PROMPT = "def "
@@ -75,8 +78,8 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
         with trainer as run:
             if job.rank == 0:
                 # from here on the folder is a run, and starting it again continues the run
-                write_atomically(run_dir / RESOLVED, resolved.to_toml().encode())
-                run.plan.save(run_dir / PLAN)
+                write_atomically(run_dir / RUN_FILE, resolved.to_toml().encode())
+                run.plan.save(run_dir / PLAN_FILE)
             result = run.fit()
             outcome: dict[str, Any] = {
                 "run_dir": str(run_dir),
@@ -95,6 +98,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
                 sample_text=outcome.get("sample", ""),
                 report_path=Path(outcome["report"]) if "report" in outcome else None,
                 export_path=Path(outcome["export"]) if "export" in outcome else None,
+                best=best_before(run_dir, result.step),
                 next_commands=next_commands(config, result.reason, writes=outcome.get("sample") is not None),
             )
             outputs.summary(facts)

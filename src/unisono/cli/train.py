@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import click
 
-from unisono.cli.common import LOG, RESOLVED, every_verb, load_run_config, log_level, print_json, takes_config
+from unisono.cli.common import LOG, every_verb, load_run_config, log_level, print_json, takes_config
 from unisono.config import Resolved
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.jobspec import idle_role
@@ -27,6 +27,7 @@ from unisono.errors import REQUEUE, USER_ERROR, CommError, ConfigError, LaunchEr
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import load_plan
 from unisono.train.config import RunConfig
+from unisono.train.options import RUN_FILE
 
 
 @click.command("train")
@@ -85,7 +86,7 @@ def command(
         raise
     finally:
         # the configuration file is written before the first step: without it there is no run in the folder
-        if code == USER_ERROR and new_folders and job.rank == 0 and not (run_dir / RESOLVED).exists():
+        if code == USER_ERROR and new_folders and job.rank == 0 and not (run_dir / RUN_FILE).exists():
             _remove_folders(new_folders)
 
 

@@ -26,6 +26,9 @@ INTERRUPTED = "interrupted: the run ends after this step with its state saved; C
 class StopNotice:
     """Context manager that turns SIGTERM and SIGINT into ``requested``; enter it on the main thread.
 
+    A process has one. Those that want to hear of the same signals enter that of ``shared``; the last one that leaves it puts
+    everything back.
+
     ``signals`` may include others, such as SIGUSR1 if the batch system warns with it. A second SIGINT raises
     KeyboardInterrupt on the main thread. A third one ends a process whose main thread is blocked, but never a notebook's
     kernel. The caller decides what a stop leads to: a last step, a save, exit code 75.
@@ -54,6 +57,12 @@ class StopNotice:
         self._wakeup_fd = -1
         self._reader: threading.Thread | None = None
         self._write_end: socket.socket | None = None
+        self._num_holders = 0
+
+    @classmethod
+    def shared(cls, *, announce: bool = False) -> StopNotice:
+        """The notice that is active in this process, to be entered once more, or a new one."""
+        return _active or cls(announce=announce)
 
     @property
     def requested(self) -> bool:
@@ -66,7 +75,10 @@ class StopNotice:
 
     def __enter__(self) -> StopNotice:
         global _active
-        if self._reader is not None or _active is not None:
+        if _active is self:
+            self._num_holders += 1
+            return self
+        if _active is not None:
             raise RuntimeError("a StopNotice is already active: one process, one notice")
         read_end, write_end = socket.socketpair()
         write_end.setblocking(False)
@@ -81,13 +93,16 @@ class StopNotice:
         self._reader = threading.Thread(target=self._read, args=(read_end,), name="unisono-stop-notice", daemon=True)
         self._reader.start()
         self._handlers = {number: signal.signal(number, self._handle) for number in self.signals}
-        _active = self
+        _active, self._num_holders = self, 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         global _active
+        self._num_holders -= 1
+        if self._num_holders:
+            return
         _active = None
         for number, handler in self._handlers.items():
             # None stands for a handler that was not installed from Python; it cannot be put back

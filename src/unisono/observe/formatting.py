@@ -337,18 +337,21 @@ class RunEndFacts:
         sample_text: Text that the trained model generated; empty for none.
         report_path: Path of the written report; None if there is none.
         export_path: Path of the exported model; None if there is none.
+        best: Held-out loss, step and path of the best checkpoint; None if it is that of the last step, or there is none.
         next_commands: Command lines that the summary proposes.
     """
 
     sample_text: str = ""
     report_path: Path | None = None
     export_path: Path | None = None
+    best: tuple[float, int, Path] | None = None
     next_commands: Sequence[str] = ()
 
 
 _ENDINGS: Final = {
     "finished": "Finished",
     "stopped early": "Stopped early after",
+    "left": "Left by its script after",
     "preempted": "Preempted at",
     "failed": "Failed after",
     "interrupted": "Interrupted after",
@@ -394,6 +397,10 @@ def summary_lines(
     for label, path in (("report", facts.report_path), ("export", facts.export_path)):
         if path is not None:
             rows.append((label, printable(str(path))))
+    if facts.best is not None:
+        loss, step, path = facts.best
+        told = f"the lowest eval loss of a checkpoint, {loss:.4g}, was at step {step}: {path}"
+        rows += [("best", printable(told)), ("best", "unisono eval and unisono checkpoint export take it with --best")]
     rows += [("try next", printable(command)) for command in facts.next_commands]
     return [(label, text) for label, text in rows if text]
 

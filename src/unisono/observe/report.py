@@ -25,6 +25,7 @@ from unisono.errors import DataError
 from unisono.observe.events import (
     ENVELOPE,
     EVENTS_FOLDER,
+    SERIES,
     Event,
     EventHistory,
     collapse_repeated,
@@ -49,7 +50,7 @@ from unisono.storage.files import write_atomically
 
 _POINTS: Final = 2000  # per curve
 _HAPPENINGS: Final = 500
-_QUIET_KINDS: Final = frozenset({"step", "eval", "sample", "gradient_stats"})
+_QUIET_KINDS: Final = frozenset({*SERIES, "sample", "gradient_stats"})
 _WARNING_KINDS: Final = frozenset(
     {"checkpoint_failed", "checkpoint_quarantined", "skipped_step", "sink_failed", "events_lost", "preempt", "warning"}
 )
@@ -249,6 +250,11 @@ def _curves(events: Sequence[Event], restarts: Sequence[int]) -> Iterator[dict[s
         line = _line(name, _points(evals, f"eval/{name}"), mode="lines+markers")
         title = "Bits per byte (eval)" if name == "bits_per_byte" else f"{line['name']} (eval)"
         yield {"id": f"metric{index}", "data": [line], "layout": _layout(title, "", restarts)}
+    logged = [event for event in events if event["kind"] == "log"]
+    names = sorted({name for event in logged for name in event if name not in (*ENVELOPE, "step")})
+    for index, name in enumerate(names):
+        line = _line(name, _points(logged, name), mode="lines+markers")
+        yield {"id": f"log{index}", "data": [line], "layout": _layout(line["name"], "", restarts)}
     for index, (title, unit, series) in enumerate(_STEP_CURVES):
         curves = [(name, points) for name, field in series if (points := _points(steps, field))]
         if len(curves) == 2 and curves[0][1] == curves[1][1]:  # one device: its rate is the rate of all

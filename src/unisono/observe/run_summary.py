@@ -18,7 +18,8 @@ class RunSummary:
     """Facts of a run from its events; a fact that no event holds is None.
 
     Attributes:
-        state: ``finished``, ``stopped early``, ``preempted``, ``failed`` or ``interrupted``.
+        state: ``finished``, ``stopped early``, ``left`` (by the script, before the last step), ``preempted``, ``failed`` or
+            ``interrupted``.
         steps: Last step that the run reached.
         steps_total: Number of steps that were asked for.
         attempts: Number of starts of the run.
@@ -112,6 +113,8 @@ def _state(events: Sequence[Event]) -> str:
     reason = str(kinds["run_end"].get("reason") or "")
     if "error" in kinds["run_end"] or reason in ("failed", "error"):
         return "failed"
+    if reason == "left":
+        return "left"
     return "stopped early" if "early_stop" in kinds else "finished"
 
 

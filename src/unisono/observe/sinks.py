@@ -1,4 +1,4 @@
-"""Trackers: write the numbers of step and eval events to CSV, TensorBoard, Weights & Biases and sinks of other packages.
+"""Trackers: write the numbers of step, eval and log events to CSV, TensorBoard, Weights & Biases and sinks of other packages.
 
 ``csv`` and ``tensorboard`` write synchronously inside the run folder. ``wandb`` (offline unless ``WANDB_MODE`` is set) and
 sinks of other packages (entry-point group ``unisono.sinks``) run on a thread of their own behind a queue, because their
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
 from unisono.errors import ConfigError, missing_extra, nearest_name
-from unisono.observe.events import Event, EventLog, RewindFilter, number
+from unisono.observe.events import SERIES, Event, EventLog, RewindFilter, number
 from unisono.observe.options import BUILT_IN_SINKS, SINK_GROUP
 from unisono.storage.files import new_file
 
@@ -50,7 +50,7 @@ SinkFactory = Callable[[Path, str, int], Sink]
 
 
 def event_metrics(event: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of ``event`` (step or eval): its numeric fields without envelope, step and ETA."""
+    """The metrics of ``event`` (step, eval or log): its numeric fields without envelope, step and ETA."""
     series = ((name, number(value)) for name, value in event.items() if name not in _NOT_SERIES)
     return {name: value for name, value in series if value is not None}
 
@@ -152,7 +152,7 @@ def _plugged(entry: EntryPoint, run_dir: Path, run_id: str, attempt: int) -> Sin
 
 
 class CsvSink:
-    """Writes ``metrics.csv``: one row per step or eval event, and a column for each metric from its first value on.
+    """Writes ``metrics.csv``: one row per step, eval or log event, and a column for each metric from its first value on.
 
     Each row is one append. A new column, or a step back after a crash, rewrites the file and replaces it atomically. A row
     truncated by a kill is dropped when the file is opened.
@@ -183,7 +183,7 @@ class CsvSink:
         if back_to is not None and back_to <= self._last_step:
             self._rewrite(lambda row: int(row["step"]) < back_to)
             self._last_step = back_to - 1
-        if event["kind"] not in ("step", "eval"):
+        if event["kind"] not in SERIES:
             return
         if not self._seen.issuperset(event):
             self._seen.update(name for name, value in event.items() if value is not None)
@@ -255,7 +255,7 @@ def _cell(value: Any) -> str:
         return ""
     if type(value) in (float, int):
         return repr(value)
-    if value in ("step", "eval"):
+    if value in SERIES:
         return value
     encoded = number(value)
     return "" if encoded is None else repr(encoded)
@@ -288,7 +288,7 @@ class TensorBoardSink:
         if back_to is not None and self._continues:
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._put(self._events.Event(wall_time=event["t"], step=back_to, session_log=start))
-        if event["kind"] not in ("step", "eval"):
+        if event["kind"] not in SERIES:
             return
         values = [
             self._summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in event_metrics(event).items()
@@ -343,7 +343,7 @@ class WandbSink:
         )
 
     def write(self, event: Event) -> None:
-        if event["kind"] in ("step", "eval"):
+        if event["kind"] in SERIES:
             self._run.log(event_metrics(event), step=int(event["step"]))
 
     def close(self) -> None:

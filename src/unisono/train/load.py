@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unisono.checkpoint import CheckpointReader, find_latest, open_checkpoint, verify
 from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.dist import World
 from unisono.errors import CheckpointError, PlanError
 from unisono.parallel.deferred_init import deferred_init
-from unisono.parallel.sharding import GlobalParameterSpec
 from unisono.train.build import build_model
 from unisono.train.config import RunConfig
+from unisono.train.whole_model import saved_names, tensor_reader
 
 
 def load_model(
@@ -45,10 +44,10 @@ def read_model(config: RunConfig, tokenizer: Tokenizer | None, snapshot: Checkpo
     """The whole model as it was saved, on the CPU. Raises CheckpointError when the checkpoint holds another model."""
     model = build_model(config, tokenizer)
     read = tensor_reader(model, snapshot)
-    saved_names = _saved_names(model)
+    saved = saved_names(model)
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
-            if saved_names[name] == name:  # the other names of a tied parameter are the same memory
+            if saved[name] == name:  # the other names of a tied parameter are the same memory
                 read(name, tensor.detach())
     return model.eval()
 
@@ -76,39 +75,3 @@ def open_run_checkpoint(config: RunConfig, world: World, checkpoint: str | None)
     if checkpoint and (problems := verify(path)):
         raise CheckpointError(*problems)
     return open_checkpoint(path)
-
-
-def tensor_reader(model: nn.Module, snapshot: CheckpointReader) -> Callable[[str, Tensor], None]:
-    """``read(name, out)`` copies the saved tensor ``name`` of the model into ``out``, averaged if the run kept averages.
-
-    ``model`` may be on the meta device. Raises CheckpointError if the checkpoint holds another model.
-    """
-    names, saved_names = set(snapshot.names()), _saved_names(model)
-    targets = {f"model/{saved_names[name]}": t for name, t in model.state_dict(keep_vars=True).items()}
-    wrong = [
-        name for name, t in targets.items() if name not in names or tuple(snapshot.spec(name).shape) != tuple(t.shape)
-    ]
-    if wrong:
-        raise CheckpointError(
-            given=f"the checkpoint {snapshot.path} for {type(model).__name__}: {wrong[0].removeprefix('model/')} is "
-            "missing or of another shape" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
-            rule="the configuration describes the model that was saved",
-            consequence="nothing was loaded",
-            nearest="use the configuration in the run's own folder",
-        )
-
-    def read(name: str, out: Tensor) -> None:
-        name = saved_names[name]
-        saved = f"ema/{name}" if f"ema/{name}" in names else f"model/{name}"
-        if (snapshot.spec(saved).dtype, out.dtype) == (torch.bfloat16, torch.float32):
-            out.copy_(snapshot.tensor(saved))  # by precision.dtype_rules; every bf16 number is one of fp32
-        else:
-            snapshot.read_into(saved, out)
-
-    return read
-
-
-def _saved_names(model: nn.Module) -> dict[str, str]:
-    """The name in a checkpoint of each tensor of ``model``: a parameter with several names is saved under its first one."""
-    first_names = GlobalParameterSpec.from_model(model).first_names
-    return {name: first_names.get(name, name) for name in model.state_dict(keep_vars=True)}

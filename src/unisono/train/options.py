@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from unisono.config import option
 from unisono.errors import Problem, inert_problem
 
+RUN_FILE = "config.toml"  # in the folder of a run: its configuration
+PLAN_FILE = "plan.json"  # and its plan
+
 
 def is_due(every: int, step: int) -> bool:
     """Whether an action every ``every`` steps (0: never) is due after finished step ``step``."""

@@ -21,6 +21,7 @@ from unisono.checkpoint import (
     list_checkpoints,
     open_checkpoint,
     quarantine_after,
+    scored_checkpoints,
     verify,
 )
 from unisono.config.renames import migrate_plan
@@ -46,6 +47,12 @@ def run_environment(world: World, plan: Plan) -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
+
+
+def best_before(run_dir: Path, step: int) -> tuple[float, int, Path] | None:
+    """Held-out loss, step and path of a run's best checkpoint; None if it is that of ``step``, or none has a held-out loss."""
+    best = next(iter(scored_checkpoints(run_dir / "checkpoints")), None)
+    return best if best is not None and best[1] != step else None
 
 
 class RunCheckpoints:

@@ -62,6 +62,21 @@ class Step:
         return float(self.stats[LOSS])
 
     @property
+    def grad_norm(self) -> float:
+        """Norm of the gradient of the mean loss over the whole model, before clipping; reading it waits for the device."""
+        return float(self.stats[NORM])
+
+    @property
+    def weight(self) -> float:
+        """Sum of the weights that the loss was divided by, such as tokens or samples; reading it waits for the device."""
+        return float(self.stats[WEIGHT])
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal asked any rank to stop; reading it waits for the device."""
+        return bool(self.stats[STOP])
+
+    @property
     def losses(self) -> dict[str, float]:
         """The losses that the objective returned by name, means over the global batch; reading them waits for the device."""
         return dict(zip(self.loss_names, self.stats[NAMED:].tolist(), strict=True))

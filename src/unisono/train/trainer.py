@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 
-from unisono.checkpoint import CheckpointOptions
+from unisono.checkpoint import CheckpointOptions, scored_checkpoints
+from unisono.checkpoint.folder import step_name
 from unisono.config import check_options
+from unisono.config.python_file import refuse_in_file
 from unisono.data.dataset import CollateFn, Dataset, MapStyle
 from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
 from unisono.data.options import LoaderOptions
@@ -27,6 +29,7 @@ from unisono.observe.formatting import RunEndFacts
 from unisono.observe.meters import StepTimers
 from unisono.observe.options import ObserveOptions
 from unisono.observe.outputs import RunOutputs
+from unisono.observe.own_values import log_value
 from unisono.optim import OptimOptions, ScheduleOptions
 from unisono.optim.learning_rate import SchedulerFactory
 from unisono.optim.run_optimizer import GivenOptimizer
@@ -51,6 +54,8 @@ from unisono.train.metrics import Metric
 from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
+from unisono.train.run_checkpoints import best_before
+from unisono.train.run_record import sequence_length, write_run_record
 from unisono.train.setup import (
     complete_plan_for_model,
     default_run_dir,
@@ -62,6 +67,7 @@ from unisono.train.setup import (
 )
 from unisono.train.state import seed_generators
 from unisono.train.step import Step
+from unisono.train.whole_model import export_model, meta_copy
 
 COLLECTIVE_TIMEOUT_S = 300.0
 
@@ -174,6 +180,7 @@ class Trainer:
         if isinstance(model, nn.Module):
             self.model = model
         source = read_source(data, plan=plan, loader=loader, collate_fn=collate_fn)
+        self._data_kind = type(data).__qualname__
         self._given_plan = source.plan
         self._inputs = RunInputs(
             model=model,
@@ -217,13 +224,37 @@ class Trainer:
     # --- assembling a run ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Trainer:
+        refuse_in_file("enters a Trainer")
         self._open_world()
         try:
             self._assemble()
+            if self._given_events is None and self.world.job.rank == 0:
+                self._write_record()
         except BaseException as error:
             self._close(error)
             raise
         return self
+
+    def _write_record(self) -> None:
+        inputs = self._inputs
+        write_run_record(
+            self.run_dir,
+            seed=inputs.seed,
+            model=inputs.model,
+            objective=inputs.given_objective,
+            data=self.data,
+            data_kind=self._data_kind,
+            metrics=inputs.metrics,
+            given_plan=self._given_plan,
+            plan=self.plan,
+            optimizer=inputs.optim.given,
+            schedule=inputs.optim.used_schedule,
+            optimization=inputs.optim.in_words(self.state.optimizer, self.options.steps),
+            options=self.options,
+            checkpoint=inputs.checkpoint,
+            loader=inputs.input.options,
+            observe=self._observe,
+        )
 
     def _open_world(self) -> None:
         """Set world, plan and device, open the event log, and listen for stop signals."""
@@ -234,7 +265,7 @@ class Trainer:
         if self._given_events is None and self.world.job.rank == 0:
             self._outputs = RunOutputs(self.events, self._observe, self.run_dir)
         # the local launcher tells of a Ctrl-C for all its ranks
-        notice = StopNotice(announce=self.world.rank == 0 and self.world.job.source != "unisono")
+        notice = StopNotice.shared(announce=self.world.rank == 0 and self.world.job.source != "unisono")
         self._stop_notice = notice if threading.current_thread() is threading.main_thread() else None
         if self._stop_notice is not None:
             self._stop_notice.__enter__()
@@ -245,6 +276,7 @@ class Trainer:
         self.store = agree_on_run(inputs, self.plan, world)
         built = build_model(inputs, self.plan, world, device, self.store, events)
         self.model, self._dims = built.model, built.dims
+        self._unsharded = meta_copy(self.model) if self.plan.is_model_sharded else self.model
         loader = build_loader(
             inputs.input,
             self.plan,
@@ -299,8 +331,7 @@ class Trainer:
                 self._loop.runner.metrics_reader.read()
                 if self._loop.owns_final_state:
                     self.save(wait=True)
-                if self.state.step >= self.options.steps or self._loop.preempted or self._loop.stopped_early:
-                    self._end()
+                self._end(left=self.state.step < self.options.steps)
         finally:
             self._close(error)
 
@@ -314,7 +345,8 @@ class Trainer:
             self._stop_notice.__exit__(None, None, None)
         if self._outputs is not None:
             if error is None and not self._loop.preempted:
-                self._outputs.summary(RunEndFacts(report_path=self._outputs.write_report()))
+                best = best_before(self.run_dir, self.state.step)
+                self._outputs.summary(RunEndFacts(report_path=self._outputs.write_report(), best=best))
             self._outputs.close()
         if self._given_events is None:
             self.events.close()
@@ -348,10 +380,12 @@ class Trainer:
             self.save(wait=True)
         return Result(step=self.state.step, reason=self._end(), evaluation=evaluator.values)
 
-    def _end(self) -> str:
-        """Emit how the run ended, once; returns the reason."""
+    def _end(self, *, left: bool = False) -> str:
+        """Emit how the run ended, once; returns the reason. ``left`` is a loop that the caller ended before its last step."""
         loop, values = self._loop, self._loop.runner.evaluator.values
-        reason = "preempted" if loop.preempted else "early_stop" if loop.stopped_early else "finished"
+        reason = (
+            "preempted" if loop.preempted else "early_stop" if loop.stopped_early else "left" if left else "finished"
+        )
         if not self._ended:
             numbers = {f"eval/{name}": value for name, value in values.items()}
             self.events.emit("run_end", step=self.state.step, reason=reason, **numbers)
@@ -365,6 +399,14 @@ class Trainer:
         """
         return self._loop.runner.evaluator.run(read_eval_source(data, self._inputs.input.collate_fn))
 
+    @property
+    def best(self) -> Path | None:
+        """The committed checkpoint with the lowest held-out loss, among those of steps that were evaluated; None without one.
+
+        ``Trainer(…, resume=str(run.best))`` continues from it; the command line's ``--best`` evaluates and exports it.
+        """
+        return next((path for _, _, path in scored_checkpoints(self.run_dir / "checkpoints")), None)
+
     def averaged_weights(self) -> AbstractContextManager[Any]:
         """A context in which the model has the weights that evaluation and export use."""
         return self.state.averaged_weights()
@@ -372,3 +414,43 @@ class Trainer:
     def save(self, *, wait: bool = False) -> None:
         """Save the state of the last finished step, in the background unless ``wait``; a step is saved once."""
         self._loop.save(wait=wait)
+
+    def export(
+        self, folder: str | Path, *, checkpoint: str | Path | None = None, tokenizer: str | Path | None = None
+    ) -> Path:
+        """Write the whole model as safetensors in the Hugging Face layout (``unisono.interop.export``); returns the folder.
+
+        Values are those that evaluation uses. All ranks call it, rank 0 writes. A model of transformers is written with its own
+        configuration; ``tokenizer`` is its folder, or a tokenizer.json. A model that the plan shards is saved first, and read
+        from that checkpoint a tensor at a time.
+
+        Args:
+            folder: A new folder, or that of an earlier export.
+            checkpoint: Folder of a checkpoint of this run, such as ``run.best``. Default: the model as it is.
+
+        Raises:
+            CheckpointError: The folder or the checkpoint cannot be used.
+        """
+        path = None if checkpoint is None else Path(checkpoint)
+        if path is None and self.plan.is_model_sharded:
+            self.save(wait=True)
+            path = self.run_dir / "checkpoints" / step_name(self.state.step)
+        if self.world.job.rank == 0:
+            with self.averaged_weights() if path is None else nullcontext():
+                export_model(
+                    self._unsharded,
+                    Path(folder),
+                    checkpoint=path,
+                    max_length=sequence_length(self.data),
+                    tokenizer=None if tokenizer is None else Path(tokenizer),
+                )
+        self.world.barrier()
+        return Path(folder)
+
+    def log(self, name: str, value: Any) -> None:
+        """Record a number of your own at the last finished step: event log, trackers and report show it under ``name``.
+
+        Each rank has a log; trackers and report show rank 0's, so reduce a value over ranks before. Reading a tensor waits
+        for the device. Raises ConfigError for a name of the run's own numbers (``train/…``, ``eval/…``, ``step``), or no number.
+        """
+        log_value(self.events, self.state.step, name, value)

@@ -1,0 +1,110 @@
+"""Options that name the code of a Python script's run: its model, data, objective and metrics, as ``FILE.py:NAME``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import click
+
+from unisono.config.python_file import PythonObject, read_objects
+from unisono.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def takes_model(function: F) -> F:
+    """Decorator that adds ``--model``."""
+    return click.option(
+        "--model",
+        metavar="FILE.py:NAME",
+        help="For the run of a Python script: its module, or a class or function without arguments that makes it.",
+    )(function)
+
+
+def takes_evaluation(function: F) -> F:
+    """Decorator that adds ``--data``, ``--objective`` and ``--metrics``."""
+    function = click.option(
+        "--metrics",
+        multiple=True,
+        metavar="NAME",
+        help="Likewise: a metric by name, or FILE.py:NAME of a dict of them; may be repeated. Default: the run's built-in ones.",
+    )(function)
+    function = click.option(
+        "--objective",
+        metavar="NAME",
+        help="Likewise: FILE.py:NAME of the loss that Trainer got, or a built-in one by name. Default: the run's, if built in.",
+    )(function)
+    return click.option(
+        "--data",
+        metavar="FILE.py:NAME",
+        help="Likewise: the held-out samples as Trainer takes eval_data, or a function that returns them.",
+    )(function)
+
+
+def read_code(
+    *, model: str | None = None, data: str | None = None, objective: str | None = None, metrics: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The components that the options name, as ``load_run`` takes them. Runs the named files, each once.
+
+    Raises:
+        ConfigError: A text names nothing, or something of another kind.
+    """
+    texts = {"model": model, "data": data, "objective": objective if objective and ":" in objective else None}
+    named = {option: text for option, text in texts.items() if text is not None}
+    files = [text for text in metrics if ":" in text and ".py" in text]
+    objects = read_objects(*named.values(), *files)
+    found = dict(zip(named, objects, strict=False))
+    code: dict[str, Any] = {}
+    if "model" in found:
+        code["model"] = lambda _config: _model(found["model"])
+    if "data" in found:
+        held_out = _data(found["data"])
+        code["data"] = lambda _config: (held_out, held_out)
+    if objective is not None:
+        code["objective"] = found["objective"].value if "objective" in found else objective
+    if metrics:
+        code["metrics"] = tuple(text for text in metrics if text not in files)
+        own: dict[str, Any] = {}
+        for given in objects[len(named) :]:
+            own |= _metrics(given)
+        code["own_metrics"] = lambda _config: own
+    return code
+
+
+def _model(given: PythonObject) -> Any:
+    from torch import nn
+
+    value = given.value if isinstance(given.value, nn.Module) or not callable(given.value) else given.call()
+    if not isinstance(value, nn.Module):
+        raise _wrong(
+            "--model", given, value, "a torch.nn.Module, or a class or function without arguments that makes one"
+        )
+    return value
+
+
+def _data(given: PythonObject) -> Any:
+    from unisono.train.input_pipeline import read_eval_source
+
+    called = inspect.isroutine(given.value) or inspect.isclass(given.value)
+    return read_eval_source(given.call() if called else given.value, None)
+
+
+def _metrics(given: PythonObject) -> Mapping[str, Any]:
+    from unisono.train.metrics import Metric
+
+    value = given.call() if inspect.isroutine(given.value) else given.value
+    if not (isinstance(value, Mapping) and all(isinstance(metric, Metric) for metric in cast("Any", value).values())):
+        raise _wrong("--metrics", given, value, "a dict of name → Metric, as Trainer takes it")
+    return cast("Mapping[str, Any]", value)
+
+
+def _wrong(option: str, given: PythonObject, value: object, rule: str) -> ConfigError:
+    kind = f"the class {value.__name__}" if inspect.isclass(value) else f"of type {type(value).__name__}"
+    return ConfigError(
+        given=f"{option} {given.path}:{given.name}, {kind}",
+        rule=f"it names {rule}",
+        consequence="nothing was loaded",
+        nearest=f"the name in {given.path.name} that is one",
+    )

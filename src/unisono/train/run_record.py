@@ -1,0 +1,112 @@
+"""The files of a Python script's run that say what it is: ``config.toml`` and ``plan.json``.
+
+``config.toml`` has the form of the command line's, with a ``python:`` label for each part that is code. Nothing of it can run:
+``unisono eval`` and ``unisono checkpoint export`` take the code from a file that their own options name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from unisono.checkpoint import CheckpointOptions
+from unisono.config.values import CALLABLE, encode, toml_value
+from unisono.data.dataset import Dataset, read_samples
+from unisono.data.options import LoaderOptions
+from unisono.observe.options import ObserveOptions
+from unisono.optim import OptimOptions, ScheduleOptions
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan
+from unisono.storage.files import write_atomically
+from unisono.train.metrics import METRICS, Metric
+from unisono.train.objectives import OBJECTIVES
+from unisono.train.options import PLAN_FILE, RUN_FILE, TrainOptions
+
+
+def write_run_record(
+    run_dir: Path,
+    *,
+    seed: int,
+    model: Any,
+    objective: Any,
+    data: Any,
+    data_kind: str,
+    metrics: Mapping[str, Metric],
+    given_plan: Plan | PlanOptions,
+    plan: Plan,
+    optimizer: Any,
+    schedule: Any,
+    optimization: str,
+    options: TrainOptions,
+    checkpoint: CheckpointOptions,
+    loader: LoaderOptions,
+    observe: ObserveOptions,
+) -> None:
+    """Write ``config.toml`` and ``plan.json`` of a run whose code is the user's.
+
+    Args:
+        data_kind: Name of the class of the training data as the script gave them; ``data`` is made of them.
+        given_plan: The plan as the script gave it; ``plan`` is the resolved one.
+        optimizer: As given. Only options of ours are a section of the file; ``optimization`` describes any in words.
+        schedule: The schedule that is used, which is a section if it is options of ours.
+    """
+    plan.save(run_dir / PLAN_FILE)
+    components = {
+        "model": _label(type(model) if isinstance(model, nn.Module) else model),
+        "objective": next((name for name, known in OBJECTIVES.items() if known is objective), None)
+        or _label(objective),
+        "data": CALLABLE + data_kind,
+        "metrics": [name for metric in metrics.values() for name, known in METRICS.items() if known is metric],
+    }
+    sections: dict[str, Any] = {
+        "run": {"dir": str(run_dir), "seed": seed},
+        "components": components,
+        "data": {"seq_len": length} if (length := sequence_length(data)) else {},
+        "loader": loader,
+        "plan": given_plan if isinstance(given_plan, PlanOptions) else _plan_section(given_plan),
+        "optim": optimizer if isinstance(optimizer, OptimOptions) else {},
+        "schedule": schedule if isinstance(schedule, ScheduleOptions) else {},
+        "train": options,
+        "checkpoint": checkpoint,
+        "observe": observe,
+    }
+    lines = [
+        f"# the run of {sys.argv[0] or 'a Python session'}, whose code is not in this folder",
+        f"# optimization: {optimization}",
+        f"# the plan in full: {PLAN_FILE}",
+    ]
+    for section, values in sections.items():
+        if not isinstance(values, dict):
+            values = {field.name: getattr(values, field.name) for field in fields(values)}
+        if values:
+            lines += ["", f"[{section}]", *(f"{name} = {toml_value(encode(value))}" for name, value in values.items())]
+    write_atomically(run_dir / RUN_FILE, ("\n".join(lines) + "\n").encode())
+
+
+def sequence_length(data: Any) -> int:
+    """Tokens of the first sample; 0 for data that are no texts, or a stream."""
+    if not isinstance(data, Dataset) or not len(data):
+        return 0
+    first = read_samples(data, np.zeros(1, np.int64))[0]
+    return next((len(first[name]) for name in ("tokens", "input_ids") if name in first and np.ndim(first[name])), 0)
+
+
+def _label(code: Any) -> str:
+    """The label of a class, function or callable object."""
+    return str(encode(code)) if callable(code) else CALLABLE + type(code).__qualname__
+
+
+def _plan_section(plan: Plan) -> dict[str, Any]:
+    """What an evaluation takes from a plan that was given whole."""
+    return {
+        "device": plan.mesh.device,
+        "precision": plan.precision.compute,
+        "global_batch": plan.batch.global_batch,
+        "micro_batch": plan.batch.micro_batch,
+    }
