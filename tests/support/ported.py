@@ -67,7 +67,7 @@ def csv_logger(folder: Path) -> Numbers:
         rows = list(csv.DictReader(file))
     return Numbers(
         losses=[float(row["train_loss"]) for row in rows if row["train_loss"]],
-        evaluations=[{"loss": float(row["val_loss"])} for row in rows if row["val_loss"]],
+        evaluations=[{name: float(row[f"val_{name}"]) for name in ("loss", "mae")} for row in rows if row["val_loss"]],
     )
 
 

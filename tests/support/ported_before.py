@@ -22,6 +22,7 @@ from torch.utils.data import DistributedSampler, RandomSampler
 def give_order(epochs: list[list[int]]) -> None:
     """The samplers that shuffle yield ``epochs``: torch's one after the other, those of processes by their ``set_epoch``."""
     passes = iter(epochs)
+    in_order = DistributedSampler.__iter__
 
     def shuffled(sampler: RandomSampler) -> Iterator[int]:
         order = next(passes)
@@ -29,7 +30,8 @@ def give_order(epochs: list[list[int]]) -> None:
         return iter(order)
 
     def shared(sampler: DistributedSampler[Any]) -> Iterator[int]:
-        assert sampler.shuffle
+        if not sampler.shuffle:
+            return in_order(sampler)
         order = epochs[sampler.epoch]
         assert len(order) == sampler.total_size
         return iter(order[sampler.rank :: sampler.num_replicas])
