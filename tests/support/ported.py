@@ -62,7 +62,7 @@ def trainer_state(folder: Path) -> Numbers:
 
 def csv_logger(folder: Path) -> Numbers:
     """What Lightning's ``CSVLogger`` wrote."""
-    (path,) = folder.glob("*/*/metrics.csv")
+    (path,) = folder.rglob("metrics.csv")
     with path.open() as file:
         rows = list(csv.DictReader(file))
     return Numbers(
