@@ -6,9 +6,21 @@ import math
 import os
 from pathlib import Path
 
+import ported_table
 import pytest
 from nursery import Nursery
-from ported import LAUNCH, TORCHRUN, Numbers, Program, csv_logger, launch_after, run_after, run_before, trainer_state
+from ported import (
+    FOLDER,
+    LAUNCH,
+    TORCHRUN,
+    Numbers,
+    Program,
+    csv_logger,
+    launch_after,
+    run_after,
+    run_before,
+    trainer_state,
+)
 
 PROGRAMS = {
     "timm_train": Program(num_samples=272, batch=32, epochs=3, steps=24, beta=(0.8, 0.8)),
@@ -75,3 +87,17 @@ def test_two_processes_have_the_losses_of_before(
     name: str, launcher: list[str], expected: Numbers, tmp_path: Path
 ) -> None:
     require_equal(launch_after(name, launcher, tmp_path), expected)
+
+
+def test_every_program_of_torch_is_run() -> None:
+    folders = {path.name for path in FOLDER.iterdir() if (path / "before.py").exists()}
+    assert {name for name in folders if not name.startswith(("mxnet_", "mindspore_"))} == PROGRAMS.keys()
+
+
+def test_the_table_of_lines_is_counted() -> None:
+    assert ported_table.PAGE.read_text() == ported_table.page()
+
+
+def test_blank_lines_comments_and_docstrings_are_no_code() -> None:
+    source = '"""One."""\n\nimport a  # two\n\n# three\ndef f(x):\n    """Four.\n\n    Five.\n    """\n    return (\n        x,\n    )\n'
+    assert ported_table.code_lines(source) == ["import a", "def f(x):", "return (", "x,", ")"]
