@@ -99,5 +99,6 @@ def test_the_table_of_lines_is_counted() -> None:
 
 
 def test_blank_lines_comments_and_docstrings_are_no_code() -> None:
-    source = '"""One."""\n\nimport a  # two\n\n# three\ndef f(x):\n    """Four.\n\n    Five.\n    """\n    return (\n        x,\n    )\n'
-    assert ported_table.code_lines(source) == ["import a", "def f(x):", "return (", "x,", ")"]
+    source = '"""One."""\n\nimport a  # two\n\n# three\ndef f(x):\n    """Four.\n\n    Five.\n    """\n'
+    source += "    return (\n        x\n    )\n"
+    assert ported_table.code_lines(source) == ["import a", "def f(x):", "return (", "x", ")"]
