@@ -78,7 +78,7 @@ def test_a_batch_without_targets() -> None:
         "a batch with input_ids, labels",
         "built-in objectives and metrics compare the outputs with batch['targets']",
         "there is nothing to compare with",
-        "the objective 'model_loss', if the model makes a loss of the labels itself",
+        "name the labels 'targets'; or the objective 'model_loss', if the model makes a loss of them itself",
     ]
 
 
@@ -217,6 +217,18 @@ def test_sequential_on_pairs_with_a_mean_loss(tmp_path: Path, objective: Any) ->
             notices[0]["what"]
             == "the objective returns one number, taken as the mean over the samples of a micro-batch"
         )
+
+
+def test_an_objective_by_name() -> None:
+    assert as_objective("cross_entropy") is cross_entropy
+    for wrong, shown, nearest in (("cross_entrpy", "'cross_entrpy'", "cross_entropy"), (None, "None", "a function")):
+        with pytest.raises(ConfigError) as caught:
+            as_objective(wrong)
+        (problem,) = caught.value.problems
+        assert problem.given == f"the objective {shown}"
+        assert problem.rule.startswith("it is one of next_token, ")
+        assert problem.consequence == "there is no loss, and nothing was started"
+        assert nearest in problem.nearest
 
 
 def test_an_objective_that_returns_a_vector() -> None:

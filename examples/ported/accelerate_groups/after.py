@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from unisono import PlanOptions, Trainer, TrainOptions
-from unisono.train import METRICS
 
 VOCABULARY, IGNORED, BATCH, EPOCHS, LR = 12, -100, 16, 3, 0.1
 
@@ -62,7 +61,7 @@ def main():
         schedule=partial(OneCycleLR, max_lr=[LR, LR, 5 * LR], total_steps=steps),
         options=TrainOptions(steps=steps, eval_every_steps=epoch, num_eval_samples=0),
         eval_data=sentences(40, seed=2),
-        metrics={"accuracy": METRICS["token_accuracy"]},
+        metrics=["accuracy"],
     ) as run:
         run.fit()
 

@@ -9,7 +9,6 @@ from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import Dataset
 
 from unisono import CheckpointOptions, PlanOptions, Trainer, TrainOptions
-from unisono.train import METRICS
 
 BATCH, EPOCHS, LR = 64, 4, 0.05
 
@@ -53,7 +52,7 @@ def main():
         options=TrainOptions(steps=EPOCHS * epoch, eval_every_steps=epoch, num_eval_samples=0),
         checkpoint=CheckpointOptions(every_steps=epoch),
         eval_data=Spirals(128, seed=2),
-        metrics={"accuracy": METRICS["accuracy"]},
+        metrics=["accuracy"],
     ) as run:
         run.fit()
 

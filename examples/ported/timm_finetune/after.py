@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from unisono import Metric, OptimOptions, PlanOptions, ScheduleOptions, Trainer, TrainOptions
-from unisono.train import METRICS
 
 BATCH, EPOCHS, DEPTH = 24, 2, 3
 LR, LAYER_DECAY, WEIGHT_DECAY = 2e-3, 0.65, 0.05
@@ -99,7 +98,7 @@ def main():
         options=TrainOptions(steps=EPOCHS * epoch, eval_every_steps=epoch, num_eval_samples=0),
         eval_data=pictures(90, seed=2),
         metrics={
-            "accuracy": METRICS["accuracy"],
+            "accuracy": "accuracy",
             "cross_entropy": Metric(size=2, sums=plain_loss, value=lambda total: total[0] / total[1]),
         },
     ) as run:

@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from unisono import LoaderOptions, OptimOptions, PlanOptions, ScheduleOptions, Trainer, TrainOptions
-from unisono.train import METRICS, cross_entropy
 
 CLASSES, BATCH, EPOCHS, WARMUP = 4, 32, 3, 4
 LR, WEIGHT_DECAY, CLIP, EMA_DECAY = 3e-3, 0.05, 1.0, 0.9
@@ -62,12 +61,12 @@ def main():
         Net(),
         train,
         PlanOptions(global_batch=BATCH, precision="fp32"),
-        objective=cross_entropy,
+        objective="cross_entropy",
         optimizer=OptimOptions(lr=LR, weight_decay=WEIGHT_DECAY, beta2=0.999, clip_norm=CLIP),
         schedule=ScheduleOptions(warmup_steps=WARMUP, final_lr_frac=0.0),
         options=TrainOptions(steps=EPOCHS * epoch, eval_every_steps=epoch, num_eval_samples=0, ema_decay=EMA_DECAY),
         eval_data=pictures(100, seed=2),
-        metrics={"accuracy": METRICS["accuracy"]},
+        metrics=["accuracy"],
         transform=smooth,
         pair_transform=mixup,
         loader=LoaderOptions(last_batch="drop"),

@@ -6,7 +6,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, get_linear_schedule_with_warmup, set_seed
 
 from unisono import CheckpointOptions, OptimOptions, PlanOptions, Trainer, TrainOptions
-from unisono.train import OBJECTIVES
 
 CHARACTERS = "0123456789+= "
 
@@ -53,7 +52,7 @@ def main():
         build_model(),
         train,
         PlanOptions(global_batch=16, micro_batch=8, precision="fp32"),
-        objective=OBJECTIVES["model_loss"],
+        objective="model_loss",
         optimizer=OptimOptions(
             lr=5e-3, weight_decay=0.01, groups=({"match": "*.w[tp]e.weight", "weight_decay": 0.01},), beta2=0.999
         ),

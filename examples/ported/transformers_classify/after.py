@@ -6,7 +6,6 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, get_cosine_schedule_with_warmup, set_seed
 
 from unisono import CheckpointOptions, OptimOptions, PlanOptions, Trainer, TrainOptions
-from unisono.train import METRICS, cross_entropy
 
 
 def brackets(count, seed):
@@ -49,13 +48,13 @@ def main():
         build_model(),
         brackets(240, seed=1),
         PlanOptions(global_batch=16, precision="fp32"),
-        objective=cross_entropy,
+        objective="cross_entropy",
         optimizer=OptimOptions(lr=1e-3, weight_decay=0.0, beta2=0.999),
         schedule=partial(get_cosine_schedule_with_warmup, num_warmup_steps=3, num_training_steps=30),
         options=TrainOptions(steps=30, eval_every_steps=10),
         checkpoint=CheckpointOptions(every_steps=10),
         eval_data=brackets(80, seed=2),
-        metrics={"accuracy": METRICS["accuracy"]},
+        metrics=["accuracy"],
         collate_fn=pad,
     ) as run:
         run.fit()

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.errors import ConfigError, DataError, PlanError
+from unisono.errors import ConfigError, DataError, PlanError, nearest_name
 from unisono.models.loss import IGNORED, LazyLogits, cross_entropy_sum
 from unisono.plan.plan import Plan
 
@@ -132,15 +132,17 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def as_objective(loss: Any, notice: Callable[[], None] = lambda: None) -> Objective:
-    """An objective of ``loss``: an objective, a loss of ``torch.nn``, or a function that returns a mean.
+    """An objective of ``loss``: an objective or a built-in one's name, a loss of ``torch.nn``, or a function that returns a mean.
 
     A loss of ``torch.nn`` is computed per element. Its weight is what its own mean divides by, so that ``ignore_index`` and class
     weights count as there. Any other ``(outputs, batch)`` that returns one 0-dim tensor is taken as a mean over the samples
     of its micro-batch. A mean over anything else, such as tokens, then depends on the micro-batches; ``notice`` is called once.
 
     Raises:
-        ConfigError: A loss of ``torch.nn`` whose weight is not known, or that is no mean.
+        ConfigError: A loss of ``torch.nn`` whose weight is not known, or that is no mean; or no function.
     """
+    if (built_in := _built_in(loss)) is not None:
+        return built_in
     if loss in OBJECTIVES.values():
         return loss
     if isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.nn."):
@@ -213,7 +215,7 @@ def find_targets(batch: Batch) -> Tensor:
         given=f"a batch with {', '.join(sorted(batch))}",
         rule="built-in objectives and metrics compare the outputs with batch['targets']",
         consequence="there is nothing to compare with",
-        nearest="the objective 'model_loss', if the model makes a loss of the labels itself"
+        nearest="name the labels 'targets'; or the objective 'model_loss', if the model makes a loss of them itself"
         if "labels" in batch
         else "give the data set (or a transform) the entry 'targets'",
     )
@@ -242,6 +244,20 @@ def counted_labels(batch: Batch) -> Tensor | None:
             nearest="the objective mean_squared_error with 'targets', or loader.last_batch=drop and no weights",
         )
     return labels.masked_fill(flat_weights(batch, labels).reshape(labels.shape) == 0, IGNORED)
+
+
+def _built_in(loss: object) -> Objective | None:
+    """The objective of this name, if it is one. Raises ConfigError for what cannot be an objective, such as an unknown name."""
+    if isinstance(loss, str) and loss in OBJECTIVES:
+        return OBJECTIVES[loss]
+    if not callable(loss):
+        raise ConfigError(
+            given=f"the objective {loss!r}",
+            rule="it is one of " + ", ".join(OBJECTIVES) + ", a loss of torch.nn, or a function (outputs, batch)",
+            consequence="there is no loss, and nothing was started",
+            nearest=nearest_name(loss, OBJECTIVES) if isinstance(loss, str) else "a function of outputs and batch",
+        )
+    return None
 
 
 _CLASSES = nn.CrossEntropyLoss, nn.NLLLoss

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from types import TracebackType
@@ -56,7 +56,7 @@ from unisono.train.gradient_sync import build_comm_stats, build_gradient_sync, c
 from unisono.train.guard import StepGuard
 from unisono.train.loop import Result, StepRunner, SyncLoop
 from unisono.train.loss_scaler import LossScaler
-from unisono.train.metrics import Metric
+from unisono.train.metrics import Metric, as_metrics
 from unisono.train.metrics_reader import GradientStats, MetricsReader
 from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective, check_objective
 from unisono.train.optimizers import OptimizerSetup
@@ -116,7 +116,7 @@ class Trainer:
             this job; a ``Plan`` is only validated.
         objective: ``(outputs, batch) -> (loss_sum, weight)``, two 0-dim tensors. The loss of a step is the sum of ``loss_sum``
             divided by the sum of ``weight``, both over all micro-batches and ranks. Or a loss of ``torch.nn``, or a function that
-            returns the mean of a micro-batch (``train.objectives.as_objective``).
+            returns the mean of a micro-batch (``train.objectives.as_objective``); or the name of a built-in objective.
         optimizer: ``OptimOptions`` (default: ``OptimOptions()``, AdamW); a ``torch.optim`` optimizer of the model's parameters; a
             class or function of a list of parameters that builds one; or several by pattern of parameter names, of which the
             first match wins: ``{"*.bias": partial(SGD, lr=0.1), "*": AdamW}``.
@@ -133,7 +133,7 @@ class Trainer:
         resume: ``auto`` resumes from the newest good checkpoint in ``run_dir`` or starts a new run; ``strict`` also refuses
             any difference that bit-exactness depends on; ``never`` refuses a folder with checkpoints; a path names a checkpoint.
         eval_data: Held-out samples with a length, for ``fit`` and ``evaluate``. Default: none, and ``fit`` does not evaluate.
-        metrics: Metrics of an evaluation by name, in addition to ``loss``. Default: none.
+        metrics: Metrics of an evaluation by name, or names of built-in ones, in addition to ``loss``. Default: none.
         transform: ``(sample, rng) -> sample``, applied to each training sample; see ``Loader``.
         pair_transform: ``(a, b, rng) -> sample`` on two neighbours of the global batch, such as mixup; see ``Loader``.
         batch_transform: ``(batch) -> batch`` on all rows of a micro-batch; see ``Loader``.
@@ -165,7 +165,7 @@ class Trainer:
         data: Dataset | MapStyle | Iterable[Any],
         plan: Plan | PlanOptions | None = None,
         *,
-        objective: Objective | Callable[[Any, Batch], Tensor],
+        objective: Objective | Callable[[Any, Batch], Tensor] | str,
         optimizer: OptimOptions | GivenOptimizer | None = None,
         schedule: ScheduleOptions | Callable[[int], float] | SchedulerFactory | None = None,
         clip_norm: float | None = None,
@@ -175,7 +175,7 @@ class Trainer:
         seed: int = 0,
         resume: str = "auto",
         eval_data: Dataset | MapStyle | None = None,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Metric | str] | Sequence[str] | None = None,
         transform: Transform | None = None,
         pair_transform: PairTransform | None = None,
         batch_transform: BatchTransform | None = None,
@@ -206,7 +206,7 @@ class Trainer:
         )
         self._checkpoint = checkpoint or CheckpointOptions()
         self._seed, self._resume = seed, resume
-        self._metrics = dict(metrics or {})
+        self._metrics = as_metrics(metrics or {})
         self._input = InputPipeline(
             data=self.data,
             options=source.loader,
