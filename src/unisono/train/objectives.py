@@ -141,8 +141,7 @@ def as_objective(loss: Any, notice: Callable[[], None] = lambda: None) -> Object
     Raises:
         ConfigError: A loss of ``torch.nn`` whose weight is not known, or that is no mean; or no function.
     """
-    if (built_in := _built_in(loss)) is not None:
-        return built_in
+    loss = find_objective(loss)
     if loss in OBJECTIVES.values():
         return loss
     if isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.nn."):
@@ -173,6 +172,20 @@ def as_objective(loss: Any, notice: Callable[[], None] = lambda: None) -> Object
         return result * weight, weight
 
     return objective
+
+
+def find_objective(loss: Any) -> Any:
+    """The built-in objective of this name, or ``loss`` itself. Raises ConfigError for an unknown name and what is no function."""
+    if isinstance(loss, str) and loss in OBJECTIVES:
+        return OBJECTIVES[loss]
+    if not callable(loss):
+        raise ConfigError(
+            given=f"the objective {loss!r}",
+            rule="it is one of " + ", ".join(OBJECTIVES) + ", a loss of torch.nn, or a function (outputs, batch)",
+            consequence="there is no loss, and nothing was started",
+            nearest=nearest_name(loss, OBJECTIVES) if isinstance(loss, str) else "a function of outputs and batch",
+        )
+    return loss
 
 
 def check_objective(objective: Objective, plan: Plan) -> None:
@@ -244,20 +257,6 @@ def counted_labels(batch: Batch) -> Tensor | None:
             nearest="the objective mean_squared_error with 'targets', or loader.last_batch=drop and no weights",
         )
     return labels.masked_fill(flat_weights(batch, labels).reshape(labels.shape) == 0, IGNORED)
-
-
-def _built_in(loss: object) -> Objective | None:
-    """The objective of this name, if it is one. Raises ConfigError for what cannot be an objective, such as an unknown name."""
-    if isinstance(loss, str) and loss in OBJECTIVES:
-        return OBJECTIVES[loss]
-    if not callable(loss):
-        raise ConfigError(
-            given=f"the objective {loss!r}",
-            rule="it is one of " + ", ".join(OBJECTIVES) + ", a loss of torch.nn, or a function (outputs, batch)",
-            consequence="there is no loss, and nothing was started",
-            nearest=nearest_name(loss, OBJECTIVES) if isinstance(loss, str) else "a function of outputs and batch",
-        )
-    return None
 
 
 _CLASSES = nn.CrossEntropyLoss, nn.NLLLoss

@@ -91,10 +91,8 @@ def setting_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) ->
     return texts
 
 
-def function_name(function: Callable[..., Any] | str | None) -> str:
-    """Module and name of a function or class; of a partial, with its arguments. A name is itself."""
-    if isinstance(function, str):
-        return function
+def function_name(function: Callable[..., Any] | None) -> str:
+    """Module and name of a function or class; of a partial, with its arguments."""
     if isinstance(function, partial):
         arguments = [*map(repr, function.args), *(f"{name}={value!r}" for name, value in function.keywords.items())]
         return f"{function_name(cast('Callable[..., Any]', function.func))}({', '.join(arguments)})"

@@ -58,7 +58,7 @@ from unisono.train.loop import Result, StepRunner, SyncLoop
 from unisono.train.loss_scaler import LossScaler
 from unisono.train.metrics import Metric, as_metrics
 from unisono.train.metrics_reader import GradientStats, MetricsReader
-from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective, check_objective
+from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective, check_objective, find_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
@@ -197,7 +197,7 @@ class Trainer:
         self.eval_data = read_eval_source(eval_data, source.collate_fn)
         self.options = options or TrainOptions()
         self.run_dir = default_run_dir() if run_dir is None else Path(run_dir)
-        self._given_objective = objective
+        self._given_objective = objective = find_objective(objective)
         self._objective = as_objective(
             objective, lambda: self.events.emit("notice", step=self.state.step, **MEAN_LOSS_NOTICE)
         )
