@@ -44,7 +44,7 @@ environment() {
 }
 
 status=0
-for name in ${*:-mxnet mindspore webdataset datasets s3}; do
+for name in ${*:-mxnet mindspore webdataset datasets s3 lightning}; do
   case $name in
     # MXNet was made for a NumPy that still had names of its own for Python's types
     mxnet) environment mxnet "import numpy; numpy.bool = bool; import mxnet, cv2" \
@@ -53,6 +53,7 @@ for name in ${*:-mxnet mindspore webdataset datasets s3}; do
     webdataset) environment webdataset "import webdataset" "webdataset==1.0.2" "numpy" ;;
     datasets) environment datasets "import datasets" "datasets==5.2.0" "pillow" ;;
     s3) environment s3 "import s3fs, moto.server" "s3fs==2026.9.0" "moto[server]==5.2.5" ;;
+    lightning) environment lightning "import lightning" "lightning==2.6.6" "torch==2.13.*" "numpy" ;;
     *) echo "unknown peer: $name" >&2; false ;;
   esac || status=1
 done

@@ -269,3 +269,16 @@ def test_bf16_without_hardware_for_it_is_noticed() -> None:
     (notice,) = backend_notices(plan("bf16"), nn.Linear(2, 2), native_bf16=False)
     assert (notice["code"], notice["cost"]) == ("slow_bf16", "a step is about 2 to 2.7 times slower than in fp32")
     assert list(backend_notices(plan("auto"), nn.Linear(2, 2), native_bf16=False)) == []
+
+
+@pytest.mark.parametrize(("micro_batch", "parts"), [(0, True), (64, False)])
+def test_batch_norm_of_a_part_of_the_batch_is_noticed(micro_batch: int, parts: bool) -> None:
+    settings = ["plan.global_batch=64", f"plan.micro_batch={micro_batch}", "plan.precision=fp32"]
+    options = load_config(RunConfig, overrides=settings).value.plan
+    plan = derive_plan(options, world_size=1, device="cpu", native_bf16=False)
+    notices = list(backend_notices(plan, nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), native_bf16=False))
+    assert [notice["code"] for notice in notices] == (["batch_norm_parts"] if parts else [])
+    if parts:
+        assert notices[0]["what"] == "batch norm sees 32 samples of each rank at a time, not its share of the step"
+        assert notices[0]["fix"] == "plan.micro_batch=64, where it fits into memory"
+    assert list(backend_notices(plan, nn.Linear(2, 2), native_bf16=False)) == []

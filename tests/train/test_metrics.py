@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.errors import DataError
-from unisono.train.metrics import AUC_BINS, SPEARMAN_BINS, find_metric
+from unisono.errors import ConfigError, DataError
+from unisono.train.metrics import AUC_BINS, METRICS, SPEARMAN_BINS, as_metrics, find_metric
 
 skm = pytest.importorskip("sklearn.metrics", reason="NOT CHECKED: the extra 'dev' (scikit-learn) is not installed")
 RNG = np.random.default_rng(0)
@@ -112,3 +112,18 @@ def test_more_classes_than_the_metric_counts() -> None:
 )
 def test_names_that_are_no_metric(name: str) -> None:
     assert find_metric(name) is None
+
+
+def test_metrics_by_name() -> None:
+    own = METRICS["mae"]
+    assert as_metrics(["accuracy", "f1:3"]).keys() == {"accuracy", "f1:3"}
+    assert as_metrics({"hits": "accuracy", "error": own}) == {"hits": METRICS["accuracy"], "error": own}
+    assert as_metrics("mcc") == {"mcc": METRICS["mcc"]}
+    with pytest.raises(ConfigError) as caught:
+        as_metrics(["acuracy", "f1:1"])
+    first, second = caught.value.problems
+    assert first.given == "the metric 'acuracy'"
+    assert first.rule.startswith("a metric is a Metric, or named by one of perplexity, ")
+    assert first.consequence == "evaluations would not have it, and nothing was started"
+    assert "accuracy" in first.nearest
+    assert second.given == "the metric 'f1:1'"

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from pool import Pool
 from torch import Tensor, nn
 
-from unisono.errors import ConfigError, DataError, PlanError
+from unisono import ObserveOptions, PlanOptions, Trainer, TrainOptions
+from unisono.errors import CheckpointError, ConfigError, DataError, PlanError
 from unisono.optim.learning_rate import ScheduledRates
 from unisono.train.metrics import top_k
 from unisono.train.objectives import (
@@ -78,7 +79,7 @@ def test_a_batch_without_targets() -> None:
         "a batch with input_ids, labels",
         "built-in objectives and metrics compare the outputs with batch['targets']",
         "there is nothing to compare with",
-        "the objective 'model_loss', if the model makes a loss of the labels itself",
+        "name the labels 'targets'; or the objective 'model_loss', if the model makes a loss of them itself",
     ]
 
 
@@ -217,6 +218,18 @@ def test_sequential_on_pairs_with_a_mean_loss(tmp_path: Path, objective: Any) ->
             notices[0]["what"]
             == "the objective returns one number, taken as the mean over the samples of a micro-batch"
         )
+
+
+def test_an_objective_by_name() -> None:
+    assert as_objective("cross_entropy") is cross_entropy
+    for wrong, shown, nearest in (("cross_entrpy", "'cross_entrpy'", "cross_entropy"), (None, "None", "a function")):
+        with pytest.raises(ConfigError) as caught:
+            as_objective(wrong)
+        (problem,) = caught.value.problems
+        assert problem.given == f"the objective {shown}"
+        assert problem.rule.startswith("it is one of next_token, ")
+        assert problem.consequence == "there is no loss, and nothing was started"
+        assert nearest in problem.nearest
 
 
 def test_an_objective_that_returns_a_vector() -> None:
@@ -402,3 +415,29 @@ def test_class_weights_are_not_moved_away(tmp_path: Path) -> None:
     before = copy.deepcopy(loss)
     as_objective(loss)(LOGITS, {"targets": TARGETS})
     assert (loss.reduction, loss.weight.tolist()) == (before.reduction, before.weight.tolist())
+
+
+def test_an_objective_by_its_name_is_that_objective_to_a_resumed_run(tmp_path: Path) -> None:
+    def run(objective: Any) -> int:
+        trainer = tiny_run(tmp_path, objective)
+        with trainer:
+            return len(list(trainer))
+
+    assert run("cross_entropy") == 2
+    assert run(cross_entropy) == 0
+    with pytest.raises(CheckpointError, match="objective"):
+        run(lambda outputs, batch: cross_entropy(outputs, batch))
+
+
+def tiny_run(folder: Path, objective: Any) -> Trainer:
+    return Trainer(
+        nn.Linear(3, 2),
+        [{"inputs": torch.ones(3), "targets": 1}] * 4,
+        PlanOptions(device="cpu", precision="fp32", global_batch=2),
+        objective=objective,
+        optimizer=torch.optim.SGD,
+        options=TrainOptions(steps=2, eval_every_steps=0),
+        observe=ObserveOptions(console="off", trackers=(), report=False),
+        run_dir=folder,
+        resume="strict",
+    )

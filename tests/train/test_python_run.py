@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 
 from unisono import (
     CheckpointOptions,
@@ -121,15 +123,48 @@ def test_an_unknown_tracker_is_refused_before_anything_is_written(tmp_path: Path
         ({"optimizer": OptimOptions(lr=-1.0)}, "OptimOptions: lr = -1.0"),
         ({"optimizer": torch.optim.SGD, "clip_norm": -1.0}, "clip_norm=-1.0"),
         ({"schedule": ScheduleOptions(kind="cosin")}, 'ScheduleOptions: kind = "cosin"'),
+        ({"schedule": StepLR(SGD([nn.Parameter(torch.ones(1))]), 1)}, "schedule=partial(StepLR, …)"),
+        ({"objective": "mean_squared_eror"}, "the objective 'mean_squared_eror'"),
+        ({"metrics": ["mea"]}, "the metric 'mea'"),
     ],
 )
 def test_options_are_checked_at_construction(tmp_path: Path, wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Trainer(
-            Line(3, 1), [(torch.ones(3), torch.ones(1))], objective=mean_squared_error, run_dir=tmp_path / "a", **wrong
+            Line(3, 1),
+            [(torch.ones(3), torch.ones(1))],
+            **{"objective": mean_squared_error, "run_dir": tmp_path / "a"} | wrong,
         )
     assert said in str(caught.value)
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (lambda o: StepLR(o, 1), "a schedule that raised TypeError: int is not an Optimizer for step 0"),
+        (lambda step: None, "a schedule that returned NoneType for step 0"),
+    ],
+)
+def test_a_schedule_without_a_rate_is_refused(tmp_path: Path, schedule: Any, said: str) -> None:
+    with (
+        pytest.raises(ConfigError) as caught,
+        Trainer(
+            Line(3, 1),
+            [(torch.ones(3), torch.ones(1))],
+            PlanOptions(device="cpu", global_batch=1),
+            objective="mean_squared_error",
+            optimizer=SGD,
+            schedule=schedule,
+            run_dir=tmp_path,
+        ),
+    ):
+        pass
+    (problem,) = caught.value.problems
+    assert problem.given == said
+    assert "'optimizer' returns a scheduler" in problem.rule
+    assert problem.consequence == "there is no learning rate"
+    assert "lambda optimizer:" in problem.nearest
 
 
 def test_held_out_data_may_be_a_list(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, Protocol, SupportsFloat, TypeGuard, cast
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -78,6 +78,8 @@ class ScheduledRates:
             return lambda step: function(step) * scale
 
         self._base = rate(base_lr)
+        if not isinstance(schedule, ScheduleOptions):
+            _require_rate(schedule)
         self._rates = [rate(float(group["lr"])) for group in groups]
 
     def apply(self, step: int) -> float:
@@ -173,6 +175,22 @@ def is_scheduler_factory(schedule: GivenSchedule) -> TypeGuard[SchedulerFactory]
         return next(iter(inspect.signature(schedule).parameters), "") == "optimizer"
     except (TypeError, ValueError):
         return False
+
+
+def _require_rate(schedule: Callable[[int], object]) -> None:
+    """Raises ConfigError if ``schedule`` gives no learning rate for the first step."""
+    try:
+        rate = schedule(0)
+        wrong = "" if isinstance(rate, SupportsFloat) else f"returned {type(rate).__name__}"
+    except Exception as error:
+        wrong = f"raised {type(error).__name__}: {error}"
+    if wrong:
+        raise ConfigError(
+            given=f"a schedule that {wrong} for step 0",
+            rule="a function of the step returns the learning rate; one with the parameter 'optimizer' returns a scheduler",
+            consequence="there is no learning rate",
+            nearest="schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100), or lambda step: 0.1",
+        )
 
 
 _NON_FINITE = "float:"

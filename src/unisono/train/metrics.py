@@ -7,14 +7,14 @@ number. A mean of per-batch means, which would depend on the split, cannot be wr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.errors import DataError
+from unisono.errors import ConfigError, DataError, Problem, nearest_name
 from unisono.models.loss import IGNORED, LazyLogits
 from unisono.train.objectives import dense_logits, find_logits, find_targets, flat_weights
 
@@ -317,3 +317,25 @@ def find_metric(name: str, *, scale: float = 1.0) -> Metric | None:
             return spearman(low, high)
         case _:
             return None
+
+
+def as_metrics(metrics: Mapping[str, Metric | str] | Sequence[str]) -> dict[str, Metric]:
+    """Metrics by name, of such a mapping or of names that ``find_metric`` knows. Raises ConfigError for anything else."""
+    names = [metrics] if isinstance(metrics, str) else metrics
+    given: dict[str, object] = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
+    found = {name: find_metric(value) if isinstance(value, str) else value for name, value in given.items()}
+    problems = [
+        Problem(
+            given=f"the metric {given[name]!r}",
+            rule="a metric is a Metric, or named by one of "
+            + ", ".join(METRICS)
+            + ", top<k>, f1:<classes>, mcc:<classes>, confusion:<classes>, spearman:<low>:<high>",
+            consequence="evaluations would not have it, and nothing was started",
+            nearest=nearest_name(str(given[name]), METRICS),
+        )
+        for name, value in found.items()
+        if not isinstance(value, Metric)
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    return {name: value for name, value in found.items() if isinstance(value, Metric)}

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.errors import ConfigError, DataError, PlanError
+from unisono.errors import ConfigError, DataError, PlanError, nearest_name
 from unisono.models.loss import IGNORED, LazyLogits, cross_entropy_sum
 from unisono.plan.plan import Plan
 from unisono.train.named_losses import sum_losses
@@ -134,7 +134,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def as_objective(loss: Any, notice: Callable[[], None] = lambda: None) -> Objective:
-    """An objective of ``loss``: an objective, a loss of ``torch.nn``, or a function that returns a mean.
+    """An objective of ``loss``: an objective or a built-in one's name, a loss of ``torch.nn``, or a function that returns a mean.
 
     A loss of ``torch.nn`` is computed per element. Its weight is what its own mean divides by, so that ``ignore_index`` and class
     weights count as there. Any other ``(outputs, batch)`` that returns one 0-dim tensor, or several by name, is taken as a mean
@@ -142,8 +142,9 @@ def as_objective(loss: Any, notice: Callable[[], None] = lambda: None) -> Object
     is called once.
 
     Raises:
-        ConfigError: A loss of ``torch.nn`` whose weight is not known, or that is no mean.
+        ConfigError: A loss of ``torch.nn`` whose weight is not known, or that is no mean; or no function.
     """
+    loss = find_objective(loss)
     if loss in OBJECTIVES.values():
         return loss
     if isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.nn."):
@@ -177,6 +178,20 @@ def as_objective(loss: Any, notice: Callable[[], None] = lambda: None) -> Object
         return result * weight, weight
 
     return objective
+
+
+def find_objective(loss: Any) -> Any:
+    """The built-in objective of this name, or ``loss`` itself. Raises ConfigError for an unknown name and what is no function."""
+    if isinstance(loss, str) and loss in OBJECTIVES:
+        return OBJECTIVES[loss]
+    if not callable(loss):
+        raise ConfigError(
+            given=f"the objective {loss!r}",
+            rule="it is one of " + ", ".join(OBJECTIVES) + ", a loss of torch.nn, or a function (outputs, batch)",
+            consequence="there is no loss, and nothing was started",
+            nearest=nearest_name(loss, OBJECTIVES) if isinstance(loss, str) else "a function of outputs and batch",
+        )
+    return loss
 
 
 def check_objective(objective: Objective, plan: Plan) -> None:
@@ -219,7 +234,7 @@ def find_targets(batch: Batch) -> Tensor:
         given=f"a batch with {', '.join(sorted(batch))}",
         rule="built-in objectives and metrics compare the outputs with batch['targets']",
         consequence="there is nothing to compare with",
-        nearest="the objective 'model_loss', if the model makes a loss of the labels itself"
+        nearest="name the labels 'targets'; or the objective 'model_loss', if the model makes a loss of them itself"
         if "labels" in batch
         else "give the data set (or a transform) the entry 'targets'",
     )

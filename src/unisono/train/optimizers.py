@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.config import check_options
 from unisono.errors import ConfigError, nearest_name
@@ -74,6 +75,14 @@ class OptimizerSetup:
                 rule="OptimOptions has clip_norm; the argument is for an optimizer of your own",
                 consequence="it would be unclear which of the two holds",
                 nearest=f"OptimOptions(clip_norm={self.clip_norm})",
+            )
+        if isinstance(self.schedule, LRScheduler):
+            kind = type(self.schedule).__name__
+            raise ConfigError(
+                given=f"schedule={kind}(…), a scheduler that has an optimizer already",
+                rule="the trainer makes the scheduler, of the optimizer of this rank's parameters",
+                consequence="its learning rates might belong to other parameters; nothing was started",
+                nearest=f"schedule=partial({kind}, …) with all its arguments but the optimizer",
             )
         if self.clip_norm is not None and not 0 <= self.clip_norm < float("inf"):
             raise ConfigError(

@@ -22,6 +22,7 @@ from unisono.errors import PlanError, Problem
 from unisono.kvstore import KVStore, create_kvstore
 from unisono.measure.ceiling import PeakFlops, peak_flops
 from unisono.observe.events import EventLog, events_path, next_attempt
+from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.device import COMPUTE_DTYPES, computes_bf16, find_device
 from unisono.parallel.mesh import ParallelDims
@@ -116,6 +117,15 @@ def backend_notices(plan: Plan, model: nn.Module, *, native_bf16: bool) -> Itera
                 "cost": "none",
                 "fix": f"leave plan.{name} out",
             }
+    batch = plan.batch
+    if batch.accumulation > 1 and batch_norms(model):
+        yield {
+            "code": "batch_norm_parts",
+            "what": f"batch norm sees {batch.micro_batch} samples of each rank at a time, not its share of the step",
+            "why": f"the share is divided into {batch.accumulation} micro-batches, which are normalised one after the other",
+            "cost": "losses differ from those of the whole batch at once, and with the number of ranks",
+            "fix": f"plan.micro_batch={batch.micro_batch * batch.accumulation}, where it fits into memory",
+        }
     if plan.precision.compute == "bf16" and not native_bf16:
         yield {
             "code": "slow_bf16",

@@ -50,8 +50,8 @@ from unisono.train.callbacks import Every
 from unisono.train.gradient_sync import build_gradient_sync
 from unisono.train.input_pipeline import InputPipeline, build_loader, read_eval_source, read_source
 from unisono.train.loop import Result
-from unisono.train.metrics import Metric
-from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective
+from unisono.train.metrics import Metric, as_metrics
+from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective, find_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
 from unisono.train.run_checkpoints import best_before
@@ -101,8 +101,9 @@ class Trainer:
             this job; a ``Plan`` is only validated.
         objective: ``(outputs, batch) -> (loss_sum, weight)``, two 0-dim tensors. The loss of a step is the sum of ``loss_sum``
             divided by the sum of ``weight``, both over all micro-batches and ranks. Or a loss of ``torch.nn``, or a function that
-            returns the mean of a micro-batch (``train.objectives.as_objective``). Several losses by name, ``{name: tensor}``,
-            take the place of the one: their sum is trained, and ``Step.losses`` and the events have each.
+            returns the mean of a micro-batch (``train.objectives.as_objective``); or the name of a built-in objective. Several
+            losses by name, ``{name: tensor}``, take the place of the one: their sum is trained, and ``Step.losses`` and the
+            events have each.
         optimizer: ``OptimOptions`` (default: ``OptimOptions()``, AdamW); a ``torch.optim`` optimizer of the model's parameters; a
             class or function of a list of parameters that builds one; or several by pattern of parameter names, of which the
             first match wins: ``{"*.bias": partial(SGD, lr=0.1), "*": AdamW}``.
@@ -119,7 +120,7 @@ class Trainer:
         resume: ``auto`` resumes from the newest good checkpoint in ``run_dir`` or starts a new run; ``strict`` also refuses
             any difference that bit-exactness depends on; ``never`` refuses a folder with checkpoints; a path names a checkpoint.
         eval_data: Held-out samples with a length, for ``fit`` and ``evaluate``. Default: none, and ``fit`` does not evaluate.
-        metrics: Metrics of an evaluation by name, in addition to ``loss``. Default: none.
+        metrics: Metrics of an evaluation by name, or names of built-in ones, in addition to ``loss``. Default: none.
         callbacks: Observers of the run, such as ``Every(steps=100, call=function)``. Default: none.
         transform: ``(sample, rng) -> sample``, applied to each training sample; see ``Loader``.
         pair_transform: ``(a, b, rng) -> sample`` on two neighbours of the global batch, such as mixup; see ``Loader``.
@@ -152,7 +153,7 @@ class Trainer:
         data: Dataset | MapStyle | Iterable[Any],
         plan: Plan | PlanOptions | None = None,
         *,
-        objective: Objective | Callable[[Any, Batch], Tensor | Mapping[str, Tensor]],
+        objective: Objective | Callable[[Any, Batch], Tensor | Mapping[str, Tensor]] | str,
         optimizer: OptimOptions | GivenOptimizer | None = None,
         schedule: ScheduleOptions | Callable[[int], float] | SchedulerFactory | None = None,
         clip_norm: float | None = None,
@@ -162,7 +163,7 @@ class Trainer:
         seed: int = 0,
         resume: str = "auto",
         eval_data: Dataset | MapStyle | None = None,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Metric | str] | Sequence[str] | None = None,
         callbacks: Sequence[Every] = (),
         transform: Transform | None = None,
         pair_transform: PairTransform | None = None,
@@ -182,14 +183,15 @@ class Trainer:
         source = read_source(data, plan=plan, loader=loader, collate_fn=collate_fn)
         self._data_kind = type(data).__qualname__
         self._given_plan = source.plan
+        given_objective = find_objective(objective)
         self._inputs = RunInputs(
             model=model,
             eval_data=read_eval_source(eval_data, source.collate_fn),
             options=options or TrainOptions(),
             run_dir=default_run_dir() if run_dir is None else Path(run_dir),
-            given_objective=objective,
+            given_objective=given_objective,
             objective=as_objective(
-                objective, lambda: self.events.emit("notice", step=self.state.step, **MEAN_LOSS_NOTICE)
+                given_objective, lambda: self.events.emit("notice", step=self.state.step, **MEAN_LOSS_NOTICE)
             ),
             optim=OptimizerSetup(
                 given=OptimOptions() if optimizer is None else optimizer, schedule=schedule, clip_norm=clip_norm
@@ -197,7 +199,7 @@ class Trainer:
             checkpoint=checkpoint or CheckpointOptions(),
             seed=seed,
             resume=resume,
-            metrics=dict(metrics or {}),
+            metrics=as_metrics(metrics or {}),
             input=InputPipeline(
                 data=source.data,
                 options=source.loader,
