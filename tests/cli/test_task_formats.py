@@ -150,3 +150,25 @@ def test_image_records_with_one_label_or_a_list_of_one(desk: Desk, tmp_path: Pat
         )
     assert found[0] == found[1]
     assert found[0]["accuracy"] > 0.6
+
+
+@pytest.mark.full
+def test_records_without_an_image_header(desk: Desk, tmp_path: Path) -> None:
+    data = write_bright(tmp_path / "bright.jsonl")
+    records = tmp_path / "bright.rec"
+    convert(data, records, columns=["image", "light"])
+    settings = ("--set=task.kind=image", "--set=task.target=light", "--set=image.size=16", "--set=data.eval_frac=0.25")
+    values = [
+        train(
+            desk,
+            tmp_path / path.suffix[1:],
+            *settings,
+            f"--set=data.train={path}",
+            f'--set=task.inputs=["{column}"]',
+            "--set=components.model=resnet14",
+            "--set=train.steps=12",
+        )
+        for path, column in ((data, "image"), (records, "data"))
+    ]
+    assert values[0] == values[1]
+    assert values[0]["accuracy"] > 0.6
