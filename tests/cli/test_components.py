@@ -244,3 +244,17 @@ def test_an_error_in_the_users_data_is_no_reason_to_start_again(desk: Desk, tmp_
     assert done.err.count("Traceback (most recent call last)") == 1
     assert "IndexError on rank 0 before the first finished step" in done.err
     assert "restarting" not in done.err
+
+
+def test_changed_initial_values_are_told_on_resume(desk: Desk, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    short = ("--set=schedule.kind=constant",)
+    init = '--set=components.init=[{match = "*", kind = "normal", std = 0.02}]'
+    assert desk.train(run_dir, *short, "--set=train.steps=1").code == 0
+    strict = desk.train(run_dir, *short, "--set=train.steps=2", init, "--set=run.resume=strict")
+    assert strict.code != 0
+    assert "with components.init 'default' then, [{'match': '*', 'kind': 'normal', 'std': 0.02}] now" in strict.err
+    auto = desk.train(run_dir, *short, "--set=train.steps=2", init)
+    assert auto.code == 0, auto.err
+    (resumed,) = [event for event in events_of(run_dir) if event["kind"] == "resumed"]
+    assert resumed["differences"][0].startswith("components.init 'default' then")

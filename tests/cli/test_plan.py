@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from commands import Desk, events_of
 from plan_edit import dotted, is_plan_field
 
 from unisono.config import renames
 from unisono.config.renames import PLAN_FIELDS
+from unisono.errors import PlanError
+from unisono.parallel.device import computes_bf16
 from unisono.plan.options import PlanOptions
-from unisono.plan.plan import Plan
+from unisono.plan.plan import Plan, field_origins
 from unisono.plan.resolve import derive_plan
 
 
@@ -44,7 +47,7 @@ def test_a_plan_file_reads_back_and_is_stable(file: Path, tmp_path: Path) -> Non
 def test_show_and_check(desk: Desk, file: Path) -> None:
     shown = desk.here("plan", "show", str(file))
     assert shown.out.startswith("4 x cpu, state over 2 (ZeRO 3), fp32, batch 8 = 4 ranks x 2 x 1")
-    lines = dict(line.split(maxsplit=1) for line in shown.out.splitlines()[2:] if " " in line)
+    lines = dict(line.split()[:2] for line in shown.out.splitlines()[2:] if " " in line)
     assert (lines["mesh.dp_replicate"], lines["mesh.dp_shard"], lines["fsdp.shard_threshold_numel"]) == ("2", "2", "0")
     assert desk.here("plan", "show", str(file), "--json").json["plan"]["batch"]["accumulation"] == 2
     assert desk.here("plan", "check", str(file)).out.startswith("a legal plan for 4 processes: 4 x cpu")
@@ -162,3 +165,93 @@ def test_a_strategy_file_of_version_2_is_shown_and_told(
     renames._announced.clear()
     assert desk.here("plan", "check", str(file)).code == 0
     assert told(caplog) == []
+
+
+def test_a_partial_file_is_filled_in_and_each_field_says_by_whom(desk: Desk, tmp_path: Path) -> None:
+    part = tmp_path / "part.json"
+    part.write_text(json.dumps({"mesh": {"dp_shard": 2}, "fsdp": {"prefetch_blocks": 1}, "batch": {"accumulation": 2}}))
+    shown = desk.here("plan", "show", str(part), "--processes", "4", "--json").json
+    plan = Plan.from_json(shown["plan"])
+    assert (plan.mesh.dp_shard, plan.mesh.dp_replicate, plan.fsdp.prefetch_blocks) == (2, 2, 1)
+    assert (plan.batch.global_batch, plan.batch.micro_batch, plan.batch.accumulation) == (8, 1, 2)
+    origins = shown["origins"]
+    given = {name for name, origin in origins.items() if origin == "strategy file"}
+    assert given == {"mesh.dp_shard", "fsdp.prefetch_blocks", "batch.accumulation"}
+    assert origins.keys() == {name for name in plan.decisions() if name != "version"}
+    assert {origins[name] for name in ("mesh.dp_replicate", "batch.micro_batch", "precision.compute")} == {"planner"}
+    assert {origins[name] for name in ("mesh.tp", "fsdp.zero", "sync.bucket_bytes")} == {"default"}
+    text = desk.here("plan", "show", str(part)).out  # the fewest ranks that it fits
+    assert text.startswith("2 x cpu, state over 2")
+    assert any(line.split() == ["mesh.dp_shard", "2", "strategy", "file"] for line in text.splitlines())
+    # written whole, it is the same plan, and so is what is read from that
+    settings = ("--set=plan.tf32=true", f"--set=plan.file={part}", f"--set=run.dir={tmp_path / 'none'}")
+    out = str(tmp_path / "whole.json")
+    done = desk.here("plan", "export", *settings, "--processes=4", "--output", out)
+    assert done.code == 0, done.err
+    assert done.out.startswith(f"wrote {out}: 4 x cpu, state over 2")
+    whole = Plan.load(out)
+    assert whole == plan.updated(backend={"tf32": True})
+    assert field_origins(whole)["backend.tf32"] == "setting plan.tf32"
+    assert derive_plan(PlanOptions(file=out), world_size=4, device="cpu", native_bf16=False) == whole
+    assert derive_plan(PlanOptions(file=out, tf32=True), world_size=4, device="cpu", native_bf16=False) == whole
+
+
+def test_export_writes_what_a_run_derives_and_never_over_a_file(desk: Desk, tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        "[plan]\ndevice = 'cpu'\ndp_shard = 0\nglobal_batch = 8\nrecompute = 'full'\n[launch]\nnum_processes = 2\n"
+    )
+    out = tmp_path / "plan.json"
+    done = desk.here("plan", "export", str(config), "--output", str(out), "--json")
+    assert done.code == 0, done.err
+    options = PlanOptions(device="cpu", dp_shard=0, global_batch=8, recompute="full")
+    plan = derive_plan(options, world_size=2, device="cpu", native_bf16=computes_bf16(torch.device("cpu")))
+    assert Plan.load(out) == plan == Plan.from_json(done.json["plan"])
+    assert derive_plan(PlanOptions(file=str(out)), world_size=2, device="cpu", native_bf16=False) == plan
+    before = out.read_bytes()
+    again = desk.here("plan", "export", str(config), "--output", str(out), "--set=plan.zero=1")
+    assert (again.code, out.read_bytes()) == (2, before)
+    assert again.err == (
+        f"unisono: plan export --output {out}\n"
+        "  rule: a file that exists is not overwritten\n"
+        "  so:   nothing was written\n"
+        "  try:  another name, or --force\n"
+    )
+    assert desk.here("plan", "export", str(config), "--output", str(out), "--set=plan.zero=1", "--force").code == 0
+    assert Plan.load(out) == plan.updated(fsdp={"zero": 1})
+    nowhere = desk.here("plan", "export", str(config), "--output", str(tmp_path / "none" / "plan.json"))
+    assert nowhere.code == 2
+    assert "the file can be created" in nowhere.err
+
+
+def test_a_partial_file_is_checked_like_a_whole_one(desk: Desk, tmp_path: Path) -> None:
+    part = tmp_path / "part.json"
+    part.write_text(json.dumps({"mesh": {"tpp": 2}, "fsdp": {"zero": 4}}))
+    done = desk.here("plan", "check", str(part))
+    assert done.code == 2
+    assert "2 problems" in done.err
+    assert "did you mean 'mesh.tp'?" in done.err
+    part.write_text("{}")
+    assert "gives at least one field of backend, batch, fsdp" in desk.here("plan", "check", str(part)).err
+    part.write_text(json.dumps({"mesh": {"dp_shard": 0}}))
+    assert "are at least 1" in desk.here("plan", "check", str(part)).err
+    part.write_text(json.dumps({"mesh": {"tp": 2}, "fsdp": {"zero": 2}}))
+    with pytest.raises(PlanError) as raised:
+        derive_plan(PlanOptions(file=str(part), tp=4, cp=2), world_size=4, device="cpu", native_bf16=False)
+    assert str(raised.value) == (
+        f"plan.file '{part}' with plan.tp\n"
+        "  rule: a field that the strategy file gives is not set to another value\n"
+        "  so:   it would be unclear which of the two counts\n"
+        "  try:  change tp in the file, or leave it out of one"
+    )
+
+
+def test_a_run_trains_with_a_partial_file_and_settings(desk: Desk, tmp_path: Path) -> None:
+    run_dir, part = tmp_path / "run", tmp_path / "part.json"
+    part.write_text(json.dumps({"sync": {"bucket_bytes": 4096}}))
+    done = desk.train(run_dir, "--plan", str(part), "--set=train.steps=1", "--set=schedule.kind=constant")
+    assert done.code == 0, done.err
+    shown = desk.here("plan", "show", str(run_dir), "--json").json
+    assert shown["origins"]["sync.bucket_bytes"] == "strategy file"
+    assert shown["origins"]["batch.global_batch"] == "setting plan.global_batch"
+    assert desk.here("eval", str(run_dir), "--samples", "4").code == 0

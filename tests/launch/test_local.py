@@ -321,6 +321,33 @@ time.sleep(600)
     assert "line 50" not in said
 
 
+@pytest.mark.parametrize("command", [[sys.executable, "plain.py"], ["sh", "-c", "exit 3"]])
+def test_an_exit_code_without_an_error_is_restarted_once(command: list[str], tmp_path: Path) -> None:
+    code, said = run_plain("import sys; sys.exit(3)", tmp_path, command, "-n", "1", "--max-restarts", "5")
+    assert code == 1
+    assert len(json.loads((tmp_path / "run/launch.json").read_text())["attempts"]) == 2
+    assert "launch: exit code 3 of rank 0, " in said
+    assert " s after its start, 2 times in a row\n" in said
+    assert "  rule: the same exit code twice within 60 s and without a new checkpoint is not restarted again\n" in said
+    assert f"  try:  the logs in {tmp_path / 'run/logs'}, then start the same command again" in said
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "sys.exit(3 + job.restart_count)",
+        "sys.exit(137)",  # a shell's code for a killed command
+        "(run_dir / 'checkpoints' / str(job.restart_count)).mkdir(parents=True); sys.exit(3)",
+    ],
+    ids=["other_code", "killed", "progress"],
+)
+def test_exit_codes_that_may_be_another_failure_use_up_the_restarts(ending: str, tmp_path: Path) -> None:
+    code, said, launched = run(ending, tmp_path, num_processes=1, max_restarts=2)
+    assert code == 1
+    assert len(launched.record()["attempts"]) == 3
+    assert "no restart left of 2" in said
+
+
 def test_a_second_launch_in_the_same_folder_counts_on(tmp_path: Path) -> None:
     run("print(job.restart_count)", tmp_path)
     _, _, launched = run("print(job.restart_count)", tmp_path)

@@ -126,6 +126,7 @@ CASES: dict[str, tuple[str, list[str], list[str], int]] = {
     "data.cache_gib": ("0.5", [], ["data.train=x"], 1),
     "data.bucket_batches": ("4", IMAGE, ["data.train=x"], 1),
     "data.corpus": ("x", TEXT, [], 1),
+    "data.text_column": ("text", [], ["data.corpus=x.jsonl"], 1),
     "data.tokenizer": ("x", IMAGE, TEXT, 1),
     "data.seq_len": ("64", IMAGE, TEXT, 1),
     "data.eval_frac": ("0.1", ["data.train=x", "data.eval=y"], TEXT, 1),

@@ -87,7 +87,7 @@ def _option(kinds: str, *names: str, help: str, **settings: Any) -> Callable[[An
 @_option("images", "--exif/--no-exif", default=None, help="turn re-encoded JPEGs as EXIF says (default) or not.")
 @_option("images", "--split", multiple=True, callback=_split, metavar="NAME=FRACTION", help="parts; again for each.")
 @_option("images", "--shuffle", type=int, metavar="SEED", help="order by keyed hash instead of the listing's.")
-@_option("text", "--tokenizer", help="bytes (default) or the path of a tokenizer.json.")
+@_option("text", "--tokenizer", help="bytes (default), or a tokenizer.json or its folder.")
 @_option("text", "--lines", is_flag=True, default=None, help="each line is a document, not each file.")
 @_option("text", "--text-column", metavar="NAME", help="SOURCE is a table, this field the document.")
 @_option(

@@ -39,7 +39,7 @@ def command(
     from unisono.data.dataset import collated
     from unisono.dist import job_from_environ, join_world
     from unisono.plan.options import PlanOptions
-    from unisono.plan.resolve import load_plan
+    from unisono.plan.resolve import with_strategy_file
     from unisono.train.build import build_data, build_metrics, find_objective
     from unisono.train.evaluate import evaluate
     from unisono.train.load import load_model
@@ -48,15 +48,7 @@ def command(
     from unisono.train.step import ForwardBackward, input_selector
 
     job = job_from_environ(os.environ)
-    options = config.plan
-    if options.file:
-        plan = load_plan(options)
-        options = PlanOptions(
-            device=plan.mesh.device,
-            precision=plan.precision.compute,
-            global_batch=plan.batch.global_batch,
-            micro_batch=plan.batch.micro_batch,
-        )
+    options, _ = with_strategy_file(config.plan)
     unsharded = PlanOptions(  # every process has the whole model, whatever the plan of the training
         device=options.device,
         precision=options.precision,

@@ -25,7 +25,7 @@ VERBS = {
     "eval": "Evaluate the newest checkpoint of a run on its held-out data.",
     "generate": "Let a trained language model write.",
     "config": "Show, explain, compare configurations.",
-    "plan": "Show, check, compare strategy files.",
+    "plan": "Show, check, compare, write strategy files.",
     "kvstore": "Measure the stores that synchronise workers.",
     "checkpoint": "List, verify, convert, export checkpoints.",
     "completion": "Print the script that completes commands in bash, zsh or fish.",

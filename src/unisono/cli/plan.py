@@ -1,45 +1,104 @@
-"""``unisono plan``: shows, checks and compares plans stored as JSON files."""
+"""``unisono plan``: shows, checks, compares and writes plans stored as JSON files."""
 
 from __future__ import annotations
 
+import math
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from unisono.cli.common import every_verb, print_result
+from unisono.cli.common import every_verb, load_run_config, print_result, takes_config
+from unisono.errors import ConfigError
+from unisono.plan.options import PlanOptions
 from unisono.train.options import PLAN_FILE
 
 if TYPE_CHECKING:
     from unisono.plan.plan import Plan
 
 
+_PROCESSES = click.option(
+    "--processes", type=click.IntRange(min=1), help="Number of ranks; default: what the plan is for."
+)
+
+
 @click.group("plan")
 def command() -> None:
-    """Show, check, compare strategy files. FILE may be the folder of a run."""
+    """Show, check, compare, write strategy files. FILE may be the folder of a run."""
 
 
 @command.command("show")
 @click.argument("file", type=click.Path())
+@_PROCESSES
 @every_verb
-def show(file: str, as_json: bool) -> None:
-    """Print the plan in FILE."""
-    plan = _load(file)
+def show(file: str, processes: int | None, as_json: bool) -> None:
+    """Print the plan in FILE, and for each field who chose it: strategy file, setting, default or planner."""
+    from unisono.plan.plan import field_origins
+
+    plan = _load(file, processes)
+    origins = field_origins(plan)
     values = plan.decisions() | {"pins": list(plan.pins), "provenance": plan.provenance}
-    width = max(map(len, values)) + 1
-    lines = [f"{name:<{width}}{value}" for name, value in values.items()]
-    print_result(as_json, {"hash": plan.hash, "plan": plan.to_json()}, [f"{plan.describe()}\n", *lines])
+    texts = {name: str(value) for name, value in values.items()}
+    width, column = max(map(len, texts)) + 1, min(40, max(len(texts[name]) for name in origins) + 1)
+    lines = [
+        f"{name:<{width}}{text:<{column}}{origins[name]}" if name in origins else f"{name:<{width}}{text}"
+        for name, text in texts.items()
+    ]
+    result = {"hash": plan.hash, "plan": plan.to_json(), "origins": origins}
+    print_result(as_json, result, [f"{plan.describe()}\n", *lines])
+
+
+@command.command("export")
+@takes_config
+@click.option("--output", default=PLAN_FILE, show_default=True, type=click.Path(dir_okay=False), help="File to write.")
+@click.option("--processes", type=click.IntRange(min=1), help="Number of ranks; default: launch.num_processes.")
+@click.option("--force", is_flag=True, help="Overwrite a file that exists.")
+@every_verb
+def export_file(
+    config: tuple[str, ...],
+    overrides: tuple[str, ...],
+    output: str,
+    processes: int | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write the whole plan that CONFIG and this machine's device give as a strategy file.
+
+    What depends on the model (inferred rules, layers per stage) is left to the run.
+    """
+    resolved = load_run_config(config, overrides).value
+    path = Path(output)
+    if path.exists() and not force:
+        raise ConfigError(
+            given=f"plan export --output {output}",
+            rule="a file that exists is not overwritten",
+            consequence="nothing was written",
+            nearest="another name, or --force",
+        )
+    plan = _derive(resolved.plan, processes or max(1, resolved.launch.num_processes))
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise ConfigError(
+            given=f"plan export --output {output}: {error.strerror}",
+            rule="the file can be created",
+            consequence="nothing was written",
+            nearest="a path in a folder that exists and that you may write to",
+        ) from None
+    text = f"wrote {path}: {plan.describe()}; try: unisono train --plan {shlex.quote(output)}"
+    print_result(as_json, {"path": output, "hash": plan.hash, "plan": plan.to_json()}, text)
 
 
 @command.command("check")
 @click.argument("file", type=click.Path())
-@click.option("--processes", type=click.IntRange(min=1), help="Number of ranks; default: what the plan is for.")
+@_PROCESSES
 @every_verb
 def check_file(file: str, processes: int | None, as_json: bool) -> None:
     """Say whether the plan in FILE can be carried out; exit 2 with all that is wrong if not."""
     from unisono.plan.validate import validate_plan
 
-    plan = _load(file)
+    plan = _load(file, processes)
     world = processes or plan.mesh.world_size
     validate_plan(plan, world)
     text = f"a legal plan for {world} {'process' if world == 1 else 'processes'}: {plan.describe()}"
@@ -59,8 +118,20 @@ def compare(a: str, b: str, as_json: bool) -> None:
     raise SystemExit(1 if differences else 0)
 
 
-def _load(file: str) -> Plan:
-    from unisono.plan.plan import Plan
+def _load(file: str, processes: int | None = None) -> Plan:
+    """The plan in ``file``; the planner fills in what a partial one leaves out, for ``processes`` ranks or the fewest it fits."""
+    from unisono.plan.plan import Plan, is_whole, load_fields, read_strategy_file
 
-    path = Path(file)
-    return Plan.load(path / PLAN_FILE if path.is_dir() else path)
+    path = Path(file) / PLAN_FILE if Path(file).is_dir() else Path(file)
+    if is_whole(read_strategy_file(path)):
+        return Plan.load(path)
+    mesh = {name: value for name, value in load_fields(path).items() if name.startswith("mesh.")}
+    fewest = math.prod(max(1, mesh.get(f"mesh.{axis}", 1)) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+    return _derive(PlanOptions(file=str(path)), processes or fewest)
+
+
+def _derive(options: PlanOptions, processes: int) -> Plan:
+    from unisono.dist import JobSpec
+    from unisono.train.setup import resolve_plan
+
+    return resolve_plan(options, JobSpec(world_size=processes))[1]

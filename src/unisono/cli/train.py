@@ -25,7 +25,7 @@ from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.jobspec import idle_role
 from unisono.errors import REQUEUE, USER_ERROR, CommError, ConfigError, LaunchError, UnisonoError
 from unisono.plan.options import PlanOptions
-from unisono.plan.resolve import load_plan
+from unisono.plan.resolve import with_strategy_file
 from unisono.train.config import RunConfig
 from unisono.train.options import RUN_FILE
 
@@ -126,7 +126,7 @@ def _leave(error: CommError) -> NoReturn:
 
 
 def _sync(options: PlanOptions) -> str:
-    return load_plan(options).sync.kind if options.file else options.sync
+    return with_strategy_file(options)[0].sync
 
 
 def _work(resolved: Resolved[RunConfig], job: JobSpec, *, as_json: bool) -> int:

@@ -42,8 +42,13 @@ class DataOptions:
     )
     corpus: str = option(
         "stdlib",
-        "stdlib = the running Python's own library source; or a folder or file of text.",
+        "stdlib = the running Python's own library source; or a folder or file of text, or of tables with text_column.",
         acts="a language model without data.train",
+    )
+    text_column: str = option(
+        "",
+        "Column of the corpus' tables (.jsonl, .csv, .parquet …) whose text in each row is a document; empty = plain text.",
+        acts="data.corpus of tables",
     )
     tokenizer: str = option(
         "bytes",
@@ -91,6 +96,16 @@ class DataOptions:
                     f"corpus {self.corpus!r} with train {self.train!r}",
                     "a run reads samples, or the text of a corpus",
                     "one of them",
+                ),
+            )
+        if self.text_column and (self.train or self.corpus == unset.corpus):
+            beside = f"train {self.train!r}" if self.train else f"corpus {self.corpus!r}"
+            yield (
+                "text_column",
+                inert_problem(
+                    f"text_column {self.text_column!r} with {beside}",
+                    "it is read from the tables of a corpus; task.inputs names columns of data.train",
+                    "data.corpus=FILE of a table format, or leave data.text_column out",
                 ),
             )
         sources = 1 if isinstance(self.train, str) else len(self.train)

@@ -138,7 +138,7 @@ def _record_end(
     if problem is not None:
         if not is_anothers:
             print_message(str(problem))
-        return "ended"
+        return "ended" if failure is not None else "no restart left"
     if len(state.attempts) > options.max_restarts:
         print_message(f"no restart of {state.slot.name} left of {options.max_restarts} (launch.max_restarts)")
         return "no restart left"

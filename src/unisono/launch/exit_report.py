@@ -6,6 +6,7 @@ When one rank dies, its peers fail a moment later with a CommError. The cause is
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,9 @@ class Attempt:
     codes: dict[int, int] = field(default_factory=dict[int, int])
     failures: dict[int, Failure] = field(default_factory=dict[int, Failure])
     stopped_by: str | None = None
+    began_s: float = field(default_factory=time.monotonic)
+    took_s: float = 0.0
+    checkpoints: frozenset[str] = frozenset()
 
     @staticmethod
     def begin(number: int, workers: Sequence[WorkerProcess], folder: Path) -> Attempt:
@@ -47,7 +51,12 @@ class Attempt:
         )
 
     def read_failures(self) -> None:
-        """Read the failures that ranks recorded before they ended."""
+        """Read the failures that ranks recorded before they ended, and note the time and the run's checkpoints."""
+        self.took_s = time.monotonic() - self.began_s
+        checkpoints = self.folder.parent / "checkpoints"
+        self.checkpoints = (
+            frozenset(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else frozenset()
+        )
         for rank in self.workers:
             failure = read_failure(self.folder, rank, self.number)
             if failure is not None:

@@ -42,6 +42,8 @@ _FAILED_GRACE_S = 5.0
 _DUMP_S = 1.0
 # an error outside a trainer, of whose steps nothing is known, is one of the script's start for so long
 _SCRIPT_START_S = 60.0
+# codes above are a shell's for a command that was killed by a signal
+_LAST_OWN_CODE = 128
 # the same crash this often in a row ends the run
 _SAME_CRASH_LIMIT = 2
 
@@ -132,13 +134,14 @@ def would_repeat(history: Sequence[Attempt]) -> Problem | None:
     """Why the last crash is not restarted, although restarts are left; None if it may be.
 
     An error of the program before its first finished step comes back at once, and so does a crash that has already
-    come back. Of a script outside a trainer the steps are unknown: its first minute counts as before the first one. A
-    kill leaves no record and is always restarted.
+    come back. Of a script outside a trainer the steps are unknown: its first minute counts as before the first one. An
+    exit code without a recorded error (``sys.exit(1)``, a program that is not Python) is restarted once. A kill leaves no
+    record and is always restarted.
     """
     attempt = history[-1]
     failure = attempt.root_failure()
     if failure is None:
-        return None
+        return _would_exit_again(history)
     is_script = failure.script_s is not None
     is_early = failure.script_s < _SCRIPT_START_S if failure.script_s is not None else not failure.step
     if len(history) == 1 and is_early and not failure.may_pass:
@@ -158,6 +161,32 @@ def would_repeat(history: Sequence[Attempt]) -> Problem | None:
         rule="a crash with the same type, message and step as the one before is not restarted again",
         consequence="the run ends here; the newest checkpoint is kept",
         nearest="repair the cause shown above, then start the same command again",
+    )
+
+
+def _would_exit_again(history: Sequence[Attempt]) -> Problem | None:
+    """Why an exit code without a recorded error is not restarted again; None if it may be.
+
+    Nothing is known but the code, the time and the checkpoints: the same code twice in the first minute, and no checkpoint
+    between, is the same error. A signal is none, nor is a code above 128, by which a shell says that its command was killed.
+    """
+    last, earlier = history[-1], history[-2] if len(history) > 1 else None
+    rank = last.root()
+    if rank is None or earlier is None or not 0 < last.codes[rank] <= _LAST_OWN_CODE:
+        return None
+    before = earlier.root()
+    if before is None or earlier.root_failure() is not None or earlier.codes[before] != last.codes[rank]:
+        return None
+    is_early = all(
+        0 < attempt.took_s < _SCRIPT_START_S for attempt in (earlier, last)
+    )  # 0: a server, which has no steps
+    if not is_early or earlier.checkpoints != last.checkpoints:
+        return None
+    return Problem(
+        given=f"exit code {last.codes[rank]} of rank {rank}, {last.took_s:.1f} s after its start, 2 times in a row",
+        rule=f"the same exit code twice within {_SCRIPT_START_S:g} s and without a new checkpoint is not restarted again",
+        consequence="the run ends here",
+        nearest=f"the logs in {last.folder}, then start the same command again",
     )
 
 

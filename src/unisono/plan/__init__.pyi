@@ -1,7 +1,7 @@
 from .options import PlanOptions as PlanOptions
 from .plan import Plan as Plan
+from .plan import field_origins as field_origins
 from .resolve import derive_plan as derive_plan
-from .resolve import load_plan as load_plan
 from .rules import ColwiseRowwise as ColwiseRowwise
 from .rules import DtypeRule as DtypeRule
 from .rules import EmbeddingRule as EmbeddingRule

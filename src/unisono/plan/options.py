@@ -20,7 +20,8 @@ class PlanOptions:
     """How the model and the batch are laid out on the hardware."""
 
     file: str = option(
-        "", "Strategy file (JSON) that holds the whole plan; the other options of this section then stay unset."
+        "",
+        "Strategy file (JSON) with some fields of a plan or all; options and the planner fill in what it leaves out.",
     )
     device: str = option("auto", "auto = the accelerator torch finds, else cpu; or a torch device type.")
     global_batch: int = option(8, "Samples per step, over all ranks.", ge=1)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ import msgspec
 
 from unisono.config.renames import announce, migrate_plan
 from unisono.errors import PlanError, Problem, nearest_name
-from unisono.plan.options import Compile, Recompute, Schedule, Sync, Zero
+from unisono.plan.options import Compile, PlanOptions, Recompute, Schedule, Sync, Zero
 from unisono.plan.rules import DtypeRule, ParameterPlacement, Rule, match_modules
 from unisono.storage.files import write_atomically
 
@@ -27,7 +28,7 @@ _MAX_FILE_BYTES = 1 << 20
 VERSION = 3
 # default size of the gradients summed by one all-reduce
 BUCKET_BYTES = 4 * 2**20
-# the pin of a plan that was read from a strategy file as a whole
+# the pin of a plan that was read from a strategy file as a whole; "file:mesh.tp" is that of one field
 FROM_FILE = "file"
 # default number of pipeline stages per rank
 STAGES_PER_RANK: Mapping[Schedule, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}
@@ -175,7 +176,8 @@ class Plan:
         sync: How data ranks synchronise gradients or parameters.
         tensor_parallel: Layers that are sharded over ``tp``.
         backend: Compiler, and choices of kernels and memory layout.
-        pins: Names of the options that the user set; not compared.
+        pins: Names of the options that the user set, ``file`` for a plan of a strategy file, ``file:mesh.tp`` for a field of a
+            partial one; not compared. ``field_origins`` reads them.
         provenance: How the other fields were derived, in words; not compared.
     """
 
@@ -236,35 +238,19 @@ class Plan:
     def from_json(data: Mapping[str, Any]) -> Plan:
         """The inverse of ``to_json``; a plan of version 2 is migrated. Raises PlanError for another version, else with all
         unknown, missing and ill-typed fields at once."""
-        version = data.get("version", VERSION)
-        if type(version) is not int or version not in (2, VERSION):
-            rule = f"this unisono reads version {VERSION}, and migrates version 2"
-            near = f"a plan of version {VERSION}, or another unisono"
-            raise PlanError(_not_loaded(f"a plan of version {version!r}", rule, near))
         types = _field_types()
-        given = _flat(data) if version == VERSION else migrate_plan(data).values
+        values, problems = _typed_fields(data)
         rule = f"a plan has the fields {', '.join(types)}, all of them"
-        problems: list[Problem] = []
-        for name in given.keys() - types:
-            full_name = next((dotted for dotted in types if dotted.endswith(f".{name}")), name)
-            near = nearest_name(full_name, [*types, *_GROUPS])
-            problems.append(_not_loaded(f"there is no field {name!r}", rule, near))
-        problems += [_not_loaded(f"{name!r} is missing", rule, f'"{name}": …') for name in types.keys() - given.keys()]
-        groups: dict[str, dict[str, Any]] = {}
-        values: dict[str, Any] = {}
-        for name in types.keys() & given.keys():
-            group, _, short = name.rpartition(".")
-            try:
-                value = msgspec.convert(given[name], types[name])
-            except msgspec.ValidationError as error:
-                fault = f"{name} = {given[name]!r}: {error}"
-                problems.append(_not_loaded(fault, "a field holds a value of its type", _accepted(types[name])))
-                continue
-            (groups.setdefault(group, {}) if group else values)[short] = value
+        missing = types.keys() - _given_names(data)
+        problems += [_not_loaded(f"{name!r} is missing", rule, f'"{name}": …') for name in missing]
         if problems:
             raise PlanError(*sorted(problems, key=lambda problem: problem.given))
-        types_of_groups = get_type_hints(Plan)
-        return Plan(**values, **{name: types_of_groups[name](**members) for name, members in groups.items()})
+        groups: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            group, _, short = name.rpartition(".")
+            groups.setdefault(group, {})[short] = value
+        whole, types_of_groups = groups.pop(""), get_type_hints(Plan)
+        return Plan(**whole, **{name: types_of_groups[name](**members) for name, members in groups.items()})
 
     def save(self, path: str | Path) -> None:
         """Write the strategy file: JSON, a line per field, always in the same order."""
@@ -272,16 +258,15 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a strategy file. Raises PlanError where it cannot be read or its fields do not fit (see ``from_json``)."""
+        """Read a strategy file that holds the whole plan; ``PlanOptions(file=…)`` reads a partial one too.
+
+        Raises PlanError where it cannot be read or its fields do not fit (see ``from_json``).
+        """
         data = read_strategy_file(Path(path))
-        try:
+        with _naming(path):
             plan = Plan.from_json(data)
-            announce(str(path), migrate_plan(data).renamed)
-            return plan
-        except PlanError as error:
-            raise PlanError(
-                *(replace(problem, given=f"{path}: {problem.given}") for problem in error.problems)
-            ) from error
+        announce(str(path), migrate_plan(data).renamed)
+        return plan
 
     @property
     def hash(self) -> str:
@@ -330,9 +315,72 @@ def read_strategy_file(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", data)
 
 
+def is_whole(data: Mapping[str, Any]) -> bool:
+    """Whether the JSON object of a strategy file has all fields of a plan, or is one of another version."""
+    return data.get("version", VERSION) != VERSION or _field_types().keys() <= _given_names(data) | {
+        "pins",
+        "provenance",
+    }
+
+
+def load_fields(path: str | Path) -> dict[str, Any]:
+    """The fields that a strategy file gives, some of a plan or all, by dotted name; without pins and provenance.
+
+    Raises PlanError where the file cannot be read, has no field, or has unknown or ill-typed ones (all at once).
+    """
+    data = read_strategy_file(Path(path))
+    with _naming(path):
+        values, problems = _typed_fields(data)
+        values = {name: value for name, value in values.items() if "." in name}
+        if problems:
+            raise PlanError(*sorted(problems, key=lambda problem: problem.given))
+        if not values:
+            rule = f"a strategy file gives at least one field of {', '.join(sorted(_GROUPS))}"
+            raise PlanError(_not_loaded("there is no field of a plan", rule, '{"mesh": {"tp": 2}}'))
+    announce(str(path), migrate_plan(data).renamed)
+    return values
+
+
+def field_origins(plan: Plan) -> dict[str, str]:
+    """Who chose each field, by dotted name: ``strategy file``, ``setting plan.tp``, ``default``, or ``planner``.
+
+    The planner derives what neither file nor setting gives from the number of ranks, the device and the model.
+    """
+    defaults = PlanOptions()
+    derived = {
+        "mesh.device",
+        "mesh.dp_replicate",
+        "batch.micro_batch",
+        "batch.accumulation",
+        "precision.compute",
+        "sync.kind",
+    }
+    fixed: dict[str, Any] = {"sync.bucket_bytes": BUCKET_BYTES, "sync.reduction": "mean"}
+    origins: dict[str, str] = {}
+    for name, value in plan.decisions().items():
+        if "." not in name:
+            continue
+        option = option_of(name)
+        default = getattr(defaults, option) if option else fixed.get(name, 0 if isinstance(value, int) else [])
+        if FROM_FILE in plan.pins or f"{FROM_FILE}:{name}" in plan.pins:
+            origins[name] = "strategy file"
+        elif option in plan.pins:
+            origins[name] = f"setting plan.{option}"
+        else:
+            origins[name] = "planner" if name in derived or value != default else "default"
+    return origins
+
+
+def option_of(name: str) -> str:
+    """The option of ``PlanOptions`` that sets the field ``name``; empty for a field of strategy files only."""
+    renamed = {"precision.compute": "precision", "recompute.mode": "recompute", "sync.kind": "sync"}
+    short = renamed.get(name, name.partition(".")[2])
+    return short if short in {f.name for f in fields(PlanOptions)} else ""
+
+
 def precision_reason(plan: Plan) -> str:
     """Why the plan computes in its precision, in a few words."""
-    if not {"precision", FROM_FILE}.isdisjoint(plan.pins):
+    if not {"precision", FROM_FILE, f"{FROM_FILE}:precision.compute"}.isdisjoint(plan.pins):
         return f"{plan.precision.compute} as asked"
     if plan.precision.compute == "bf16":
         return "bf16 is native here"
@@ -347,6 +395,47 @@ def _field_types() -> dict[str, Any]:
         members = get_type_hints(kind) if is_dataclass(kind) else None
         types |= {name: kind} if members is None else {f"{name}.{member}": hint for member, hint in members.items()}
     return types
+
+
+def _given_names(data: Mapping[str, Any]) -> set[str]:
+    """Dotted names of the fields of stored plan data, with those of this version."""
+    return {*(_flat(data) if data.get("version", VERSION) == VERSION else migrate_plan(data).values)} | {"version"}
+
+
+def _typed_fields(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Values of the known fields by dotted name, in order, and a problem for each unknown or ill-typed one.
+
+    Raises PlanError for another version, which is then the only problem.
+    """
+    version = data.get("version", VERSION)
+    if type(version) is not int or version not in (2, VERSION):
+        rule = f"this unisono reads version {VERSION}, and migrates version 2"
+        near = f"a plan of version {VERSION}, or another unisono"
+        raise PlanError(_not_loaded(f"a plan of version {version!r}", rule, near))
+    types = _field_types()
+    given = _flat(data) if version == VERSION else migrate_plan(data).values
+    rule = f"a plan has the fields {', '.join(types)}, all of them"
+    problems: list[Problem] = []
+    for name in given.keys() - types:
+        full_name = next((dotted for dotted in types if dotted.endswith(f".{name}")), name)
+        problems.append(_not_loaded(f"there is no field {name!r}", rule, nearest_name(full_name, [*types, *_GROUPS])))
+    values: dict[str, Any] = {}
+    for name in (name for name in types if name in given):
+        try:
+            values[name] = msgspec.convert(given[name], types[name])
+        except msgspec.ValidationError as error:
+            fault = f"{name} = {given[name]!r}: {error}"
+            problems.append(_not_loaded(fault, "a field holds a value of its type", _accepted(types[name])))
+    return values, problems
+
+
+@contextmanager
+def _naming(path: str | Path) -> Generator[None]:
+    """Put the name of the file before each problem."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(*(replace(problem, given=f"{path}: {problem.given}") for problem in error.problems)) from error
 
 
 _GROUPS = frozenset(f.name for f in fields(Plan)) - {"version", "pins", "provenance"}

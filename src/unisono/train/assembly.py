@@ -309,6 +309,7 @@ def _open_checkpoints(parts: RunParts, facts: Mapping[str, Any]) -> RunCheckpoin
         functions={"objective": given.given_objective, **given.input.functions},
         model=parts.built.modules,
         data=given.input.data_without_fingerprint,
+        config=given.provenance.get("settings", {}),
     )
     return RunCheckpoints(
         given.run_dir / "checkpoints",

@@ -31,10 +31,12 @@ from unisono.tasks.inputs import image_augment
 from unisono.tasks.model_names import MODELS, default_model
 from unisono.tasks.models import build_named
 from unisono.tasks.options import LANGUAGE_MODELS, TaskOptions, updated_task
+from unisono.train.compared import compared_settings
 from unisono.train.config import AUTO, RunConfig
 from unisono.train.initialize import initialize
 from unisono.train.metrics import METRICS, Metric, find_metric
 from unisono.train.objectives import OBJECTIVES, Objective
+from unisono.train.settings import function_name
 from unisono.train.trainer import Trainer
 
 TOKENS = "tokens"
@@ -308,7 +310,7 @@ def build_trainer(
         flops_per_token=lambda model: gpt_flops_per_token(model, config.data.seq_len) if isinstance(model, GPT) else 0,
         world=world,
         events=events,
-        provenance=provenance,
+        provenance={**provenance, "settings": compared_settings(config, function_name)},
     )
 
 

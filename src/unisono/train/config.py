@@ -130,6 +130,7 @@ class RunConfig:
         of_text = kind in (*LANGUAGE_MODELS, "text", "sequence_labelling")
         acts = {
             "corpus": kind in LANGUAGE_MODELS,
+            "text_column": kind in LANGUAGE_MODELS,
             "packing": kind in LANGUAGE_MODELS,
             "boundaries": kind == "language_model",
             "tokenizer": of_text,

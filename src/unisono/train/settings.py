@@ -29,6 +29,7 @@ def run_settings(
     functions: Mapping[str, Any],
     model: Mapping[str, int],
     data: Dataset | None,
+    config: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything that changes the mathematics of a step, apart from plan and data, as JSON by dotted name.
 
@@ -39,6 +40,7 @@ def run_settings(
         functions: The objective and the transforms of samples and batches, by name; None is left out.
         model: ``count_modules`` of the model before it is sharded.
         data: Training data whose fingerprint does not tell its content, of which some samples are read; None for other data.
+        config: Settings of the configuration that are not their defaults (see ``compared_settings``); empty from Python.
     """
     settings: dict[str, Any] = {"optimizer": dict(optimizer)}
     if isinstance(schedule, ScheduleOptions):
@@ -47,11 +49,14 @@ def run_settings(
             settings["train.steps"] = options.steps
     else:
         settings["schedule"] = function_name(schedule)
-    for name in ("ema_decay", "spike_sigmas", "early_stop_patience"):
-        settings[f"train.{name}"] = getattr(options, name)
+    names = ["ema_decay", "spike_sigmas", "early_stop_patience", "loss_scale"]
+    # a torch scheduler may be one that reads the evaluations
+    if options.early_stop_patience or not isinstance(schedule, ScheduleOptions):
+        names += ["eval_every_steps", "num_eval_samples"]
+    settings |= {f"train.{name}": getattr(options, name) for name in names}
     settings |= {name: function_name(function) for name, function in functions.items() if function is not None}
     settings["data.samples"] = sample_digest(data) if data is not None and len(data) else ""
-    return {**_flatten(settings, ""), "model": dict(model)}
+    return {**_flatten(settings, ""), "model": dict(model), "config": dict(config)}
 
 
 def count_modules(model: nn.Module) -> dict[str, int]:
@@ -83,12 +88,24 @@ def setting_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) ->
     texts = [
         f"{name} {saved.get(name)!r} then, {current.get(name)!r} now"
         for name in sorted(saved.keys() | current.keys())
-        if name != "model" and saved.get(name) != current.get(name)
+        if name not in ("model", "config") and saved.get(name, _before(name, current)) != current.get(name)
     ]
+    if "config" in saved:
+        earlier, later = saved["config"], current["config"]
+        texts += [
+            f"{name} {earlier.get(name, 'default')!r} then, {later.get(name, 'default')!r} now"
+            for name in sorted(earlier.keys() | later.keys())
+            if earlier.get(name) != later.get(name)
+        ]
     then, now = Counter(saved["model"]), Counter(current["model"])
     if then != now:
         texts.append(f"model {_modules(then - now)} then, {_modules(now - then)} now")
     return texts
+
+
+def _before(name: str, current: Mapping[str, Any]) -> Any:
+    """The value where a checkpoint has none: today's, for settings that earlier versions did not record."""
+    return current.get(name) if name == "train.loss_scale" else None
 
 
 def function_name(function: Callable[..., Any] | None) -> str:

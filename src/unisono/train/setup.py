@@ -31,7 +31,7 @@ from unisono.parallel.recompute import check_called, find_recomputed_modules
 from unisono.parallel.transforms import check_transforms, repeated_blocks
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
-from unisono.plan.resolve import derive_plan, load_plan
+from unisono.plan.resolve import derive_plan, with_strategy_file
 from unisono.plan.rules import built_in_rules
 from unisono.plan.tp_inference import infer_rules, require_rules
 from unisono.plan.tp_trial import pairs_with_extra_parameters, runs_with_shards
@@ -42,13 +42,11 @@ from unisono.train.step import input_selector
 
 
 def resolve_plan(plan: Plan | PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
-    """This rank's device, and the plan of the job: as it is given, from a file, or derived. Raises PlanError."""
-    if isinstance(plan, PlanOptions) and plan.file:
-        plan = load_plan(plan)
+    """This rank's device, and the plan of the job: as it is given, or derived from options. Raises PlanError."""
     if isinstance(plan, Plan):
         validate_plan(plan, job.world_size)
         return find_device(plan.mesh.device, job.local_rank), plan
-    device = find_device(plan.device, job.local_rank)
+    device = find_device(with_strategy_file(plan)[0].device, job.local_rank)
     native_bf16 = computes_bf16(device)
     return device, derive_plan(plan, world_size=job.world_size, device=device.type, native_bf16=native_bf16)
 

@@ -136,7 +136,7 @@ class Trainer:
         observe: Console, trackers and report, which rank 0 makes of the events. Default: ``ObserveOptions()``.
         events: Event log to write to; the caller closes it, and makes what is to be seen of it. Default: a log under ``run_dir``.
         provenance: Facts, as JSON types by name, that are recorded in the ``run_start`` event and in every checkpoint. Its
-            ``config_hash`` must be equal on all ranks. Default: none.
+            ``config_hash`` must be equal on all ranks; its ``settings`` are compared on resume. Default: none.
 
     Raises:
         ConfigError: Options are not legal, at construction; or the optimizer or schedule cannot be used.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 
+from unisono.data.convert.table_files import convert
 from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.tokens import tokenized_cache as module
 from unisono.data.tokens.bigram_baseline import bigram_bits_per_byte
@@ -421,18 +423,91 @@ def test_the_standard_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "folder"])
-def test_tables_are_no_text(tmp_path: Path, name: str) -> None:
+def test_tables_without_a_column_are_no_text(tmp_path: Path, name: str) -> None:
     files = [tmp_path / name] if name != "folder" else [tmp_path / name / "a.jsonl", tmp_path / name / "b.parquet"]
     for file in files:
         file.parent.mkdir(exist_ok=True)
-        file.write_text('{"text": "one"}\n' * 100)
+        file.write_text("text,name\none,two\n" if name == "x.csv" else '{"text": "one", "name": "two"}\n' * 100)
     kinds = ", ".join(sorted(file.suffix for file in files))
     with pytest.raises(DataError) as caught:
         prepare_corpus(DataOptions(corpus=str(tmp_path / name)), cache_dir=tmp_path / "cache")
     assert str(caught.value) == (
-        f"corpus {tmp_path}/{name}: {kinds} files\n"
-        "  rule: the corpus is plain text, each file of it a document\n"
+        f"corpus {tmp_path}/{name}: {kinds} files without data.text_column\n"
+        "  rule: the corpus is plain text, each file of it a document, or a column of tables, each row of it a document\n"
         "  so:   the model would learn the syntax of the format, so nothing was prepared\n"
-        "  try:  a text file, or a folder with a text file for each document, written from the field that holds the text"
+        "  try:  data.text_column, one of: text, name"
     )
     assert not (tmp_path / "cache").exists()
+
+
+def rows_of(path: Path, rows: list[dict[str, object]]) -> Path:
+    lines = path.with_suffix(".jsonl")
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if lines != path:
+        convert(lines, path, overwrite=True)
+        lines.unlink()
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_a_column_of_a_table_is_the_corpus(tmp_path: Path, suffix: str) -> None:
+    rows = [{"id": f"n{i}", "text": f"text {i}\nof {i}", "title": f"title {i}"} for i in range(40)] + [
+        {"id": "e", "text": "", "title": "none"}
+    ]
+    file = rows_of(tmp_path / f"x{suffix}", rows)
+    cache = tmp_path / "cache"
+    prepared = prepare_corpus(DataOptions(corpus=str(file), text_column="text", eval_frac=0.2), cache_dir=cache)
+    train, held_out = documents(prepared)
+    assert sorted(train + held_out) == sorted(row["text"] for row in rows if row["text"])
+    assert 1 <= len(held_out) <= 16
+    # another column is another set; the first one is found again
+    titles = prepare_corpus(DataOptions(corpus=str(file), text_column="title", eval_frac=0.2), cache_dir=cache)
+    assert titles.folder != prepared.folder
+    assert set(documents(titles)[0]) <= {row["title"] for row in rows}
+    assert prepare_corpus(DataOptions(corpus=str(file), text_column="text", eval_frac=0.2), cache_dir=cache).from_cache
+    # rows added later move no other
+    rows_of(file, [*rows, *({"id": "m", "text": f"more {i}", "title": "t"} for i in range(3))])
+    settle(file)
+    more = prepare_corpus(DataOptions(corpus=str(file), text_column="text", eval_frac=0.2), cache_dir=cache)
+    assert set(held_out) <= set(documents(more)[1])
+
+
+def test_of_several_tables_whole_files_are_held_out(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number in range(3):
+        rows_of(folder / f"{number}.jsonl", [{"text": f"{number} {i}"} for i in range(5)])
+    options = DataOptions(corpus=str(folder), text_column="text")
+    train, held_out = documents(prepare_corpus(options, cache_dir=tmp_path / "cache"))
+    assert (len(train), len(held_out)) == (10, 5)
+    (folder / "README.md").write_text("not a table")
+    with pytest.raises(DataError) as caught:
+        prepare_corpus(options, cache_dir=tmp_path / "cache")
+    assert str(caught.value).startswith(
+        f"data.text_column 'text' with README.md of corpus {folder}\n  rule: a column is read"
+    )
+    assert "try:  leave data.text_column out, or move them to another folder" in str(caught.value)
+
+
+def test_rows_without_text_are_named(tmp_path: Path) -> None:
+    # other columns may hold anything
+    file = rows_of(
+        tmp_path / "x.jsonl", [{"text": "a", "meta": {"url": None}}, {"text": 4}, {"text": 5}, {"text": "b"}]
+    )
+    with pytest.raises(DataError) as caught:
+        prepare_corpus(DataOptions(corpus=str(file), text_column="text"), cache_dir=tmp_path / "cache")
+    assert str(caught.value) == (
+        f"2 row(s) of {file} have no text in column 'text': row 1: 4 (int); row 2: 5 (int)\n"
+        "  rule: data.text_column is a text in every row; rows are counted from 0\n"
+        "  so:   the corpus was not prepared; no row is left out silently\n"
+        "  try:  another column, or a file without these rows (an empty text is left out)"
+    )
+    null = rows_of(tmp_path / "z.jsonl", [{"text": "a"}, {"text": None}])
+    with pytest.raises(DataError, match=r"line 2 at offset 14: null is no number, string"):
+        prepare_corpus(DataOptions(corpus=str(null), text_column="text"), cache_dir=tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("tokens-*[!k]"))
+    file = rows_of(tmp_path / "y.jsonl", [{"text": "a", "title": "t"}, {"title": "b"}])
+    with pytest.raises(DataError, match="column 'text' of line 2"):
+        prepare_corpus(DataOptions(corpus=str(file), text_column="text"), cache_dir=tmp_path / "cache")
+    with pytest.raises(DataError, match=r"column 'texts' of .*\n(.*\n)*  try:  did you mean 'text'"):
+        prepare_corpus(DataOptions(corpus=str(file), text_column="texts"), cache_dir=tmp_path / "cache")

@@ -42,6 +42,7 @@ _READ: Final = _WRITTEN | {
     "idx": "idx",
     ".bin": "cifar",
 }
+_READS_COLUMNS: Final = ("parquet", "jsonl")
 _MAX_SHARDS: Final = 100_000
 _CIFAR10: Final = re.compile(r"data_batch_[1-5]\.bin")
 
@@ -88,7 +89,7 @@ def open_table(
                 f"arrays {sorted(arrays)} of {path}", "only tf.Example leaves that open", "leave it out"
             )
         options["arrays"] = arrays
-    if columns is not None and name == "parquet":
+    if columns is not None and name in _READS_COLUMNS:
         options["columns"] = columns
     files = files_of(path)
     table: Table = module.read(files[0], **options)
@@ -97,10 +98,13 @@ def open_table(
     return table if columns is None else select_columns(table, columns)
 
 
-def open_file(path: Path, kind: str) -> Table:
-    """Open one file of a table format, not the set that it belongs to."""
+def open_file(path: Path, kind: str, columns: Sequence[str] | None = None) -> Table:
+    """Open one file of a table format, not the set that it belongs to; with only these fields if given."""
     module: Any = importlib.import_module(f"unisono.data.convert.formats.{_READ[kind]}")
-    return module.read(path)
+    table: Table = (
+        module.read(path, columns) if columns is not None and _READ[kind] in _READS_COLUMNS else module.read(path)
+    )
+    return table if columns is None else select_columns(table, columns)
 
 
 def write_table(path: Path, table: Table, *, base64: Collection[str] = ()) -> int:

@@ -18,10 +18,10 @@ from unisono.data.convert.formats.table import open_source as open_file
 from unisono.data.convert.pack.image_listing import ImageListing, list_images
 from unisono.data.convert.table_files import open_table
 from unisono.data.dataset import Batch, Dataset, Ids, PerSampleDataset
-from unisono.data.image.records import image_records
+from unisono.data.image.records import TILES, image_records
 from unisono.data.mindrecord import MindRecordFile
 from unisono.data.options import default_cache_dir
-from unisono.data.recordio import RecordDataset
+from unisono.data.recordio import RecordDataset, RecordFile, unpack_header
 from unisono.data.recordio.remote_file import is_url
 from unisono.data.sources.arrow_folder import arrow_classes, arrow_files, arrow_rows, is_arrow_folder
 from unisono.data.sources.converted import converted, sample_of_row
@@ -51,8 +51,10 @@ def open_source(
 
     Strings and bytes become uint8 [bytes], as ``TextTransform`` and ``ImageTransform`` take them, and a list of strings one
     string with a line for each. Where the format names classes, the data set has them as ``classes``, and their column as
-    ``class_column``. Formats without random access (tables, tar, Arrow) are copied once into the cache folder
-    (``data.sources.converted``). So are files behind a URL, except ``.rec``, whose records are read as they are asked for.
+    ``class_column``. Records of ``.rec`` have ``image`` and ``targets``; without MXNet's image header but with side columns
+    they are rows of these columns and the payload, ``data``. Formats without random access (tables, tar, Arrow) are copied once
+    into the cache folder (``data.sources.converted``). So are files behind a URL, except ``.rec``, whose records are read as they
+    are asked for.
 
     Args:
         address: A file, a glob, a folder, or a list of files of one format; local, or the URL of any fsspec filesystem.
@@ -78,7 +80,10 @@ def open_source(
             suffix = ".bin" if of == TOKENS else of
             raise _unfit(f"{option} for {paths[0]}", f"leave {option} out: it is for {suffix}")
     if kind == ".rec":
-        return _Selected(image_records(paths), columns, (), "")
+        files = [RecordFile(path) for path in paths]
+        if _are_rows(files):
+            return _Rows(_RecordRows(files), columns)
+        return _Selected(image_records(files), columns, (), "")
     local = [Path(path) for path in paths]
     if kind == TOKENS:
         if seq_len is None or columns is not None:
@@ -170,6 +175,41 @@ class _MindRecordRows:
 
     def rows(self, numbers: list[int]) -> list[Row]:
         return [self._file.read(number) for number in numbers]
+
+
+def _are_rows(files: Sequence[RecordFile]) -> bool:
+    """Whether records have side columns and no image header, as ``data convert`` writes them."""
+    if not all(file.side.keys() - {TILES} for file in files):
+        return False
+    try:
+        unpack_header(next(file.read(0) for file in files if len(file)))
+    except StopIteration:
+        return False
+    except DataError:
+        return True
+    return False
+
+
+class _RecordRows:
+    """Payloads as ``data``, and the side columns."""
+
+    classes, class_column = (), ""
+
+    def __init__(self, files: Sequence[RecordFile]) -> None:
+        self._files = files
+        self._starts = np.cumsum([0, *(len(file) for file in files)])
+        self.fingerprint = ":".join(["record rows", *(file.fingerprint for file in files)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def rows(self, numbers: list[int]) -> list[Row]:
+        return [self._row(number) for number in numbers]
+
+    def _row(self, number: int) -> Row:
+        at = int(np.searchsorted(self._starts, number, side="right")) - 1
+        file, record = self._files[at], number - int(self._starts[at])
+        return {"data": file.read(record), **{name: np.asarray(column[record]) for name, column in file.side.items()}}
 
 
 class _ImageFolder:

@@ -28,7 +28,6 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from unisono.data.convert.file_kind import KINDS, kind_of_name
 from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.tokens.corpus import (
     Corpus,
@@ -45,6 +44,7 @@ from unisono.data.tokens.corpus import (
 from unisono.data.tokens.encoding import Document, default_workers, encode_documents
 from unisono.data.tokens.packing import PackedWindows, PackingStats, pack_tokens
 from unisono.data.tokens.shards import TokenSet, TokenWriter, open_tokens, shard_path
+from unisono.data.tokens.table_texts import check_text_column, row_texts
 from unisono.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from unisono.errors import DataError
 from unisono.storage.directory import commit_directory
@@ -115,10 +115,12 @@ class _Inputs:
     digests: dict[str, str]  # of files, by path
     tokenizer: Tokenizer
     eval_frac: float
+    text_column: str
 
     def digest(self) -> str:
         """Hash of all inputs, which names the cache folder."""
         content = (_FORMAT, self.tokenizer.fingerprint, self.eval_frac, self.corpus.skip_undecodable)
+        content += (self.text_column,) if self.text_column else ()
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode((*content, sorted(self.digests.items()))))
 
 
@@ -128,18 +130,6 @@ class _FileDigest:
 
     file: SourceFile
     digest: str
-
-
-def _refuse_tables(corpus: Corpus) -> None:
-    """Raise DataError where all files are of a table or record format: a model would learn its syntax."""
-    kinds = {kind_of_name(Path(file.path)) for file in corpus.files}
-    if kinds <= set(KINDS):
-        raise DataError(
-            given=f"corpus {corpus.name}: {', '.join(sorted(kinds))} files",
-            rule="the corpus is plain text, each file of it a document",
-            consequence="the model would learn the syntax of the format, so nothing was prepared",
-            nearest="a text file, or a folder with a text file for each document, written from the field that holds the text",
-        )
 
 
 def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> PreparedCorpus:
@@ -161,12 +151,16 @@ def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> Prepa
     """
     tokenizer = load_tokenizer(options.tokenizer)
     corpus = find_corpus(options.corpus)
-    _refuse_tables(corpus)
+    check_text_column(corpus, options.text_column)
     cache = cache_dir or (Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir(os.environ))
     try:
         cache.mkdir(parents=True, exist_ok=True)
         inputs = _Inputs(
-            corpus=corpus, digests=_digests(corpus, cache), tokenizer=tokenizer, eval_frac=options.eval_frac
+            corpus=corpus,
+            digests=_digests(corpus, cache),
+            tokenizer=tokenizer,
+            eval_frac=options.eval_frac,
+            text_column=options.text_column,
         )
         prepared = _find_or_build(cache / f"tokens-{inputs.digest()}", inputs)
         return _with_packing(prepared, options.seq_len) if options.packing == "best_fit" else prepared
@@ -398,6 +392,9 @@ def _documents(inputs: _Inputs, skipped: list[tuple[str, str]]) -> Iterator[Docu
         raw = _read(corpus, path)
         if xxhash.xxh3_128_hexdigest(raw) != inputs.digests[path]:
             raise unreadable_file_error(corpus.root / path, "it changes while it is being read")
+        if inputs.text_column:
+            yield from _rows(corpus.root / path, inputs, "eval" if path in held_out else "train", alone=len(paths) == 1)
+            continue
         try:
             text = read_text(raw, python_source=path.endswith(".py"))
         except UndecodableError as error:
@@ -408,6 +405,17 @@ def _documents(inputs: _Inputs, skipped: list[tuple[str, str]]) -> Iterator[Docu
         else:
             parts = iter([("eval" if path in held_out else "train", text)])
         yield from ((split, part) for split, part in parts if part)
+
+
+def _rows(path: Path, inputs: _Inputs, split: str, *, alone: bool) -> Iterator[Document]:
+    """(split, text) of every row that has text; of a file that is ``alone``, rows are held out by hash of their number."""
+    held_out = frozenset[str]()
+    if alone:
+        numbers = [str(number) for number, text in enumerate(row_texts(path, inputs.text_column)) if text]
+        held_out = held_out_files(numbers, inputs.eval_frac) if len(numbers) > 1 else held_out
+    for number, text in enumerate(row_texts(path, inputs.text_column)):
+        if text:
+            yield ("eval" if str(number) in held_out else split), text
 
 
 def _read(corpus: Corpus, path: str) -> bytes:

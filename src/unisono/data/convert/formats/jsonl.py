@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from unisono.data.convert.formats.table import (
     MAX_RECORD_BYTES,
     Row,
     Table,
+    check_columns,
     open_source,
     unreadable_error,
     unwritable_error,
@@ -22,9 +23,9 @@ from unisono.data.convert.formats.table import (
 from unisono.storage.files import new_file
 
 
-def read(path: Path) -> Table:
-    """The lines as rows."""
-    return Table(rows=_rows(path))
+def read(path: Path, columns: Sequence[str] | None = None) -> Table:
+    """The lines as rows, with only these columns if given; values of others may then be of any kind."""
+    return Table(rows=_rows(path, columns))
 
 
 def write(path: Path, table: Table) -> int:
@@ -53,24 +54,30 @@ def to_line(row: Row) -> str:
     return json.dumps(row, default=_to_json, ensure_ascii=False, allow_nan=False)
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
     with open_source(path) as file:
         offset = number = 0
         while line := file.readline(MAX_RECORD_BYTES + 1):
             number += 1
-            yield row_of_line(line, path, number, offset)
+            yield row_of_line(line, path, number, offset, columns)
             offset += len(line)
 
 
-def row_of_line(line: bytes, path: Path, number: int, offset: int) -> Row:
-    """The row of a line. ``number``, from 1, and ``offset`` name it in the DataError for an invalid one."""
+def row_of_line(line: bytes, path: Path, number: int, offset: int, columns: Sequence[str] | None = None) -> Row:
+    """The row of a line, with only these columns if given.
+
+    ``number``, from 1, and ``offset`` name it in the DataError for an invalid one.
+    """
     try:
         if len(line) > MAX_RECORD_BYTES:
             raise ValueError(f"it has more than {MAX_RECORD_BYTES:,} bytes")
         row: Any = json.loads(line, object_pairs_hook=_object)
         if not isinstance(row, dict):
             raise ValueError("it is no object")
-        return {name: _from_json(value) for name, value in cast("dict[str, Any]", row).items()}
+        values = cast("dict[str, Any]", row)
+        if columns is not None:
+            check_columns(columns, values, f"line {number} of {path}")
+        return {name: _from_json(values[name]) for name in (values if columns is None else columns)}
     except (ValueError, RecursionError) as error:
         raise unreadable_error(
             f"{path}: line {number} at offset {offset}: {error}",

@@ -47,7 +47,7 @@ def pack_text(
     Args:
         source: A text file, a folder of them in the order of their paths, or with ``column`` a table.
         target: ``STEM.bin``, from which the shards have their names.
-        tokenizer: "bytes", or the path of a Hugging Face ``tokenizer.json``.
+        tokenizer: "bytes", or a Hugging Face ``tokenizer.json`` or its folder.
         lines: Whether each line that is not empty is a document. By default each file is one.
         column: The field of a table whose text in each row is a document. By default ``source`` is text.
         pack: Size of the files, workers and the treatment of bad inputs.

@@ -1,0 +1,89 @@
+"""Texts of a column of table files (.jsonl, .csv, .parquet …), for a corpus whose documents are rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from unisono.data.convert.file_kind import KINDS, kind_of_name
+from unisono.data.convert.formats.table import shorten
+from unisono.data.convert.table_files import open_file, read_formats
+from unisono.data.tokens.corpus import Corpus
+from unisono.errors import DataError
+
+_SHOWN = 5
+_FIRST_LINE_BYTES = 1 << 24
+
+
+def check_text_column(corpus: Corpus, column: str) -> None:
+    """Check that ``column`` is given for files of tables, and only for them.
+
+    Raises:
+        DataError: All files are of a table or record format and there is no column: a model would learn their syntax. Or a
+            column is given and files are not tables.
+    """
+    kinds = {file.path: kind_of_name(Path(file.path)) for file in corpus.files}
+    tables = read_formats()
+    if column and (others := [path for path, kind in kinds.items() if kind not in tables]):
+        raise DataError(
+            given=f"data.text_column {column!r} with {_some(others)} of corpus {corpus.name}",
+            rule=f"a column is read from the rows of {', '.join(tables)}",
+            consequence="these files have no columns, so nothing was prepared",
+            nearest="leave data.text_column out, or move them to another folder",
+        )
+    if not column and set(kinds.values()) <= set(KINDS):
+        first = min(kinds)
+        found = _columns(corpus.root / first, kinds[first]) if kinds[first] in tables else []
+        raise DataError(
+            given=f"corpus {corpus.name}: {', '.join(sorted(set(kinds.values())))} files without data.text_column",
+            rule="the corpus is plain text, each file of it a document, or a column of tables, each row of it a document",
+            consequence="the model would learn the syntax of the format, so nothing was prepared",
+            nearest=f"data.text_column, one of: {', '.join(found)}"
+            if found
+            else "a text file, or a folder with a text file for each document, written from the field that holds the text",
+        )
+
+
+def row_texts(path: Path, column: str) -> Iterator[str]:
+    """The texts of a table's column, row by row; empty ones too.
+
+    Raises:
+        DataError: The file is damaged, a row lacks the column, or its value is null or no text. The error names the column's
+            first rows of this kind and is raised after the last row.
+    """
+    bad: list[str] = []
+    count = 0
+    for number, row in enumerate(open_file(path, kind_of_name(path), [column]).rows):
+        value = row[column]
+        if isinstance(value, str):
+            yield value
+            continue
+        count += 1
+        if count <= _SHOWN:
+            bad.append(f"row {number}: {'null' if value is None else shorten(value)}")
+    if count:
+        more = f"; and {count - len(bad)} more" if count > len(bad) else ""
+        raise DataError(
+            given=f"{count} row(s) of {path} have no text in column {column!r}: {'; '.join(bad)}{more}",
+            rule="data.text_column is a text in every row; rows are counted from 0",
+            consequence="the corpus was not prepared; no row is left out silently",
+            nearest="another column, or a file without these rows (an empty text is left out)",
+        )
+
+
+def _columns(path: Path, kind: str) -> list[str]:
+    """The columns of a table; of one without a schema, those of its first row."""
+    if kind == ".jsonl":  # values of any kind
+        with path.open("rb") as file, suppress(ValueError):
+            row: Any = json.loads(file.readline(_FIRST_LINE_BYTES))
+            return list(cast("dict[str, Any]", row)) if isinstance(row, dict) else []
+        return []
+    table = open_file(path, kind)
+    return list(next(iter(table.rows), table.schema or {}))
+
+
+def _some(paths: list[str]) -> str:
+    return ", ".join(paths[:_SHOWN]) + (f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else "")

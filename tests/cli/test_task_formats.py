@@ -1,0 +1,174 @@
+"""Tasks on each format of samples, on numbers predicted from images and texts, and on mixtures."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import Desk
+from PIL import Image
+from task_data import SMALL, write_reviews, write_table
+
+from unisono.data.convert.table_files import convert
+from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
+
+STEPS = ("--set=plan.global_batch=16", "--set=train.steps=40", "--set=optim.lr=0.01", "--set=train.eval_every_steps=0")
+
+
+def train(desk: Desk, run_dir: Path, *settings: str) -> dict[str, float]:
+    """Train a run and evaluate it again; returns the evaluation."""
+    done = desk.here("train", "--debug", "--json", f"--set=run.dir={run_dir}", *STEPS, *settings)
+    assert done.code == 0, done.err
+    again = desk.here("eval", str(run_dir), "--json")
+    assert again.code == 0, again.err
+    evaluation: dict[str, float] = json.loads(done.out)["evaluation"]
+    assert json.loads(again.out)["evaluation"] == pytest.approx(evaluation, rel=1e-5, abs=1e-7)
+    return evaluation
+
+
+def write_bright(path: Path) -> Path:
+    """Lines with an ``image`` of one gray value, its ``brightness`` from 0 to 1, and whether it is ``light``."""
+    rng = np.random.default_rng(0)
+    with path.open("w") as file:
+        for _ in range(48):
+            value = int(rng.integers(0, 256))
+            buffer = io.BytesIO()
+            Image.new("RGB", (16, 16), (value, value, value)).save(buffer, "PNG")
+            image = {"base64": base64.b64encode(buffer.getvalue()).decode()}
+            file.write(json.dumps({"image": image, "brightness": value / 255, "light": int(value > 127)}) + "\n")
+    return path
+
+
+def write_stars(path: Path) -> Path:
+    """Lines with a ``text`` and its ``stars``, which a single word tells."""
+    words = (("bad", 1.0), ("fine", 3.0), ("great", 5.0))
+    rows = ({"text": f"it was {words[i % 3][0]} {i}", "stars": words[i % 3][1]} for i in range(120))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_parquet_table_trains_as_its_lines_do(desk: Desk, tmp_path: Path) -> None:
+    check_format(desk, tmp_path, ".parquet")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("suffix", [".mindrecord", ".csv"])
+def test_other_tables_train_as_their_lines_do(desk: Desk, tmp_path: Path, suffix: str) -> None:
+    check_format(desk, tmp_path, suffix)
+
+
+def check_format(desk: Desk, tmp_path: Path, suffix: str) -> None:
+    lines = write_table(tmp_path / "table.jsonl")
+    other = tmp_path / f"table{suffix}"
+    convert(lines, other)
+    settings = ("--set=task.kind=table", "--set=task.target=dear", '--set=task.inputs=["x","y","kind"]', *SMALL[:2])
+    values = [
+        train(desk, tmp_path / path.suffix[1:], *settings, f"--set=data.train={path}", "--set=train.steps=10")
+        for path in (lines, other)
+    ]
+    assert values[0] == values[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".mindrecord"])
+def test_a_number_of_an_image(desk: Desk, tmp_path: Path, suffix: str) -> None:
+    data = write_bright(tmp_path / "bright.jsonl")
+    if suffix != ".jsonl":
+        convert(data, data.with_suffix(suffix), columns=["image", "brightness"])
+    values = train(
+        desk,
+        tmp_path / "run",
+        "--set=task.kind=image",
+        "--set=task.predicts=number",
+        "--set=task.target=brightness",
+        f"--set=data.train={data.with_suffix(suffix)}",
+        "--set=image.size=16",
+        "--set=components.model=resnet14",
+        "--set=data.eval_frac=0.25",
+    )
+    assert values["r2"] > 0.5
+
+
+@pytest.mark.full
+def test_a_number_of_a_text(desk: Desk, tmp_path: Path) -> None:
+    data = write_stars(tmp_path / "stars.jsonl")
+    values = train(
+        desk,
+        tmp_path / "run",
+        "--set=task.kind=text",
+        "--set=task.predicts=number",
+        "--set=task.target=stars",
+        f"--set=data.train={data}",
+        "--set=data.seq_len=24",
+        "--set=train.steps=80",
+        *SMALL,
+    )
+    assert values["r2"] > 0.8
+
+
+@pytest.mark.full
+def test_mixtures_of_texts_of_several_formats(desk: Desk, tmp_path: Path) -> None:
+    one = write_reviews(tmp_path / "one.jsonl")
+    two = tmp_path / "two.parquet"
+    convert(one, two)
+    values = train(
+        desk,
+        tmp_path / "run",
+        "--set=task.kind=text",
+        f'--set=data.train=["{one}", "{two}"]',
+        "--set=data.weights=[3, 1]",
+        f"--set=data.eval={one}",
+        "--set=data.seq_len=24",
+        *SMALL,
+    )
+    assert values["accuracy"] == 1
+
+
+@pytest.mark.full
+def test_image_records_with_one_label_or_a_list_of_one(desk: Desk, tmp_path: Path) -> None:
+    data = write_bright(tmp_path / "bright.jsonl")
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    found = []
+    for name in ("one", "list"):
+        with RecordWriter(tmp_path / f"{name}.rec") as writer:
+            for row in rows:
+                label = np.array([row["light"]], np.float32) if name == "list" else float(row["light"])
+                writer.write(pack_header(ImageHeader(label=label), base64.b64decode(row["image"]["base64"])))
+        settings = ("--set=task.kind=image", "--set=image.size=16", "--set=data.eval_frac=0.25", "--set=train.steps=12")
+        found.append(
+            train(
+                desk,
+                tmp_path / name,
+                *settings,
+                f"--set=data.train={tmp_path / name}.rec",
+                "--set=components.model=resnet14",
+            )
+        )
+    assert found[0] == found[1]
+    assert found[0]["accuracy"] > 0.6
+
+
+@pytest.mark.full
+def test_records_without_an_image_header(desk: Desk, tmp_path: Path) -> None:
+    data = write_bright(tmp_path / "bright.jsonl")
+    records = tmp_path / "bright.rec"
+    convert(data, records, columns=["image", "light"])
+    settings = ("--set=task.kind=image", "--set=task.target=light", "--set=image.size=16", "--set=data.eval_frac=0.25")
+    values = [
+        train(
+            desk,
+            tmp_path / path.suffix[1:],
+            *settings,
+            f"--set=data.train={path}",
+            f'--set=task.inputs=["{column}"]',
+            "--set=components.model=resnet14",
+            "--set=train.steps=12",
+        )
+        for path, column in ((data, "image"), (records, "data"))
+    ]
+    assert values[0] == values[1]
+    assert values[0]["accuracy"] > 0.6
