@@ -137,6 +137,16 @@ def test_key_value_line_has_units_in_its_names() -> None:
             "checkpoint at step 9 failed: disk full; the one before stays valid",
         ),
         (
+            {"kind": "checkpoint_upload_failed", "step": 9, "error": "OSError: no network"},
+            "warning",
+            "upload of the checkpoint of step 9 failed: OSError: no network; it is in the run's folder",
+        ),
+        (
+            {"kind": "checkpoint_downloaded", "step": 9, "path": "runs/a/checkpoints/step-00000009"},
+            "info",
+            "checkpoint of step 9 downloaded to runs/a/checkpoints/step-00000009",
+        ),
+        (
             {"kind": "checkpoint_quarantined", "checkpoint": "step-9", "reason": "digest of a.bin"},
             "warning",
             "checkpoint step-9 is damaged and was quarantined: digest of a.bin",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -62,6 +64,37 @@ def as_text(batch: Batch) -> Batch:
 def process_id(sample: Batch, rng: np.random.Generator) -> Batch:
     """Which process made it."""
     return {**sample, "process": np.array(os.getpid())}
+
+
+def process_tree(sample: Batch, rng: np.random.Generator) -> Batch:
+    """Which process made it, that process' parent, and a draw of each global generator of numpy and Python."""
+    seen = np.array([os.getppid(), _DRAWS[0], _DRAWS[1]] if _DRAWS else [os.getppid(), *_draw()])
+    time.sleep(0.002)  # so that every worker gets some
+    return {**sample, "process": np.array(os.getpid()), "seen": seen}
+
+
+_DRAWS: list[int] = []
+
+
+def _draw() -> list[int]:
+    _DRAWS[:] = int(np.random.randint(2**31)), random.randrange(2**31)
+    return _DRAWS
+
+
+class WithOpenFile(Rows):
+    """Has a file open in each process that loads it."""
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self.file = open(__file__, "rb")  # noqa: SIM115
+
+
+class WithThread(Rows):
+    """Has a thread in each process that loads it."""
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
 class Unloadable(Rows):

@@ -68,6 +68,7 @@ ALWAYS = [
     "checkpoint.keep_best",
     "checkpoint.asynchronous",
     "checkpoint.max_failures",
+    "checkpoint.upload_to",
     "observe.console",
     "observe.trackers",
     "observe.report",

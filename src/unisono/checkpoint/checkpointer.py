@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ from unisono.checkpoint.commit import problems_of
 from unisono.checkpoint.folder import step_name
 from unisono.checkpoint.host_snapshot import HostBuffer, HostSnapshot
 from unisono.checkpoint.options import CheckpointOptions
+from unisono.checkpoint.remote import RemoteCheckpoints, Uploader, fetch_newest
 from unisono.checkpoint.safetensors_format import dtype_code
 from unisono.checkpoint.shard_assignment import ShardFileLayout, lay_out_shard
 from unisono.checkpoint.writer import Save, SaveWriter
 from unisono.dist import World
-from unisono.errors import CheckpointError, Problem
+from unisono.errors import CheckpointError, Problem, UnisonoError
 from unisono.parallel.sharding import TensorShard
 
 # Background work uses idle time, and one or two percent of a busy core (see sched(7)).
@@ -77,6 +79,7 @@ class Checkpointer:
         self._layout: tuple[Any, ShardFileLayout] | None = None
         self._failed: list[list[Problem]] = []
         self._running: _UnfinishedSave | None = None
+        self._remote = RemoteCheckpoints(options.upload_to) if options.upload_to else None
         self._world = world.with_own_group("checkpoint")
         self._writer = SaveWriter(root, world=self._world, options=options, attempt=attempt, fault=fault or _no_fault)
         try:
@@ -84,6 +87,7 @@ class Checkpointer:
         except BaseException:
             self._world.close()
             raise
+        self._uploader = Uploader(root, self._remote, options) if self._remote is not None and self._rank == 0 else None
         self._thread = (
             ThreadPoolExecutor(1, "checkpoint", initializer=_lower_priority) if options.asynchronous else None
         )
@@ -142,6 +146,7 @@ class Checkpointer:
         Ranks see the end of a save at different steps. One that raised here would leave the others inside a
         collective, so with several ranks all raise in their next ``save`` or ``wait``.
         """
+        self._report_uploads()
         if self._running is not None and self._running.save.ended:
             self._settle()
             if self._world_size == 1:
@@ -152,9 +157,39 @@ class Checkpointer:
         self._finish()
         self._raise_after_max_failures()
 
+    def finish_uploads(self) -> None:
+        """Return when committed checkpoints are at ``upload_to``, or have failed for the last time, which an event reports."""
+        if self._uploader is not None:
+            self._uploader.flush()
+        self._report_uploads()
+
+    def fetch_newest(self, *, allowed: bool = True) -> None:
+        """Download the newest checkpoint from ``upload_to``, if ``root`` has none as new.
+
+        Raises CheckpointError on all ranks: the address cannot be read, or it has one and that is not ``allowed``.
+        """
+        if self._remote is None:
+            return
+        problems: list[dict[str, str]] = []
+        if self._rank == 0:
+            try:
+                fetch_newest(self.root, self._remote, self._emit, allowed=allowed)
+            except UnisonoError as error:
+                problems = [asdict(problem) for problem in error.problems]
+        if problems := self._world.broadcast_json(problems):
+            raise CheckpointError(*(Problem(**parts) for parts in problems))
+
+    def withdraw_after(self, step: int) -> None:
+        """Have no copy newer than ``step`` at ``upload_to``: these steps are made again."""
+        if self._remote is not None and self._rank == 0:
+            self._remote.withdraw_after(step)
+
     def close(self) -> None:
-        """Finish and report an unfinished save, and leave the group. May be called twice."""
+        """Finish and report an unfinished save and upload, and leave the group. May be called twice."""
         self._finish()
+        if self._uploader is not None:
+            self._uploader.close()
+        self._report_uploads()
         if self._thread is not None:
             self._thread.shutdown()
         self._world.close()
@@ -165,6 +200,10 @@ class Checkpointer:
             self._running.finish()
             self._running.save.stall_s += time.monotonic() - began_s
             self._settle()
+
+    def _report_uploads(self) -> None:
+        for kind, fields in [] if self._uploader is None else self._uploader.reports():
+            self._emit(kind, **fields)
 
     def _settle(self) -> None:
         if self._running is None:
@@ -182,6 +221,8 @@ class Checkpointer:
             return
         self._failed = []
         self.committed_step = save.step
+        if self._uploader is not None:
+            self._uploader.submit(save.step)
         fields: dict[str, Any] = {"score": save.score} if save.score is not None else {}
         if save.retention_problem:
             fields["retention_problem"] = save.retention_problem

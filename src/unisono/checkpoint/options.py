@@ -25,8 +25,22 @@ class CheckpointOptions:
     asynchronous: bool = option(True, "Write in the background while training continues.")
     max_failures: int = option(3, "Failed saves in a row after which the run stops; fewer are only reported.", ge=1)
 
+    upload_to: str = option(
+        "", "Address of fsspec (s3://bucket/run) where committed checkpoints are copied to and resumed from; '' = none."
+    )
+
     def problems(self) -> Iterator[tuple[str, Problem]]:
-        """Steps to keep where only the last one is saved, by field name."""
+        """Steps to keep where only the last one is saved, an address that is none, by field name."""
+        if self.upload_to and "://" not in self.upload_to:
+            yield (
+                "upload_to",
+                Problem(
+                    given=f"upload_to {self.upload_to!r}",
+                    rule="an address names its filesystem, as s3://bucket/folder does",
+                    consequence="checkpoints would have no copy",
+                    nearest=f"checkpoint.upload_to='file://{self.upload_to}' for a folder; run.dir for the run itself",
+                ),
+            )
         if self.keep_every_steps and not self.every_steps:
             yield (
                 "keep_every_steps",

@@ -257,6 +257,14 @@ def _checkpoint_failed(event: Fields) -> str:
     return f"checkpoint{at} failed: {_reason(event)}; the one before stays valid"
 
 
+def _upload_failed(event: Fields) -> str:
+    return f"upload of the checkpoint of step {event.get('step')} failed: {_reason(event)}; it is in the run's folder"
+
+
+def _downloaded(event: Fields) -> str:
+    return f"checkpoint of step {event.get('step')} downloaded to {event.get('path')}"
+
+
 def _quarantined(event: Fields) -> str:
     name = event.get("checkpoint") or event.get("path") or event.get("step")
     return f"checkpoint {name} is damaged and was quarantined: {_reason(event)}"
@@ -319,6 +327,8 @@ _MESSAGES: Final[Mapping[str, tuple[str, Callable[[Fields], str | None]]]] = {
     "warning": ("warning", _warning),
     "sink_failed": ("warning", _sink_failed),
     "checkpoint_failed": ("warning", _checkpoint_failed),
+    "checkpoint_upload_failed": ("warning", _upload_failed),
+    "checkpoint_downloaded": ("info", _downloaded),
     "checkpoint_quarantined": ("warning", _quarantined),
     "skipped_step": ("warning", _skipped),
     "data_skipped": ("warning", _data_skipped),

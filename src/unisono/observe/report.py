@@ -52,7 +52,16 @@ _POINTS: Final = 2000  # per curve
 _HAPPENINGS: Final = 500
 _QUIET_KINDS: Final = frozenset({*SERIES, "sample", "gradient_stats"})
 _WARNING_KINDS: Final = frozenset(
-    {"checkpoint_failed", "checkpoint_quarantined", "skipped_step", "sink_failed", "events_lost", "preempt", "warning"}
+    {
+        "checkpoint_failed",
+        "checkpoint_upload_failed",
+        "checkpoint_quarantined",
+        "skipped_step",
+        "sink_failed",
+        "events_lost",
+        "preempt",
+        "warning",
+    }
 )
 _OWN_PLACE: Final = frozenset({"config", "origins", "flops_convention"})  # fields of run_start shown elsewhere
 _COLOURS: Final = {

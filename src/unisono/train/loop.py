@@ -145,7 +145,10 @@ class SyncLoop:
         return is_due(self.runner.options.eval_every_steps, step)
 
     def save(self, *, wait: bool) -> None:
-        """Save the state of the last finished step; with ``wait`` until it is committed. A collective. Raises CheckpointError."""
+        """Save the state of the last finished step; with ``wait`` until it is committed and uploaded.
+
+        A collective. Raises CheckpointError.
+        """
         self.runner.checkpoints.save(score=self.runner.evaluator.current_loss)
         if wait:
             self.runner.checkpoints.wait()

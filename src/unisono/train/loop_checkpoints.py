@@ -49,7 +49,8 @@ class LoopCheckpoints:
         world: The ranks.
         options: When checkpoints are written and how many are kept. Default: ``CheckpointOptions()``.
         seed: Seeds the generators of ranks that a checkpoint has none for. Any integer.
-        emit: Called as ``emit(kind, **fields)`` for each event: checkpoint_saved, checkpoint_failed, checkpoint_quarantined.
+        emit: Called as ``emit(kind, **fields)`` for each event: checkpoint_saved, checkpoint_failed, checkpoint_quarantined,
+            and with ``upload_to`` checkpoint_uploaded, checkpoint_upload_failed, checkpoint_downloaded.
             Default: the last two are printed by rank 0.
 
     Raises:
@@ -77,6 +78,7 @@ class LoopCheckpoints:
 
     def resume(self) -> int:
         """Load the newest good checkpoint into the parts; returns the number of steps made, 0 if there is none."""
+        self._checkpointer.fetch_newest()
         path = find_latest(self._root, self._world, emit=self._emit)
         if path is None:
             return 0
@@ -179,7 +181,7 @@ def _decoded(value: Any, reader: CheckpointReader) -> Any:
 
 
 def _print_failures(kind: str, **fields: Any) -> None:
-    if kind in ("checkpoint_failed", "checkpoint_quarantined"):
+    if kind in ("checkpoint_failed", "checkpoint_quarantined", "checkpoint_upload_failed"):
         print(kind, *(f"{name}={value}" for name, value in fields.items()), file=sys.stderr, flush=True)
 
 

@@ -39,6 +39,16 @@ class RunOptions:
                     nearest=f"run.resume='./{self.resume}' if it is a folder",
                 ),
             )
+        if "://" in self.dir:
+            yield (
+                "dir",
+                Problem(
+                    given=f"dir {self.dir!r}",
+                    rule="a run writes its files to a local or mounted folder",
+                    consequence="a folder of that name would be made here",
+                    nearest=f"checkpoint.upload_to={self.dir!r}, which copies each checkpoint there and resumes from there",
+                ),
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

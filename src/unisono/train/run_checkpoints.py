@@ -92,6 +92,8 @@ class RunCheckpoints:
     def restore(self) -> bool:
         """Load the checkpoint that ``resume`` selects, the same on all ranks; False if there is none."""
         mode = self._mode
+        if mode in ("auto", "strict", "never"):
+            self._checkpointer.fetch_newest(allowed=mode != "never")
         path = _choose(self._root, mode, self._world, self._events)
         if path is None:
             return False
@@ -109,6 +111,7 @@ class RunCheckpoints:
             )
         differences += self._state.restore(reader, rank=self._dims.rng_rank, seed=self._seed)
         if mode not in ("auto", "strict") and self._world.rank == 0 and path.resolve().parent == self._root.resolve():
+            self._checkpointer.withdraw_after(reader.step)
             quarantine_after(self._root, reader.step)  # these steps are made again, and no checkpoint is overwritten
         self._world.barrier()
         self._events.emit("resumed", step=self._state.step, path=path, differences=differences)
@@ -143,6 +146,7 @@ class RunCheckpoints:
     def wait(self) -> None:
         """Return when the current step is committed. Raises CheckpointError if it could not be written."""
         self._checkpointer.wait()
+        self._checkpointer.finish_uploads()
         step, committed = self._state.step, self._checkpointer.committed_step
         if step not in (committed, self._resumed_step):
             raise CheckpointError(

@@ -113,6 +113,50 @@ def test_a_sample_that_kills_every_worker_is_named() -> None:
     )
 
 
+def seen_by_workers(transform: Any, data: Any = None, workers: int = 3) -> dict[int, Any]:
+    """What ``transform`` added under ``seen``, by the worker process that ran it."""
+    with loader(
+        samples.Rows(600) if data is None else data, worker_kind="process", num_workers=workers, transform=transform
+    ) as one:
+        parts = [part for batch in one.iterate(0, 40) for part in batch.micro_batches]
+    return {int(pid): seen.tolist() for part in parts for pid, seen in zip(part["process"], part["seen"], strict=True)}
+
+
+def test_the_first_worker_forks_the_others_with_seeds_of_their_own() -> None:
+    found = seen_by_workers(samples.process_tree)
+    assert len(found) > 1, "one worker made every batch"
+    parents = {parent for parent, *_ in found.values()}
+    assert parents <= {os.getpid(), *found}, "each is a child of this process or of a worker"
+    assert parents - {os.getpid()}, "no worker was forked"
+    for draws in zip(*(draws for _, *draws in found.values()), strict=True):
+        assert len(set(draws)) == len(draws), "two workers have the same global generator"
+
+
+@pytest.mark.parametrize("data", [samples.WithOpenFile(600), samples.WithThread(600)])
+def test_what_cannot_be_forked_is_started_by_itself(data: Any) -> None:
+    found = seen_by_workers(samples.process_tree, data)
+    assert len(found) > 1, "one worker made every batch"
+    assert {parent for parent, *_ in found.values()} == {os.getpid()}
+
+
+def test_a_fork_that_is_killed_is_started_again() -> None:
+    """Any worker may die, also the one that forked the others; the batches stay the same."""
+    me = psutil.Process()
+    others = {child.pid for child in me.children(recursive=True)}
+    expected = rows(loader(samples.Rows(600), num_workers=0).iterate(0, 40))
+    with loader(samples.Rows(600), worker_kind="process", num_workers=3) as one:
+        steps = one.iterate(0, 40)
+        found = rows(next(steps) for _ in range(10))
+        first = next(child for child in me.children() if child.pid not in others)
+        forks = first.children()
+        assert len(forks) == 2
+        forks[0].kill()
+        found += rows(next(steps) for _ in range(10))
+        first.kill()
+        found += rows(steps)
+    assert found == expected
+
+
 def test_an_error_in_a_process_has_its_sample_and_its_traceback() -> None:
     with loader(samples.Rows(40, rotten=(7,)), worker_kind="process", shuffle=False) as one:
         with pytest.raises(
@@ -317,10 +361,10 @@ def test_profiling_is_left_alone() -> None:
 def test_nothing_is_left_behind(kind: str) -> None:
     """Many epochs of a tiny set, iterators left early, loaders forgotten: no threads, processes, descriptors or memory."""
     me = psutil.Process()
-    others = {child.pid for child in me.children()}  # earlier tests' pools
+    others = {child.pid for child in me.children(recursive=True)}  # earlier tests' pools
 
     def children() -> int:
-        return sum(child.pid not in others for child in me.children())
+        return sum(child.pid not in others for child in me.children(recursive=True))
 
     def use(epochs: int) -> None:
         one = loader(samples.Rows(4), worker_kind=kind, num_workers=2, global_batch=2, micro_batch=1)
@@ -354,11 +398,11 @@ def test_nothing_is_left_behind(kind: str) -> None:
 def test_a_full_dev_shm_is_no_obstacle() -> None:
     """Worker processes hand arrays over in memory that has no name and no place in /dev/shm."""
     me = psutil.Process()
-    others = {child.pid for child in me.children()}  # earlier tests' pools
+    others = {child.pid for child in me.children(recursive=True)}  # earlier tests' pools
     with loader(samples.Rows(40), worker_kind="process", num_workers=2) as one:
         for _ in one.iterate(0, 8):  # so many that each worker gets some
             pass
-        processes = [me, *(child for child in me.children() if child.pid not in others)]
+        processes = [me, *(child for child in me.children(recursive=True) if child.pid not in others)]
         assert len(processes) == 3
         mapped = {map.path for process in processes for map in process.memory_maps()}
         opened = {os.path.realpath(fd) for process in processes for fd in Path(f"/proc/{process.pid}/fd").iterdir()}

@@ -35,7 +35,8 @@ from unisono.data.loading.batch_builder import (
 )
 from unisono.data.loading.micro_batch_specs import SpecSource, rank_range
 from unisono.data.loading.worker_pool import Job, PoolWorker, WorkerPool, usable_cores
-from unisono.data.loading.worker_process import ProcessWorker
+from unisono.data.loading.worker_process import ProcessWorker, worker_starter
+from unisono.data.loading.worker_start import WorkerStarter
 from unisono.data.loading.worker_tuning import WorkerSetting, WorkerTuner
 from unisono.data.nested import leaves, map_leaves
 from unisono.data.options import LoaderOptions
@@ -323,7 +324,7 @@ class _LoaderWorkers:
     def __init__(self, builder: BatchBuilder, deliver: Callable[[BuiltBatch], _Delivered]) -> None:
         self._builder, self._deliver = builder, deliver
         self._setting: WorkerSetting | None = None
-        self._retired: list[_Pool] = []
+        self._retired: list[tuple[_Pool, WorkerStarter | None]] = []
         self.depth = 0
 
     def apply_setting(self, setting: WorkerSetting, prefetch_depth: int) -> None:
@@ -332,10 +333,17 @@ class _LoaderWorkers:
         if self._setting is None or self._setting.kind != setting.kind:
             if self._setting is not None:
                 self.pool.resize(0)
-                self._retired.append(self.pool)
-            kind = ThreadWorker if setting.kind == "thread" else ProcessWorker[_Delivered]
-            make_worker = partial(kind, self._builder, self._deliver)
+                self._retired.append((self.pool, self._starter))
+            self._starter = None if setting.kind == "thread" else worker_starter(self._builder)
+            if self._starter is None:
+                make_worker: Callable[[], PoolWorker[MicroBatchSpec, _Delivered]] = partial(
+                    ThreadWorker, self._builder, self._deliver
+                )
+            else:
+                make_worker = partial(ProcessWorker[_Delivered], self._starter, self._deliver)
             self.pool: _Pool = WorkerPool(make_worker, name="unisono-loader", initialize=_use_one_torch_thread)
+        if self._starter is not None:
+            self._starter.expect(setting.workers)
         threads = torch.get_num_threads()
         self.pool.resize(setting.workers)
         torch.set_num_threads(threads)  # the workers' setting is otherwise the default of later threads
@@ -348,8 +356,12 @@ class _LoaderWorkers:
         return self._setting is None or self.pool.owned_by_this_process
 
     def close(self, *, patience_s: float = 5.0) -> None:
-        for pool in [*self._retired, *([self.pool] if self._setting is not None else [])]:
+        for pool, starter in [*self._retired, *([(self.pool, self._starter)] if self._setting is not None else [])]:
+            if starter is not None and pool.owned_by_this_process:
+                starter.stop()
             pool.close(patience_s=patience_s)
+            if starter is not None and pool.owned_by_this_process:
+                starter.close()
         self._setting, self._retired = None, []
 
 

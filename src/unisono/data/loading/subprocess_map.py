@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from unisono.data.loading.worker_pool import FunctionWorker, WorkerPool
 from unisono.errors import UnisonoError
@@ -104,10 +104,9 @@ class Subprocess:
         return self._process.wait()
 
 
-def serve_requests(descriptor: int, answer: Callable[[bytes], bytes]) -> None:
+def serve_requests(pipe: Connection[Any, Any], answer: Callable[[bytes], bytes]) -> None:
     """In the subprocess: answer requests until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
-    pipe = Connection(descriptor)
     while True:
         try:
             request = pipe.recv_bytes()

@@ -3,7 +3,7 @@
 The memory is one anonymous file per process (``memfd_create``): it has no name, does not count against /dev/shm's limit, and
 disappears with its processes, however they end. Only the builder (data set and transforms) is pickled, from the parent to its
 own child, once at the start; specs and answers are plain bytes. The child imports modules and never runs the parent's program.
-A child that dies is started again with the same spec.
+It forks the other workers where it can (``worker_start``). A child that dies is started again with the same spec.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from io import BytesIO
+from multiprocessing.connection import Connection
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -26,15 +28,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.loading.batch_builder import BatchBuilder, BuiltBatch, MicroBatchSpec, not_numbers_error
-from unisono.data.loading.subprocess_map import Subprocess, serve_requests
+from unisono.data.loading.subprocess_map import serve_requests
 from unisono.data.loading.worker_pool import PoolWorker
+from unisono.data.loading.worker_start import (
+    HEADER_BYTES,
+    WorkerChild,
+    WorkerStarter,
+    cannot_start,
+    fork_workers,
+    forked_share,
+    open_descriptors,
+)
 from unisono.data.nested import decode, encode, leaves
 from unisono.errors import DataError, Problem, UnisonoError
 
 Delivered = TypeVar("Delivered")
 
 _MAX_RESTARTS = 2  # for one spec
-_HEADER_BYTES = 64  # the sample the child is at, int64, alone on a cache line
 _ALIGN = 64
 _SPEC_ARRAYS = {
     "sample_ids": np.int64,
@@ -50,17 +60,13 @@ _BOOT = "import sys; from unisono.data.loading.worker_process import main; main(
 class ProcessWorker(PoolWorker[MicroBatchSpec, Delivered]):
     """Builds micro-batches in a process of its own, started with the first spec. Raises DataError."""
 
-    def __init__(self, builder: BatchBuilder, deliver: Callable[[BuiltBatch], Delivered]) -> None:
-        if sys.platform != "linux":
-            raise _cannot_start("worker processes on this system", "their shared memory needs Linux")
-        self._builder, self._deliver = builder, deliver
-        self._memory = os.memfd_create("unisono-loader")
-        os.ftruncate(self._memory, _HEADER_BYTES)
-        self._map = mmap.mmap(self._memory, _HEADER_BYTES)
-        self.progress = _SharedProgress(self._map)
+    def __init__(self, starter: WorkerStarter, deliver: Callable[[BuiltBatch], Delivered]) -> None:
+        self._starter, self._deliver = starter, deliver
         self._lock = threading.Lock()  # interrupt() comes from the consumer's thread
-        self._child: Subprocess | None = None
+        self._child: WorkerChild | None = None
         self._interrupted = False
+        self._map = mmap.mmap(-1, HEADER_BYTES)
+        self.progress = _SharedProgress(self._map)
 
     def __call__(self, request: MicroBatchSpec, /) -> Delivered:
         return self._deliver(self._build(request))
@@ -80,40 +86,40 @@ class ProcessWorker(PoolWorker[MicroBatchSpec, Delivered]):
         with self._lock:
             self._interrupted = True
             if self._child is not None:
-                self._child.kill()
+                self._child.process.kill()
 
     def close(self) -> None:
         """End the child and release the memory."""
         self.interrupt()
         self._end_child()
-        os.close(self._memory)  # the mappings go when nothing refers to them
 
     def _ask(self, spec: MicroBatchSpec) -> BuiltBatch:
         child = self._child or self._start()
-        answer = json.loads(child.ask(_encode_spec(spec)))
+        answer = json.loads(child.process.ask(_encode_spec(spec)))
         if "error" in answer:
             raise _decode_error(answer["error"])
         if answer["bytes"] > len(self._map):
-            self._map = mmap.mmap(self._memory, answer["bytes"])
+            self._map = mmap.mmap(child.memory, answer["bytes"])
         arrays: list[NDArray[Any]] = []
         for dtype, shape, offset in answer["arrays"]:
             count = int(np.prod(shape, dtype=np.int64))
             arrays.append(np.frombuffer(self._map, dtype, count, offset).reshape(shape).copy())  # the child reuses it
         return BuiltBatch(arrays=decode(answer["batch"], arrays.__getitem__), skipped_ids=answer["skipped"])
 
-    def _start(self) -> Subprocess:
-        builder = pickle_builder(self._builder)
-        child = Subprocess([sys.executable, "-c", _BOOT, str(self._memory)], pass_fds=[self._memory])
-        with self._lock:
-            self._child = child
-            if self._interrupted:
-                child.kill()
-        answer = json.loads(child.ask(json.dumps(sys.path).encode() + b"\n" + builder))
-        if "error" in answer:
+    def _start(self) -> WorkerChild:
+        def adopt(child: WorkerChild) -> None:
+            with self._lock:
+                self._child = child
+                if self._interrupted:
+                    child.process.kill()
+
+        try:
+            child = self._starter.start(adopt)
+        except DataError:
             self._end_child()
-            raise _cannot_start(
-                f"data set or transform: {answer['error']['what']}", "a worker process must be able to load them"
-            )
+            raise
+        self._map = mmap.mmap(child.memory, HEADER_BYTES)
+        self.progress = _SharedProgress(self._map)
         return child
 
     def _end_child(self) -> str:
@@ -123,6 +129,8 @@ class ProcessWorker(PoolWorker[MicroBatchSpec, Delivered]):
         if child is None:
             return "did not start"
         code = child.close()
+        if code is None:
+            return "ended"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -133,7 +141,7 @@ class _ImportablePickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any, /) -> Any:
         if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__":
-            raise _cannot_start(
+            raise cannot_start(
                 f"{obj.__qualname__}, which is defined in the program itself",
                 "a worker process imports modules and never runs the program again",
             )
@@ -152,7 +160,7 @@ def pickle_builder(builder: BatchBuilder) -> bytes:
     except DataError:
         raise
     except Exception as error:  # pickle raises what the objects' own code raises
-        raise _cannot_start(f"data set or transform: {error}", "they are pickled to reach a process") from error
+        raise cannot_start(f"data set or transform: {error}", "they are pickled to reach a process") from error
     return raw.getvalue()
 
 
@@ -165,34 +173,64 @@ def _unpickle_builder(raw: bytes) -> BatchBuilder:
     return pickle.loads(raw)  # noqa: S301 - raw comes from our own parent only, over a socket pair nobody else has
 
 
-def main(memory: int, descriptor: int) -> None:
-    """The child: build one micro-batch after the other until the parent is gone."""
-    serve_requests(descriptor, _BatchServer(memory))
+def worker_starter(builder: BatchBuilder) -> WorkerStarter:
+    """What starts the processes for ``builder``. Raises DataError where there can be none."""
+    if sys.platform != "linux":
+        raise cannot_start("worker processes on this system", "their shared memory needs Linux")
+    return WorkerStarter(_BOOT, lambda: json.dumps(sys.path).encode() + b"\n" + pickle_builder(builder))
+
+
+def main(*arguments: int) -> None:
+    """The child: load the data set, fork the other workers, build one micro-batch after the other until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as serve_requests has it, from the first import on
+    memory, descriptor, others = forked_share(arguments)
+    known = open_descriptors()
+    pipe = Connection(descriptor)
+    try:
+        request = pipe.recv_bytes()
+    except (EOFError, ConnectionError):
+        return
+    try:
+        builder = _load(request)
+    except Exception as error:  # an import that fails, say: what it raises is the user's code's
+        pipe.send_bytes(json.dumps({"error": _encode_error(error)}).encode())
+        return
+    del request
+    forked, own = fork_workers(others, known)
+    if own is None:
+        with suppress(ConnectionError):  # the next read finds that the parent is gone
+            pipe.send_bytes(json.dumps({"forked": forked}).encode())
+    else:
+        pipe.close()
+        os.close(memory)
+        memory, pipe = own[0], Connection(own[1])
+    serve_requests(pipe, _BatchServer(memory, builder))
+
+
+def _load(request: bytes) -> BatchBuilder:
+    path, _, builder = request.partition(b"\n")
+    sys.path[:] = json.loads(path)
+    loaded = _unpickle_builder(builder)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # the cores are for the workers, one each
+    return loaded
 
 
 class _BatchServer:
-    """Answers the child's requests: the first is ``sys.path`` and the builder, every other a spec."""
+    """Answers the child's requests, each of which is a spec."""
 
-    def __init__(self, memory: int) -> None:
+    def __init__(self, memory: int, builder: BatchBuilder) -> None:
         self._memory = memory
-        self._map = mmap.mmap(memory, _HEADER_BYTES)
+        self._map = mmap.mmap(memory, HEADER_BYTES)
         self._progress = _SharedProgress(self._map)
-        self._builder: BatchBuilder | None = None
+        self._builder = builder
 
     def __call__(self, request: bytes) -> bytes:
         try:
-            answer = self._load(request) if self._builder is None else self._build(self._builder, _decode_spec(request))
-        except Exception as error:  # an import that fails, say: what it raises is the user's code's
+            answer = self._build(self._builder, _decode_spec(request))
+        except Exception as error:  # what it raises is the user's code's
             answer = {"error": _encode_error(error)}
         return json.dumps(answer).encode()
-
-    def _load(self, request: bytes) -> dict[str, Any]:
-        path, _, builder = request.partition(b"\n")
-        sys.path[:] = json.loads(path)
-        self._builder = _unpickle_builder(builder)
-        if (torch := sys.modules.get("torch")) is not None:
-            torch.set_num_threads(1)  # the cores are for the workers, one each
-        return {}
 
     def _build(self, builder: BatchBuilder, spec: MicroBatchSpec) -> dict[str, Any]:
         built = builder.build(spec, self._progress)
@@ -233,7 +271,7 @@ class _SharedProgress:
 def _layout(arrays: Sequence[NDArray[Any]]) -> tuple[list[tuple[str, list[int], int]], int]:
     """(dtype, shape, offset) of each array in the shared memory, and the end of the last one."""
     table: list[tuple[str, list[int], int]] = []
-    end = _HEADER_BYTES
+    end = HEADER_BYTES
     for array in arrays:
         table.append((array.dtype.str, list(array.shape), end))
         end += -(-array.nbytes // _ALIGN) * _ALIGN
@@ -275,13 +313,4 @@ def _died(spec: MicroBatchSpec, sample: int, how: str, times: int) -> Problem:
         rule="a worker that dies is started again with the same samples, twice at most",
         consequence=f"step {spec.step} cannot run",
         nearest="SIGKILL often means no memory: fewer loader.num_workers; or loader.worker_kind thread to see it happen",
-    )
-
-
-def _cannot_start(given: str, rule: str) -> DataError:
-    return DataError(
-        given=given,
-        rule=rule,
-        consequence="no worker process was started",
-        nearest="define what is passed at the top of a module, not in a function; or loader.worker_kind thread",
     )

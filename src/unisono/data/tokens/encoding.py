@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
+from multiprocessing.connection import Connection
 
 import msgspec
 import numpy as np
@@ -114,4 +115,4 @@ def _answer(name: str) -> Callable[[bytes], bytes]:
 
 
 if __name__ == "__main__":
-    serve_requests(int(sys.argv[2]), _answer(sys.argv[1]))
+    serve_requests(Connection(int(sys.argv[2])), _answer(sys.argv[1]))

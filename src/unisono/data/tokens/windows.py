@@ -232,21 +232,28 @@ class _ShardWindows:
         """The edges of windows ``rows``, which are rows 0, 1, … of a batch."""
         length = self.windows.shape[1] - 1
         local = self.phase + rows * self.stride
-        low, high = np.searchsorted(self.starts, [local, local + length], side="right")
-        counts = high - low
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts = self.starts[np.repeat(low, counts) + within]
-        return np.repeat(np.arange(rows.size) * length - local, counts) + starts - 1
+        low = self.starts.searchsorted(local, side="right")
+        counts = self.starts.searchsorted(local + length, side="right") - low
+        ends = counts.cumsum()
+        # methods and two repeats: for a short batch each call of numpy takes longer than its elements
+        within = (low - ends + counts).repeat(counts)
+        within += np.arange(within.size)
+        edges = (np.arange(-1, rows.size * length - 1, length) - local).repeat(counts)
+        edges += self.starts[within]
+        return edges
 
 
 def _segments(edges: Ids, shape: tuple[int, int]) -> tuple[Ids, NDArray[np.int32]]:
     """Positions and document numbers [B, T] from the sorted edges of a batch."""
     num_rows, length = shape
     places = np.arange(num_rows * length)
-    rows = places[::length]
     # Flat index of each segment's first token; every row starts a segment. An edge at j = T is a target, not a token of its row.
-    heads = np.sort(np.concatenate([rows, edges[(edges + 1) % length != 0] + 1]))
-    lengths = np.append(heads[1:], places.size) - heads
-    numbers = np.arange(heads.size) - np.searchsorted(heads, heads - heads % length)
-    places -= np.repeat(heads, lengths)
-    return places.reshape(shape), np.repeat(numbers.astype(np.int32), lengths).reshape(shape)
+    begins = edges + 1
+    bounds = np.concatenate([places[::length], begins[begins % length != 0], [places.size]])
+    bounds.sort()
+    heads = bounds[:-1]
+    lengths = bounds[1:] - heads
+    numbers = np.arange(heads.size)
+    numbers -= heads.searchsorted(heads - heads % length)
+    places -= heads.repeat(lengths)
+    return places.reshape(shape), numbers.astype(np.int32).repeat(lengths).reshape(shape)

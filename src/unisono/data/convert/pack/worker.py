@@ -14,6 +14,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -136,7 +137,7 @@ def _ended(source: object, code: int) -> UnisonoError:
 def _main(*arguments: str) -> None:
     *about, descriptor = arguments
     make = _record_maker(*about)
-    serve_requests(int(descriptor), lambda request: msgspec.msgpack.encode(make(request)))
+    serve_requests(Connection(int(descriptor)), lambda request: msgspec.msgpack.encode(make(request)))
 
 
 if __name__ == "__main__":
