@@ -49,7 +49,7 @@ def main(folder):
     net.hybridize()
     np.savez(folder / "start.npz", *(parameter.data().asnumpy() for parameter in net.collect_params().values()))
     loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.02, "momentum": 0.9, "wd": 0.01})
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.02, "momentum": 0.9, "wd": 0.1})
 
     step, train = 0, records(folder)
     for _ in range(EPOCHS):
