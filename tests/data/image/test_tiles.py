@@ -74,6 +74,16 @@ def test_regions_are_bit_exact(
     check_regions(data, seed, 25)
 
 
+@pytest.mark.parametrize("subsampling", ["4:2:2", "4:2:0"])
+@pytest.mark.parametrize("width", [34, 35, 36, 37, 66, 67])
+def test_a_last_column_of_few_chroma_samples_is_bit_exact(subsampling: str, width: int, photo: Photo) -> None:
+    """libjpeg-turbo replicates chroma of at most two columns and interpolates wider chroma."""
+    data = encode_jpeg(photo(20, width, seed=505), subsampling=subsampling, tile_px=8)
+    whole = decode(data)
+    for left in range(width - 4, width):
+        assert np.array_equal(decode_region(data, (3, left, 9, width - left), tile_grid(data)), whole[3:12, left:])
+
+
 def test_grey_with_sampling_factors(photo: Photo) -> None:
     """With one component they mean nothing (T.81 A.2.2), yet some encoders write 2x2."""
     data = bytearray(encode_jpeg(photo(50, 72)[:, :, :1], tile_px=24))

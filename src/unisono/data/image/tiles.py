@@ -223,9 +223,13 @@ def _grid(header: JpegHeader, shape: tuple[int, int], offsets: NDArray[np.int64]
 
 
 def _with_margin(box: Box, header: JpegHeader, factor: int) -> Box:
-    """``box`` with a margin of one sample of the coarsest component, the range of chroma interpolation."""
+    """``box`` with a margin of one sample of the coarsest component, the range of chroma interpolation.
+
+    The left margin is two samples: libjpeg-turbo interpolates only chroma of more than two columns, and a narrow last
+    column of tiles alone may have fewer.
+    """
     tall, wide = (factor * size // 8 for size in header.mcu)
-    top, left = max(0, box[0] - tall), max(0, box[1] - wide)
+    top, left = max(0, box[0] - tall), max(0, box[1] - 2 * wide)
     bottom, right = min(header.height, box[0] + box[2] + tall), min(header.width, box[1] + box[3] + wide)
     return top, left, bottom - top, right - left
 
