@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,10 @@ def test_losses_without_the_peer_are_the_same_under_each_launcher(name: str, tmp
     for launcher in LAUNCHERS:
         assert outputs[launcher][0] == pytest.approx(losses, rel=1e-4), launcher
         assert outputs[launcher][1] == pytest.approx(accuracy, abs=1 / 160), launcher
+
+
+def test_a_program_learns_without_the_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One in the quick tier, in this process."""
+    runpy.run_path(str(FOLDER / "mxnet_gluon_lenet" / "after.py"))["main"](tmp_path)
+    losses, _ = numbers(capsys.readouterr().out)
+    assert losses[-1] < 0.5 * losses[0]
