@@ -66,11 +66,11 @@ def _goes_on(lines: list[str], at: int) -> bool:
     return not lines[at].strip() and at + 1 < len(lines) and lines[at + 1].startswith("    ")
 
 
-def run_page(page: str, folder: Path, environ: dict[str, str]) -> int:
-    """Run the blocks of ``page`` in ``folder``; returns how many commands and scripts ran. AssertionError names what failed."""
+def run_page(page: str, folder: Path, environ: dict[str, str], *, with_python: bool) -> int:
+    """Run the blocks of ``page`` in ``folder``; returns how many ran, lines or scripts. AssertionError names what failed."""
     ran = 0
     for block in blocks_of(page):
-        if block.reason or block.language in SHOWN:
+        if block.reason or block.language in SHOWN or (block.language == "python" and not with_python):
             continue
         if block.language == "python":
             script = folder / f"block_{block.line}.py"
