@@ -79,9 +79,10 @@ def guide(folder: Path) -> dict[str, str]:
     from unisono.data.recordio import RecordWriter
 
     corpus(folder)
-    with RecordWriter(folder / "a.rec") as writer:
-        for number in range(12):
-            writer.write(bytes([65 + number]) * 3, side={"label": number})
+    for name in ("a.rec", "b.rec"):
+        with RecordWriter(folder / name) as writer:
+            for number in range(12):
+                writer.write(bytes([65 + number]) * 3, side={"label": number})
     entries: list[str] = []
     pixels = np.random.default_rng(0)
     for number in range(20):
@@ -92,19 +93,13 @@ def guide(folder: Path) -> dict[str, str]:
     (folder / "list.lst").write_text("".join(entries))
     write_table(folder / "rows.parquet", Table(rows=[{"id": n, "text": f"line {n}"} for n in range(8)]))
     (folder / "texts").mkdir()
-    words = ["the", "cat", "sat", "[UNK]"]
+    words = ["the", "cat", "sat", "[UNK]", "<|endoftext|>"]
     for number in range(3):
         (folder / f"texts/{number}.txt").write_text(" ".join(random.Random(number).choices(words[:3], k=50)))
     Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="[UNK]")).save(
         str(folder / "tokenizer.json")
     )
     return SMALL
-
-
-def plans(folder: Path) -> dict[str, str]:
-    """The run ``runs/first``, and its plan in a file, for eight processes in the check."""
-    environ = small_run(folder)
-    return environ
 
 
 def launching(folder: Path) -> dict[str, str]:
@@ -131,5 +126,5 @@ PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "guide.md": guide,
     "kvstore.md": kvstore,
     "launching.md": launching,
-    "plans.md": plans,
+    "plans.md": small_run,
 }
