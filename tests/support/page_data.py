@@ -1,0 +1,130 @@
+"""What the pages say that their reader has: small files, and settings that make the runs of a page short."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+TRAIN = """
+import os
+import time
+
+import torch
+
+from unisono import PlanOptions, Trainer, TrainOptions
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def forward(self, inputs):
+        time.sleep(0.05)
+        return self.layer(inputs)
+
+
+asynchronous = "UNISONO_SERVER_ADDRESSES" in os.environ
+points = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
+data = [(x, int(x[0] > 0)) for x in points]
+with Trainer(
+    Net(),
+    data,
+    PlanOptions(global_batch=8, sync="dist_async" if asynchronous else "dist_sync"),
+    objective=torch.nn.CrossEntropyLoss(),
+    options=TrainOptions(steps=200 if asynchronous else 10, eval_every_steps=0),
+    run_dir="runs/train",
+) as run:
+    print(run.fit().reason)
+"""
+# the demo's run, small
+SMALL = {
+    "UNISONO__DATA__CORPUS": "corpus",
+    "UNISONO__DATA__SEQ_LEN": "32",
+    "UNISONO__MODEL__NUM_LAYERS": "2",
+    "UNISONO__MODEL__DIM": "32",
+    "UNISONO__MODEL__NUM_HEADS": "4",
+    "UNISONO__MODEL__NUM_KV_HEADS": "2",
+    "UNISONO__TRAIN__STEPS": "4",
+    "UNISONO__TRAIN__NUM_EVAL_SAMPLES": "8",
+}
+AS_ROOT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+def corpus(folder: Path) -> None:
+    (folder / "corpus").mkdir()
+    for number in range(12):
+        lines = [f"def f{number}_{i}(x):\n    return x + {(number * 37 + i * 11) % 100}\n" for i in range(24)]
+        (folder / f"corpus/m{number}.py").write_text("\n".join(lines))
+
+
+def small_run(folder: Path) -> dict[str, str]:
+    corpus(folder)
+    return SMALL
+
+
+def guide(folder: Path) -> dict[str, str]:
+    """Records, photos and a list of them, a table, texts and a tokenizer."""
+    import numpy as np
+    from PIL import Image
+    from tokenizers import Tokenizer, models
+
+    from unisono.data.convert import Table, write_table
+    from unisono.data.recordio import RecordWriter
+
+    corpus(folder)
+    for name in ("a.rec", "b.rec"):
+        with RecordWriter(folder / name) as writer:
+            for number in range(12):
+                writer.write(bytes([65 + number]) * 3, side={"label": number})
+    entries: list[str] = []
+    pixels = np.random.default_rng(0)
+    for number in range(20):
+        path = folder / f"photos/{('cat', 'dog')[number % 2]}/{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.integers(0, 255, (48, 64, 3), dtype=np.uint8)).save(path)
+        entries.append(f"{number}\t{number % 2}\t{path.relative_to(folder)}\n")
+    (folder / "list.lst").write_text("".join(entries))
+    write_table(folder / "rows.parquet", Table(rows=[{"id": n, "text": f"line {n}"} for n in range(8)]))
+    (folder / "texts").mkdir()
+    words = ["the", "cat", "sat", "[UNK]", "<|endoftext|>"]
+    for number in range(3):
+        (folder / f"texts/{number}.txt").write_text(" ".join(random.Random(number).choices(words[:3], k=50)))
+    Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="[UNK]")).save(
+        str(folder / "tokenizer.json")
+    )
+    return SMALL
+
+
+def launching(folder: Path) -> dict[str, str]:
+    corpus(folder)
+    (folder / "train.py").write_text(TRAIN)
+    return SMALL | AS_ROOT
+
+
+def kvstore(folder: Path) -> dict[str, str]:
+    """A folder ``tls`` made as the page says, for one host."""
+    corpus(folder)
+    commands = """
+umask 077; mkdir tls authority
+new="openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+$new -subj /CN=jobs -keyout authority/key.pem -out tls/authority.pem
+$new -subj /CN=n1 -CA tls/authority.pem -CAkey authority/key.pem -addext basicConstraints=CA:FALSE \
+    -addext subjectAltName=DNS:localhost,IP:127.0.0.1 -keyout tls/key.pem -out tls/certificate.pem
+"""
+    subprocess.run(["bash", "-euc", commands], cwd=folder, check=True, capture_output=True)
+    return SMALL
+
+
+PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
+    "guide.md": guide,
+    "kvstore.md": kvstore,
+    "launching.md": launching,
+    "plans.md": small_run,
+}
