@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,38 @@ with Trainer(
 ) as run:
     print(run.fit().reason)
 """
+MINE = """
+import torch
+
+from unisono import PlanOptions, Trainer, TrainOptions
+
+loss = torch.nn.CrossEntropyLoss()
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+
+def held_out():
+    return [(x, int(x[0] > 0)) for x in torch.randn(32, 2, generator=torch.Generator().manual_seed(1))]
+
+
+if __name__ == "__main__":
+    with Trainer(
+        Net(),
+        held_out(),
+        PlanOptions(global_batch=8),
+        objective=loss,
+        options=TrainOptions(steps=4, eval_every_steps=0),
+        run_dir="runs/mine",
+    ) as run:
+        run.fit()
+"""
 # the demo's run, small
 SMALL = {
     "UNISONO__DATA__CORPUS": "corpus",
@@ -70,7 +103,7 @@ def small_run(folder: Path) -> dict[str, str]:
 
 
 def guide(folder: Path) -> dict[str, str]:
-    """Records, photos and a list of them, a table, texts and a tokenizer."""
+    """Records, photos and a list of them, a table, texts, a tokenizer, and a script that has trained."""
     import numpy as np
     from PIL import Image
     from tokenizers import Tokenizer, models
@@ -99,6 +132,8 @@ def guide(folder: Path) -> dict[str, str]:
     Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="[UNK]")).save(
         str(folder / "tokenizer.json")
     )
+    (folder / "mine.py").write_text(MINE)
+    subprocess.run([sys.executable, "mine.py"], cwd=folder, check=True, capture_output=True)
     return SMALL
 
 

@@ -85,9 +85,17 @@ def interrupted(folder: Path, script: str, times: int) -> tuple[int, str, str]:
     finally:
         child.kill()
         child.wait()
-    with pytest.raises(ProcessLookupError):
-        os.killpg(child.pid, 0)
+    wait_until(lambda: not group_exists(child.pid), "no process of the script is left", 10)
     return child.returncode, out, err
+
+
+def group_exists(group: int) -> bool:
+    """Whether a process group has members; one that ended is a member until init, which may take a moment, has waited for it."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_an_interrupted_script_prints_one_line_and_gets_its_result(tmp_path: Path) -> None:
