@@ -126,7 +126,7 @@ def test_two_copies_need_two_servers(desk: Desk, tmp_path: Path) -> None:
     settings = ("--set=launch.num_replicas=2", "--set=plan.sync=dist_async")
     assert refused(desk, tmp_path, *settings) == problem(
         "launch.num_replicas 2 with 1 server",
-        "a replica is on another server than the values it is of",
+        "a replica is on another server than its primary",
         NOTHING,
         "launch.num_servers=2, or launch.num_replicas=1",
     )

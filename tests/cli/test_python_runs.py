@@ -70,6 +70,15 @@ def samples():
     return held_out
 
 
+ragged = [{"tokens": text[: 2 + n], "targets": text[1 : 3 + n]} for n, text in enumerate(texts[:3])]
+
+
+def pad(given):
+    width = max(len(sample["tokens"]) for sample in given)
+    rows = [[torch.nn.functional.pad(s[name], (0, width - len(s[name]))) for s in given] for name in ("tokens", "targets")]
+    return {"tokens": torch.stack(rows[0]), "targets": torch.stack(rows[1])}
+
+
 def make():
     return Tied()
 
@@ -141,6 +150,23 @@ def test_eval_is_the_scripts_own_evaluation(desk: Desk, run_dir: Path, script: s
     assert named.json["evaluation"]["loss"] == pytest.approx(expected["loss"])
 
 
+def test_a_collate_fn_makes_batches_of_the_samples(desk: Desk, run_dir: Path, script: str) -> None:
+    done = evaluate(desk, run_dir, script, data="ragged", **{"collate-fn": "pad"})
+    assert done.code == 0, done.out
+    assert done.json["samples"] == 3
+    alone = evaluate(desk, run_dir, script, data="ragged")
+    assert "cannot be stacked" in str(alone.json["problems"])
+    # padded, the three are rows of a table that needs no collate_fn
+    table = Path(script).with_name("table.py")
+    table.write_text(
+        "from tied import pad, ragged\nbatch = pad(ragged)\nrows = [dict(zip(batch, row)) for row in zip(*batch.values())]\n"
+    )
+    padded = desk.here(
+        "eval", str(run_dir), "--json", f"--model={script}:Tied", f"--data={table}:rows", f"--objective={script}:loss"
+    )
+    assert padded.json["evaluation"] == done.json["evaluation"]
+
+
 def test_export(desk: Desk, run_dir: Path, script: str, tmp_path: Path) -> None:
     done = desk.here("checkpoint", "export", str(run_dir), str(tmp_path / "out"), f"--model={script}:Tied")
     assert done.code == 0, done.err
@@ -210,6 +236,14 @@ def test_export(desk: Desk, run_dir: Path, script: str, tmp_path: Path) -> None:
         (
             ["--metrics={}:held_out"],
             ("tied.py:held_out, of type list", "it names a dict of name → Metric", "nothing was loaded", "tied.py"),
+        ),
+        (
+            ["--collate-fn={}:pad"],
+            ("--collate-fn ", "of the samples that --data names", "nothing was loaded", "--data FILE.py:NAME"),
+        ),
+        (
+            ["--data={}:held_out", "--collate-fn={}:held_out"],
+            ("tied.py:held_out, of type list", "a function of a list of samples", "nothing was loaded", "tied.py"),
         ),
         (["--data={}:loss"], ("needs arguments: outputs, batch", "without arguments", "nothing was started", "loss(")),
     ],

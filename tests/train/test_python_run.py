@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from unisono import (
     CheckpointOptions,
+    DataOptions,
     LoaderOptions,
     ObserveOptions,
     OptimOptions,
@@ -27,6 +28,7 @@ from unisono import (
     TrainOptions,
     from_map_style,
 )
+from unisono.cli.common import load_run
 from unisono.errors import CheckpointError, ConfigError
 from unisono.observe.events import events_path, read_events
 from unisono.train import mean_squared_error
@@ -142,11 +144,45 @@ def test_options_are_checked_at_construction(tmp_path: Path, wrong: dict[str, An
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [
-        (lambda o: StepLR(o, 1), "a schedule that raised TypeError: int is not an Optimizer for step 0"),
-        (lambda step: None, "a schedule that returned NoneType for step 0"),
+        (
+            lambda o: StepLR(o, 1),
+            (
+                "a schedule that raised TypeError: int is not an Optimizer for step 0",
+                "'optimizer' returns a scheduler",
+                "there is no learning rate",
+                "the parameter 'o' called 'optimizer'",
+            ),
+        ),
+        (
+            lambda step: None,
+            (
+                "a schedule that returned NoneType for step 0",
+                "'optimizer' returns a scheduler",
+                "there is no learning rate",
+                "lambda optimizer:",
+            ),
+        ),
+        (
+            OneCycleLR,
+            (
+                "a schedule that raised TypeError: OneCycleLR.__init__() missing 1 required positional argument: 'max_lr'",
+                "of the optimizer alone",
+                "there is no learning rate",
+                "functools.partial(OneCycleLR, max_lr=0.1",
+            ),
+        ),
+        (
+            partial(OneCycleLR, max_lr=0.1, total_steps=200),
+            (
+                "schedule OneCycleLR of 200 steps for a run of 300",
+                "a learning rate for each step",
+                "step 201 would have none",
+                "total_steps=300, or TrainOptions(steps=200)",
+            ),
+        ),
     ],
 )
-def test_a_schedule_without_a_rate_is_refused(tmp_path: Path, schedule: Any, said: str) -> None:
+def test_a_schedule_without_a_rate_is_refused(tmp_path: Path, schedule: Any, said: tuple[str, ...]) -> None:
     with (
         pytest.raises(ConfigError) as caught,
         Trainer(
@@ -161,10 +197,41 @@ def test_a_schedule_without_a_rate_is_refused(tmp_path: Path, schedule: Any, sai
     ):
         pass
     (problem,) = caught.value.problems
-    assert problem.given == said
-    assert "'optimizer' returns a scheduler" in problem.rule
-    assert problem.consequence == "there is no learning rate"
-    assert "lambda optimizer:" in problem.nearest
+    assert problem.given == said[0]
+    for part, text in zip((problem.rule, problem.consequence, problem.nearest), said[1:], strict=True):
+        assert text in part
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (3, 5)], ids=["of one token", "ragged"])
+def test_texts_without_a_length_to_record(tmp_path: Path, lengths: tuple[int, int]) -> None:
+    """``config.toml`` of the run can be loaded: it names no ``data.seq_len`` that is none."""
+
+    class Tokens(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(9, 1)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.embed(tokens).sum(1)
+
+    def pad(samples: list[Any]) -> dict[str, torch.Tensor]:
+        rows = torch.nn.utils.rnn.pad_sequence([sample["tokens"] for sample in samples], batch_first=True)
+        return {"tokens": rows, "targets": torch.stack([sample["targets"] for sample in samples])}
+
+    data = [{"tokens": torch.ones(length, dtype=torch.long), "targets": torch.ones(1)} for length in lengths]
+    run = Trainer(
+        Tokens(),
+        data,
+        PlanOptions(device="cpu", precision="fp32", global_batch=2),
+        objective="mean_squared_error",
+        options=TrainOptions(steps=1, eval_every_steps=0),
+        collate_fn=pad,
+        run_dir=tmp_path,
+        observe=ObserveOptions(console="off", trackers=(), report=False),
+    )
+    with run:
+        run.fit()
+    assert load_run(str(tmp_path)).value.data.seq_len == DataOptions().seq_len
 
 
 def test_held_out_data_may_be_a_list(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import tiny
 from pool import Pool
 
 from unisono.errors import CheckpointError
+from unisono.train.run_checkpoints import _refuse_other_order
 
 STEPS, AT = 7, 3
 
@@ -182,6 +183,15 @@ def test_another_order_of_samples_is_refused(tmp_path: Path) -> None:
         "  rule: the samples of every step are a function of data, seed and global batch\n"
         "  so:   the run would repeat some samples and never see others; nothing was loaded\n"
         "  try:  restore these values, or start a new run in another run.dir"
+    )
+
+
+def test_other_data_is_told_without_fingerprints(tmp_path: Path) -> None:
+    """The fingerprint of a chain of transforms is long and names classes of ours."""
+    with pytest.raises(CheckpointError) as raised:
+        _refuse_other_order({"data": "a" * 90, "samples": 40}, {"data": "b" * 90, "samples": 41}, tmp_path)
+    assert str(raised.value).splitlines()[0] == (
+        f"the checkpoint {tmp_path} for a run whose data has other sources, samples or transforms; samples was 40 and is 41"
     )
 
 

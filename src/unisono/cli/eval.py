@@ -23,6 +23,7 @@ def command(
     best: bool,
     model: str | None,
     data: str | None,
+    collate_fn: str | None,
     objective: str | None,
     metrics: tuple[str, ...],
     samples: int,
@@ -33,7 +34,7 @@ def command(
     The folder of a Python script's run holds no code: --model, --data and, unless it is built in, --objective name it.
     """
     require_run(run_dir)
-    code = read_code(model=model, data=data, objective=objective, metrics=metrics)
+    code = read_code(model=model, data=data, collate_fn=collate_fn, objective=objective, metrics=metrics)
     config = load_run(run_dir, **code).value
     checkpoint = chosen_checkpoint(run_dir, checkpoint, best=best)
     from unisono.data.dataset import collated

@@ -1,4 +1,4 @@
-"""Options that name the code of a Python script's run: its model, data, objective and metrics, as ``FILE.py:NAME``."""
+"""Options that name the code of a Python script's run, as ``FILE.py:NAME``: model, data, collate_fn, objective and metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def takes_model(function: F) -> F:
 
 
 def takes_evaluation(function: F) -> F:
-    """Decorator that adds ``--data``, ``--objective`` and ``--metrics``."""
+    """Decorator that adds ``--data``, ``--collate-fn``, ``--objective`` and ``--metrics``."""
     function = click.option(
         "--metrics",
         multiple=True,
@@ -36,6 +36,11 @@ def takes_evaluation(function: F) -> F:
         metavar="NAME",
         help="Likewise: FILE.py:NAME of the loss that Trainer got, or a built-in one by name. Default: the run's, if built in.",
     )(function)
+    function = click.option(
+        "--collate-fn",
+        metavar="FILE.py:NAME",
+        help="Likewise: the collate_fn that Trainer got. A DataLoader as --data has its own.",
+    )(function)
     return click.option(
         "--data",
         metavar="FILE.py:NAME",
@@ -44,14 +49,31 @@ def takes_evaluation(function: F) -> F:
 
 
 def read_code(
-    *, model: str | None = None, data: str | None = None, objective: str | None = None, metrics: Sequence[str] = ()
+    *,
+    model: str | None = None,
+    data: str | None = None,
+    collate_fn: str | None = None,
+    objective: str | None = None,
+    metrics: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The components that the options name, as ``load_run`` takes them. Runs the named files, each once.
 
     Raises:
-        ConfigError: A text names nothing, or something of another kind.
+        ConfigError: A text names nothing, or something of another kind; or ``collate_fn`` has no data to collate.
     """
-    texts = {"model": model, "data": data, "objective": objective if objective and ":" in objective else None}
+    if collate_fn is not None and data is None:
+        raise ConfigError(
+            given=f"--collate-fn {collate_fn} without --data",
+            rule="it makes batches of the samples that --data names",
+            consequence="nothing was loaded",
+            nearest="--data FILE.py:NAME beside it",
+        )
+    texts = {
+        "model": model,
+        "data": data,
+        "collate_fn": collate_fn,
+        "objective": objective if objective and ":" in objective else None,
+    }
     named = {option: text for option, text in texts.items() if text is not None}
     files = [text for text in metrics if ":" in text and ".py" in text]
     objects = read_objects(*named.values(), *files)
@@ -60,7 +82,7 @@ def read_code(
     if "model" in found:
         code["model"] = lambda _config: _model(found["model"])
     if "data" in found:
-        held_out = _data(found["data"])
+        held_out = _data(found["data"], found.get("collate_fn"))
         code["data"] = lambda _config: (held_out, held_out)
     if objective is not None:
         code["objective"] = found["objective"].value if "objective" in found else objective
@@ -84,11 +106,13 @@ def _model(given: PythonObject) -> Any:
     return value
 
 
-def _data(given: PythonObject) -> Any:
+def _data(given: PythonObject, collate_fn: PythonObject | None) -> Any:
     from unisono.train.input_pipeline import read_eval_source
 
+    if collate_fn is not None and not callable(collate_fn.value):
+        raise _wrong("--collate-fn", collate_fn, collate_fn.value, "a function of a list of samples")
     called = inspect.isroutine(given.value) or inspect.isclass(given.value)
-    return read_eval_source(given.call() if called else given.value, None)
+    return read_eval_source(given.call() if called else given.value, collate_fn.value if collate_fn else None)
 
 
 def _metrics(given: PythonObject) -> Mapping[str, Any]:

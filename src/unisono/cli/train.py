@@ -63,10 +63,11 @@ def command(
     servers = job.servers or resolved.value.launch.num_servers
     if sync == "dist_async" and resolved.value.launch.num_replicas > servers:
         raise ConfigError(
-            given=f"launch.num_replicas 2 with {servers} server",
-            rule="a replica is on another server than the values it is of",
+            given=f"launch.num_replicas {resolved.value.launch.num_replicas} with {servers} "
+            f"server{'' if servers == 1 else 's'}",
+            rule="a replica is on another server than its primary",
             consequence="nothing was started",
-            nearest="launch.num_servers=2, or launch.num_replicas=1",
+            nearest=f"launch.num_servers={resolved.value.launch.num_replicas}, or launch.num_replicas=1",
         )
     run_dir = Path(resolved.value.run.dir)
     new_folders = make_folder(run_dir)

@@ -108,9 +108,19 @@ class TorchRates:
     Their state, and the numbers of all parameter groups (rates, and momenta that some schedulers change), are in the checkpoint.
     """
 
-    def __init__(self, optimizer: RunOptimizer, factory: SchedulerFactory, *, has_evaluations: bool = True) -> None:
+    def __init__(
+        self, optimizer: RunOptimizer, factory: SchedulerFactory, total_steps: int, *, has_evaluations: bool = True
+    ) -> None:
         self._optimizer = optimizer
-        self._schedulers = [factory(member) for member in optimizer.members]
+        try:
+            self._schedulers = [factory(member) for member in optimizer.members]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                given=f"a schedule that raised {type(error).__name__}: {error}",
+                rule="it builds a torch scheduler of the optimizer alone",
+                consequence="there is no learning rate",
+                nearest="functools.partial(OneCycleLR, max_lr=0.1, total_steps=1000), which has all other arguments",
+            ) from error
         for scheduler in self._schedulers:
             if not isinstance(scheduler, LRScheduler):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(
@@ -126,6 +136,15 @@ class TorchRates:
                     rule="it reads the held-out loss of each evaluation",
                     consequence="the learning rate would never change",
                     nearest="eval_data=…, or another schedule",
+                )
+
+            length = getattr(scheduler, "total_steps", None)
+            if isinstance(length, int) and length < total_steps:
+                raise ConfigError(
+                    given=f"schedule {type(scheduler).__name__} of {length} steps for a run of {total_steps}",
+                    rule="it has a learning rate for each step of the run",
+                    consequence=f"step {length + 1} would have none",
+                    nearest=f"total_steps={total_steps}, or TrainOptions(steps={length})",
                 )
 
     def apply(self, step: int) -> float:
@@ -185,11 +204,14 @@ def _require_rate(schedule: Callable[[int], object]) -> None:
     except Exception as error:
         wrong = f"raised {type(error).__name__}: {error}"
     if wrong:
+        first = next(iter(inspect.signature(schedule).parameters), "")
         raise ConfigError(
             given=f"a schedule that {wrong} for step 0",
             rule="a function of the step returns the learning rate; one with the parameter 'optimizer' returns a scheduler",
             consequence="there is no learning rate",
-            nearest="schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100), or lambda step: 0.1",
+            nearest=f"the parameter {first!r} called 'optimizer', if it is one"
+            if "Optimizer" in wrong
+            else "schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100), or lambda step: 0.1",
         )
 
 

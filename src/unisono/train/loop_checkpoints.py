@@ -48,10 +48,10 @@ class LoopCheckpoints:
         parts: What has state that is equal on all ranks, by name. States are dicts, lists, tensors, numbers, strings and None.
         world: The ranks.
         options: When checkpoints are written and how many are kept. Default: ``CheckpointOptions()``.
-        seed: Seeds the generators of ranks that a checkpoint has none for. Any integer.
+        seed: Seeds the random generators of ranks that have none in the checkpoint. Any integer.
         emit: Called as ``emit(kind, **fields)`` for each event: checkpoint_saved, checkpoint_failed, checkpoint_quarantined,
             and with ``upload_to`` checkpoint_uploaded, checkpoint_upload_failed, checkpoint_downloaded.
-            Default: the last two are printed by rank 0.
+            Default: rank 0 prints failed saves, failed uploads and quarantined checkpoints.
 
     Raises:
         CheckpointError: The folder cannot be used; later, a state cannot be saved or does not fit, or

@@ -190,7 +190,9 @@ class OptimizerSetup:
         """The learning rates of the run. Raises ConfigError for a schedule that does not fit its steps or evaluations."""
         schedule = self.used_schedule
         if is_scheduler_factory(schedule):
-            return TorchRates(optimizer, schedule, has_evaluations=has_evaluations)  # pyright: ignore[reportArgumentType]
+            return TorchRates(  # pyright: ignore[reportArgumentType]
+                optimizer, schedule, total_steps, has_evaluations=has_evaluations
+            )
         groups = optimizer.param_groups
         base = self.given.lr if isinstance(self.given, OptimOptions) else float(groups[0]["lr"])
         return ScheduledRates(groups, schedule, total_steps, base)  # pyright: ignore[reportArgumentType]

@@ -191,11 +191,14 @@ def _choose(root: Path, mode: str, world: World, events: EventLog) -> Path | Non
 
 
 def _refuse_other_order(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path) -> None:
-    changed = [
-        f"{name} was {saved.get(name)!r} and is {here.get(name)!r}"
-        for name in {**here, **saved}
-        if saved.get(name) != here.get(name)
-    ]
+    def difference(name: str) -> str:
+        then, now = saved.get(name), here.get(name)
+        # a fingerprint of sources and transforms is no text for a reader
+        if name == "data" and max(len(str(then)), len(str(now))) > 80:
+            return "data has other sources, samples or transforms"
+        return f"{name} was {then!r} and is {now!r}"
+
+    changed = [difference(name) for name in {**here, **saved} if saved.get(name) != here.get(name)]
     if changed:
         raise CheckpointError(
             given=f"the checkpoint {path} for a run whose {'; '.join(changed)}",

@@ -28,6 +28,9 @@ from unisono.train.metrics import METRICS, Metric
 from unisono.train.objectives import OBJECTIVES
 from unisono.train.options import PLAN_FILE, RUN_FILE, TrainOptions
 
+TOKEN_ENTRIES = ("tokens", "input_ids")
+MIN_SEQ_LEN = 2  # of data.seq_len
+
 
 def write_run_record(
     run_dir: Path,
@@ -67,7 +70,7 @@ def write_run_record(
     sections: dict[str, Any] = {
         "run": {"dir": str(run_dir), "seed": seed},
         "components": components,
-        "data": {"seq_len": length} if (length := sequence_length(data)) else {},
+        "data": {"seq_len": length} if (length := sequence_length(data)) >= MIN_SEQ_LEN else {},
         "loader": loader,
         "plan": given_plan if isinstance(given_plan, PlanOptions) else _plan_section(given_plan),
         "optim": optimizer if isinstance(optimizer, OptimOptions) else {},
@@ -90,11 +93,12 @@ def write_run_record(
 
 
 def sequence_length(data: Any) -> int:
-    """Tokens of the first sample; 0 for data that are no texts, or a stream."""
+    """Tokens of a sample of texts that all have one length, judged by the first and the last; 0 for other data, or a stream."""
     if not isinstance(data, Dataset) or not len(data):
         return 0
-    first = read_samples(data, np.zeros(1, np.int64))[0]
-    return next((len(first[name]) for name in ("tokens", "input_ids") if name in first and np.ndim(first[name])), 0)
+    samples = read_samples(data, np.array([0, len(data) - 1]))
+    lengths = {len(sample[name]) for sample in samples for name in TOKEN_ENTRIES if np.ndim(sample.get(name, 0))}
+    return lengths.pop() if len(lengths) == 1 else 0
 
 
 def _label(code: Any) -> str:

@@ -109,7 +109,7 @@ def _before(name: str, current: Mapping[str, Any]) -> Any:
 
 
 def function_name(function: Callable[..., Any] | None) -> str:
-    """Module and name of a function or class; of a partial, with its arguments."""
+    """Qualified name of a function or class; of a partial, with its arguments."""
     if isinstance(function, partial):
         arguments = [*map(repr, function.args), *(f"{name}={value!r}" for name, value in function.keywords.items())]
         return f"{function_name(cast('Callable[..., Any]', function.func))}({', '.join(arguments)})"
