@@ -102,6 +102,7 @@ class TokenWindows:
             for shard, end in zip(tokens.shards, self._ends.tolist(), strict=True)
         ]
         self._firsts = [grid.first for grid in self._grids]
+        self._columns = np.arange(seq_len)
 
     def __len__(self) -> int:
         return self._count
@@ -122,7 +123,7 @@ class TokenWindows:
         if self._boundaries == "mask":
             edges.sort()
             batch["weights"].reshape(-1)[edges] = 0
-            batch["positions"], batch["documents"] = _segments(edges, batch["tokens"].shape)
+            batch["positions"], batch["documents"] = _segments(edges, self._columns, indices.size)
         if self.has_target_bytes:
             batch["target_bytes"] *= batch["weights"]
         return batch
@@ -243,17 +244,19 @@ class _ShardWindows:
         return edges
 
 
-def _segments(edges: Ids, shape: tuple[int, int]) -> tuple[Ids, NDArray[np.int32]]:
-    """Positions and document numbers [B, T] from the sorted edges of a batch."""
-    num_rows, length = shape
-    places = np.arange(num_rows * length)
+def _segments(edges: Ids, columns: Ids, num_rows: int) -> tuple[Ids, NDArray[np.int32]]:
+    """Positions and document numbers [B, T] from the sorted edges of a batch. ``columns``: 0, 1, … T - 1."""
+    length = columns.size
+    size = num_rows * length
     # Flat index of each segment's first token; every row starts a segment. An edge at j = T is a target, not a token of its row.
     begins = edges + 1
-    bounds = np.concatenate([places[::length], begins[begins % length != 0], [places.size]])
+    bounds = np.concatenate([np.arange(0, size + 1, length), begins[begins % length != 0]])
     bounds.sort()
     heads = bounds[:-1]
     lengths = bounds[1:] - heads
-    numbers = np.arange(heads.size)
-    numbers -= heads.searchsorted(heads - heads % length)
-    places -= heads.repeat(lengths)
-    return places.reshape(shape), numbers.astype(np.int32).repeat(lengths).reshape(shape)
+    head_columns = heads % length
+    numbers = np.arange(heads.size, dtype=np.int32)
+    numbers -= heads.searchsorted(heads - head_columns).astype(np.int32)
+    positions = head_columns.repeat(lengths).reshape(num_rows, length)
+    np.subtract(columns, positions, out=positions)
+    return positions, numbers.repeat(lengths).reshape(num_rows, length)
