@@ -104,12 +104,13 @@ class SpecSource:
             partner_rows = np.argsort(slots)[np.searchsorted(np.sort(slots), partner)]
             rows = slots - samples.first_slot
         is_filler = np.zeros(len(own_slots), np.bool_)
-        is_filler[max(0, samples.step_samples - own_slots.start) :] = True
+        if own_slots.stop > samples.step_samples:
+            is_filler[max(0, samples.step_samples - own_slots.start) :] = True
         return MicroBatchSpec(
             step=step,
             num_rows=len(own_slots),
-            sample_ids=samples.sample_ids[rows].copy(),
-            occurrences=samples.occurrences[rows].copy(),
+            sample_ids=samples.sample_ids[rows].copy(),  # a data set may modify or return them
+            occurrences=samples.occurrences[rows],
             is_filler=is_filler,
             partner_rows=partner_rows,
             pair_ids=pair_ids,
