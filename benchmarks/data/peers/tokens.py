@@ -7,7 +7,9 @@ Who has a format of its own writes windows of LENGTH + 1 tokens into it first.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from pathlib import Path
@@ -19,6 +21,7 @@ from benchmarks.data.peers.stubs import without_torchvision
 from benchmarks.peers.gate import Gate
 
 BATCH, LENGTH = 16, 1024
+TUNING_S = 6.0
 Batches = Iterator[Any]
 
 
@@ -49,7 +52,10 @@ def floor(folder: Path, path: Path, how: str) -> Batches:
 
 
 def unisono(folder: Path, path: Path, how: str) -> Batches:
-    """``windows`` side by side, ``sliding`` or ``loader``, ``ignore`` or ``mask`` of documents, and the loader's threads."""
+    """``windows`` side by side, ``sliding`` or ``loader``, ``ignore`` or ``mask`` of documents, and the loader's threads.
+
+    Without a number of threads the loader has its default options, and tunes before the first batch that is measured.
+    """
     from unisono.data import Loader, LoaderOptions, TokenWindows, open_tokens
 
     what, boundaries, *workers = how.split()
@@ -59,12 +65,17 @@ def unisono(folder: Path, path: Path, how: str) -> Batches:
         stride=1 if what == "sliding" else LENGTH,
         boundaries="ignore" if boundaries == "ignore" else "mask",
     )
-    if not workers:
+    if what != "loader":
         rng = np.random.default_rng(1)
         while True:
             yield data.read(rng.integers(0, len(data), BATCH))
-    options = LoaderOptions(num_workers=int(workers[0]), worker_kind="thread")
-    yield from Loader(data, seed=1, global_batch=BATCH, options=options).iterate(0, 10**9)
+    options = LoaderOptions(num_workers=int(workers[0]), worker_kind="thread") if workers else LoaderOptions()
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # nothing remembered
+    batches = Loader(data, seed=1, global_batch=BATCH, options=options).iterate(0, 10**9)
+    until = time.perf_counter() + (0 if workers else TUNING_S)
+    while time.perf_counter() < until:
+        next(batches)
+    yield from batches
 
 
 class Rows:

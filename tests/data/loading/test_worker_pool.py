@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.data.loading.loader import Loader
+from unisono.data.loading.worker_pool import usable_cores
 from unisono.data.loading.worker_tuning import WorkerSetting, WorkerTuner
 from unisono.data.options import LoaderOptions
 from unisono.errors import DataError
@@ -319,6 +320,100 @@ def test_tuning_turns_to_processes_where_threads_do_not_help() -> None:
     assert setting == WorkerSetting(kind="process", workers=4)
     local = BatchBuilder(dataset=samples.Rows(5), seed=0, transform=lambda s, rng: s)
     assert tuned(lambda s: 2 if s.kind == "thread" else 2 * s.workers, recipe=local).setting == thread(1)
+
+
+def quick(s: WorkerSetting) -> float:
+    """Batches that take 0.1 ms to build, and 0.1 ms more from a worker."""
+    return {("thread", 0): 10_000, ("thread", 1): 5000}.get((s.kind, s.workers), 4000)
+
+
+def tuned_without_work(rate: Any, *, recipe: Any = None, **options: Any) -> tuple[WorkerTuner, list[WorkerSetting]]:
+    """As ``tuned``, with training that does nothing but wait, and the settings that were used, in order."""
+    clock = Clock()
+    recipe = recipe or BatchBuilder(dataset=samples.Rows(5), seed=0)
+    tuner = WorkerTuner(LoaderOptions(**options), limit=usable_cores(os.environ), about=recipe, clock=clock)
+    used = [tuner.setting]
+    for _ in range(50_000):
+        clock.now += 1 / rate(tuner.setting)
+        tuner.record_wait(1 / rate(tuner.setting))
+        if tuner.setting != used[-1]:
+            used.append(tuner.setting)
+    return tuner, used
+
+
+def test_batches_that_are_quicker_than_a_hand_over_are_built_by_the_consumer() -> None:
+    assert tuned_without_work(quick)[1] == [thread(1), thread(0), thread(2), thread(0)], "a process is slower still"
+    assert tuned_without_work(quick)[1] == [thread(0)], "remembered"
+    assert tuned_without_work(quick, worker_kind="thread")[0].setting == thread(1), "threads were asked for"
+    assert tuned_without_work(quick, num_workers=1)[0].setting.workers == 1, "a worker was asked for"
+    other = BatchBuilder(dataset=samples.Rows(6), seed=0)
+    assert thread(0) not in tuned_without_work(lambda s: quick(s) / 6, recipe=other)[1], "a step takes over 1 ms"
+    other = BatchBuilder(dataset=samples.Rows(7), seed=0)
+    assert tuned_without_work(lambda s: 2000 * (1 + s.workers), recipe=other)[0].setting.workers > 1
+
+
+def test_no_worker_is_left_for_good_when_batches_become_slow() -> None:
+    tuned_without_work(quick)
+    slow_from, seen = 10_000, 0
+
+    def world(s: WorkerSetting) -> float:
+        nonlocal seen
+        seen += 1
+        return quick(s) if seen < slow_from else 100 * min(3, 1 + s.workers)
+
+    tuner, used = tuned_without_work(world)
+    assert used[:2] == [thread(0), thread(1)]
+    assert tuner.setting == thread(2)
+    assert used.count(thread(0)) == 1
+    assert tuned_without_work(lambda s: 100)[1][0] == thread(2), "remembered"
+
+
+def test_changing_workers_in_mid_run_changes_no_batch() -> None:
+    settings = [thread(2), thread(0), WorkerSetting(kind="process", workers=1), thread(0), thread(1)]
+    before = set(threading.enumerate())
+    with loader(samples.Rows(29), num_workers=-1, worker_kind="auto", transform=samples.noise) as one:
+        got: list[Any] = []
+        for batch in one.iterate(0, 40):
+            got.append(batch)
+            one._tuner.setting = settings[batch.step // 8]
+            added = [each for each in threading.enumerate() if each not in before and each.name == "unisono-loader"]
+            if batch.step % 8 == 7:  # all that was built ahead with the previous setting has been used
+                assert bool(added) == (one.worker_setting.workers > 0)
+        assert [batch.step for batch in got] == list(range(40))
+        assert rows(got) == rows(loader(samples.Rows(29), num_workers=0, transform=samples.noise).iterate(0, 40))
+
+
+def test_data_that_turns_slow_is_read_ahead_again() -> None:
+    """Real time: a remembered setting without workers, and samples that from step 5 on wait as for a disk."""
+    recipe = BatchBuilder(dataset=samples.Rows(1000), seed=0, transform=slow_later)
+    assert tuned_without_work(quick, recipe=recipe)[0].setting == thread(0)
+    with loader(samples.Rows(1000), num_workers=-1, worker_kind="auto", transform=slow_later, shuffle=False) as one:
+        got: list[Any] = []
+        for batch in one.iterate(0, 60):
+            got.append(batch)
+            if one.worker_setting.workers and len(got) > 20:
+                break
+        assert one.worker_setting == thread(1)
+        assert [batch.step for batch in got] == list(range(len(got)))
+        assert rows(got) == rows(loader(samples.Rows(1000), num_workers=0, shuffle=False).iterate(0, len(got)))
+
+
+def slow_later(sample: Any, rng: np.random.Generator) -> Any:
+    if int(np.min(next(iter(sample.values())))) >= 60:
+        time.sleep(0.003)
+    return sample
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_an_error_without_workers_names_the_sample(workers: int) -> None:
+    data = samples.Rows(30, rotten=(17,))
+    tuned_without_work(quick, recipe=BatchBuilder(dataset=data, seed=0))
+    with loader(data, num_workers=workers, worker_kind="auto", shuffle=False) as one:
+        assert one.worker_setting == thread(0)
+        steps = one.iterate(0, 4)
+        assert next(steps).step == 0
+        with pytest.raises(DataError, match="reading sample 17 of step 1 failed"):
+            next(steps)
 
 
 def test_what_was_found_is_where_the_next_run_starts() -> None:

@@ -32,6 +32,7 @@ Transform = Callable[[Batch, np.random.Generator], Batch]
 PairTransform = Callable[[Batch, Batch, np.random.Generator], tuple[Batch, Batch]]
 BatchTransform = Callable[[Batch], Batch]
 
+_NO_ROWS = np.empty(0, np.int64)
 _MAX_REPLACEMENTS = 64  # samples after a bad one that are tried in its place
 
 
@@ -49,9 +50,9 @@ class TwoPhaseTransform(Protocol):
     def transform_batch(self, batch: Batch, /) -> Batch: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: that doubles the time of making one
 class MicroBatchSpec:
-    """The samples of one micro-batch.
+    """The samples of one micro-batch; not modified.
 
     The first ``num_rows`` of ``sample_ids`` are its rows. The others are partners of rows whose pair spans two micro-batches.
     The three pair arrays are empty without a pair transform.
@@ -134,28 +135,28 @@ class BatchBuilder:
         """Build the rows of ``spec``. Raises DataError naming step and sample."""
         if spec.num_rows == 0:
             return BuiltBatch(arrays={}, skipped_ids=[])
-        ids = spec.sample_ids[: spec.num_rows].tolist()
         bad: dict[int, Exception] = {}
-        progress.mark(ids[0])
+        progress.mark(int(spec.sample_ids[0]))
         if self.transform is None and self.pair_transform is None and self.collate_fn is None:
             batch = self._read_together(spec, bad, progress)
         else:
             samples = self._samples(spec, bad, progress)
             if self.pair_transform is not None:
                 samples = self._transform_pairs(self.pair_transform, samples, spec, progress)
-            batch = _name_step(spec, lambda: self._collate(samples[: spec.num_rows], ids))
+            batch = _name_step(spec, lambda: self._collate(samples[: spec.num_rows], spec.sample_ids.tolist()))
         two_phase = self._two_phase
         for transform in (None if two_phase is None else two_phase.transform_batch, self.batch_transform):
             if transform is not None:
                 batch = _name_step(spec, lambda f=transform, batch=batch: check_batch(f(batch), spec.num_rows))
-        bad_rows = [row for row, sample in enumerate(ids) if sample in bad] if bad else []
+        own_ids = spec.sample_ids[: spec.num_rows]
+        bad_rows = np.flatnonzero(np.isin(own_ids, list(bad))) if bad else _NO_ROWS
         if self.adds_weights:
             without_weight = spec.is_filler.copy()
             without_weight[bad_rows] = True
             if "weights" in batch:
                 check_batch({"weights": batch["weights"]}, spec.num_rows)
             batch["weights"] = _masked_weights(batch.get("weights"), without_weight)
-        return BuiltBatch(arrays=batch, skipped_ids=[ids[row] for row in bad_rows])
+        return BuiltBatch(arrays=batch, skipped_ids=own_ids[bad_rows].tolist())
 
     def _read_together(self, spec: MicroBatchSpec, bad: dict[int, Exception], progress: ProgressMarker) -> Batch:
         try:

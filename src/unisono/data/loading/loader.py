@@ -159,13 +159,20 @@ class Loader:
         # not a method: workers that refer to the loader would keep it alive
         self._deliver = partial(to_tensors, pin=needs_pinned_memory(device))
         self._inline = ThreadWorker(self._builder, self._deliver)
-        self._tuner = WorkerTuner(options, limit=usable_cores(os.environ), about=self._builder)
+        self._tuner = WorkerTuner(
+            replace(options, num_workers=0) if prefetch_depth == 0 else options,
+            limit=usable_cores(os.environ),
+            about=self._builder,
+        )
         self._workers: _LoaderWorkers | None = None
         self._delivered = self._skipped = self._next_step = 0
 
     @property
     def worker_setting(self) -> WorkerSetting:
-        """The current kind and number of workers; with ``num_workers=-1`` tuning changes it."""
+        """The current kind and number of workers; with ``num_workers=-1`` tuning changes it.
+
+        0 workers: the thread that asks for a batch builds it, without the limit of ``timeout_s``.
+        """
         return self._tuner.setting
 
     def sample_ids(self, step: int) -> Ids:
@@ -192,19 +199,20 @@ class Loader:
 
     def _iterate(self, claim: Callable[[bool], int | None], stride: int) -> Generator[StepBatch, None, None]:
         """Build the shards that ``claim`` returns. ``stride``: distance between them, as ``SpecSource`` takes it."""
-        if self._prefetch_depth == 0 or self.options.num_workers == 0:
-            while (batch_shard := claim(True)) is not None:
-                yield self._build(batch_shard, stride)
-            return
         pending: deque[tuple[int, list[_Job]]] = deque()
         try:
             while True:
                 begin = time.perf_counter()
-                workers = self._start_workers()
-                while len(pending) <= workers.depth and (batch_shard := claim(not pending)) is not None:
-                    pending.append(
-                        (batch_shard, [workers.pool.submit(spec) for spec in self._specs.specs(batch_shard, stride)])
-                    )
+                if self._tuner.setting.workers > 0:
+                    self._submit(pending, claim, stride)
+                elif not pending:
+                    self.close()  # workers of an earlier setting
+                    if (claimed := claim(True)) is None:
+                        return
+                    batch = self._build(claimed, stride)
+                    self._tuner.record_wait(batch.wait_s)
+                    yield batch
+                    continue
                 if not pending:
                     return
                 batch_shard, jobs = pending.popleft()
@@ -216,6 +224,14 @@ class Loader:
             for _, jobs in pending:
                 for job in jobs:
                     job.future.cancel()
+
+    def _submit(self, pending: deque[tuple[int, list[_Job]]], claim: Callable[[bool], int | None], stride: int) -> None:
+        """Give the workers as many batch shards as they build ahead."""
+        workers = self._start_workers()
+        while len(pending) <= workers.depth and (batch_shard := claim(not pending)) is not None:
+            pending.append(
+                (batch_shard, [workers.pool.submit(spec) for spec in self._specs.specs(batch_shard, stride)])
+            )
 
     def _build(self, batch_shard: int, stride: int) -> StepBatch:
         begin = time.perf_counter()
@@ -453,7 +469,7 @@ def _tensor(name: str, array: Any) -> Any:
         return map_leaves(partial(_tensor, name), array)
     if array.dtype.kind not in "biufc":
         raise not_numbers_error(name, array)
-    return torch.as_tensor(array if array.flags.writeable else array.copy())  # shares the array's memory
+    return torch.from_numpy(array if array.flags.writeable else array.copy())  # shares the array's memory
 
 
 def _use_one_torch_thread() -> None:

@@ -2,6 +2,10 @@
 
 While the consumer waits for data, another setting is tried, and kept if steps become faster. Batches do not depend on the
 setting, so a trial costs only time. Windows in which torch's profiler records are not judged.
+
+One of the settings is no worker: the consumer's own thread builds the batches. It saves the changes of threads, which take longer
+than a batch that is a copy of memory, but nothing is read ahead. It is therefore only tried while a step takes less than a
+millisecond, and left for good as soon as batches take longer than that.
 """
 
 from __future__ import annotations
@@ -28,11 +32,12 @@ _SETTLING_STEPS = 3  # not counted after a change: batches built before it are s
 _MAX_WAIT_FRAC = 0.03  # fraction of the time spent waiting above which another setting is tried
 _MIN_SPEEDUP = 1.05  # in steps per second, for a setting to be kept
 _THREADS_PER_CORE = 2  # threads also wait for storage
+_MAX_INLINE_S = 0.001  # mean time of a batch above which workers build it ahead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSetting:
-    """Kind and number of a loader's workers."""
+    """Kind and number of a loader's workers; 0 workers: the consumer's own thread."""
 
     kind: WorkerKind
     workers: int
@@ -46,30 +51,24 @@ class WorkerTuner:
     ) -> None:
         self._builder = about
         self._memory = _memory_path(about, limit)
-        self._limit = max(1, limit)
+        limit = max(1, limit)
         self._clock = clock
-        self._fixed = options.num_workers > 0 and options.worker_kind != "auto"
+        self._tunes = options.num_workers == -1 or (options.num_workers > 0 and options.worker_kind == "auto")
         kinds: tuple[WorkerKind, ...] = (
             ("thread", "process") if options.worker_kind == "auto" else (options.worker_kind,)
         )
-        start = WorkerSetting(kind=kinds[0], workers=options.num_workers if options.num_workers > 0 else 1)
-        remembered = None if self._fixed else _remembered(self._memory)
-        if remembered is not None and remembered.kind in kinds and options.num_workers in (-1, remembered.workers):
-            start = WorkerSetting(
-                kind=remembered.kind, workers=min(remembered.workers, _counts(remembered.kind, self._limit)[-1])
-            )
-        counts = {
-            kind: [options.num_workers] if options.num_workers > 0 else _counts(kind, self._limit) for kind in kinds
-        }
-        settings = [WorkerSetting(kind=kind, workers=count) for kind in kinds for count in counts[kind]]
-        self._untried = [setting for setting in settings if setting != start]
-        self.setting = start
-        self._best: tuple[WorkerSetting, float] | None = None
+        self._start = WorkerSetting(kind=kinds[0], workers=1 if options.num_workers == -1 else options.num_workers)
+        counts = {kind: [options.num_workers] if options.num_workers > 0 else _counts(kind, limit) for kind in kinds}
+        self._settings = [WorkerSetting(kind=kind, workers=count) for kind in kinds for count in counts[kind]]
+        if options.num_workers == -1 and options.worker_kind == "auto":
+            self._settings.insert(0, WorkerSetting(kind="thread", workers=0))
+        remembered = _remembered(self._memory) if self._tunes else None
+        self._restart(remembered if remembered in self._settings else self._start)
         self._begin_window(settling=0)
 
     def record_wait(self, seconds: float) -> None:
         """Record how long the consumer waited for a step's data."""
-        if self._fixed:
+        if not self._tunes or (self._done and self.setting.workers > 0):
             return
         now = self._clock()
         if self._settling > 0:
@@ -82,19 +81,35 @@ class WorkerTuner:
         if self._steps < _WINDOW_STEPS or elapsed < _WINDOW_S:
             return
         if not _profiling():
-            self._judge(self._steps / elapsed, self._waited_s / elapsed)
+            if self.setting.workers == 0 and self._waited_s > _MAX_INLINE_S * self._steps:
+                self._settings.remove(self.setting)
+                self._settling = _SETTLING_STEPS
+                self._restart(self._start)
+            elif not self._done:
+                self._judge(self._steps / elapsed, self._waited_s / elapsed)
         self._begin_window(settling=self._settling)
+
+    def _restart(self, setting: WorkerSetting) -> None:
+        """Use ``setting``, and judge the others against it."""
+        self.setting = setting
+        self._untried = [other for other in self._settings if other != setting]
+        self._best: tuple[WorkerSetting, float] | None = None
+        self._done = False
 
     def _judge(self, rate: float, waiting: float) -> None:
         if self._best is None:  # the first window with the initial setting
             if waiting < _MAX_WAIT_FRAC:
                 return
             self._best = (self.setting, rate)
+            if rate * _MAX_INLINE_S < 1:
+                self._untried = [setting for setting in self._untried if setting.workers > 0]
+            elif self.setting.workers == 0:  # the others were tried in an earlier run
+                self._untried = []
         elif self.setting != self._best[0]:
             better = rate > self._best[1] * _MIN_SPEEDUP
             if better:
                 self._best = (self.setting, rate)
-            else:  # more workers of the same kind will not help either
+            elif self.setting.workers > 0:  # more workers of the same kind will not help either
                 kind = self.setting.kind
                 self._untried = [setting for setting in self._untried if setting.kind != kind]
             if better and waiting < _MAX_WAIT_FRAC:
@@ -105,7 +120,7 @@ class WorkerTuner:
             self._untried
             and self._untried[0].kind == "process"
             and self.setting.kind != "process"
-            and not self._reachable()
+            and (self._best[0].workers == 0 or not self._reachable())  # a process takes longer to bring such a batch
         ):
             self._untried = [setting for setting in self._untried if setting.kind != "process"]
         if self._untried:
@@ -113,7 +128,7 @@ class WorkerTuner:
         elif self.setting != self._best[0]:
             self._change(self._best[0])
         if not self._untried and self.setting == self._best[0]:
-            self._fixed = True
+            self._done = True
             _remember(self._memory, self.setting)
 
     def _reachable(self) -> bool:

@@ -33,7 +33,7 @@ from unisono.data.options import Boundaries
 from unisono.data.tokens.shards import TokenSet, TokenShard, check_token_bytes
 from unisono.errors import DataError
 
-_NONE = np.empty(0, np.int64)
+_NO_IDS = np.empty(0, np.int64)
 
 
 class TokenWindows:
@@ -102,6 +102,7 @@ class TokenWindows:
             for shard, end in zip(tokens.shards, self._ends.tolist(), strict=True)
         ]
         self._firsts = [grid.first for grid in self._grids]
+        self._columns = np.arange(seq_len)
 
     def __len__(self) -> int:
         return self._count
@@ -112,23 +113,22 @@ class TokenWindows:
         first, last = min(numbers, default=0), max(numbers, default=0)
         if first < 0 or last >= self._count:
             raise IndexError(f"windows are numbered 0..{self._count - 1}, asked for {first}..{last}")
+        masks = self._boundaries == "mask"
         grid = self._grids[bisect_right(self._firsts, first) - 1]
         if first >= grid.first and last < grid.first + len(grid.windows):
             rows = indices - grid.first
             batch = grid.read(rows, target_bytes=self.has_target_bytes)
-            edges = grid.edges(rows) if self._boundaries == "mask" else _NONE
+            heads = grid.heads(rows) if masks else None
         else:
-            batch, edges = self._read_across(indices)
-        if self._boundaries == "mask":
-            edges.sort()
-            batch["weights"].reshape(-1)[edges] = 0
-            batch["positions"], batch["documents"] = _segments(edges, batch["tokens"].shape)
+            batch, heads = self._read_across(indices)
+        if heads is not None:
+            _mark_documents(batch, *heads, self._columns)
         if self.has_target_bytes:
             batch["target_bytes"] *= batch["weights"]
         return batch
 
-    def _read_across(self, indices: Ids) -> tuple[Batch, Ids]:
-        """Windows of several shards, or across a shard's end, and their edges (see ``_ShardWindows``)."""
+    def _read_across(self, indices: Ids) -> tuple[Batch, tuple[Ids, Ids] | None]:
+        """Windows of several shards, or across a shard's end, and with boundaries "mask" ``_ShardWindows.heads``."""
         shape = (indices.size, self.seq_len)
         batch: Batch = {
             "tokens": np.empty(shape, np.int64),
@@ -137,7 +137,7 @@ class TokenWindows:
         }
         if self.has_target_bytes:
             batch["target_bytes"] = np.empty(shape, np.float32)
-        edges: list[Ids] = [_NONE]
+        heads: list[Ids] = [_NO_IDS] * indices.size
         alone = np.ones(indices.size, np.bool_)
         grid_of = np.searchsorted(self._firsts, indices, side="right") - 1
         touched: list[int] = np.unique(grid_of).tolist()
@@ -148,8 +148,10 @@ class TokenWindows:
             for name, array in grid.read(indices[rows] - grid.first, target_bytes=self.has_target_bytes).items():
                 batch[name][rows] = array
             if self._boundaries == "mask":
-                local = grid.edges(indices[rows] - grid.first)
-                edges.append(rows[local // self.seq_len] * self.seq_len + local % self.seq_len)
+                columns, counts = grid.heads(indices[rows] - grid.first)
+                ends: list[int] = counts.cumsum().tolist()
+                for row, begin, end in zip(rows.tolist(), [0, *ends], ends, strict=False):
+                    heads[row] = columns[begin:end]
         outside_grids: list[int] = np.flatnonzero(alone).tolist()
         for row in outside_grids:
             start = int(indices[row]) * self._stride
@@ -158,8 +160,10 @@ class TokenWindows:
             batch["weights"][row, max(0, self.tokens.num_tokens - start - 1) :] = 0
             if self.has_target_bytes:
                 batch["target_bytes"][row] = sizes[1:]
-            edges.append(row * self.seq_len + begins[begins > 0] - 1)
-        return batch, np.concatenate(edges)
+            heads[row] = np.concatenate([[0], begins[begins > 0]])
+        if self._boundaries == "ignore":
+            return batch, None
+        return batch, (np.concatenate([_NO_IDS, *heads]), np.array([columns.size for columns in heads], np.int64))
 
     def _assemble(self, start: int) -> tuple[Ids, NDArray[np.float32], Ids]:
         """One window across the end of a shard or of the stream: T + 1 tokens, their bytes, and the starts of documents."""
@@ -188,8 +192,7 @@ class TokenWindows:
 class _ShardWindows:
     """The windows entirely within one shard, as rows of a strided view: window ``first + i`` of the set is row i.
 
-    A row has T + 1 tokens and starts S tokens after the previous one. An edge is the flat index ``row · T + j - 1`` in the batch
-    where token j of the row's window, j in 1..T, starts a document.
+    A row has T + 1 tokens and starts S tokens after the previous one.
     """
 
     first: int
@@ -212,7 +215,7 @@ class _ShardWindows:
             first=(offset + phase) // stride,
             phase=phase,
             stride=stride,
-            starts=shard.starts,
+            starts=shard.starts if shard.starts.size else np.zeros(1, np.int64),
             windows=rows(shard.tokens),
             token_bytes=None if shard.token_bytes is None else rows(shard.token_bytes),
         )
@@ -228,32 +231,51 @@ class _ShardWindows:
             batch["target_bytes"] = self.token_bytes[rows][:, 1:].astype(np.float32)
         return batch
 
-    def edges(self, rows: Ids) -> Ids:
-        """The edges of windows ``rows``, which are rows 0, 1, … of a batch."""
+    def heads(self, rows: Ids) -> tuple[Ids, Ids]:
+        """Where documents begin in windows ``rows``: [heads] columns, those of each window in order, and [B] how many it has.
+
+        A window's first head is 0, whether or not a document starts there; its last can be T, the target of the last token.
+        """
         length = self.windows.shape[1] - 1
         local = self.phase + rows * self.stride
         low = self.starts.searchsorted(local, side="right")
-        counts = self.starts.searchsorted(local + length, side="right") - low
-        ends = counts.cumsum()
-        # methods and two repeats: for a short batch each call of numpy takes longer than its elements
-        within = (low - ends + counts).repeat(counts)
+        counts = self.starts.searchsorted(local + length, side="right")
+        counts += 1
+        counts -= low
+        firsts = counts.cumsum()
+        firsts -= counts
+        # methods and few calls: for a short batch each call of numpy takes longer than its elements
+        low -= firsts
+        low -= 1
+        within = low.repeat(counts)
         within += np.arange(within.size)
-        edges = (np.arange(-1, rows.size * length - 1, length) - local).repeat(counts)
-        edges += self.starts[within]
-        return edges
+        columns = self.starts[within]
+        columns -= local.repeat(counts)
+        columns[firsts] = 0
+        return columns, counts
 
 
-def _segments(edges: Ids, shape: tuple[int, int]) -> tuple[Ids, NDArray[np.int32]]:
-    """Positions and document numbers [B, T] from the sorted edges of a batch."""
-    num_rows, length = shape
-    places = np.arange(num_rows * length)
-    # Flat index of each segment's first token; every row starts a segment. An edge at j = T is a target, not a token of its row.
-    begins = edges + 1
-    bounds = np.concatenate([places[::length], begins[begins % length != 0], [places.size]])
-    bounds.sort()
+def _mark_documents(batch: Batch, columns: Ids, counts: Ids, row: Ids) -> None:
+    """Add positions and documents to a batch, and set the weights of the first tokens of documents to 0.
+
+    Args:
+        batch: Has weights [B, T].
+        columns, counts: As ``_ShardWindows.heads`` returns them.
+        row: 0, 1, … T - 1.
+    """
+    shape = (counts.size, row.size)
+    size = counts.size * row.size
+    firsts = counts.cumsum()
+    firsts -= counts
+    numbers = np.arange(columns.size)
+    numbers -= firsts.repeat(counts)
+    bounds = np.empty(columns.size + 1, np.int64)
+    bounds[-1] = size
     heads = bounds[:-1]
-    lengths = bounds[1:] - heads
-    numbers = np.arange(heads.size)
-    numbers -= heads.searchsorted(heads - heads % length)
-    places -= heads.repeat(lengths)
-    return places.reshape(shape), numbers.astype(np.int32).repeat(lengths).reshape(shape)
+    heads[:] = np.arange(0, size, row.size).repeat(counts)
+    heads += columns
+    batch["weights"].reshape(-1)[heads[numbers > 0] - 1] = 0
+    lengths = bounds[1:] - heads  # 0 of a head in column T
+    positions = columns.repeat(lengths).reshape(shape)
+    np.subtract(row, positions, out=positions)
+    batch["positions"], batch["documents"] = positions, numbers.astype(np.int32).repeat(lengths).reshape(shape)
