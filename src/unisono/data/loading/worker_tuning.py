@@ -20,6 +20,7 @@ from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.data.loading.worker_pool import WorkerKind
 from unisono.data.loading.worker_process import pickle_builder
 from unisono.data.options import LoaderOptions, default_cache_dir
+from unisono.dist.notebook import in_notebook
 from unisono.errors import DataError
 from unisono.storage.files import write_atomically
 
@@ -49,9 +50,9 @@ class WorkerTuner:
         self._limit = max(1, limit)
         self._clock = clock
         self._fixed = options.num_workers > 0 and options.worker_kind != "auto"
-        kinds: tuple[WorkerKind, ...] = (
-            ("thread", "process") if options.worker_kind == "auto" else (options.worker_kind,)
-        )
+        # a notebook's cells define most data sets, and no process starts there that was not asked for
+        tried: tuple[WorkerKind, ...] = ("thread",) if in_notebook() else ("thread", "process")
+        kinds = tried if options.worker_kind == "auto" else (options.worker_kind,)
         start = WorkerSetting(kind=kinds[0], workers=options.num_workers if options.num_workers > 0 else 1)
         remembered = None if self._fixed else _remembered(self._memory)
         if remembered is not None and remembered.kind in kinds and options.num_workers in (-1, remembered.workers):

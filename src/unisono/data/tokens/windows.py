@@ -103,6 +103,9 @@ class TokenWindows:
         ]
         self._firsts = [grid.first for grid in self._grids]
 
+    def __repr__(self) -> str:
+        return f"TokenWindows({len(self)} samples of {self.seq_len} tokens)"
+
     def __len__(self) -> int:
         return self._count
 
