@@ -7,9 +7,11 @@ nothing else of unisono.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import overload
 
 # exit codes of processes; any other failure is 1
@@ -66,6 +68,12 @@ class UnisonoError(Exception):
             return str(self.problems[0])
         return "\n".join([f"{len(self.problems)} problems", *(f"{i}. {p}" for i, p in enumerate(self.problems, 1))])
 
+    def _render_traceback_(self) -> list[str]:
+        """Lines that IPython shows in place of its own traceback: the frames of the user's code, and the problems."""
+        whole = traceback.TracebackException.from_exception(self)
+        _keep_frames_of_user(whole)
+        return "".join(whole.format()).splitlines()
+
 
 class ConfigError(UnisonoError):
     """The run configuration is wrong."""
@@ -109,6 +117,23 @@ class NumericsError(UnisonoError):
 
 class CommError(UnisonoError):
     """Ranks lost each other, or disagree."""
+
+
+def _keep_frames_of_user(error: traceback.TracebackException) -> None:
+    """Leave only frames of the user's own code, also in the causes of the error."""
+    libraries = (str(Path(__file__).parent), str(Path(traceback.__file__).parent))
+    frames: list[traceback.FrameSummary] = []
+    for frame in error.stack:
+        path = Path(frame.filename)
+        if path.parent.name.startswith("ipykernel_"):
+            frame.filename = "<cell>"
+        elif frame.filename.startswith(libraries) or {"site-packages", "dist-packages"} & set(path.parts):
+            continue
+        frames.append(frame)
+    error.stack[:] = frames
+    for cause in (error.__cause__, error.__context__):
+        if cause is not None:
+            _keep_frames_of_user(cause)
 
 
 def missing_extra(extra: str, package: str, purpose: str) -> ExtraError:

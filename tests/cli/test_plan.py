@@ -59,7 +59,7 @@ def test_show_and_check(desk: Desk, file: Path) -> None:
         "1. dp_replicate 2 x dp_shard 2 on 6 ranks\n"
         "  rule: the product of the mesh axes is the number of ranks\n"
         "  so:   the plan is for 4 ranks\n"
-        "  try:  dp_replicate=3, dp_shard=2, or launch.num_processes=4\n"
+        "  try:  dp_replicate=3, dp_shard=2, or launch.num_processes=4 (of a script: unisono launch -n 4)\n"
         "2. dp_shard 2 with global_batch 8 on 6 ranks\n"
         "  rule: ranks that share one copy of the state run the same passes: global_batch is a multiple of the ranks\n"
         "  so:   a rank that is done would keep the others waiting for its part of the parameters\n"

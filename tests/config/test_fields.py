@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import date
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ from config_example import Model, Run
 
 from unisono.config import load_config, option
 from unisono.config.fields import limit_words, option_tree, type_words
+from unisono.train import Components, RunConfig, TrainOptions
 
 
 def test_flat_view_in_order_of_declaration():
@@ -141,6 +142,15 @@ def test_base_is_no_option():
 
     with pytest.raises(TypeError, match=r"^Taken\.base: the name is taken by the layering key of TOML files$"):
         option_tree(Taken)
+
+
+def test_the_repr_of_options_is_the_call_that_makes_them():
+    run = RunConfig(train=TrainOptions(steps=5), components=Components(objective=limit_words, metrics=("f1",)))
+    told = "RunConfig(components=Components(objective=limit_words, metrics=('f1',)), train=TrainOptions(steps=5))"
+    assert repr(run) == told
+    assert repr(RunConfig()) == "RunConfig()"
+    sections = [getattr(run, each.name) for each in fields(run)]
+    assert all("options_repr" in type(section).__repr__.__qualname__ for section in sections)
 
 
 assert Literal  # named inside the annotations above

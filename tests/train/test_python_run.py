@@ -141,6 +141,32 @@ def test_options_are_checked_at_construction(tmp_path: Path, wrong: dict[str, An
     assert not (tmp_path / "a").exists()
 
 
+def test_a_trainer_is_used_inside_of_its_with_statement_and_again_in_another(tmp_path: Path) -> None:
+    data = [(torch.ones(3), torch.ones(1))]
+    plan, options = PlanOptions(device="cpu", global_batch=1), TrainOptions(steps=3)
+    trainer = Trainer(Line(3, 1), data, plan, objective=mean_squared_error, options=options, run_dir=tmp_path / "run")
+    assert repr(trainer) == f"Trainer(Line, not entered, 3 steps, run_dir='{tmp_path}/run')"
+    with pytest.raises(ConfigError) as before:
+        trainer.fit()
+    assert str(before.value) == (
+        "fit() of a Trainer that was not entered\n"
+        "  rule: it works inside of a with statement, which opens and closes its files, workers and connections\n"
+        "  so:   nothing was done\n"
+        "  try:  with trainer as run: run.fit()"
+    )
+    with trainer as run:
+        assert [step.index for step in run] == [1, 2, 3]
+        assert repr(run) == f"Trainer(Line, open at step 3 of 3, run_dir='{tmp_path}/run')"
+    for use in (trainer.fit, trainer.evaluate, trainer.save, trainer.__iter__):
+        with pytest.raises(ConfigError, match=r"(of|over) a Trainer that was left"):
+            use()
+    with trainer as run:
+        assert run.fit().reason == "finished"
+    events = read_events(tmp_path / "run/events/rank00000.jsonl").events
+    assert [event["attempt"] for event in events if event["kind"] == "run_end"] == [1, 2]
+    assert repr(trainer) == f"Trainer(Line, closed at step 3 of 3, run_dir='{tmp_path}/run')"
+
+
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from unisono.config import option
+from unisono.config.fields import options_repr
 from unisono.errors import Problem, inert_problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointOptions:
     """When a run saves itself. The end of a run and a request to stop always save, whatever is set here."""
+
+    __repr__ = options_repr
 
     every_steps: int = option(50, "Steps between two checkpoints; 0 = only at the end and when asked to stop.", ge=0)
     keep_last: int = option(3, "Newest checkpoints that stay.", ge=1)

@@ -76,6 +76,17 @@ def option(
     return cast(D, field(default=default, metadata=metadata))
 
 
+def options_repr(self: Any) -> str:
+    """``__repr__`` of an options class: the call that makes an equal object, without defaults; code by its name."""
+    changed: list[str] = []
+    for each in fields(self):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        value = getattr(self, each.name)
+        if value != default:
+            changed.append(f"{each.name}={value.__qualname__ if hasattr(value, '__qualname__') else repr(value)}")
+    return f"{type(self).__name__}({', '.join(changed)})"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leaf:
     """One option in place: dotted ``key``, the ``type`` TOML may give it (no ``None``, no callable), its default."""

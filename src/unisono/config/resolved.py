@@ -61,6 +61,10 @@ class Resolved(Generic[T]):
     renamed: tuple[str, ...] = field(default=(), repr=False)
     encoded: dict[str, Any] = field(repr=False)
 
+    def __repr__(self) -> str:
+        given = sum(origin != "default" for origin in self.origins.values())
+        return f"Resolved({self.value!r}, hash={self.hash!r}, {given} of {len(self.origins)} values given)"
+
     def to_toml(self) -> str:
         """A complete file: every option, and ``base`` where callables need their Python file. Same hash on reload."""
         lines = [f"# resolved configuration {self.hash}"]

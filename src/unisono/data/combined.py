@@ -240,6 +240,9 @@ class _ReorderedDataset:
         self._length = len(base) if length is None else length
         self.fingerprint = f"{how}:{base.fingerprint}"
 
+    def __repr__(self) -> str:
+        return f"ReorderedDataset({len(self)} of {self._base!r})"
+
     def __len__(self) -> int:
         return self._length
 

@@ -40,6 +40,11 @@ class Dataset(Protocol):
 class PerSampleDataset(Protocol):
     """A data set that can return samples of different shapes, which a transform makes equal."""
 
+    def __len__(self) -> int: ...
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__.lstrip('_')}({len(self)} samples)"
+
     def samples(self, indices: NDArray[np.int64]) -> list[Batch]: ...
 
     def read(self, indices: NDArray[np.int64]) -> Batch:
@@ -91,6 +96,9 @@ class _MapStyleDataset(PerSampleDataset):
     def __init__(self, data: MapStyle, fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self._data = data
+
+    def __repr__(self) -> str:
+        return f"Dataset({len(self)} samples of a {type(self._data).__name__})"
 
     def __len__(self) -> int:
         return len(self._data)
@@ -155,6 +163,9 @@ class _CollatedDataset:
     def __init__(self, base: Dataset, collate_fn: CollateFn) -> None:
         self._base, self._collate_fn = base, collate_fn
         self.fingerprint = base.fingerprint
+
+    def __repr__(self) -> str:
+        return f"CollatedDataset({self._base!r})"
 
     def __len__(self) -> int:
         return len(self._base)

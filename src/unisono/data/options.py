@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from unisono.config import option
+from unisono.config.fields import options_repr
 from unisono.errors import Problem, inert_problem
 
 Boundaries = Literal["mask", "ignore"]
@@ -18,6 +19,8 @@ LastBatch = Literal["rollover", "keep", "drop", "pad", "wrap", "discard", "roll_
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOptions:
     """The data a run reads. Seed, batch sizes and number of steps belong to other sections."""
+
+    __repr__ = options_repr
 
     train: str | tuple[str, ...] = option(
         "",
@@ -125,6 +128,8 @@ class DataOptions:
 class LoaderOptions:
     """How batches are built. Only ``last_batch`` and ``max_bad_sample_frac`` affect their content."""
 
+    __repr__ = options_repr
+
     num_workers: int = option(
         -1,
         "Threads or processes that make batches ready ahead; -1 = tuned while running, 0 = the training's own thread.",
@@ -132,7 +137,8 @@ class LoaderOptions:
     )
     worker_kind: Literal["auto", "thread", "process"] = option(
         "auto",
-        "thread suits decoders that release the interpreter lock; process suits Python code; auto = by trial.",
+        "thread suits decoders that release the interpreter lock; process suits Python code; auto = by trial, in a"
+        " notebook threads.",
         acts="loader.num_workers other than 0",
     )
     last_batch: LastBatch = option(

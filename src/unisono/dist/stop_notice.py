@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from unisono.dist.notebook import in_notebook
+
 INTERRUPTED = "interrupted: the run ends after this step with its state saved; Ctrl-C again raises KeyboardInterrupt"
 
 
@@ -128,7 +130,7 @@ class StopNotice:
                         self._event.set()
                         if number == signal.SIGINT and self._announce:
                             print(INTERRUPTED, file=sys.stderr, flush=True)
-                    if self._num_interrupts == 3 and "ipykernel" not in sys.modules:
+                    if self._num_interrupts == 3 and not in_notebook():
                         _interrupt_now()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

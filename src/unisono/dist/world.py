@@ -91,6 +91,9 @@ class World:
         world.rank, world.world_size = 0, 1
         return world
 
+    def __repr__(self) -> str:
+        return f"World(rank {self.rank} of {self.world_size})"
+
     # --- tensors ---------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> torch.Tensor:

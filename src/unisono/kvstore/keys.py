@@ -51,6 +51,9 @@ class Future(Generic[T]):
         self._ready = ready
         self._result: list[T] = []
 
+    def __repr__(self) -> str:
+        return f"Future(done={self.done()})"
+
     def wait(self) -> T:
         """The result; a second call returns the same."""
         if self._finish is not None:

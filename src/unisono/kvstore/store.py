@@ -173,6 +173,9 @@ class KVStore:
         self._optimizer: str | None = None
         self._owns_world = owns_world
 
+    def __repr__(self) -> str:
+        return f"KVStore({self.kind!r}, {len(self._devices)} keys, {self.world})"
+
     @property
     def type(self) -> Kind:
         """The kind, under MXNet's name."""

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unisono.config import option
+from unisono.config.fields import options_repr
 from unisono.errors import LaunchError
 
 # workers, or servers, of one host; more is a mistake that would take the host's memory before it fails
@@ -16,6 +17,8 @@ MAX_PROCESSES = 4096
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions:
     """How many processes run on this host, their share of it, restarts and time-outs."""
+
+    __repr__ = options_repr
 
     num_processes: int = option(
         0, "Processes on this host; 0 = one per accelerator, or one where there is none.", ge=0, le=MAX_PROCESSES

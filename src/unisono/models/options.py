@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unisono.config import option
+from unisono.config.fields import options_repr
 from unisono.errors import Problem, inert_problem
 
 Balance = Literal["bias", "loss", "none"]
@@ -15,6 +16,8 @@ Balance = Literal["bias", "loss", "none"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
     """Section ``model`` of a configuration: sizes of the built-in models, or a pretrained one."""
+
+    __repr__ = options_repr
 
     pretrained: str = option(
         "", "A Hugging Face folder (config.json and safetensors) to fine-tune or go on from; empty = a new model."

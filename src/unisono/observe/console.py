@@ -1,4 +1,4 @@
-"""The console of rank 0: a live progress bar on a terminal, ``key=value`` lines elsewhere, the summary at the end.
+"""The console of rank 0: a live progress bar on a terminal and in a notebook, ``key=value`` lines elsewhere, and the summary.
 
 ``Console`` is a listener of the event log. After a closed pipe, a lost terminal or a full disk behind stdout it raises once,
 the event log detaches it, and training continues. Text that the stream cannot encode is replaced; control characters never
@@ -8,11 +8,13 @@ reach the terminal.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Final, Literal, Protocol, TextIO, cast
+from typing import Any, Final, Literal, Protocol, TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
@@ -100,8 +102,8 @@ class Console:
 
     Args:
         stream: Output; default stdout at construction.
-        mode: ``rich`` redraws a progress bar, ``plain`` writes lines; ``auto`` is ``rich`` on a terminal that can move its
-            cursor, else ``plain``.
+        mode: ``rich`` redraws a progress bar, ``plain`` writes lines; ``auto`` is ``rich`` in a notebook and on a terminal that
+            can move its cursor, else ``plain``.
         plain_every_s: Minimum seconds between two step lines of the plain view; the first and the last step are always shown.
         clock: Monotonic clock in seconds.
     """
@@ -116,13 +118,16 @@ class Console:
         plain_every_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stream = Stream(stream if stream is not None else sys.stdout)
+        out = stream if stream is not None else sys.stdout
+        self._stream = Stream(out)
+        in_cell = type(out).__module__.startswith("ipykernel.")  # the output of a notebook's cells
         if mode == "auto":
-            mode = "rich" if self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb" else "plain"
+            on_terminal = self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+            mode = "rich" if on_terminal or in_cell else "plain"
         self.mode: Mode = mode
         self._view: _View | None = None
         if mode == "rich":
-            self._view = _RichView(self._stream, clock)
+            self._view = _RichView(self._stream, clock, _CellDisplay if in_cell else _TerminalDisplay)
         elif mode == "plain":
             self._view = _PlainView(self._stream, plain_every_s, clock)
         self._said_codes: set[str] = set()
@@ -210,16 +215,74 @@ class _PlainView:
         self._stream.flush()
 
 
+class _Display(Protocol):
+    """Lines that are redrawn in place, from ``start`` to ``stop``, which leaves them as they are."""
+
+    def start(self) -> None: ...
+    def refresh(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+class _TerminalDisplay:
+    """Lines at the bottom of a terminal, with a visible cursor."""
+
+    def __init__(self, console: RichConsole, draw: Callable[[], RenderableType]) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, get_renderable=draw, vertical_overflow="crop")
+
+    def start(self) -> None:
+        self._live.start()
+        self._console.show_cursor(True)  # a process killed here must not leave the terminal without a cursor
+
+    def refresh(self) -> None:
+        self._live.refresh()
+
+    def stop(self) -> None:
+        self._live.stop()  # draws the last state once more and leaves it on the screen
+
+
+class _CellDisplay:
+    """Lines in the output of a notebook's cell. The notebook holds plain text, so nothing is left to be ended."""
+
+    def __init__(self, console: RichConsole, draw: Callable[[], RenderableType]) -> None:
+        self._width, self._draw = console.width, draw
+        self._handle: Any = None
+
+    def start(self) -> None: ...
+
+    def refresh(self) -> None:
+        out = io.StringIO()
+        RichConsole(file=out, width=self._width, color_system=None, force_jupyter=False).print(self._draw())
+        text = {"text/plain": out.getvalue().rstrip()}
+        if self._handle is None:
+            display: Any = importlib.import_module("IPython.display").display
+            self._handle = display(text, raw=True, display_id=True)
+        else:
+            self._handle.update(text, raw=True)
+
+    def stop(self) -> None:
+        self.refresh()
+
+
 class _RichView:
     """A progress bar and status lines that are redrawn in place, with messages scrolling above them."""
 
-    def __init__(self, stream: Stream, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, stream: Stream, clock: Callable[[], float], display: Callable[[RichConsole, Callable[[], Any]], _Display]
+    ) -> None:
         self._stream = stream
         self._clock = clock
+        self._make_display = display
         self._console = RichConsole(
-            file=_as_text_io(stream), force_terminal=True, highlight=False, markup=False, emoji=False, soft_wrap=True
+            file=_as_text_io(stream),
+            force_terminal=True,
+            force_jupyter=False,  # which would display each message by itself, as HTML
+            highlight=False,
+            markup=False,
+            emoji=False,
+            soft_wrap=True,
         )
-        self._live: Live | None = None
+        self._live: _Display | None = None
         self._drawn_at = -_REFRESH_S
         self._latest: Event | None = None
         self._warnings: list[str] = []
@@ -227,11 +290,8 @@ class _RichView:
     def step(self, event: Event, *, last: bool) -> None:
         self._latest = event
         if self._live is None:
-            self._live = Live(
-                console=self._console, auto_refresh=False, get_renderable=self._draw, vertical_overflow="crop"
-            )
+            self._live = self._make_display(self._console, self._draw)
             self._live.start()
-            self._console.show_cursor(True)  # a process killed here must not leave the terminal without a cursor
         now = self._clock()
         if last or now - self._drawn_at >= _REFRESH_S:
             self._drawn_at = now
@@ -251,7 +311,7 @@ class _RichView:
     def close(self) -> None:
         if self._live is not None:
             live, self._live = self._live, None
-            live.stop()  # draws the last state once more and leaves it on the screen
+            live.stop()
 
     def _draw(self) -> RenderableType:
         event = self._latest

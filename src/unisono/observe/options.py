@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from unisono.config import option
+from unisono.config.fields import options_repr
 from unisono.errors import Problem, nearest_name
 
 SINK_GROUP: Final = "unisono.sinks"
@@ -18,8 +19,11 @@ BUILT_IN_SINKS: Final = ("csv", "tensorboard", "wandb")
 class ObserveOptions:
     """Section ``observe`` of a configuration: console mode and trackers."""
 
+    __repr__ = options_repr
+
     console: Literal["auto", "rich", "plain", "off"] = option(
-        "auto", "Progress on rank 0: rich on a terminal, key=value lines elsewhere (auto), one of them, or off."
+        "auto",
+        "Progress on rank 0: rich on a terminal and in a notebook, key=value lines elsewhere (auto), one of them, or off.",
     )
     trackers: tuple[str, ...] = option(
         ("csv",), "Where step and eval numbers also go: csv, tensorboard, wandb (offline), or an entry point."

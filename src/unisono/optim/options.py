@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from unisono.config import option
+from unisono.config.fields import options_repr
 from unisono.errors import Problem, inert_problem
 
 OPTIMIZER_FIELDS: Mapping[str, frozenset[str]] = {
@@ -34,6 +35,8 @@ DEFAULT_WEIGHT_DECAY: Mapping[str, float] = {"sgd": 1e-4, "adam": 0.0, "adamw": 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimOptions:
     """Section ``optim`` of a configuration: optimizer, its constants, weight decay and gradient clipping."""
+
+    __repr__ = options_repr
 
     kind: str = option("adamw", "Optimizer.", choices=tuple(OPTIMIZER_FIELDS))
     lr: float = option(2e-3, "Peak learning rate; the schedule multiplies it.", gt=0)
@@ -110,6 +113,8 @@ class OptimOptions:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleOptions:
     """Section ``schedule`` of a configuration: the learning rate over the run; ``schedules`` has the formulas."""
+
+    __repr__ = options_repr
 
     kind: str = option("cosine", "Shape of the learning rate after warm-up.", choices=tuple(SCHEDULE_FIELDS))
     warmup_steps: int = option(0, "Steps of linear rise; step 0 has lr/warmup_steps, never 0.", ge=0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unisono.config import option
+from unisono.config.fields import options_repr
 
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "full", "selective"]
@@ -18,6 +19,8 @@ Sync = Literal["local", "dist_sync", "dist_async", "dist_local"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
     """How the model and the batch are laid out on the hardware."""
+
+    __repr__ = options_repr
 
     file: str = option(
         "",

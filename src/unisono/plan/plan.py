@@ -273,6 +273,9 @@ class Plan:
         """Twelve hex digits over the canonical JSON of the decisions."""
         return hashlib.sha256(msgspec.json.encode(self.decisions(), order="sorted")).hexdigest()[:12]
 
+    def __repr__(self) -> str:
+        return f"Plan({self.describe()})"
+
     def diff(self, other: Plan) -> dict[str, tuple[Any, Any]]:
         """Decisions that differ: dotted name → (mine, theirs)."""
         mine, theirs = self.decisions(), other.decisions()

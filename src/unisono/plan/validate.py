@@ -63,7 +63,7 @@ def _mesh(plan: Plan, world_size: int) -> Iterator[Problem]:
             rule="the product of the mesh axes is the number of ranks",
             consequence=f"the plan is for {mesh.world_size} ranks",
             nearest=f"{', '.join(f'{name}={near[name]}' for name in changed)}, "
-            f"or launch.num_processes={mesh.world_size}",
+            f"or launch.num_processes={mesh.world_size} (of a script: unisono launch -n {mesh.world_size})",
         )
     if mesh.shard_degree % mesh.ep:
         yield Problem(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from unisono.config import option
+from unisono.config.fields import options_repr
 from unisono.errors import Problem, inert_problem
 
 Kind = Literal["language_model", "masked_language_model", "image", "text", "table", "sequence_labelling"]
@@ -20,6 +21,8 @@ _NUMBER = "task.predicts number"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskOptions:
     """What a run learns to predict, and from which columns of its data."""
+
+    __repr__ = options_repr
 
     kind: Kind = option(
         "language_model",
@@ -130,6 +133,8 @@ def updated_task(task: TaskOptions, found: Mapping[str, Any]) -> TaskOptions:
 class ImageOptions:
     """How images are decoded and augmented (``task.kind`` image)."""
 
+    __repr__ = options_repr
+
     size: int = option(224, "Height and width of the model's images in pixels.", acts="task.kind image", ge=8)
     color: Literal["rgb", "gray"] = option("rgb", "rgb = 3 channels, gray = 1.", acts="task.kind image")
     crop: Literal["random", "center"] = option(
@@ -212,6 +217,8 @@ class ImageOptions:
 class TextOptions:
     """Random edits of training texts (``task.kind`` text), after EDA (Wei and Zou 2019)."""
 
+    __repr__ = options_repr
+
     synonyms: str = option(
         "", "A .json or .tsv file of synonyms; empty = none.", acts="task.kind text with text.replace above 0"
     )
@@ -238,6 +245,8 @@ class TextOptions:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraOptions:
     """Low-rank adapters of a model that is fine-tuned (Hu et al. 2021), by the package peft."""
+
+    __repr__ = options_repr
 
     rank: int = option(0, "Rank of the adapters; 0 = none, all weights are trained.", acts="model.pretrained", ge=0)
     alpha: float = option(16.0, "The adapters are multiplied by alpha / rank.", acts="lora.rank above 0", gt=0.0)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from unisono.checkpoint.options import CheckpointOptions
 from unisono.config import option
+from unisono.config.fields import options_repr
 from unisono.config.renames import OPTION_VALUES, OPTIONS, OptionRenames
 from unisono.data.options import DataOptions, LoaderOptions
 from unisono.errors import Problem
@@ -31,6 +32,8 @@ class Components:
 
     Callables come from a Python configuration file only; text can name code, never load it.
     """
+
+    __repr__ = options_repr
 
     model: Component = option(
         AUTO,
@@ -88,6 +91,8 @@ class RunConfig:
         observe: Console, trackers and report.
         launch: Processes, threads, restarts and time-outs of ``unisono train`` and ``unisono launch``.
     """
+
+    __repr__ = options_repr
 
     run: RunOptions = field(default_factory=RunOptions)
     components: Components = field(default_factory=Components)

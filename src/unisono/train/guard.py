@@ -34,6 +34,9 @@ class StepGuard:
         self._slots = torch.arange(window, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
 
+    def __repr__(self) -> str:
+        return f"StepGuard(sigmas={self._sigmas:g}, window={self._slots.numel()}, skipped={int(self.skipped)})"
+
     def accept(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Whether the step counts, 0-dim bool. Takes the step's values into the statistics if it does.
 

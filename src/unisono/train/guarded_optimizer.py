@@ -33,6 +33,9 @@ class Update:
 
     stats: Tensor
 
+    def __repr__(self) -> str:
+        return f"Update(loss={self.loss:.4g}, norm={self.norm:.4g}, skipped={self.skipped})"
+
     @property
     def loss(self) -> float:
         """Sum of the losses over the sum of the weights, over all ranks."""
@@ -113,6 +116,11 @@ class GuardedOptimizer:
         # loss sum, weight
         self._totals = torch.zeros(2, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self._sent = False
+
+    def __repr__(self) -> str:
+        count = sum(parameter.numel() for parameter in self._parameters)
+        parts = f"{type(self._model).__name__}, {type(self._torch_optimizer).__name__}, {count} parameters"
+        return f"GuardedOptimizer({parts}, clip_norm={self._clip_norm:g}, {self._world})"
 
     def backward(self, loss_sum: Tensor, weight: Tensor | float, *, last: bool = False) -> None:
         """Add the gradient of ``loss_sum`` to this step. Gradients of other parameters than the optimizer's do not change.

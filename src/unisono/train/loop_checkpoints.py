@@ -76,6 +76,10 @@ class LoopCheckpoints:
             self._root, world=world, options=self._options, attempt=world.job.restart_count + 1, emit=self._emit
         )
 
+    def __repr__(self) -> str:
+        last = "none saved" if self._saved_step < 0 else f"last of step {self._saved_step}"
+        return f"LoopCheckpoints({str(self._root)!r}, parts {', '.join(self._parts)}, {last})"
+
     def resume(self) -> int:
         """Load the newest good checkpoint into the parts; returns the number of steps made, 0 if there is none."""
         self._checkpointer.fetch_newest()

@@ -43,6 +43,9 @@ class LossScaler:
         self._clean_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._dynamic, self._factor, self._window, self._floor, self._cap = dynamic, factor, window, floor, cap
 
+    def __repr__(self) -> str:
+        return f"LossScaler(value={float(self.value):g}, dynamic={self._dynamic})"
+
     def scale(self, loss: Tensor) -> Tensor:
         """``loss`` times the scale, for its backward pass."""
         return loss * self.value

@@ -32,6 +32,10 @@ class Metric:
     sums: Callable[[Any, Batch, Tensor, Tensor], Tensor]
     value: Callable[[list[float]], float | dict[str, float]]
 
+    def __repr__(self) -> str:
+        sums, value = (getattr(code, "__qualname__", type(code).__qualname__) for code in (self.sums, self.value))
+        return f"Metric(size={self.size}, sums={sums}, value={value})"
+
 
 def _ratio(total: list[float]) -> float:
     return total[0] / total[1] if total[1] else math.nan

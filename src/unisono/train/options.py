@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from unisono.config import option
+from unisono.config.fields import options_repr
 from unisono.errors import Problem, inert_problem
 
 RUN_FILE = "config.toml"  # in the folder of a run: its configuration
@@ -20,6 +21,8 @@ def is_due(every: int, step: int) -> bool:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
     """Where a run lives and how it starts."""
+
+    __repr__ = options_repr
 
     dir: str = option("runs/first", "Folder of this run; a run found there is resumed.")
     seed: int = option(0, "Seed of initialisation, data order, augmentation and dropout.", ge=0)
@@ -54,6 +57,8 @@ class RunOptions:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
     """Length of the run, evaluations, and the numerical guard."""
+
+    __repr__ = options_repr
 
     steps: int = option(300, "Optimizer updates in the whole run.", ge=1)
     eval_every_steps: int = option(100, "Steps between evaluations; 0 = only at the end.", ge=0)

@@ -18,6 +18,7 @@ from unisono.data.dataset import Dataset, read_samples
 from unisono.data.options import default_cache_dir
 from unisono.dist import JobSpec, World, agree, job_from_environ, join_world, record_failure
 from unisono.dist.dmlc import take_role
+from unisono.dist.notebook import in_notebook, notebook_name
 from unisono.errors import PlanError, Problem
 from unisono.kvstore import KVStore, create_kvstore
 from unisono.measure.ceiling import PeakFlops, peak_flops
@@ -72,13 +73,14 @@ def open_store(plan: Plan, world: World) -> KVStore:
 
 
 def default_run_dir() -> Path:
-    """``runs/NAME`` of the script ``NAME.py`` that runs, and ``runs/first`` in a notebook or without a script."""
+    """``runs/NAME`` of the script ``NAME.py`` or the notebook ``NAME.ipynb`` that runs.
+
+    ``runs/notebook`` in a notebook whose name is not known, and ``runs/first`` without a script.
+    """
+    if in_notebook():
+        return Path("runs") / (notebook_name() or "notebook")
     script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path()
-    is_script = script.suffix == ".py" and script.stem not in (
-        "__main__",
-        "ipykernel_launcher",
-        "colab_kernel_launcher",
-    )
+    is_script = script.suffix == ".py" and script.stem != "__main__"
     return Path("runs") / (script.stem if is_script else "first")
 
 

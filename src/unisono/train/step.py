@@ -56,6 +56,10 @@ class Step:
     stats: Tensor
     loss_names: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        skipped = ", skipped" if self.skipped else ""
+        return f"Step({self.index}, loss={self.loss:.4g}, grad_norm={self.grad_norm:.4g}, lr={self.lr:.4g}{skipped})"
+
     @property
     def loss(self) -> float:
         """Mean loss over the step's global batch; reading it waits for the device."""

@@ -24,6 +24,7 @@ from unisono.data.dataset import CollateFn, Dataset, MapStyle
 from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
 from unisono.data.options import LoaderOptions
 from unisono.dist import StopNotice, World
+from unisono.errors import ConfigError
 from unisono.observe.events import EventLog
 from unisono.observe.formatting import RunEndFacts
 from unisono.observe.meters import StepTimers
@@ -46,10 +47,11 @@ from unisono.train.assembly import (
     first_micro_batch,
     shard_model,
 )
+from unisono.train.async_loop import AsyncLoop
 from unisono.train.callbacks import Every
 from unisono.train.gradient_sync import build_gradient_sync
 from unisono.train.input_pipeline import InputPipeline, build_loader, read_eval_source, read_source
-from unisono.train.loop import Result
+from unisono.train.loop import Result, SyncLoop
 from unisono.train.metrics import Metric, as_metrics
 from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective, find_objective
 from unisono.train.optimizers import OptimizerSetup
@@ -115,7 +117,7 @@ class Trainer:
             ``TrainOptions()``.
         checkpoint: When checkpoints are written and how many are kept. Default: ``CheckpointOptions()``.
         run_dir: Folder of this run: checkpoints, events and logs. It is created if it is missing. Default:
-            ``runs/<name of the script>``.
+            ``runs/<name of the script or notebook>``; ``runs/notebook`` where a notebook's name is not known.
         seed: Seed of data order, augmentation and dropout. It does not initialise a module that is passed or built.
         resume: ``auto`` resumes from the newest good checkpoint in ``run_dir`` or starts a new run; ``strict`` also refuses
             any difference that bit-exactness depends on; ``never`` refuses a folder with checkpoints; a path names a checkpoint.
@@ -220,13 +222,23 @@ class Trainer:
         self._given_events = events
         self._observe = observe or ObserveOptions()
         self._outputs: RunOutputs | None = None
-        self._ended = False
+        self._is_open = self._ended = False
         self._resources: list[Any] = []  # to be closed in this order
+
+    def __repr__(self) -> str:
+        model, steps = self._inputs.model, self.options.steps
+        name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__qualname__", "a function")
+        if hasattr(self, "state"):
+            at = f"{'open' if self._is_open else 'closed'} at step {self.state.step} of {steps}"
+        else:
+            at = f"not entered, {steps} steps"
+        return f"Trainer({name}, {at}, run_dir={str(self.run_dir)!r})"
 
     # --- assembling a run ------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Trainer:
         refuse_in_file("enters a Trainer")
+        self._ended, self._resources = False, []  # it may have been entered before
         self._open_world()
         try:
             self._assemble()
@@ -235,6 +247,7 @@ class Trainer:
         except BaseException as error:
             self._close(error)
             raise
+        self._is_open = True
         return self
 
     def _write_record(self) -> None:
@@ -338,6 +351,7 @@ class Trainer:
             self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
+        self._is_open = False
         if error is not None:
             step = self.state.step if hasattr(self, "state") else None
             report_failure(self.events, self.run_dir, self.world.job, error, step)
@@ -362,7 +376,7 @@ class Trainer:
 
         A step's checkpoint is written after the loop's body has seen it, so that an evaluation of that step counts.
         """
-        return iter(self._loop)
+        return iter(self._open_loop("a loop over"))
 
     @property
     def preempted(self) -> bool:
@@ -371,7 +385,8 @@ class Trainer:
 
     def fit(self) -> Result:
         """Train to the end, evaluating every ``eval_every_steps`` steps and at the end."""
-        loop, evaluator = self._loop, self._loop.runner.evaluator
+        loop = self._open_loop("fit() of")
+        evaluator = loop.runner.evaluator
         for step in loop:
             if self.eval_data is not None and loop.evaluates_after(step.index):
                 self.evaluate()
@@ -399,7 +414,9 @@ class Trainer:
 
         On the held-out set it also decides about early stopping. All ranks must call it.
         """
-        return self._loop.runner.evaluator.run(read_eval_source(data, self._inputs.input.collate_fn))
+        return self._open_loop("evaluate() of").runner.evaluator.run(
+            read_eval_source(data, self._inputs.input.collate_fn)
+        )
 
     @property
     def best(self) -> Path | None:
@@ -415,7 +432,18 @@ class Trainer:
 
     def save(self, *, wait: bool = False) -> None:
         """Save the state of the last finished step, in the background unless ``wait``; a step is saved once."""
-        self._loop.save(wait=wait)
+        self._open_loop("save() of").save(wait=wait)
+
+    def _open_loop(self, call: str) -> SyncLoop | AsyncLoop:
+        """The loop of an entered trainer. Raises ConfigError before it is entered and after it is left."""
+        if not self._is_open:
+            raise ConfigError(
+                given=f"{call} a Trainer that {'was left' if hasattr(self, '_loop') else 'was not entered'}",
+                rule="it works inside of a with statement, which opens and closes its files, workers and connections",
+                consequence="nothing was done",
+                nearest="with trainer as run: run.fit()",
+            )
+        return self._loop
 
     def export(
         self, folder: str | Path, *, checkpoint: str | Path | None = None, tokenizer: str | Path | None = None

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ def test_what_a_process_cannot_load_is_told() -> None:
         "data set or transform: FileNotFoundError: no such file there\n"
         "  rule: a worker process must be able to load them\n"
         "  so:   no worker process was started\n"
-        "  try:  define what is passed at the top of a module, not in a function; or loader.worker_kind thread"
+        "  try:  define what is passed at the top of a module that the program imports; or loader.worker_kind thread"
     )
 
 
@@ -221,8 +222,8 @@ def test_what_the_program_itself_defines_is_refused_and_its_name_in_data_is_not(
     run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.splitlines()[:3] == [
         "['noise', 'text', 'x']",
-        "own, which is defined in the program itself",
-        "  rule: a worker process imports modules and never runs the program again",
+        "own, which is defined in the program or notebook itself",
+        "  rule: a worker process imports modules and never runs the program or its cells again",
     ]
 
 
@@ -414,6 +415,16 @@ def test_an_error_without_workers_names_the_sample(workers: int) -> None:
         assert next(steps).step == 0
         with pytest.raises(DataError, match="reading sample 17 of step 1 failed"):
             next(steps)
+
+
+def test_a_notebook_gets_processes_only_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rate(setting: WorkerSetting) -> float:
+        return 2 if setting.kind == "thread" else 2 * setting.workers
+
+    assert tuned(rate).setting.kind == "process"  # and remembered
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    assert tuned(rate).setting == thread(1)
+    assert tuned(rate, worker_kind="process").setting == WorkerSetting(kind="process", workers=4)
 
 
 def test_what_was_found_is_where_the_next_run_starts() -> None:

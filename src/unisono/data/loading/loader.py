@@ -74,6 +74,11 @@ class StepBatch:
     wait_s: float
     skipped_ids: list[int]
 
+    def __repr__(self) -> str:
+        names = ", ".join(self.micro_batches[0]) if self.micro_batches else "none"
+        samples, parts = len(self.sample_ids), len(self.micro_batches)
+        return f"StepBatch(step={self.step}, {samples} samples in {parts} micro-batches, entries {names})"
+
 
 class Loader:
     """Loads one rank's batches, in an order that does not depend on the number of ranks or workers.
@@ -166,6 +171,15 @@ class Loader:
         )
         self._workers: _LoaderWorkers | None = None
         self._delivered = self._skipped = self._next_step = 0
+
+    def __repr__(self) -> str:
+        size, steps, setting = self.schedule.global_batch, len(self), self._tuner.setting
+        workers = f"{setting.workers} {setting.kind} worker{'s' if setting.workers > 1 else ''}"
+        workers = workers if setting.workers else "no workers"
+        return (
+            f"Loader({self._builder.dataset!r}, {steps} steps of {size} per epoch, rank {self._rank} of "
+            f"{self._world_size}, {workers}, next step {self._next_step})"
+        )
 
     @property
     def worker_setting(self) -> WorkerSetting:

@@ -142,8 +142,8 @@ class _ImportablePickler(pickle.Pickler):
     def reducer_override(self, obj: Any, /) -> Any:
         if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__":
             raise cannot_start(
-                f"{obj.__qualname__}, which is defined in the program itself",
-                "a worker process imports modules and never runs the program again",
+                f"{obj.__qualname__}, which is defined in the program or notebook itself",
+                "a worker process imports modules and never runs the program or its cells again",
             )
         return NotImplemented
 

@@ -231,7 +231,7 @@ def cannot_start(given: str, rule: str) -> DataError:
         given=given,
         rule=rule,
         consequence="no worker process was started",
-        nearest="define what is passed at the top of a module, not in a function; or loader.worker_kind thread",
+        nearest="define what is passed at the top of a module that the program imports; or loader.worker_kind thread",
     )
 
 

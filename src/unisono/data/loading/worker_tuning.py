@@ -24,6 +24,7 @@ from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.data.loading.worker_pool import WorkerKind
 from unisono.data.loading.worker_process import pickle_builder
 from unisono.data.options import LoaderOptions, default_cache_dir
+from unisono.dist.notebook import in_notebook
 from unisono.errors import DataError
 from unisono.storage.files import write_atomically
 
@@ -54,9 +55,9 @@ class WorkerTuner:
         limit = max(1, limit)
         self._clock = clock
         self._tunes = options.num_workers == -1 or (options.num_workers > 0 and options.worker_kind == "auto")
-        kinds: tuple[WorkerKind, ...] = (
-            ("thread", "process") if options.worker_kind == "auto" else (options.worker_kind,)
-        )
+        # a notebook's cells define most data sets, and no process starts there that was not asked for
+        tried: tuple[WorkerKind, ...] = ("thread",) if in_notebook() else ("thread", "process")
+        kinds = tried if options.worker_kind == "auto" else (options.worker_kind,)
         self._start = WorkerSetting(kind=kinds[0], workers=1 if options.num_workers == -1 else options.num_workers)
         counts = {kind: [options.num_workers] if options.num_workers > 0 else _counts(kind, limit) for kind in kinds}
         self._settings = [WorkerSetting(kind=kind, workers=count) for kind in kinds for count in counts[kind]]

@@ -204,6 +204,9 @@ class PackedWindows:
         self._boundaries = boundaries
         self._target_bytes = target_bytes
 
+    def __repr__(self) -> str:
+        return f"PackedWindows({len(self)} samples of {self.seq_len} tokens)"
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 

@@ -104,6 +104,9 @@ class TokenWindows:
         self._firsts = [grid.first for grid in self._grids]
         self._columns = np.arange(seq_len)
 
+    def __repr__(self) -> str:
+        return f"TokenWindows({len(self)} samples of {self.seq_len} tokens)"
+
     def __len__(self) -> int:
         return self._count
 
