@@ -5,7 +5,7 @@ setting, so a trial costs only time. Windows in which torch's profiler records a
 
 One of the settings is no worker: the consumer's own thread builds the batches. It saves the changes of threads, which take longer
 than a batch that is a copy of memory, but nothing is read ahead. It is therefore only tried while a step takes less than a
-millisecond, and left for good as soon as batches take longer than that.
+millisecond, and left for good as soon as batches take longer than that and steps wait for them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class WorkerTuner:
         if self._steps < _WINDOW_STEPS or elapsed < _WINDOW_S:
             return
         if not _profiling():
-            if self.setting.workers == 0 and self._waited_s > _MAX_INLINE_S * self._steps:
+            slow_s = max(_MAX_INLINE_S * self._steps, _MAX_WAIT_FRAC * elapsed)
+            if self.setting.workers == 0 and self._waited_s > slow_s:
                 self._settings.remove(self.setting)
                 self._settling = _SETTLING_STEPS
                 self._restart(self._start)
