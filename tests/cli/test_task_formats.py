@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,66 @@ def test_a_number_of_an_image(desk: Desk, tmp_path: Path, suffix: str) -> None:
         "--set=data.eval_frac=0.25",
     )
     assert values["r2"] > 0.5
+
+
+def write_coloured(folder: Path) -> tuple[Path, Path]:
+    """Images of one colour, and lists of them: with a float for the red, and with floats for red and green in other units."""
+    rng = np.random.default_rng(0)
+    (folder / "images").mkdir()
+    lines: tuple[list[str], list[str]] = ([], [])
+    for at in range(64):
+        red, green = rng.integers(0, 256, 2)
+        Image.new("RGB", (16, 16), (int(red), int(green), 90)).save(folder / "images" / f"{at}.png")
+        lines[0].append(f"{at}\t{red / 25.5:.4f}\timages/{at}.png\n")
+        lines[1].append(f"{at}\t{red / 25.5:.4f}\t{green * 2 + 0.5:.1f}\timages/{at}.png\n")
+    for name, written in zip(("one", "two"), lines, strict=True):
+        (folder / f"{name}.lst").write_text("".join(written))
+    return folder / "one.lst", folder / "two.lst"
+
+
+@pytest.mark.full
+def test_numbers_of_packed_images(desk: Desk, tmp_path: Path) -> None:
+    """From a list with float labels to an evaluation: one label a record, and two, each in its own unit."""
+    settings = (
+        "--set=task.kind=image",
+        "--set=task.predicts=number",
+        "--set=image.size=8",
+        "--set=image.crop=center",
+        "--set=components.model=resnet14",
+        "--set=data.eval_frac=0.25",
+        "--set=train.steps=24",
+    )
+    found = []
+    for listed in write_coloured(tmp_path):
+        packed = listed.with_suffix(".rec")
+        assert desk.here("data", "pack", str(listed), str(packed)).code == 0
+        run_dir = tmp_path / f"run-{listed.stem}"
+        found.append(train(desk, run_dir, *settings, f"--set=data.train={packed}"))
+        written = tomllib.loads((run_dir / "config.toml").read_text())["task"]
+        labels = np.loadtxt(listed, usecols=range(1, 2 + len(found) - 1), ndmin=2)
+        assert np.atleast_1d(written["target_mean"]) == pytest.approx(labels.mean(0), rel=1e-4)
+        assert np.atleast_1d(written["target_std"]) == pytest.approx(labels.std(0), rel=1e-4)
+        exported = json.loads((run_dir / "export/task.json").read_text())
+        assert exported["target_mean"] == written["target_mean"]
+    one, two = found
+    assert one["r2"] > 0.5
+    assert two.keys() == {"loss", "mae/0", "mae/1", "rmse/0", "rmse/1", "r2/0", "r2/1"}
+    assert min(two["r2/0"], two["r2/1"]) > 0.5
+    assert two["rmse/1"] > 10 * two["rmse/0"]  # its unit is 51 times as fine
+
+
+def test_a_label_that_is_no_class_is_refused(desk: Desk, tmp_path: Path) -> None:
+    listed = write_coloured(tmp_path)[1]
+    packed = tmp_path / "two.rec"
+    assert desk.here("data", "pack", str(listed), str(packed)).code == 0
+    label = ", ".join(str(float(np.float32(number))) for number in listed.read_text().split("\t")[1:3])
+    done = desk.here(
+        "train", "--debug", "--set=task.kind=image", f"--set=data.train={packed}", f"--set=run.dir={tmp_path}/run"
+    )
+    assert done.code == 2
+    assert "two.rec: record 0 of " in done.err
+    assert f"decode raised DataError: label [{label}]\n  rule: a class is one integer from 0\n" in done.err
+    assert "  try:  task.predicts=number; " in done.err
 
 
 @pytest.mark.full

@@ -94,6 +94,49 @@ def test_the_folder_alone_is_enough_to_go_on(desk: Desk, mine: Path) -> None:
     assert len(steps_of(mine)) == 6
 
 
+def test_epochs_are_resolved_into_steps(desk: Desk, tmp_path: Path) -> None:
+    """The folder's config.toml has the steps; epochs set later take their place, and steps that of the epochs."""
+    rows = [
+        {"text": f"it was {word} {at}", "label": label} for at in range(10) for word, label in (("bad", 0), ("ok", 1))
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = ["task.kind=text", f"data.train={tmp_path}/rows.jsonl", f"data.eval={tmp_path}/rows.jsonl", "data.seq_len=8"]
+    small = ["model.num_layers=1", "model.dim=16", "model.num_heads=2", "plan.global_batch=8", "observe.trackers=[]"]
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 1000\neval_every_steps = 3\n")
+    run_dir = tmp_path / "run"
+    settings = [f"--set={text}" for text in (f"run.dir={run_dir}", *task, *small)]
+    done = desk.here("train", "--debug", str(tmp_path / "run.toml"), *settings, "--set=train.epochs=1.5")
+    assert done.code == 0, done.err
+    # 30 of 20 samples in batches of 8
+    for shown in ("; 3 steps per epoch; ", " at step 4 (cosine)", "step=4 steps_total=4 ", " epoch=2 epochs_total=2 "):
+        assert shown in done.out
+    assert [event["train/epoch"] for event in steps_of(run_dir)] == [1, 1, 1, 2]
+    assert "\nsteps = 4\nepochs = 0.0\neval_every_steps = 3\n" in (run_dir / "config.toml").read_text()
+    start = next(event for event in events_of(run_dir) if event["kind"] == "run_start")
+    assert start["origins"]["train.steps"] == start["origins"]["train.epochs"] == "train.epochs = 1.5"
+
+    longer = desk.here("train", "--debug", f"--set=run.dir={run_dir}", "--set=train.epochs=2", "--json")
+    assert longer.code == 0, longer.err
+    assert (longer.json["step"], longer.json["steps_total"]) == (5, 5)
+    again = desk.here("train", "--debug", f"--set=run.dir={run_dir}", "--set=train.steps=6", "--json")
+    assert again.json["step"] == 6
+    assert desk.here("eval", str(run_dir), "--json").code == 0
+
+
+@pytest.mark.parametrize("steps", [20, 300])  # 300 is the default
+def test_steps_and_epochs_are_refused(desk: Desk, tmp_path: Path, steps: int) -> None:
+    settings = (f"--set=run.dir={tmp_path}/run", f"--set=train.steps={steps}", "--set=train.epochs=2")
+    done = desk.here("train", "--debug", *settings)
+    assert done.code == 2
+    assert done.err == (
+        f"unisono: --set: train.steps: train.steps {steps} with train.epochs 2\n"
+        "  rule: one of them is the length of the run\n"
+        "  so:   it is unclear where the run ends\n"
+        f"  try:  train.epochs=2 without train.steps, or train.steps={steps} without train.epochs\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_export_in_the_way_costs_the_run_nothing_else(desk: Desk, mine: Path) -> None:
     (mine / "export/notes.txt").write_text("my own")
     (mine / "report.html").unlink()

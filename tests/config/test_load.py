@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from config_example import Model, Optim, Run, Schedule
 
-from unisono.config import load_config, render_origins
+from unisono.config import load_config, option, render_origins
 
 
 def write(path: Path, text: str) -> Path:
@@ -138,3 +139,34 @@ def test_an_array_or_a_table_is_one_value(tmp_path: Path):
 
 def test_a_file_of_comments_is_all_defaults(tmp_path: Path):
     assert load_config(Run, [write(tmp_path / "run.toml", "# all defaults")]).value == Run()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Length:
+    steps: int = option(300, "Steps.")
+    epochs: float = option(0.0, "Epochs instead.", instead_of="steps")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Long:
+    length: Length = Length()
+
+
+@pytest.mark.parametrize(
+    ("over", "expected"),
+    [
+        ("length.epochs = 2", (300, 2.0)),
+        ("length.steps = 5", (5, 0.0)),
+        ("length.epochs = 0.0", (9, 0.0)),  # the default takes nothing's place
+        ("length = {steps = 7, epochs = 3}", (7, 3.0)),  # for the rules of the section to refuse
+        ("# nothing", (9, 0.0)),
+    ],
+)
+def test_a_layer_that_sets_one_of_two_unsets_the_other_beneath(tmp_path: Path, over: str, expected: Any):
+    base = write(tmp_path / "base.toml", "length.steps = 9\n")
+    resolved = load_config(Long, [base, write(tmp_path / "over.toml", over)])
+    assert (resolved.value.length.steps, resolved.value.length.epochs) == expected
+    if expected[0] == 300:
+        assert resolved.origins["length.steps"] == "default"
+    back = load_config(Long, [write(tmp_path / "epochs.toml", "length.epochs = 4")], overrides=["length.steps=5"])
+    assert back.value.length == Length(steps=5)

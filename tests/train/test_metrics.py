@@ -127,3 +127,31 @@ def test_metrics_by_name() -> None:
     assert first.consequence == "evaluations would not have it, and nothing was started"
     assert "accuracy" in first.nearest
     assert second.given == "the metric 'f1:1'"
+
+
+def test_each_of_several_numbers_has_an_error_in_its_own_unit() -> None:
+    targets, weights = torch.from_numpy(RNG.normal(size=(400, 2))), torch.from_numpy(RNG.integers(0, 3, 400))
+    outputs = targets + torch.from_numpy(RNG.normal(size=(400, 2))) / 2
+    scale = (10.0, 0.1)
+    rules = {
+        "mae": skm.mean_absolute_error,
+        "rmse": skm.root_mean_squared_error,
+        "r2": skm.r2_score,
+    }
+    for name, rule in rules.items():
+        metric = find_metric(name, scale=scale)
+        assert metric is not None
+        batches = [
+            {"targets": targets[rows], "weights": weights[rows].float()} for rows in (slice(0, 7), slice(7, None))
+        ]
+        total = sum(
+            metric.sums(outputs[rows], batch, torch.tensor(0.0), torch.tensor(0.0))
+            for rows, batch in zip((slice(0, 7), slice(7, None)), batches, strict=True)
+        )
+        expected = rule(
+            targets * torch.tensor(scale),
+            outputs * torch.tensor(scale),
+            sample_weight=weights,
+            multioutput="raw_values",
+        )
+        assert metric.value(total.tolist()) == pytest.approx({"0": expected[0], "1": expected[1]})  # type: ignore[union-attr]

@@ -40,7 +40,7 @@ def main():
         objective=nn.SmoothL1Loss(),
         optimizer=torch.optim.Adam(model.parameters(), lr=LR),
         clip_norm=1.0,
-        options=TrainOptions(steps=EPOCHS * epoch, eval_every_steps=epoch, num_eval_samples=0),
+        options=TrainOptions(epochs=EPOCHS, eval_every_steps=epoch, num_eval_samples=0),
         checkpoint=CheckpointOptions(every_steps=epoch),
         eval_data=sequences(50, seed=2),
     ) as run:

@@ -49,7 +49,7 @@ def main():
         objective=nn.CrossEntropyLoss(),
         optimizer=torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=1e-4),
         schedule=partial(MultiStepLR, milestones=[2 * epoch, 3 * epoch], gamma=0.1),
-        options=TrainOptions(steps=EPOCHS * epoch, eval_every_steps=epoch, num_eval_samples=0),
+        options=TrainOptions(epochs=EPOCHS, eval_every_steps=epoch, num_eval_samples=0),
         checkpoint=CheckpointOptions(every_steps=epoch),
         eval_data=Spirals(128, seed=2),
         metrics=["accuracy"],

@@ -51,7 +51,7 @@ def main():
         optimizer=partial(torch.optim.AdamW, lr=1e-2),
         schedule=partial(OneCycleLR, max_lr=1e-2, total_steps=3 * epoch),
         clip_norm=0.5,
-        options=TrainOptions(steps=3 * epoch, eval_every_steps=epoch),
+        options=TrainOptions(epochs=3, eval_every_steps=epoch),
         checkpoint=CheckpointOptions(every_steps=epoch, keep_last=1),
         eval_data=houses(100, seed=2),
         metrics={"mae": Metric(size=2, sums=absolute_errors, value=lambda total: total[0] / total[1])},

@@ -97,7 +97,6 @@ def main(folder):
         stems = {name: name.rpartition(".")[::2] for name in given}
         net.load_state_dict({f"{stem}.{NAMES.get(leaf, leaf)}": given[name] for name, (stem, leaf) in stems.items()})
     adam, train = partial(AdamWeightDecay, lr=2e-3), sentences(160, seed=0)
-    steps = EPOCHS * len(train) // BATCH
     with Trainer(
         net,
         DataLoader(train, batch_size=BATCH),  # in order, as before
@@ -106,7 +105,7 @@ def main(folder):
         optimizer={"*norm*": adam, "*bias": adam, "*": partial(adam, weight_decay=0.05)},
         schedule=ScheduleOptions(kind="cosine", final_lr_frac=0.1),
         clip_norm=1.0,
-        options=TrainOptions(steps=steps),
+        options=TrainOptions(epochs=EPOCHS),
         run_dir=folder / "run",
     ) as run:
         for step in run:

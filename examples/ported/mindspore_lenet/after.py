@@ -55,7 +55,7 @@ def main(folder):
         objective=cross_entropy,
         optimizer=OptimOptions(kind="sgd", lr=0.01, momentum=0.9, weight_decay=0.01, clip_norm=0.0),
         schedule=ScheduleOptions(kind="constant"),
-        options=TrainOptions(steps=EPOCHS * len(train) // BATCH, num_eval_samples=0),
+        options=TrainOptions(epochs=EPOCHS, num_eval_samples=0),
         eval_data=train,
         metrics={"accuracy": METRICS["accuracy"]},
         run_dir=folder / "run",

@@ -56,7 +56,7 @@ def main(folder):
         PlanOptions(global_batch=BATCH, precision="fp32"),
         objective=cross_entropy,
         optimizer=partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.1),
-        options=TrainOptions(steps=EPOCHS * len(train) // BATCH, num_eval_samples=0),
+        options=TrainOptions(epochs=EPOCHS, num_eval_samples=0),
         eval_data=train,
         metrics={"accuracy": METRICS["accuracy"]},
         run_dir=folder / "run",

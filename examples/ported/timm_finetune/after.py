@@ -95,7 +95,7 @@ def main():
             clip_norm=0.0,
         ),
         schedule=ScheduleOptions(final_lr_frac=0.0),
-        options=TrainOptions(steps=EPOCHS * epoch, eval_every_steps=epoch, num_eval_samples=0),
+        options=TrainOptions(epochs=EPOCHS, eval_every_steps=epoch, num_eval_samples=0),
         eval_data=pictures(90, seed=2),
         metrics={
             "accuracy": "accuracy",

@@ -64,7 +64,7 @@ def main():
         objective="cross_entropy",
         optimizer=OptimOptions(lr=LR, weight_decay=WEIGHT_DECAY, beta2=0.999, clip_norm=CLIP),
         schedule=ScheduleOptions(warmup_steps=WARMUP, final_lr_frac=0.0),
-        options=TrainOptions(steps=EPOCHS * epoch, eval_every_steps=epoch, num_eval_samples=0, ema_decay=EMA_DECAY),
+        options=TrainOptions(epochs=EPOCHS, eval_every_steps=epoch, num_eval_samples=0, ema_decay=EMA_DECAY),
         eval_data=pictures(100, seed=2),
         metrics=["accuracy"],
         transform=smooth,

@@ -57,7 +57,7 @@ def main():
             lr=5e-3, weight_decay=0.01, groups=({"match": "*.w[tp]e.weight", "weight_decay": 0.01},), beta2=0.999
         ),
         schedule=partial(get_linear_schedule_with_warmup, num_warmup_steps=3, num_training_steps=2 * epoch),
-        options=TrainOptions(steps=2 * epoch, eval_every_steps=epoch),
+        options=TrainOptions(epochs=2, eval_every_steps=epoch),
         checkpoint=CheckpointOptions(every_steps=epoch, keep_last=2),
         eval_data=sums(40, seed=2),
     ) as run:

@@ -21,7 +21,7 @@ from unisono.config.renames import announce
 from unisono.config.values import CALLABLE
 from unisono.errors import CheckpointError, ConfigError
 from unisono.train.config import RunConfig
-from unisono.train.options import RUN_FILE
+from unisono.train.options import RUN_FILE, two_lengths
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -106,6 +106,11 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str]) -> Resolved[
         # "never" and a path applied to that one start; starting the folder again continues the run
         resolved = load_config(RunConfig, [run_file], overrides=["run.resume=auto", *overrides], environ=os.environ)
         resolved = replace(resolved, origins=resolved.origins | {"run.resume": "default"})
+    train, origin = resolved.value.train, resolved.origins["train.steps"]
+    # a file may list all options with their defaults; a command line or variable that gives one means it
+    if train.epochs and origin.startswith(("--set", "env ")):
+        problem = two_lengths(train.steps, train.epochs)
+        raise ConfigError(replace(problem, given=f"{origin}: train.steps: {problem.given}"))
     announce("the configuration", resolved.renamed)
     LOG.info("configuration %s from %s", resolved.hash, run_file or ", ".join(files) or "defaults")
     return resolved

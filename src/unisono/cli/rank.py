@@ -26,7 +26,15 @@ from unisono.observe.events import Event
 from unisono.observe.formatting import RunEndFacts
 from unisono.observe.outputs import RunOutputs
 from unisono.storage.files import write_atomically
-from unisono.train.build import RunData, build_data, build_trainer, export_facts, resolve_run, tokenizer_spec
+from unisono.train.build import (
+    RunData,
+    build_data,
+    build_trainer,
+    export_facts,
+    resolve_run,
+    resolve_steps,
+    tokenizer_spec,
+)
 from unisono.train.config import RunConfig
 from unisono.train.load import empty_model, open_run_checkpoint, read_model
 from unisono.train.options import PLAN_FILE, RUN_FILE
@@ -58,8 +66,9 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
         world = init_distributed(plan, job, device.type, config.launch.timeout_s)
         stack.callback(world.close)
         resolved = resolve_run(resolved, world)
+        data = build_data(resolved.value)
+        resolved = resolve_steps(resolved, data, plan)
         config = resolved.value
-        data = build_data(config)
         events = stack.enter_context(open_events(run_dir, world))
         outputs = None
         if job.rank == 0:

@@ -30,6 +30,7 @@ class Spec:
 
     help: str = ""
     acts: str = ""
+    instead_of: str = ""
     choices: tuple[Any, ...] | None = None
     ge: float | None = None
     gt: float | None = None
@@ -43,6 +44,7 @@ def option(
     help: str,
     *,
     acts: str = "",
+    instead_of: str = "",
     choices: Sequence[Any] | None = None,
     ge: float | None = None,
     gt: float | None = None,
@@ -59,6 +61,8 @@ def option(
         help: One sentence for ``unisono config explain``, the starter file and the JSON schema.
         acts: Condition under which the option acts, in words, such as "plan.pp above 1"; empty means always. Outside of it a
             value other than the default is reported, as an error or a notice.
+        instead_of: Name of an option of the same section that this one replaces: a layer that sets one of the two unsets what
+            lower layers say of the other.
         choices: Allowed values; None allows every value of the type.
         ge: Lower bound, inclusive; None is no bound.
         gt: Lower bound, exclusive.
@@ -68,7 +72,8 @@ def option(
             file gives it a callable.
     """
     allowed = None if choices is None else tuple(choices)
-    spec = Spec(help=help, acts=acts, choices=allowed, ge=ge, gt=gt, le=le, lt=lt, python_only=python_only)
+    limits: dict[str, Any] = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+    spec = Spec(help=help, acts=acts, instead_of=instead_of, choices=allowed, python_only=python_only, **limits)
     metadata = {_SPEC: spec}
     if isinstance(default, dict | list):
         mutable = cast("dict[Any, Any] | list[Any]", default)

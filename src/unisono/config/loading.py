@@ -102,6 +102,15 @@ class _Walk:
         self.given = {}
         for entry in entries:
             self.assign(entry, entry.path[:1], entry.nested())
+        for key, leaf in self.layout.leaves.items():
+            if leaf.spec.instead_of:
+                self._unset_other(key, key.removesuffix(leaf.name) + leaf.spec.instead_of)
+
+    def _unset_other(self, one: str, two: str) -> None:
+        """Of two options that replace each other, unset the one of lower layers where the source sets the other alone."""
+        for new, old in ((one, two), (two, one)):
+            if new in self.given and old not in self.given and self.values[new] != self.layout.leaves[new].default:
+                self.values[old], self.origins[old] = self.layout.leaves[old].default, "default"
 
     def assign(self, entry: SourceEntry, path: KeyPath, raw: Any) -> None:
         """Set the leaf at ``path``, or everything below it."""

@@ -23,6 +23,8 @@ _KEY_VALUES: Final[tuple[tuple[str, str, str], ...]] = (
     ("grad_norm", "train/grad_norm", ".3g"),
     ("tokens_total", "train/tokens_total", ".0f"),
     ("skipped_steps", "train/skipped_steps", ".0f"),
+    ("epoch", "train/epoch", ".0f"),
+    ("epochs_total", "epochs_total", ".0f"),
     ("step_s", "perf/step_s", ".4g"),
     ("tokens_per_s", "perf/tokens_per_s", ".0f"),
     ("tokens_per_s_device", "perf/tokens_per_s_device", ".0f"),
@@ -89,6 +91,9 @@ def _status_parts(event: Fields) -> Iterator[tuple[int, str]]:
     total_steps = event.get("steps_total")
     has_total = isinstance(total_steps, int) and total_steps > 0
     yield 0, f"step {event['step']}" + (f"/{total_steps} {100 * event['step'] / total_steps:.1f}%" if has_total else "")
+    if (epoch := value("train/epoch")) is not None:
+        epochs = value("epochs_total")
+        yield 7, f"epoch {epoch:.0f}" + (f"/{epochs:.0f}" if epochs is not None else "")
     if (loss := value("train/loss")) is not None:
         highest = value("train/loss_max")
         yield 2, f"loss {loss:.4g}" + (f" (max {highest:.3g})" if highest is not None else "")
@@ -170,8 +175,9 @@ def _run_start(event: Fields) -> str | None:
     corpus = f"; {data['corpus']}, {short_number(float(data['train_tokens']))} tokens" if "train_tokens" in data else ""
     packed = _packing(cast("Fields", data["packing"])) if data.get("packing") else ""
     held = _held(cast("Fields", event["held_bytes"])) if event.get("held_bytes") else ""
+    epoch = f"; {event['steps_per_epoch']} steps per epoch" if event.get("steps_per_epoch") else ""
     recipe = f"; {event['optimization']}" if event.get("optimization") else ""
-    return f"{short_number(parameters)} parameters on {event['plan_text']}{why}{held}{corpus}{packed}{recipe}"
+    return f"{short_number(parameters)} parameters on {event['plan_text']}{why}{held}{epoch}{corpus}{packed}{recipe}"
 
 
 def _held(count_bytes: Fields) -> str:

@@ -12,7 +12,7 @@ from unisono.observe.sanitize import is_secret
 _NAME = re.compile(r"[A-Za-z_][\w.-]*(/[\w.-]+)*", re.ASCII)
 # first parts of names of a run's own numbers, and names that rows and events have
 _GROUPS = frozenset({"train", "eval", "perf", "mem", "time", "comm"})
-_FIELDS = ENVELOPE | {"self", "step", "steps_total", "eta_s", "unit"}
+_FIELDS = ENVELOPE | {"self", "step", "steps_total", "epochs_total", "eta_s", "unit"}
 
 
 def log_value(events: EventLog, step: int, name: str, value: Any) -> None:

@@ -29,7 +29,7 @@ from unisono.observe.events import SERIES, Event, EventLog, RewindFilter, number
 from unisono.observe.options import BUILT_IN_SINKS, SINK_GROUP
 from unisono.storage.files import new_file
 
-_NOT_SERIES: Final = frozenset({"t", "m", "rank", "attempt", "step", "steps_total", "eta_s"})
+_NOT_SERIES: Final = frozenset({"t", "m", "rank", "attempt", "step", "steps_total", "epochs_total", "eta_s"})
 _QUEUE_LIMIT: Final = 10_000
 
 

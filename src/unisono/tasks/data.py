@@ -50,6 +50,7 @@ from unisono.tasks.targets import (
     is_text,
     scan_classes,
     scan_numbers,
+    scan_targets,
 )
 
 TARGETS = "targets"
@@ -111,7 +112,7 @@ def resolve_task(task: TaskOptions, data: DataOptions) -> TaskOptions:
     """
     if task.kind in LANGUAGE_MODELS:
         return task
-    known = [_open(address, None, data).fingerprint for address in addresses(data.train)]
+    known = [_open(address, None, data, task).fingerprint for address in addresses(data.train)]
     digest = xxhash.xxh3_128_hexdigest(repr((_SCAN_VERSION, known, asdict(task))).encode())
     path = cache_folder(data) / f"columns-{digest}.json"
     with suppress(OSError, ValueError, TypeError):  # damaged or not there: read again
@@ -124,7 +125,7 @@ def resolve_task(task: TaskOptions, data: DataOptions) -> TaskOptions:
 
 
 def _scan_columns(task: TaskOptions, data: DataOptions) -> TaskOptions:
-    first = _first_sample(data)
+    first = _first_sample(data, task)
     target = task.target or _first_of(_TARGET_NAMES, first, "task.target")
     if task.kind == "table":
         inputs = task.inputs or tuple(name for name in first if name != target)
@@ -134,11 +135,11 @@ def _scan_columns(task: TaskOptions, data: DataOptions) -> TaskOptions:
     task = replace(task, target=target, inputs=inputs)
     several = task.kind == "sequence_labelling"
     if task.has_classes and not task.classes:
-        source = _open(addresses(data.train)[0], None, data)
+        source = _open(addresses(data.train)[0], None, data, task)
         named: tuple[str, ...] = getattr(source, "classes", ()) if getattr(source, "class_column", "") == target else ()
-        task = replace(task, classes=named or scan_classes(_column(data, target), several=several))
+        task = replace(task, classes=named or scan_classes(_column(data, target, task), several=several))
     if task.has_numbers and task.target_mean is None:
-        mean, std, count = scan_numbers(_column(data, target))
+        mean, std, count = scan_targets(_column(data, target, task))
         if not count:
             raise _no_numbers(target)
         task = replace(task, target_mean=mean, target_std=std)
@@ -158,7 +159,7 @@ def _resolve_columns(task: TaskOptions, data: DataOptions, first: Batch) -> Task
         )
     rest = [name for name in task.inputs if name not in categories]
     if not categories:
-        categories = tuple(name for name in rest if any(is_text(value) for value in _column(data, name)))
+        categories = tuple(name for name in rest if any(is_text(value) for value in _column(data, name, task)))
         rest = [name for name in rest if name not in categories]
     task = replace(task, categories=categories)
     if task.input_mean:
@@ -170,7 +171,7 @@ def _resolve_columns(task: TaskOptions, data: DataOptions, first: Batch) -> Task
                 nearest="leave task.input_mean and task.input_std out: they are computed",
             )
         return task
-    found = [scan_numbers(_column(data, name)) for name in rest]
+    found = [scan_numbers(_column(data, name, task)) for name in rest]
     return replace(task, input_mean=tuple(mean for mean, _, _ in found), input_std=tuple(std for _, std, _ in found))
 
 
@@ -273,7 +274,7 @@ def _lines(
     task: TaskOptions, data: DataOptions, tokenizer: Tokenizer, *, places_targets: bool, mask: int, vocab_size: int
 ) -> TaskData:
     """A sample for each text of a column."""
-    first = _first_sample(data)
+    first = _first_sample(data, task)
     column = task.inputs[0] if task.inputs else _first_of(_INPUT_NAMES[task.kind], first, "task.inputs")
     check_columns(first, [column], f"training data {' '.join(addresses(data.train))}")
     fixed = not data.bucket_batches
@@ -288,7 +289,7 @@ def _lines(
             before=EncodeText(tokenizer=tokenizer, length=data.seq_len, fixed=fixed, padding_entry="mask"),
         )
         encode = PlaceTargets(before=encode) if places_targets else encode
-    parts, held_out = _parts(data, {"text": column})
+    parts, held_out = _parts(data, {"text": column}, task)
     return TaskData(
         train=_combined([_cached(part, data, len(parts)) for part in parts], data, lengths_of="text"),
         held_out=mapped(held_out, encode),
@@ -329,7 +330,7 @@ def predictor_data(
             nearest=f"task.inputs with {len(entries)} of them",
         )
     columns = dict(zip(entries, task.inputs, strict=False)) | {TARGETS: task.target}
-    parts, held_out = _parts(data, columns)
+    parts, held_out = _parts(data, columns, task)
     number_targets: Transform
     if task.has_classes:
         number_targets = ClassNumbers(names=task.classes, several=several)
@@ -376,15 +377,16 @@ def predictor_data(
     )
 
 
-def _parts(data: DataOptions, columns: dict[str, str]) -> tuple[list[Dataset], Dataset]:
+def _parts(data: DataOptions, columns: dict[str, str], task: TaskOptions) -> tuple[list[Dataset], Dataset]:
     """The sources of the training data, and held-out data: ``data.eval``, or a share of the training data drawn at random."""
     if data.weights:
         if not data.eval:
             raise _no_eval_of_mixture()
-        return [_open(address, columns, data) for address in addresses(data.train)], _open(data.eval, columns, data)
-    train = _open(data.train, columns, data)
+        parts = [_open(address, columns, data, task) for address in addresses(data.train)]
+        return parts, _open(data.eval, columns, data, task)
+    train = _open(data.train, columns, data, task)
     if data.eval:
-        return [train], _open(data.eval, columns, data)
+        return [train], _open(data.eval, columns, data, task)
     held_out = _held_out_numbers(len(train), data.eval_frac)
     kept = np.setdiff1d(np.arange(len(train)), held_out)
     return [subset(train, kept)], subset(train, held_out)
@@ -435,7 +437,9 @@ def _split_windows(train: Dataset, held_out: Dataset, eval_frac: float) -> tuple
     return subset(train, np.arange(share)), subset(held_out, np.arange(cut, len(held_out)))
 
 
-def _open(given: str | tuple[str, ...], columns: dict[str, str] | None, data: DataOptions) -> Dataset:
+def _open(
+    given: str | tuple[str, ...], columns: dict[str, str] | None, data: DataOptions, task: TaskOptions
+) -> Dataset:
     parts = addresses(given)
     if not parts:
         raise ConfigError(
@@ -444,7 +448,12 @@ def _open(given: str | tuple[str, ...], columns: dict[str, str] | None, data: Da
             consequence="there is nothing to train on",
             nearest="data.train=ADDRESS",
         )
-    return open_source(parts[0] if len(parts) == 1 else parts, columns=columns, cache_dir=cache_folder(data))
+    return open_source(
+        parts[0] if len(parts) == 1 else parts,
+        columns=columns,
+        classes=not task.has_numbers,
+        cache_dir=cache_folder(data),
+    )
 
 
 def _cached(dataset: Dataset, data: DataOptions, shares: int) -> Dataset:
@@ -460,14 +469,15 @@ def cache_folder(data: DataOptions) -> Path:
     return Path(data.cache_dir).expanduser() if data.cache_dir else default_cache_dir(os.environ)
 
 
-def _first_sample(data: DataOptions) -> Batch:
-    return read_samples(_open(addresses(data.train)[0] if data.train else "", None, data), np.zeros(1, np.int64))[0]
+def _first_sample(data: DataOptions, task: TaskOptions) -> Batch:
+    source = _open(addresses(data.train)[0] if data.train else "", None, data, task)
+    return read_samples(source, np.zeros(1, np.int64))[0]
 
 
-def _column(data: DataOptions, name: str) -> Iterator[Any]:
+def _column(data: DataOptions, name: str, task: TaskOptions) -> Iterator[Any]:
     """All values of a column of the training data."""
     for address in addresses(data.train):
-        for sample in _scan(_open(address, {TARGETS: name}, data)):
+        for sample in _scan(_open(address, {TARGETS: name}, data, task)):
             yield sample[TARGETS]
 
 

@@ -23,8 +23,8 @@ SMALL_IMAGE: Final = 64  # pixels; up to here the first layers of a ResNet keep 
 
 
 def num_outputs(task: TaskOptions) -> int:
-    """Classes of a resolved task, or 1 for a number."""
-    return len(task.classes) if task.has_classes else 1
+    """Classes of a resolved task, or the numbers that it predicts."""
+    return len(task.classes) if task.has_classes else task.num_numbers
 
 
 def build_named(

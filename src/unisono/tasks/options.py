@@ -30,7 +30,9 @@ class TaskOptions:
         "from: image, text or table.",
     )
     predicts: Literal["class", "number"] = option(
-        "class", "The target of a sample: one of several classes, or a number.", acts="task.kind image, text or table"
+        "class",
+        "The target of a sample: one of several classes, or a number (or several).",
+        acts="task.kind image, text or table",
     )
     inputs: tuple[str, ...] = option(
         (),
@@ -47,13 +49,16 @@ class TaskOptions:
         "Names of the classes in the order of their numbers; empty = those of the training data, sorted.",
         acts=_CLASSES,
     )
-    target_mean: float | None = option(
+    target_mean: float | tuple[float, ...] | None = option(
         None,
-        "Mean of the numbers to predict, which the model learns standardised; none = of the training data.",
+        "Mean of the number to predict, or of each of several, which the model learns standardised; none = of the training data.",
         acts=_NUMBER,
     )
-    target_std: float | None = option(
-        None, "Standard deviation of the numbers to predict; none = of the training data.", acts=_NUMBER, gt=0.0
+    target_std: float | tuple[float, ...] | None = option(
+        None,
+        "Standard deviation of the number to predict, or of each of several; none = of the training data.",
+        acts=_NUMBER,
+        gt=0.0,
     )
     categories: tuple[str, ...] = option(
         (), "Columns of inputs that are categories; empty = those with text.", acts="task.kind table"
@@ -76,6 +81,11 @@ class TaskOptions:
     def has_classes(self) -> bool:
         """Whether the model chooses among classes other than tokens."""
         return self.kind == "sequence_labelling" or (self.kind in PREDICTORS and self.predicts == "class")
+
+    @property
+    def num_numbers(self) -> int:
+        """How many numbers a sample of a resolved task has as its target; 1 where it has no numbers."""
+        return len(self.target_mean) if isinstance(self.target_mean, tuple) else 1
 
     @property
     def has_numbers(self) -> bool:
@@ -108,7 +118,7 @@ class TaskOptions:
                     nearest="each name once",
                 ),
             )
-        one_alone = [("target", (self.target_mean is None) != (self.target_std is None))]
+        one_alone = [("target", _count(self.target_mean) != _count(self.target_std))]
         one_alone += [("input", len(self.input_mean) != len(self.input_std))]
         for what in (name for name, wrong in one_alone if wrong):
             mean, std = getattr(self, f"{what}_mean"), getattr(self, f"{what}_std")
@@ -121,6 +131,11 @@ class TaskOptions:
                     nearest="as many of both, or neither",
                 ),
             )
+
+
+def _count(numbers: float | tuple[float, ...] | None) -> int | None:
+    """Of how many numbers a mean or standard deviation is, None for none: 0 stands for a single number."""
+    return len(numbers) if isinstance(numbers, tuple) else None if numbers is None else 0
 
 
 def updated_task(task: TaskOptions, found: Mapping[str, Any]) -> TaskOptions:

@@ -74,7 +74,8 @@ def load_pretrained(folder: str, task: TaskOptions, lora: LoraOptions, *, paddin
     class_name, peft_task = _CLASSES[task.kind]
     settings: dict[str, Any] = {}
     if task.kind not in ("language_model", "masked_language_model"):
-        names = task.classes or ("value",)
+        names = task.classes or tuple(f"value_{n}" for n in range(task.num_numbers))
+        names = names if len(names) > 1 else task.classes or ("value",)
         settings = {
             "num_labels": len(names),
             "id2label": dict(enumerate(names)),

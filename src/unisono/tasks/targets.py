@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -64,21 +65,30 @@ class ClassNumbers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StandardNumber:
-    """Replaces ``targets``, a number, by (number - mean) / std, float32 []. Raises DataError for what is no finite number."""
+    """Replaces ``targets``, a number or an array of as many as ``mean`` has, by (number - mean) / std, float32 [] or [numbers].
 
-    mean: float
-    std: float
+    Raises DataError for what is no finite number, and for another count of them.
+    """
+
+    mean: float | tuple[float, ...]
+    std: float | tuple[float, ...]
 
     def __call__(self, sample: Batch) -> Batch:
-        value = number(sample["targets"])
-        if not math.isfinite(value):
+        if isinstance(self.mean, tuple):
+            values = numbers(sample["targets"])
+            if values.size != len(self.mean):
+                raise _another_count(values.size, len(self.mean))
+        else:
+            values = np.array([number(sample["targets"])])
+        if not np.isfinite(values).all():
             raise DataError(
                 given=f"the target {text_of(sample['targets'])!r}",
                 rule="task.predicts number takes finite numbers",
                 consequence="the sample has no target",
                 nearest="correct or remove the sample, or task.predicts=class",
             )
-        return {**sample, "targets": np.float32((value - self.mean) / self.std)}
+        standard = ((values - self.mean) / self.std).astype(np.float32)
+        return {**sample, "targets": standard if isinstance(self.mean, tuple) else standard[0]}
 
 
 def class_names(value: Any, *, several: bool) -> list[str | int]:
@@ -145,6 +155,47 @@ def scan_numbers(values: Iterable[Any]) -> tuple[float, float, int]:
         squares += delta * (x - mean)
     std = math.sqrt(squares / count) if count else 0.0
     return mean, std or 1.0, count
+
+
+def scan_targets(values: Iterable[Any]) -> tuple[float | tuple[float, ...], float | tuple[float, ...], int]:
+    """``scan_numbers`` of targets that are a number each, or arrays of several: then a mean and a deviation for each of these.
+
+    Raises DataError for arrays of different lengths.
+    """
+    values = iter(values)
+    first = next(values, None)
+    if first is None or (size := numbers(first).size) == 1:
+        return scan_numbers(chain([] if first is None else [first], values))
+    rows = (numbers(value) for value in chain([first], values))
+    count, mean, squares = 0, np.zeros(size), np.zeros(size)
+    for row in rows:
+        if row.size != size:
+            raise _another_count(row.size, size)
+        if not np.isfinite(row).all():
+            continue
+        count += 1
+        delta = row - mean
+        mean += delta / count
+        squares += delta * (row - mean)
+    std = np.sqrt(squares / max(1, count))
+    return tuple(mean.tolist()), tuple(np.where(std > 0, std, 1.0).tolist()), count
+
+
+def _another_count(found: int, expected: int) -> DataError:
+    return DataError(
+        given=f"a target of {found} numbers, where others have {expected}",
+        rule="all samples have as many numbers to predict",
+        consequence="the model has no output for some of them",
+        nearest="correct or remove the sample",
+    )
+
+
+def numbers(value: Any) -> NDArray[np.float64]:
+    """The numbers that a target holds, in one dim: an array of them, or ``number`` of anything else."""
+    array: NDArray[Any] = np.asarray(value)
+    if array.ndim == 1 and array.size > 1 and array.dtype.kind in "if" and array.dtype != np.uint8:
+        return array.astype(np.float64)
+    return np.array([number(value)])
 
 
 def number(value: Any) -> float:

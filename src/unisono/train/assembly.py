@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ from unisono.train.ema import WeightAverage
 from unisono.train.evaluate import Evaluator
 from unisono.train.gradient_sync import build_comm_stats, check_train_options
 from unisono.train.guard import StepGuard
-from unisono.train.input_pipeline import InputPipeline
+from unisono.train.input_pipeline import InputPipeline, with_steps
 from unisono.train.loop import StepRunner, SyncLoop
 from unisono.train.loss_scaler import LossScaler
 from unisono.train.metrics import Metric
@@ -86,6 +86,11 @@ class RunInputs:
     flops_per_token: float | Callable[[nn.Module], float]
     callbacks: Sequence[Every]
     provenance: Mapping[str, Any]
+
+    def with_steps(self, plan: Plan) -> RunInputs:
+        """The same with the length of the run in steps. Raises DataError; see ``input_pipeline.with_steps``."""
+        last_batch, global_batch = self.input.options.last_batch, plan.batch.global_batch
+        return replace(self, options=with_steps(self.options, self.input.data, last_batch, global_batch))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -342,6 +347,7 @@ def _emit_start(parts: RunParts, facts: Mapping[str, Any]) -> None:
             "optimizer": 0 if plan.sync.kind == "dist_async" else ledger.state_bytes,
         },
         steps_total=given.options.steps,
+        **({"steps_per_epoch": loader.schedule.steps_per_epoch} if isinstance(loader := parts.loader, Loader) else {}),
         epoch=parts.world.job.restart_count,
         launcher=parts.world.job.source,
         **facts,
@@ -406,13 +412,14 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
 
 
 def _build_metrics_reader(parts: RunParts, rates: RateMeter, traffic: GradientSync | ReportsTraffic) -> MetricsReader:
-    given, flops_per_token = parts.inputs, parts.built.flops_per_token
+    given, loader, flops_per_token = parts.inputs, parts.loader, parts.built.flops_per_token
     return MetricsReader(
         events=parts.events,
         timers=parts.timers,
         rates=rates,
         every=1 if parts.device.type == "cpu" else ACCELERATOR_READ_STEPS,
         steps_total=given.options.steps,
+        epochs_total=loader.schedule.epoch(given.options.steps - 1) + 1 if isinstance(loader, Loader) else None,
         max_skips=given.options.max_skips,
         device=parts.device,
         memory_limit_bytes=host_memory_limit_bytes(),

@@ -34,6 +34,7 @@ from unisono.tasks.options import LANGUAGE_MODELS, TaskOptions, updated_task
 from unisono.train.compared import compared_settings
 from unisono.train.config import AUTO, RunConfig
 from unisono.train.initialize import initialize
+from unisono.train.input_pipeline import with_steps
 from unisono.train.metrics import METRICS, Metric, find_metric
 from unisono.train.objectives import OBJECTIVES, Objective
 from unisono.train.settings import function_name
@@ -98,6 +99,16 @@ def resolve_run(resolved: Resolved[RunConfig], world: World) -> Resolved[RunConf
     task = updated_task(config.task, found)
     keys = [f"task.{name}" for name in found]
     return resolved.updated(replace(config, task=task), keys, "data.train")
+
+
+def resolve_steps(resolved: Resolved[RunConfig], data: RunData, plan: Plan) -> Resolved[RunConfig]:
+    """The configuration with the steps of its epochs in place of ``train.epochs``."""
+    config = resolved.value
+    train = with_steps(config.train, data.train, config.loader.last_batch, plan.batch.global_batch)
+    if train is config.train:
+        return resolved
+    origin = f"train.epochs = {config.train.epochs:g}"
+    return resolved.updated(replace(config, train=train), ("train.steps", "train.epochs"), origin)
 
 
 def build_data(config: RunConfig) -> RunData:

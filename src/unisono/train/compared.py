@@ -12,7 +12,8 @@ from unisono.train.config import RunConfig
 # checkpoint's settings, the plan and its processes in its environment, seed and last batches in its order of samples.
 BY_TRAINER = (
     *("optim", "schedule", "plan", "run.seed", "loader.last_batch", "launch.num_processes", "launch.num_threads"),
-    *("train.steps", "train.ema_decay", "train.spike_sigmas", "train.early_stop_patience", "train.loss_scale"),
+    *("train.steps", "train.epochs", "train.ema_decay", "train.spike_sigmas"),
+    *("train.early_stop_patience", "train.loss_scale"),
     *("train.eval_every_steps", "train.num_eval_samples"),  # where the evaluations decide the rate or the end
 )
 # compared as the configuration has them

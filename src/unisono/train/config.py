@@ -115,8 +115,9 @@ class RunConfig:
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Rules that tie sections together."""
-        for name, problem in schedule_problems(self.schedule, self.train.steps):
-            yield f"schedule.{name}", problem
+        if not self.train.epochs:  # else the number of steps is not known before the data are read
+            for name, problem in schedule_problems(self.schedule, self.train.steps):
+                yield f"schedule.{name}", problem
         yield from self._task_problems()
 
     def _task_problems(self) -> Iterator[tuple[str, Problem]]:

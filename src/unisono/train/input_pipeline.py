@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -15,11 +15,13 @@ from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Tr
 from unisono.data.loading.loader import Loader
 from unisono.data.loading.stream_loader import StreamLoader, is_stream
 from unisono.data.loading.torch_loader import read_torch_loader
-from unisono.data.options import LoaderOptions
+from unisono.data.options import LastBatch, LoaderOptions
+from unisono.data.order.step_schedule import StepSchedule
 from unisono.dist import job_from_environ
 from unisono.errors import DataError
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.train.options import TrainOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +132,26 @@ def _sized(data: Any, name: str) -> Dataset:
             nearest="list(…) of it, where it fits into memory",
         )
     return as_dataset(data)
+
+
+def with_steps(
+    options: TrainOptions, data: Dataset | Iterable[Any], last_batch: LastBatch, global_batch: int
+) -> TrainOptions:
+    """``options`` with the number of steps that its epochs of ``data`` have, and without the epochs.
+
+    Raises DataError for a stream, whose length is not known.
+    """
+    if not options.epochs:
+        return options
+    if not isinstance(data, Dataset):
+        raise DataError(
+            given=f"train.epochs {options.epochs:g} with a stream ({type(data).__name__})",
+            rule="an epoch is a pass over data with a length, and a stream shows its end only when it is read",
+            consequence="the number of steps, which the schedule of the learning rate needs, is not known",
+            nearest="train.steps, or a data set with a length",
+        )
+    steps = StepSchedule(len(data), global_batch, last_batch).steps_of(options.epochs)
+    return replace(options, steps=steps, epochs=0.0)
 
 
 def build_loader(

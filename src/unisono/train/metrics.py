@@ -233,8 +233,17 @@ def spearman(low: float, high: float) -> Metric:
     return Metric(size=SPEARMAN_BINS**2, sums=sums, value=value)
 
 
-def _errors(value: Callable[[list[float]], float]) -> Metric:
-    """A metric of numbers from the sums of |e|, e², t, t² and 1, for errors e and targets t, each times its weight."""
+Scale = float | tuple[float, ...]
+
+
+def _errors(value: Callable[[list[float], float], float], scale: Scale) -> Metric:
+    """A metric of numbers from the sums of |e|, e², t, t² and 1, for errors e and targets t, each times its weight.
+
+    Args:
+        value: ``(sums, scale) -> value``.
+        scale: What targets were divided by. Of several, targets are [B, numbers], and each number has a value, by its place.
+    """
+    columns = len(scale) if isinstance(scale, tuple) else 1
 
     def sums(outputs: Any, batch: Batch, _loss_sum: Tensor, _weight: Tensor) -> Tensor:
         entry = find_targets(batch)
@@ -242,29 +251,37 @@ def _errors(value: Callable[[list[float]], float]) -> Metric:
         weights = flat_weights(batch, entry).double()
         errors = predictions - targets
         terms = (errors.abs(), errors.square(), targets, targets.square(), torch.ones_like(targets))
-        return torch.stack([(term * weights).sum() for term in terms])
+        return torch.stack([(term * weights).reshape(-1, columns).sum(0) for term in terms]).T.flatten()
 
-    return Metric(size=5, sums=sums, value=value)
+    def values(total: list[float]) -> float | dict[str, float]:
+        if not isinstance(scale, tuple):
+            return value(total, scale)
+        return {str(n): value(total[5 * n : 5 * n + 5], part) for n, part in enumerate(scale)}
 
-
-def mean_absolute_error(scale: float = 1.0) -> Metric:
-    """Mean of |prediction - target|, times ``scale``, by which targets were divided."""
-    return _errors(lambda total: scale * total[0] / total[4] if total[4] else math.nan)
-
-
-def root_mean_squared_error(scale: float = 1.0) -> Metric:
-    """Root of the mean of (prediction - target)², times ``scale``."""
-    return _errors(lambda total: scale * math.sqrt(total[1] / total[4]) if total[4] else math.nan)
+    return Metric(size=5 * columns, sums=sums, value=values)
 
 
-def r2() -> Metric:
-    """Share of the targets' variance that the predictions explain; NaN where all targets are equal."""
+def mean_absolute_error(scale: Scale = 1.0) -> Metric:
+    """Mean of |prediction - target|, times ``scale``, by which targets were divided; of each number, if that is several."""
+    return _errors(lambda total, factor: factor * total[0] / total[4] if total[4] else math.nan, scale)
 
-    def value(total: list[float]) -> float:
+
+def root_mean_squared_error(scale: Scale = 1.0) -> Metric:
+    """Root of the mean of (prediction - target)², times ``scale``; of each number, if that is several."""
+    return _errors(lambda total, factor: factor * math.sqrt(total[1] / total[4]) if total[4] else math.nan, scale)
+
+
+def r2(scale: Scale = 1.0) -> Metric:
+    """Share of the targets' variance that the predictions explain; NaN where all targets are equal.
+
+    ``scale`` of several numbers gives the share of each.
+    """
+
+    def value(total: list[float], _scale: float) -> float:
         variance = total[3] - total[2] ** 2 / total[4] if total[4] else 0.0
         return 1 - total[1] / variance if variance > 0 else math.nan
 
-    return _errors(value)
+    return _errors(value, scale)
 
 
 def _check_classes(given: int, classes: int) -> None:
@@ -291,16 +308,17 @@ METRICS: dict[str, Metric] = {
     "rmse": root_mean_squared_error(),
     "r2": r2(),
 }
+_SCALED: dict[str, Callable[[Scale], Metric]] = {"mae": mean_absolute_error, "rmse": root_mean_squared_error, "r2": r2}
 
 
-def find_metric(name: str, *, scale: float = 1.0) -> Metric | None:
-    """A built-in metric by name; None when the name is not built in. ``scale`` is of mae and rmse.
+def find_metric(name: str, *, scale: Scale = 1.0) -> Metric | None:
+    """A built-in metric by name; None when the name is not built in. ``scale`` is of mae, rmse and r2.
 
     It is one of METRICS, ``top<k>``, ``f1:<classes>`` (macro), ``mcc:<classes>``, ``confusion:<classes>`` or
     ``spearman:<low>:<high>``.
     """
-    if name in ("mae", "rmse"):
-        return mean_absolute_error(scale) if name == "mae" else root_mean_squared_error(scale)
+    if name in _SCALED and scale != 1.0:
+        return _SCALED[name](scale)
     if name in METRICS:
         return METRICS[name]
     if name.startswith("top") and name[3:].isdigit() and int(name[3:]) > 0:

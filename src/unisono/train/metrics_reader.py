@@ -27,7 +27,8 @@ from unisono.train.step import GOOD, LOSS, NAMED, NORM, STOP, WEIGHT, Step
 class MetricsReader:
     """Collects steps and reads them ``every`` steps; ``flops_per_token`` 0 means no MFU is shown.
 
-    Throughput is in ``unit``: ``samples_per_step`` a step, or if that is 0 the step's weight.
+    ``epochs_total`` is the number of the epoch that the run ends in, None for a stream. Throughput is in ``unit``:
+    ``samples_per_step`` a step, or if that is 0 the step's weight.
     """
 
     events: EventLog
@@ -35,6 +36,7 @@ class MetricsReader:
     rates: RateMeter
     every: int
     steps_total: int
+    epochs_total: int | None
     max_skips: int
     device: torch.device
     memory_limit_bytes: int
@@ -82,6 +84,8 @@ class MetricsReader:
                 "train/lr": step.lr,
                 "train/grad_norm": row[NORM],
                 "train/tokens_total": self.weight_total,
+                "train/epoch": step.epoch,
+                **({} if self.epochs_total is None else {"epochs_total": self.epochs_total}),
                 **{f"train/loss/{name}": value for name, value in zip(step.loss_names, row[NAMED:], strict=True)},
             }
             if row[GOOD]:

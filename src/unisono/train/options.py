@@ -11,11 +11,22 @@ from unisono.errors import Problem, inert_problem
 
 RUN_FILE = "config.toml"  # in the folder of a run: its configuration
 PLAN_FILE = "plan.json"  # and its plan
+DEFAULT_STEPS = 300
 
 
 def is_due(every: int, step: int) -> bool:
     """Whether an action every ``every`` steps (0: never) is due after finished step ``step``."""
     return bool(every) and step % every == 0
+
+
+def two_lengths(steps: int, epochs: float) -> Problem:
+    """The problem of a run whose length is given in steps and in epochs."""
+    return Problem(
+        given=f"train.steps {steps} with train.epochs {epochs:g}",
+        rule="one of them is the length of the run",
+        consequence="it is unclear where the run ends",
+        nearest=f"train.epochs={epochs:g} without train.steps, or train.steps={steps} without train.epochs",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,11 +67,18 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
-    """Length of the run, evaluations, and the numerical guard."""
+    """Length of the run, evaluations, and the numerical guard. ``steps`` counts as set where it is not its default."""
 
     __repr__ = options_repr
 
-    steps: int = option(300, "Optimizer updates in the whole run.", ge=1)
+    steps: int = option(DEFAULT_STEPS, "Optimizer updates in the whole run, unless train.epochs is set.", ge=1)
+    epochs: float = option(
+        0.0,
+        "Passes over the training data instead of train.steps, rounded up to whole steps; 0 = off.",
+        instead_of="steps",
+        ge=0.0,
+        lt=1e9,
+    )
     eval_every_steps: int = option(100, "Steps between evaluations; 0 = only at the end.", ge=0)
     num_eval_samples: int = option(256, "Samples per evaluation; 0 = all.", ge=0)
     early_stop_patience: int = option(
@@ -85,7 +103,9 @@ class TrainOptions:
     gradient_stats_every_steps: int = option(0, "Steps between per-layer gradient statistics; 0 = never.", ge=0)
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
-        """Patience without evaluations to count, by field name."""
+        """Two lengths of the run, and patience without evaluations to count, by field name."""
+        if self.epochs and self.steps != DEFAULT_STEPS:
+            yield "steps", two_lengths(self.steps, self.epochs)
         if self.early_stop_patience and not self.eval_every_steps:
             yield (
                 "early_stop_patience",

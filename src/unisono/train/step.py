@@ -46,11 +46,14 @@ LOSS, NORM, GOOD, WEIGHT, STOP, NAMED = range(6)
 class Step:
     """One finished optimizer step. ``index`` counts from 1; ``sample_ids`` are this rank's, in order; ``lr`` was used.
 
+    ``epoch`` is the epoch that it belongs to, counted from 1; that of its first sample, where it spans two.
+
     ``stats`` [5 + n] is on the device: loss, gradient norm, 1 if the step counted, weight, number of ranks asked to stop, and
     the n losses of ``loss_names``.
     """
 
     index: int
+    epoch: int
     sample_ids: NDArray[np.int64]
     lr: float
     stats: Tensor
@@ -138,6 +141,7 @@ class TrainStep:
         names = self.named_losses.names or ()
         return Step(
             index=state.step,
+            epoch=batch.epoch + 1,
             sample_ids=batch.sample_ids,
             lr=lr,
             stats=torch.cat([stats, named]) if names else stats,

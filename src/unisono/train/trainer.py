@@ -113,8 +113,8 @@ class Trainer:
             ``torch.optim.lr_scheduler`` class, a partial of one, or ``lambda optimizer: …`` that builds one. Default:
             ``ScheduleOptions()``, cosine, with ``OptimOptions``, and a constant rate with another optimizer.
         clip_norm: Largest global gradient norm with an optimizer that is no ``OptimOptions``. Default: no clipping.
-        options: Length of the run, cadence of evaluations, early stopping, EMA and the guard against bad steps. Default:
-            ``TrainOptions()``.
+        options: Length of the run in steps or epochs, cadence of evaluations, early stopping, EMA and the guard against bad
+            steps. Default: ``TrainOptions()``.
         checkpoint: When checkpoints are written and how many are kept. Default: ``CheckpointOptions()``.
         run_dir: Folder of this run: checkpoints, events and logs. It is created if it is missing. Default:
             ``runs/<name of the script or notebook>``; ``runs/notebook`` where a notebook's name is not known.
@@ -287,7 +287,9 @@ class Trainer:
 
     def _assemble(self) -> None:
         """Make the parts of the run in order, each as soon as it can be made; a failure closes those made so far."""
-        inputs, world, device, events = self._inputs, self.world, self.device, self.events
+        world, device, events = self.world, self.device, self.events
+        inputs = self._inputs = self._inputs.with_steps(self.plan)
+        self.options = inputs.options
         self.store = agree_on_run(inputs, self.plan, world)
         built = build_model(inputs, self.plan, world, device, self.store, events)
         self.model, self._dims = built.model, built.dims

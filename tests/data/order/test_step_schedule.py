@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -73,3 +75,30 @@ def test_mxnets_names_mean_the_same() -> None:
         assert (
             StepSchedule(10, 4, theirs).positions(3)[0].tolist() == StepSchedule(10, 4, ours).positions(3)[0].tolist()
         )  # type: ignore[arg-type]
+
+
+@given(
+    size=sizes["size"], batch=sizes["batch"], epochs=st.integers(1, 5), kind=st.sampled_from(["keep", "pad", "wrap"])
+)
+def test_whole_epochs_have_whole_steps(size: int, batch: int, epochs: int, kind: Any) -> None:
+    steps = StepSchedule(size, batch, kind)
+    assert steps.steps_of(epochs) == epochs * steps.steps_per_epoch
+    assert [steps.epoch(step) for step in (0, steps.steps_of(epochs) - 1, steps.steps_of(epochs))] == [
+        0,
+        epochs - 1,
+        epochs,
+    ]
+
+
+@given(size=sizes["size"], batch=sizes["batch"], epochs=st.integers(1, 5))
+def test_with_rollover_the_last_step_completes_the_epochs(size: int, batch: int, epochs: int) -> None:
+    steps = StepSchedule(size, batch, "rollover")
+    last = steps.steps_of(epochs) - 1
+    positions = steps.positions(last)[0]
+    assert positions[0] < epochs * size <= positions[-1] + 1
+    assert steps.epoch(last) == positions[0] // size
+
+
+def test_a_fraction_of_an_epoch_is_taken_as_it_is_written() -> None:
+    steps = StepSchedule(100, 10)
+    assert [steps.steps_of(epochs) for epochs in (0.7, 0.71, 1e-6, 1.1, 3)] == [7, 8, 1, 11, 30]

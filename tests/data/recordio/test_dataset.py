@@ -65,7 +65,8 @@ def test_a_record_that_cannot_be_decoded_is_named(files: list[Path]) -> None:
         data.read(np.array([0, 7]))
     assert str(caught.value) == (
         f"{files[1]}: record 0 of 5 bytes: decode raised DataError: a record of 5 bytes, read as an image record\n"
-        "  rule: every record of a data set becomes a sample\n"
+        "  rule: an image record begins with 24 bytes of header and 4 bytes for each of several labels\n"
         "  so:   its batch cannot be made\n"
-        f"  try:  unisono data cat {files[1]} --index 0 writes the payload to look at"
+        "  try:  read the payload itself; records that im2rec or pack_header did not write have no such header; "
+        f"unisono data cat {files[1]} --index 0 writes the payload to look at"
     )

@@ -40,7 +40,7 @@ def _of_a_class(record: memoryview) -> Batch:
             given=f"label {label.tolist()}",
             rule="a class is one integer from 0",
             consequence="it cannot be trained on as a class",
-            nearest="image_records(files, classes=False) gives labels as they are",
+            nearest="task.predicts=number; in Python image_records(files, classes=False) gives labels as they are",
         )
     return {"image": np.frombuffer(image, np.uint8), "targets": np.array(int(label[0]))}
 

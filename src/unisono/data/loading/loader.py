@@ -59,6 +59,7 @@ class StepBatch:
 
     Attributes:
         step: Number of the step, from 0 over the whole run.
+        epoch: Number of the epoch that it belongs to, from 0; that of its first sample, where it spans two.
         batch_shard: Number of the share: ``step * world_size + rank``.
         sample_ids: [samples] int64, ids of the share in order.
         micro_batches: Tensors by name, first dim = samples. The last micro-batch may be smaller; an empty share has
@@ -68,6 +69,7 @@ class StepBatch:
     """
 
     step: int
+    epoch: int
     batch_shard: int
     sample_ids: Ids
     micro_batches: list[Tensors]
@@ -329,6 +331,7 @@ class Loader:
             )
         return StepBatch(
             step=step,
+            epoch=self.schedule.epoch(step),
             batch_shard=batch_shard,
             sample_ids=sample_ids,
             micro_batches=[tensors for tensors, _ in delivered],

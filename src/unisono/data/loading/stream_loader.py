@@ -113,8 +113,11 @@ class StreamLoader:
         for step in range(start_step, stop_step):
             begin = time.perf_counter()
             share: list[tuple[int, int, Any]] = []
+            epoch = 0
             try:
                 for slot, item in enumerate(islice(items, self._global_batch)):
+                    if slot == 0:
+                        epoch = item[0]
                     if slot in self._share:
                         share.append(item)
                 starts = range(0, len(share), self._micro_batch)
@@ -130,6 +133,7 @@ class StreamLoader:
                 ) from error
             yield StepBatch(
                 step=step,
+                epoch=epoch,
                 batch_shard=step * self._world_size + self._rank,
                 sample_ids=np.array([number for _, number, _ in share], np.int64),
                 micro_batches=micro_batches,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Final
 
 import numpy as np
@@ -48,6 +50,19 @@ class StepSchedule:
         """Steps of one epoch; with rollover, the steps until every sample was seen."""
         full_steps, remainder = divmod(self.num_samples, self.global_batch)
         return full_steps + (remainder > 0 and self._kind != "drop")
+
+    def steps_of(self, epochs: float) -> int:
+        """Steps of a run of ``epochs`` epochs, rounded up. With rollover its last step may reach into the next epoch."""
+        exact = Fraction(str(epochs))  # as written: 0.7 of 10 steps are 7
+        if self._kind == "rollover":
+            return math.ceil(exact * self.num_samples / self.global_batch)
+        return math.ceil(exact * self.steps_per_epoch)
+
+    def epoch(self, step: int) -> int:
+        """Number, from 0, of the epoch that a step belongs to; that of its first sample, where it spans two."""
+        if self._kind == "rollover":
+            return step * self.global_batch // self.num_samples
+        return step // self.steps_per_epoch
 
     def positions(self, step: int) -> tuple[NDArray[np.int64], int]:
         """(positions of a step, int64; how many of them, counted from the first, are not padding)."""

@@ -329,11 +329,13 @@ class RecordDataset:
         try:
             return check_sample(self._decode(view)) | {name: np.asarray(file.side[name][number]) for name in self._side}
         except Exception as error:
-            reason = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
+            problems = error.problems if isinstance(error, UnisonoError) else ()
+            reason = "; ".join(p.given for p in problems) or str(error)
+            look = f"unisono data cat {file.path} --index {number} writes the payload to look at"
             raise DataError(
                 given=f"{file.path}: record {number} of {len(view)} bytes: "
                 f"decode raised {type(error).__name__}: {reason}",
-                rule="every record of a data set becomes a sample",
+                rule="; ".join(p.rule for p in problems) or "every record of a data set becomes a sample",
                 consequence="its batch cannot be made",
-                nearest=f"unisono data cat {file.path} --index {number} writes the payload to look at",
+                nearest="; ".join([*(p.nearest for p in problems), look]),
             ) from error

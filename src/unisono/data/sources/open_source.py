@@ -45,6 +45,7 @@ def open_source(
     columns: Mapping[str, str] | None = None,
     seq_len: int | None = None,
     key: str | None = None,
+    classes: bool = True,
     cache_dir: Path | None = None,
 ) -> Dataset:
     """Open training data as a random-access data set; suffix or folder determine the format.
@@ -62,6 +63,8 @@ def open_source(
             ``{"inputs": "image", "targets": "label"}``. By default all columns under their own names.
         seq_len: Tokens of one sample; for token shards, and only there.
         key: The key of encrypted MindRecord files, and only there.
+        classes: True: the labels of image records are classes, int64. False: they are as stored, float32, or float32 [labels].
+            Columns of other formats are as they are.
         cache_dir: Folder of copies. By default ``unisono`` in the user's cache folder.
 
     Raises:
@@ -83,7 +86,7 @@ def open_source(
         files = [RecordFile(path) for path in paths]
         if _are_rows(files):
             return _Rows(_RecordRows(files), columns)
-        return _Selected(image_records(files), columns, (), "")
+        return _Selected(image_records(files, classes=classes), columns, (), "")
     local = [Path(path) for path in paths]
     if kind == TOKENS:
         if seq_len is None or columns is not None:
@@ -100,9 +103,9 @@ def open_source(
         return _Rows(_ImageFolder(list_images(local[0])), columns)
     if kind == _ARROW:
         files = [file for folder in local for file in arrow_files(folder)]
-        classes, class_column = arrow_classes(local[0])
+        names, class_column = arrow_classes(local[0])
         data = converted(files, lambda: arrow_rows(files), cache)
-        return _Selected(data, columns, classes, class_column)
+        return _Selected(data, columns, names, class_column)
     data = converted(local, lambda: chain.from_iterable(open_table(path).rows for path in local), cache)
     return _Selected(data, columns, (), "")
 
