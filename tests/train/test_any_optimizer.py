@@ -302,6 +302,75 @@ def test_torch_schedulers_give_the_rates_of_a_plain_loop_and_resume(
     assert rates == plain
 
 
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        (
+            (0.1, partial(lr_scheduler.StepLR, step_size=2, gamma=0.5)),
+            (0.01, partial(lr_scheduler.StepLR, step_size=2, gamma=0.5)),
+        ),
+        (
+            (0.1, partial(lr_scheduler.StepLR, step_size=2, gamma=0.5)),
+            (0.1, partial(lr_scheduler.StepLR, step_size=2, gamma=0.9)),
+        ),
+        (
+            (0.1, partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=3)),
+            (0.1, partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=6)),
+        ),
+        (
+            (0.1, partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=3)),
+            (0.1, partial(lr_scheduler.StepLR, step_size=4)),
+        ),
+    ],
+    ids=["rate", "gamma", "longer", "kind"],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_resumed_run_has_the_rates_of_its_own_schedule(tmp_path: Path, then: Any, now: Any) -> None:
+    """As if the new settings had been there from the first step, and again when that run resumes."""
+    optimizer = torch.optim.SGD(Net().parameters(), lr=now[0], momentum=0.9)
+    scheduler, plain = now[1](optimizer), []
+    for _ in range(6):
+        plain.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        optimizer.step()
+        scheduler.step()
+
+    def rates(given: Any, steps: int) -> list[tuple[float, float]]:
+        sgd = partial(torch.optim.SGD, lr=given[0], momentum=0.9)
+        with trainer(tmp_path, sgd, schedule=given[1], train={"steps": steps}) as run:
+            groups = run.state.optimizer.param_groups
+            taken, momentum = [], groups[0]["momentum"]
+            for step in run:
+                taken.append((step.lr, momentum))
+                momentum = groups[0]["momentum"]
+            return taken
+
+    assert len(rates(then, 3)) == 3
+    if now[1].func is lr_scheduler.OneCycleLR:
+        assert rates(now, 6) == plain[3:]
+    else:
+        assert rates(now, 4) + rates(now, 6) == plain[3:]
+
+
+def test_reduce_on_plateau_keeps_its_reductions_under_another_rate(tmp_path: Path) -> None:
+    # a threshold that no loss passes: each evaluation reduces
+    plateau = partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0, threshold=10.0)
+
+    def rates(lr: float, steps: int, **changes: Any) -> list[float]:
+        given = partial(plateau, **changes)
+        data = from_map_style(SAMPLES[:4])
+        run = trainer(tmp_path, partial(torch.optim.SGD, lr=lr), schedule=given, eval_data=data, train={"steps": steps})
+        taken: list[float] = []
+        with run:
+            for step in run:
+                taken.append(step.lr)
+                run.evaluate()
+        return taken
+
+    assert rates(0.1, 3) == pytest.approx([0.1, 0.05, 0.025])
+    assert rates(0.2, 5) == pytest.approx([0.025, 0.0125])
+    assert rates(0.2, 7, factor=0.1) == pytest.approx([0.00625, 0.000625])
+
+
 def test_reduce_on_plateau_reads_the_held_out_loss_and_is_saved(tmp_path: Path) -> None:
     plateau = partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=1, threshold=0.05)
     rates: list[float] = []

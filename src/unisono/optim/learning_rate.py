@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, SupportsFloat, TypeGuard, cast
@@ -105,13 +107,14 @@ class ScheduledRates:
 class TorchRates:
     """One of torch's schedulers for each optimizer, advanced after every step; ``ReduceLROnPlateau`` after every evaluation.
 
-    Their state, and the numbers of all parameter groups (rates, and momenta that some schedulers change), are in the checkpoint.
+    Their state, and the numbers of all parameter groups (rates, and momenta that some schedulers change), are in the checkpoint;
+    so is what both were before the first step. A run that resumes with other settings uses these as if it had from the start.
     """
 
     def __init__(
         self, optimizer: RunOptimizer, factory: SchedulerFactory, total_steps: int, *, has_evaluations: bool = True
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._total_steps, self._steps = optimizer, total_steps, 0
         try:
             self._schedulers = [factory(member) for member in optimizer.members]
         except (TypeError, ValueError) as error:
@@ -146,6 +149,7 @@ class TorchRates:
                     consequence=f"step {length + 1} would have none",
                     nearest=f"total_steps={total_steps}, or TrainOptions(steps={length})",
                 )
+        self._initial = json.loads(json.dumps(self._values()))
 
     def apply(self, step: int) -> float:
         """See ``LearningRates``."""
@@ -153,6 +157,7 @@ class TorchRates:
 
     def after_step(self) -> None:
         """See ``LearningRates``."""
+        self._steps += 1
         for scheduler in self._schedulers:
             if not isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step()
@@ -165,6 +170,9 @@ class TorchRates:
 
     def state(self) -> dict[str, Any]:
         """See ``LearningRates``."""
+        return self._values() | {"initial": self._initial, "steps": self._steps}
+
+    def _values(self) -> dict[str, Any]:
         groups = [
             {name: value for name, value in group.items() if name not in ("params", FROZEN_UNTIL) and _is_json(value)}
             for group in self._optimizer.param_groups
@@ -176,11 +184,33 @@ class TorchRates:
         saved = state.get("schedulers", [])
         if len(saved) != len(self._schedulers):
             return
+        self._steps = int(state.get("steps", 0))
+        if state.get("initial", self._initial) != self._initial:
+            self._replay([_from_json(values) for values in saved], state)
+            return
         for scheduler, values in zip(self._schedulers, saved, strict=True):
             scheduler.load_state_dict(_from_json(values))
         for group, values in zip(self._optimizer.param_groups, state["groups"], strict=True):
             for name, value in values.items():
                 group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+
+    def _replay(self, saved: list[dict[str, Any]], state: Mapping[str, Any]) -> None:
+        """Advance the schedulers, whose settings are not those of the checkpoint, by as many steps as those had made."""
+        for scheduler, values, now in zip(self._schedulers, saved, self._initial["schedulers"], strict=True):
+            if not isinstance(scheduler, ReduceLROnPlateau):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # the optimizer made its steps in an earlier process
+                    for _ in range(min(self._steps, self._total_steps)):
+                        scheduler.step()
+            elif "num_bad_epochs" in values:
+                # its rate follows from evaluations, which are not made again: the reductions of the rate so far stay
+                settings = _from_json(now)
+                counters = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+                scheduler.load_state_dict(settings | {name: values[name] for name in counters})
+                for group, then, last in zip(
+                    self._optimizer.param_groups, state["initial"]["groups"], state["groups"], strict=False
+                ):
+                    group["lr"] *= last["lr"] / then["lr"] if then["lr"] else 1.0
 
 
 def is_scheduler_factory(schedule: GivenSchedule) -> TypeGuard[SchedulerFactory]:
