@@ -59,7 +59,9 @@ def test_all_ranks_skip_what_one_rank_saw(tmp_path: Path, pool: Pool) -> None:
 def test_too_many_skips_in_a_row_end_the_run_with_the_reason(tmp_path: Path) -> None:
     class Broken(tiny.RaggedTokens):
         def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-            return {**super().read(indices), "weights": np.full((len(indices), tiny.SEQ_LEN), np.nan, np.float32)}
+            batch = super().read(indices)
+            batch["weights"][np.isin(indices, [poisoned_at(step) for step in (1, 2, 3)])] = np.nan
+            return batch
 
     with (
         pytest.raises(NumericsError) as raised,
@@ -67,11 +69,30 @@ def test_too_many_skips_in_a_row_end_the_run_with_the_reason(tmp_path: Path) -> 
     ):
         run.fit()
     assert str(raised.value) == (
-        "3 steps in a row were skipped, the last one step 3 with loss nan and gradient norm nan\n"
+        "3 steps in a row were skipped, the last one step 4 with loss nan and gradient norm nan\n"
         "  rule: at most 2 in a row (train.max_skips=3)\n"
         "  so:   the run ends; parameters are those of the last good step and the newest checkpoint is kept\n"
         "  try:  lower optim.lr, use a longer warm-up or plan.precision='fp32', or look at the samples of the "
         "skipped_step events"
+    )
+
+
+@pytest.mark.parametrize(("steps", "made"), [(10, 3), (2, 2)])
+def test_a_run_of_skipped_steps_alone_is_not_finished(tmp_path: Path, steps: int, made: int) -> None:
+    class Broken(tiny.RaggedTokens):
+        def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+            return {**super().read(indices), "weights": np.full((len(indices), tiny.SEQ_LEN), np.nan, np.float32)}
+
+    with (
+        pytest.raises(NumericsError) as raised,
+        tiny.trainer(tmp_path / "run", steps=steps, data=Broken(), max_skips=3) as run,
+    ):
+        run.fit()
+    assert str(raised.value) == (
+        f"all {made} steps of the run were skipped, the last one with loss nan and gradient norm nan\n"
+        "  rule: a step counts if its loss and gradient norm are finite\n"
+        "  so:   the run ends; no parameter has changed since its start\n"
+        "  try:  look at the model's outputs on the samples of the first skipped_step event, or plan.precision='fp32'"
     )
 
 

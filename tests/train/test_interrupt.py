@@ -104,6 +104,8 @@ def test_an_interrupted_script_prints_one_line_and_gets_its_result(tmp_path: Pat
     assert out.splitlines()[-1] == "preempted True ['loss']"
     assert [line for line in err.splitlines() if "nterrupt" in line] == [INTERRUPTED]
     assert list((tmp_path / "run/checkpoints").glob("step-*/COMMIT"))
+    (said,) = [line for line in out.splitlines() if "Preempted at" in line]
+    assert "of 100000 steps" in said
 
 
 @pytest.mark.full

@@ -9,3 +9,4 @@ from .stop_notice import StopNotice as StopNotice
 from .world import World as World
 from .world import agree as agree
 from .world import join_world as join_world
+from .world import on_first_rank as on_first_rank

@@ -17,9 +17,9 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -28,11 +28,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
+from unisono import errors
 from unisono.dist.dmlc import take_role
 from unisono.dist.jobspec import JobSpec
 from unisono.dist.rendezvous import fresh_prefix, open_store
 from unisono.dist.roll_call import identity, missing_ranks, roll_call
-from unisono.errors import CommError, LaunchError
+from unisono.errors import CommError, LaunchError, Problem, UnisonoError
 
 Reduction = Literal["sum", "max", "min"]
 
@@ -323,6 +324,24 @@ def _gloo_interface(job: JobSpec) -> Generator[None]:
         yield
     finally:
         os.environ.pop(variable, None)
+
+
+def on_first_rank(world: World, function: Callable[[], Any]) -> Any:
+    """The result of ``function`` (JSON types), which rank 0 calls, on every rank; its UnisonoError is raised on every rank."""
+    answer: dict[str, Any] = {}
+    error: UnisonoError | None = None
+    if world.rank == 0:
+        try:
+            answer = {"value": function()}
+        except UnisonoError as raised:
+            error = raised
+            answer = {"error": type(raised).__name__, "problems": [asdict(problem) for problem in raised.problems]}
+    answer = world.broadcast_json(answer)
+    if error is not None:
+        raise error
+    if "error" in answer:
+        raise getattr(errors, answer["error"])(*(Problem(**problem) for problem in answer["problems"]))
+    return answer["value"]
 
 
 def agree(world: World, name: str, value: Any) -> None:

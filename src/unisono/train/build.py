@@ -19,7 +19,7 @@ from unisono.data.loading.batch_builder import PairTransform, Transform
 from unisono.data.tokens.tokenized_cache import PreparedCorpus, prepare_corpus
 from unisono.data.tokens.tokenizer import BYTES, Tokenizer, check_vocab, load_tokenizer, tokenizer_file
 from unisono.data.tokens.windows import TokenWindows
-from unisono.dist import World
+from unisono.dist import World, on_first_rank
 from unisono.errors import ConfigError, DataError, nearest_name
 from unisono.measure.flops import matmul_params, transformer_flops_per_token
 from unisono.models.gpt import GPT
@@ -88,12 +88,13 @@ def resolve_run(resolved: Resolved[RunConfig], world: World) -> Resolved[RunConf
     config = resolved.value
     if has_own_data(config) or config.task.kind in LANGUAGE_MODELS:
         return resolved
-    found: dict[str, Any] | None = None
-    if world.rank == 0:
+
+    def find() -> dict[str, Any]:
         task = resolve_task(config.task, config.data)
         changed = [name for name in TASK_FIELDS if getattr(task, name) != getattr(config.task, name)]
-        found = {name: getattr(task, name) for name in changed}
-    found = world.broadcast_json(found)
+        return {name: getattr(task, name) for name in changed}
+
+    found = on_first_rank(world, find)
     if not found:
         return resolved
     task = updated_task(config.task, found)

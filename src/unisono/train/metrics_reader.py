@@ -51,6 +51,7 @@ class MetricsReader:
     stop_requested: bool = False
     _pending: list[Step] = field(default_factory=list[Step])
     _skips_in_a_row: int = 0
+    _last: tuple[Step, list[float]] | None = None  # the last step that was read, and its statistics
 
     def add(self, step: Step) -> None:
         """Take a finished step; reads all pending ones when the cadence says so. Raises NumericsError."""
@@ -94,12 +95,18 @@ class MetricsReader:
                 self._skip(step, row)
             fields["train/skipped_steps"] = self.skipped_total
             self.events.emit("step", **fields, **(measured if step is steps[-1] else {}))
+        self._last = steps[-1], rows[-1]
         if self._skips_in_a_row >= self.max_skips:
-            self._give_up(steps[-1], rows[-1])
+            self._give_up(*self._last)
 
     def finish(self) -> None:
-        """Read the pending steps of a loop that has ended, and emit the remaining communication statistics."""
+        """Read the pending steps of a loop that has ended, and emit the remaining communication statistics.
+
+        Raises NumericsError if the run has made all its steps and every one was skipped.
+        """
         self.read()
+        if self._last is not None and self.skipped_total >= self._last[0].index == self.steps_total:
+            self._give_up(*self._last)
         if self.comm_stats is not None:
             self.comm_stats.emit()
 
@@ -115,6 +122,14 @@ class MetricsReader:
         )
 
     def _give_up(self, step: Step, row: list[float]) -> None:
+        if self.skipped_total >= step.index:
+            raise NumericsError(
+                given=f"all {step.index} steps of the run were skipped, the last one with loss {row[LOSS]:g} and gradient norm "
+                f"{row[NORM]:g}",
+                rule="a step counts if its loss and gradient norm are finite",
+                consequence="the run ends; no parameter has changed since its start",
+                nearest="look at the model's outputs on the samples of the first skipped_step event, or plan.precision='fp32'",
+            )
         raise NumericsError(
             given=f"{self._skips_in_a_row} steps in a row were skipped, the last one step {step.index} "
             f"with loss {row[LOSS]:g} and gradient norm {row[NORM]:g}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -70,6 +71,13 @@ def open_store(plan: Plan, world: World) -> KVStore:
     """Create the store of the plan's kind; an asynchronous worker has a local one, for its model's start."""
     kind = "local" if plan.sync.kind == "dist_async" else plan.sync.kind
     return create_kvstore(kind, world, local_sgd=local_sgd_config(plan) if kind == "dist_local" else None)
+
+
+def again() -> tuple[str, ...]:
+    """The command line that starts the running script again; none in a notebook, or of a script that another program started."""
+    if in_notebook() or not sys.argv or Path(sys.argv[0]).suffix != ".py" or launched_job().source != "single":
+        return ()
+    return (shlex.join(["python", *sys.argv]),)
 
 
 def default_run_dir() -> Path:

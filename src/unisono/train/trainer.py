@@ -59,6 +59,7 @@ from unisono.train.options import TrainOptions
 from unisono.train.run_checkpoints import best_before
 from unisono.train.run_record import sequence_length, write_run_record
 from unisono.train.setup import (
+    again,
     complete_plan_for_model,
     default_run_dir,
     init_distributed,
@@ -362,9 +363,11 @@ class Trainer:
         if self._stop_notice is not None:
             self._stop_notice.__exit__(None, None, None)
         if self._outputs is not None:
-            if error is None and not self._loop.preempted:
-                best = best_before(self.run_dir, self.state.step)
-                self._outputs.summary(RunEndFacts(report_path=self._outputs.write_report(), best=best))
+            if error is None:
+                preempted, best = self._loop.preempted, best_before(self.run_dir, self.state.step)
+                report = None if preempted else self._outputs.write_report()
+                commands = again() if preempted else ()
+                self._outputs.summary(RunEndFacts(report_path=report, best=best, next_commands=commands))
             self._outputs.close()
         if self._given_events is None:
             self.events.close()
