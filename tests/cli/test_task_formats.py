@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from commands import Desk
 from PIL import Image
-from task_data import SMALL, write_reviews, write_table
+from task_data import SMALL, write_images, write_reviews, write_table
 
 from unisono.data.convert.table_files import convert
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
@@ -187,6 +187,34 @@ def test_mixtures_of_texts_of_several_formats(desk: Desk, tmp_path: Path) -> Non
         *SMALL,
     )
     assert values["accuracy"] == 1
+
+
+@pytest.mark.full
+def test_records_folders_and_addresses_of_images_together(desk: Desk, tmp_path: Path) -> None:
+    """Another number for the same class in the second source; all of it with a cache, balance and augmentation."""
+    one, two = write_images(tmp_path / "one"), write_images(tmp_path / "two", per_class=4)
+    (two / "azure").mkdir()
+    Image.new("RGB", (20, 24), (0, 128, 255)).save(two / "azure/0.png")
+    packed = tmp_path / "one.rec"
+    assert desk.here("data", "pack", str(one), str(packed)).code == 0
+    settings = (
+        "--set=task.kind=image",
+        "--set=components.model=resnet14",
+        "--set=image.size=8",
+        "--set=image.rotate_degrees=5",
+        "--set=data.cache_gib=0.01",
+        "--set=task.balance=true",
+        f'--set=data.train=["{packed}", "file://{two}"]',
+        f'--set=data.eval=["{one}", "{packed}"]',
+        "--set=train.steps=16",
+    )
+    together = train(desk, tmp_path / "together", *settings)
+    assert together["accuracy"] == 1
+    mixed = train(desk, tmp_path / "mixed", *settings, "--set=data.weights=[3, 1]")
+    assert mixed["accuracy"] == 1
+    for name in ("together", "mixed"):
+        written = tomllib.loads((tmp_path / name / "config.toml").read_text())
+        assert written["task"]["classes"] == ["blue", "red", "azure"]
 
 
 @pytest.mark.full

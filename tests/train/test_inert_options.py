@@ -57,6 +57,7 @@ ALWAYS = [
     "schedule.kind",
     "schedule.warmup_steps",
     "train.steps",
+    "train.epochs",
     "train.eval_every_steps",
     "train.num_eval_samples",
     "train.ema_decay",

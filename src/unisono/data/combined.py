@@ -45,8 +45,18 @@ def mixture(datasets: Sequence[Dataset | MapStyle], weights: Sequence[float]) ->
             sources differ.
     """
     parts = [as_dataset(dataset) for dataset in datasets]
-    MixtureOrder([len(part) for part in parts], weights, seed=0)  # raises for invalid weights
-    return _MixtureDataset(parts, list(weights))
+    sizes = [len(part) for part in parts]
+    MixtureOrder(sizes, weights, seed=0)  # raises for invalid weights
+    return _ReorderedDataset(
+        _JoinedDataset(parts),
+        f"mixture:{list(weights)}",
+        lambda seed, global_batch: MixtureOrder(sizes, weights, seed=seed),
+    )
+
+
+def concatenated(datasets: Sequence[Dataset | MapStyle]) -> Dataset:
+    """The samples of several data sets, one after the other. Samples of one batch must have the same names and shapes."""
+    return _JoinedDataset([as_dataset(dataset) for dataset in datasets])
 
 
 def weighted(dataset: Dataset | MapStyle, weights: Sequence[float] | NDArray[np.float64]) -> Dataset:
@@ -134,8 +144,8 @@ def bucketed(
 ) -> Dataset:
     """Batch samples of similar length together, for less padding.
 
-    Each epoch is shuffled, then every ``window_batches`` global batches are regrouped by length, and the batches of a
-    window are shuffled. Each sample is read once per epoch.
+    Each epoch is shuffled, or in the order of a ``mixture`` or ``weighted`` data set; then every ``window_batches`` global
+    batches are regrouped by length, and the batches of a window are shuffled. Each sample is read as often as without.
 
     Args:
         dataset: The samples.
@@ -151,9 +161,12 @@ def bucketed(
     size = len(base)
 
     def make_order(seed: int, global_batch: int) -> SampleOrder:
-        shuffled = ShuffledOrder(Permutation(size, seed=seed))
+        if isinstance(base, OrderedDataset):
+            inner = base.sample_order(seed=seed, global_batch=global_batch)
+        else:
+            inner = ShuffledOrder(Permutation(size, seed=seed))
         return BucketedOrder(
-            shuffled, sample_lengths, size=size, batch=global_batch, window_batches=window_batches, seed=seed
+            inner, sample_lengths, size=size, batch=global_batch, window_batches=window_batches, seed=seed
         )
 
     return _ReorderedDataset(
@@ -190,17 +203,14 @@ class _MappedDataset(PerSampleDataset):
         return [self._function(sample) for sample in read_samples(self._base, indices)]
 
 
-class _MixtureDataset(PerSampleDataset):
-    def __init__(self, parts: list[Dataset], weights: list[float]) -> None:
-        self._parts, self._weights = parts, weights
+class _JoinedDataset(PerSampleDataset):
+    def __init__(self, parts: list[Dataset]) -> None:
+        self._parts = parts
         self._starts = np.cumsum([0, *(len(part) for part in parts)])
-        self.fingerprint = f"mixture:{weights}:[{', '.join(part.fingerprint for part in parts)}]"
+        self.fingerprint = f"[{', '.join(part.fingerprint for part in parts)}]"
 
     def __len__(self) -> int:
         return int(self._starts[-1])
-
-    def sample_order(self, *, seed: int, global_batch: int) -> SampleOrder:
-        return MixtureOrder([len(part) for part in self._parts], self._weights, seed=seed)
 
     def samples(self, indices: Ids) -> list[Batch]:
         by_row: dict[int, Batch] = {}

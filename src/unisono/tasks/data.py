@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from unisono.data.combined import balancing_weights, bucketed, mapped, mixture, subset, weighted
+from unisono.data.combined import balancing_weights, bucketed, concatenated, mapped, mixture, subset, weighted
 from unisono.data.dataset import Batch, Dataset, read_samples
 from unisono.data.loading.sample_cache import cached
 from unisono.data.options import DataOptions, default_cache_dir
-from unisono.data.sources import open_source, source_paths
+from unisono.data.sources import open_source, source_groups, source_paths
 from unisono.data.text.masking import MaskTokens
 from unisono.data.tokens.packing import PackedWindows
 from unisono.data.tokens.shards import TokenSet, open_tokens
@@ -45,12 +45,14 @@ from unisono.tasks.options import LANGUAGE_MODELS, ImageOptions, TaskOptions, Te
 from unisono.tasks.targets import (
     IGNORED,
     ClassNumbers,
+    Renumber,
     StandardNumber,
     check_columns,
     is_text,
     scan_classes,
     scan_numbers,
     scan_targets,
+    shorten,
 )
 
 TARGETS = "targets"
@@ -64,7 +66,7 @@ _INPUT_NAMES = {
 }
 _SPLIT_SEED = 0
 # changes with what a scan finds, so that results of other versions are not taken
-_SCAN_VERSION = 1
+_SCAN_VERSION = 2
 _CHUNK = 256
 
 
@@ -112,7 +114,7 @@ def resolve_task(task: TaskOptions, data: DataOptions) -> TaskOptions:
     """
     if task.kind in LANGUAGE_MODELS:
         return task
-    known = [_open(address, None, data, task).fingerprint for address in addresses(data.train)]
+    known = [_open(group, None, data, task).fingerprint for group in _train_groups(data)]
     digest = xxhash.xxh3_128_hexdigest(repr((_SCAN_VERSION, known, asdict(task))).encode())
     path = cache_folder(data) / f"columns-{digest}.json"
     with suppress(OSError, ValueError, TypeError):  # damaged or not there: read again
@@ -135,8 +137,9 @@ def _scan_columns(task: TaskOptions, data: DataOptions) -> TaskOptions:
     task = replace(task, target=target, inputs=inputs)
     several = task.kind == "sequence_labelling"
     if task.has_classes and not task.classes:
-        source = _open(addresses(data.train)[0], None, data, task)
-        named: tuple[str, ...] = getattr(source, "classes", ()) if getattr(source, "class_column", "") == target else ()
+        sources = [_open(group, None, data, task) for group in _train_groups(data)]
+        # in the order of the first source; others may have more
+        named = tuple(dict.fromkeys(name for source in sources for name in _class_names(source, target)))
         task = replace(task, classes=named or scan_classes(_column(data, target, task), several=several))
     if task.has_numbers and task.target_mean is None:
         mean, std, count = scan_targets(_column(data, target, task))
@@ -382,11 +385,11 @@ def _parts(data: DataOptions, columns: dict[str, str], task: TaskOptions) -> tup
     if data.weights:
         if not data.eval:
             raise _no_eval_of_mixture()
-        parts = [_open(address, columns, data, task) for address in addresses(data.train)]
-        return parts, _open(data.eval, columns, data, task)
-    train = _open(data.train, columns, data, task)
+        parts = [_source(address, columns, data, task) for address in addresses(data.train)]
+        return parts, _source(data.eval, columns, data, task)
+    train = _source(data.train, columns, data, task)
     if data.eval:
-        return [train], _open(data.eval, columns, data, task)
+        return [train], _source(data.eval, columns, data, task)
     held_out = _held_out_numbers(len(train), data.eval_frac)
     kept = np.setdiff1d(np.arange(len(train)), held_out)
     return [subset(train, kept)], subset(train, held_out)
@@ -394,11 +397,15 @@ def _parts(data: DataOptions, columns: dict[str, str], task: TaskOptions) -> tup
 
 def _combined(parts: list[Dataset], data: DataOptions, *, lengths_of: str = "", balance: bool = False) -> Dataset:
     """The parts as one data set, in the order that the options ask for: a mixture, balanced, or by length."""
-    if len(parts) > 1:
-        return mixture(parts, data.weights)
-    (train,) = parts
     if balance:
-        return weighted(train, balancing_weights([int(sample[TARGETS]) for sample in _scan(train)]))
+        # in a mixture each source is balanced by itself, and has its share
+        shares = data.weights if len(parts) > 1 else (1.0,)
+        weights = [balancing_weights([int(sample[TARGETS]) for sample in _scan(part)]) for part in parts]
+        if len(parts) > 1:
+            weights = [share * part / part.sum() for share, part in zip(shares, weights, strict=True)]
+        train = weighted(concatenated(parts) if len(parts) > 1 else parts[0], np.concatenate(weights))
+    else:
+        train = mixture(parts, data.weights) if len(parts) > 1 else parts[0]
     if data.bucket_batches:
         return bucketed(
             train,
@@ -437,6 +444,49 @@ def _split_windows(train: Dataset, held_out: Dataset, eval_frac: float) -> tuple
     return subset(train, np.arange(share)), subset(held_out, np.arange(cut, len(held_out)))
 
 
+def _groups(given: str | tuple[str, ...], data: DataOptions) -> list[tuple[str, ...]]:
+    """The addresses as sources: files of one format together, and each folder of images."""
+    parts = addresses(given)
+    if not parts or (len(parts) == 1 and not any(sign in parts[0] for sign in "*?[")):
+        return [tuple(parts)] if parts else []
+    groups = source_groups(parts, cache_folder(data) / "sources")
+    return [tuple(parts)] if len(groups) == 1 else [tuple(map(str, group)) for group in groups]
+
+
+def _train_groups(data: DataOptions) -> list[tuple[str, ...]]:
+    """The sources of the training data; in a mixture those of each address."""
+    if not data.weights:
+        return _groups(data.train, data)
+    return [group for address in addresses(data.train) for group in _groups(address, data)]
+
+
+def _source(given: str | tuple[str, ...], columns: dict[str, str], data: DataOptions, task: TaskOptions) -> Dataset:
+    """All samples at the addresses, with the classes that they name by the numbers of the task's."""
+    parts = [_numbered(_open(group, columns, data, task), task) for group in _groups(given, data)]
+    return parts[0] if len(parts) == 1 else concatenated(parts)
+
+
+def _class_names(source: Dataset, target: str) -> tuple[str, ...]:
+    """Names of the classes in the column ``target``, which holds their numbers; empty if the source has none."""
+    return getattr(source, "classes", ()) if getattr(source, "class_column", "") == target else ()
+
+
+def _numbered(source: Dataset, task: TaskOptions) -> Dataset:
+    """``source`` with the numbers of its classes replaced by those that the task has for their names."""
+    names = _class_names(source, task.target)
+    if not task.has_classes or names == task.classes or task.classes == tuple(map(str, range(len(task.classes)))):
+        return source
+    stray = [name for name in names if name not in task.classes]
+    if stray:
+        raise DataError(
+            given=f"data with the class {stray[0]!r}",
+            rule=f"the classes are the {len(task.classes)} of task.classes: {shorten(task.classes)}",
+            consequence="the number of the class is not known",
+            nearest="list all classes in task.classes, or rename the folder or class",
+        )
+    return mapped(source, Renumber(numbers=tuple(map(task.classes.index, names)))) if names else source
+
+
 def _open(
     given: str | tuple[str, ...], columns: dict[str, str] | None, data: DataOptions, task: TaskOptions
 ) -> Dataset:
@@ -470,14 +520,14 @@ def cache_folder(data: DataOptions) -> Path:
 
 
 def _first_sample(data: DataOptions, task: TaskOptions) -> Batch:
-    source = _open(addresses(data.train)[0] if data.train else "", None, data, task)
+    source = _open(_train_groups(data)[0] if data.train else "", None, data, task)
     return read_samples(source, np.zeros(1, np.int64))[0]
 
 
 def _column(data: DataOptions, name: str, task: TaskOptions) -> Iterator[Any]:
     """All values of a column of the training data."""
-    for address in addresses(data.train):
-        for sample in _scan(_open(address, {TARGETS: name}, data, task)):
+    for group in _train_groups(data):
+        for sample in _scan(_open(group, {TARGETS: name}, data, task)):
             yield sample[TARGETS]
 
 

@@ -106,7 +106,8 @@ class TaskOptions:
             "balance": self.kind in PREDICTORS and self.predicts == "class",
             "mask_frac": self.kind == "masked_language_model",
         }
-        yield from inert_settings(self, TaskOptions(), acts, f"task.kind {self.kind!r}")
+        what = f"task.kind {self.kind!r}" + (" and predicts 'number'" if self.has_numbers else "")
+        yield from inert_settings(self, TaskOptions(), acts, what)
         repeated = sorted({name for name in self.classes if self.classes.count(name) > 1})
         if repeated:
             yield (

@@ -64,6 +64,16 @@ class ClassNumbers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Renumber:
+    """Replaces ``targets``, the number of a class of a source, by the number ``numbers`` has for it."""
+
+    numbers: tuple[int, ...]
+
+    def __call__(self, sample: Batch) -> Batch:
+        return {**sample, "targets": np.int64(self.numbers[int(sample["targets"])])}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StandardNumber:
     """Replaces ``targets``, a number or an array of as many as ``mean`` has, by (number - mean) / std, float32 [] or [numbers].
 

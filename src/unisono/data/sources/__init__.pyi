@@ -1,2 +1,3 @@
 from .open_source import open_source as open_source
+from .open_source import source_groups as source_groups
 from .open_source import source_paths as source_paths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from glob import glob
 from itertools import chain
@@ -86,7 +87,7 @@ def open_source(
         files = [RecordFile(path) for path in paths]
         if _are_rows(files):
             return _Rows(_RecordRows(files), columns)
-        return _Selected(image_records(files, classes=classes), columns, (), "")
+        return _Selected(image_records(files, classes=classes), columns, _packed_classes(paths), "targets")
     local = [Path(path) for path in paths]
     if kind == TOKENS:
         if seq_len is None or columns is not None:
@@ -178,6 +179,37 @@ class _MindRecordRows:
 
     def rows(self, numbers: list[int]) -> list[Row]:
         return [self._file.read(number) for number in numbers]
+
+
+def source_groups(address: str | Path | Sequence[str | Path], cache: Path) -> list[list[str | Path]]:
+    """The files and folders at an address as what ``open_source`` opens at a time: files of one format, or one folder of images.
+
+    Raises DataError and ExtraError as ``source_paths``.
+    """
+    groups: list[list[str | Path]] = []
+    last = ""
+    for path in source_paths(address, cache):
+        kind = _kind(path)
+        if kind == last != "folder":
+            groups[-1].append(path)
+        else:
+            groups.append([path])
+        last = kind
+    return groups
+
+
+def _packed_classes(paths: Sequence[str | Path]) -> tuple[str, ...]:
+    """Names of the classes that ``unisono data pack`` wrote beside local record files; empty without, or if they differ."""
+    found: set[tuple[str, ...]] = set()
+    for path in map(str, paths):
+        whole = re.sub(r"(-\d{5}(-of-\d{5})?)?\.rec$", ".rec", path)  # of a shard
+        split = re.sub(r"-[^-/]+\.rec$", ".rec", whole)  # of a part, such as train
+        targets = [path, *(target for target in (whole, split) if not os.path.exists(target))]
+        beside = next((file for file in (Path(f"{target}.classes.txt") for target in targets) if file.is_file()), None)
+        if beside is None:
+            return ()
+        found.add(tuple(beside.read_text(encoding="utf-8").splitlines()))
+    return found.pop() if len(found) == 1 else ()
 
 
 def _are_rows(files: Sequence[RecordFile]) -> bool:
