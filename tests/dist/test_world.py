@@ -18,8 +18,8 @@ import torch
 from pool import WorkersFailed
 from procs import listening, wait_until
 
-from unisono.dist import JobSpec, World, agree, join_world
-from unisono.errors import CommError, LaunchError
+from unisono.dist import JobSpec, World, agree, join_world, on_first_rank
+from unisono.errors import CommError, DataError, LaunchError
 
 
 def texts(error: CommError) -> str:
@@ -278,6 +278,22 @@ def test_disagreement_names_the_odd_rank_on_all_ranks(pool: Any) -> None:
     assert said[0].startswith('the plan is {"dp": 3} on rank 1 and {"dp": 2} on rank 0, 2\n')
     assert "rule: the plan is the same on all 3 ranks" in said[0]
     assert "try:  start rank 1 with the same code, configuration and environment as the others" in said[0]
+
+
+def first_rank(world: World) -> tuple[Any, str]:
+    def fails() -> None:
+        raise DataError(given="a", rule="b", consequence="c", nearest="d")
+
+    calls: list[int] = []
+    answer = on_first_rank(world, lambda: calls.append(world.rank) or {"rank": world.rank})
+    with pytest.raises(DataError) as caught:
+        on_first_rank(world, fails)
+    return (answer, calls), str(caught.value)
+
+
+def test_rank_0_answers_for_all_or_fails_for_all(pool: Any) -> None:
+    text = "a\n  rule: b\n  so:   c\n  try:  d"
+    assert pool.run(first_rank, ranks=2) == [(({"rank": 0}, [0]), text), (({"rank": 0}, []), text)]
 
 
 def test_a_tie_counts_rank_0_as_usual(pool: Any) -> None:
