@@ -100,7 +100,7 @@ def test_one_that_changes_the_model_ends_the_run(tmp_path: Path, call: Any, name
         next(iter(run))
     assert str(caught.value) == (
         f"the callback {call.__name__} changed {name!r} of the model\n"
-        "  rule: a callback reads: a run that is watched has the bits of one that is not\n"
+        "  rule: callbacks only read: results are the same with and without them\n"
         "  so:   the run ends, and the newest checkpoint is that of an earlier step\n"
         "  try:  a loop of your own around the steps (for step in run: …); model.eval() before a forward pass"
     )
@@ -130,7 +130,7 @@ def test_texts_of_errors(callback: Any, given: str) -> None:
         Every(**callback)
     assert str(caught.value) == (
         f"{given}\n"
-        "  rule: it is call(step, model) after every so many steps, at least 1\n"
+        "  rule: Every takes steps, a whole number of at least 1, and a function call(step, model)\n"
         "  so:   nothing was started\n"
         "  try:  Every(steps=100, call=lambda step, model: print(step.index, step.loss))"
     )

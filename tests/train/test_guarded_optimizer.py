@@ -98,7 +98,7 @@ def test_steps_are_those_of_a_plain_loop(clip_norm: float) -> None:
 
 
 def scaled(world: World) -> list[tuple[float, float]]:
-    scaler = LossScaler(CPU, initial=1024.0, window=2)
+    scaler = LossScaler(CPU, init_scale=1024.0, growth_interval=2)
     return our_loop(world, 5, clip_norm=0.3, scaler=scaler, expected_weight=8.0)
 
 
@@ -114,7 +114,7 @@ def by_hand(world: World) -> list[tuple[float, bool]]:
     parameters = dict(model.named_parameters())
     optimizer = make_skippable(torch.optim.SGD(parameters.values(), lr=0.05, momentum=0.9))
     sync = create_kvstore("dist_sync", world).gradients(parameters)
-    scaler, guard = LossScaler(CPU, initial=256.0), StepGuard(CPU)
+    scaler, guard = LossScaler(CPU, init_scale=256.0), StepGuard(CPU)
     for step in range(6):
         rows = rows_of(step).chunk(world.world_size)[world.rank]
         with autocast("fp16", "cpu"):
@@ -150,7 +150,7 @@ def test_parts_by_hand_on_two_ranks(pool: Pool) -> None:
 
 def overflowed(world: World) -> tuple[bool, bool, float, int]:
     """Rank 1's gradients overflow: whether the step was skipped, whether nothing changed, the scale, and skipped steps."""
-    model, scaler = net(), LossScaler(CPU, initial=1024.0)
+    model, scaler = net(), LossScaler(CPU, init_scale=1024.0)
     update = made(model, world, scaler=scaler)
     update.backward(losses(model, rows_of(world.rank)).sum(), 8)
     update.step()
@@ -274,7 +274,9 @@ class Parts:
         torch.manual_seed(1 + world.rank)
         self.model = nn.Sequential(net(), nn.Dropout(0.5))
         adam = torch.optim.Adam(self.model.parameters(), lr=0.05)
-        self.update = GuardedOptimizer(self.model, adam, world, scaler=LossScaler(CPU, initial=8.0, window=2))
+        self.update = GuardedOptimizer(
+            self.model, adam, world, scaler=LossScaler(CPU, init_scale=8.0, growth_interval=2)
+        )
         self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(adam, patience=0)
         parts = {"update": self.update, "scheduler": self.scheduler}
         self.checkpoints = LoopCheckpoints(folder, parts, world, options=CheckpointOptions(every_steps=2, **options))

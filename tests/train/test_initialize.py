@@ -158,8 +158,8 @@ def test_texts_of_errors() -> None:
         "  try:  leave it out; xavier reads distribution, factor, magnitude"
     )
     assert told({"match": "*.norm.weight", "kind": "msra_prelu"}) == (
-        "the initial values 'msra_prelu' for '*.norm.weight', which is 0.norm.weight [8] alone\n"
-        "  rule: its scale comes from the two dims of a matrix or a convolution kernel\n"
+        "initial values of kind 'msra_prelu' for '*.norm.weight', which matches only 0.norm.weight [8]\n"
+        "  rule: their scale comes from the two dims of a matrix or a convolution kernel\n"
         "  so:   it would change nothing\n"
         "  try:  kind = 'normal', 'constant', 'zeros' or 'ones'"
     )

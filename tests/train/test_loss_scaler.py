@@ -15,8 +15,8 @@ def drive(scale: LossScaler, clean: str) -> list[float]:
     return seen
 
 
-def make(initial: float, window: int, **rule: float) -> LossScaler:
-    return LossScaler(torch.device("cpu"), initial=initial, window=window, **rule)
+def make(init_scale: float, growth_interval: int, **rule: float) -> LossScaler:
+    return LossScaler(torch.device("cpu"), init_scale=init_scale, growth_interval=growth_interval, **rule)
 
 
 def test_mindspore_vector() -> None:
@@ -35,7 +35,7 @@ def test_cap_and_floor() -> None:
 
 
 def test_off_stays_at_one() -> None:
-    scale = LossScaler(torch.device("cpu"), initial=1.0, dynamic=False)
+    scale = LossScaler(torch.device("cpu"), init_scale=1.0, dynamic=False)
     assert drive(scale, "FTF") == [1, 1, 1]
 
 

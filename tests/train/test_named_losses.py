@@ -192,7 +192,7 @@ def test_a_name_that_comes_later_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught, trainer(tmp_path, late) as run:
         list(run)
     assert str(caught.value) == (
-        "a loss 'other', which the first step had not (it had square)\n"
+        "a loss 'other', which was absent in the first step (it had square)\n"
         "  rule: the first step of a process has all losses; one may be absent later, and then counts as 0\n"
         "  so:   it would not be reported\n"
         "  try:  a zero under that name where there is none"

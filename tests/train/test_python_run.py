@@ -174,7 +174,7 @@ def test_a_trainer_is_used_inside_of_its_with_statement_and_again_in_another(tmp
             lambda o: StepLR(o, 1),
             (
                 "a schedule that raised TypeError: int is not an Optimizer for step 0",
-                "'optimizer' returns a scheduler",
+                "schedule(optimizer), by that name, returns a torch scheduler",
                 "there is no learning rate",
                 "the parameter 'o' called 'optimizer'",
             ),
@@ -183,7 +183,7 @@ def test_a_trainer_is_used_inside_of_its_with_statement_and_again_in_another(tmp
             lambda step: None,
             (
                 "a schedule that returned NoneType for step 0",
-                "'optimizer' returns a scheduler",
+                "schedule(optimizer), by that name, returns a torch scheduler",
                 "there is no learning rate",
                 "lambda optimizer:",
             ),

@@ -237,7 +237,7 @@ def _require_rate(schedule: Callable[[int], object]) -> None:
         first = next(iter(inspect.signature(schedule).parameters), "")
         raise ConfigError(
             given=f"a schedule that {wrong} for step 0",
-            rule="a function of the step returns the learning rate; one with the parameter 'optimizer' returns a scheduler",
+            rule="schedule(step) returns a learning rate; schedule(optimizer), by that name, returns a torch scheduler",
             consequence="there is no learning rate",
             nearest=f"the parameter {first!r} called 'optimizer', if it is one"
             if "Optimizer" in wrong

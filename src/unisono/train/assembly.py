@@ -262,7 +262,7 @@ def build_state(
         learning_rates=given.optim.learning_rates(
             optimizer, options.steps, has_evaluations=given.eval_data is not None
         ),
-        loss_scaler=LossScaler(device, initial=options.loss_scale if scales else 1.0, dynamic=scales),
+        loss_scaler=LossScaler(device, init_scale=options.loss_scale if scales else 1.0, dynamic=scales),
         guard=StepGuard(device, sigmas=options.spike_sigmas),
         average=WeightAverage(sharded.parameters, options.ema_decay) if options.ema_decay else None,
         weight_total=torch.zeros((), dtype=total_dtype, device=device),

@@ -1,4 +1,4 @@
-"""Observers of a run, called at a cadence. A run that is watched has the bits of one that is not."""
+"""Callbacks that observe a run at a cadence: results are bit-identical with and without them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Every:
         if given:
             raise ConfigError(
                 given=given,
-                rule="it is call(step, model) after every so many steps, at least 1",
+                rule="Every takes steps, a whole number of at least 1, and a function call(step, model)",
                 consequence="nothing was started",
                 nearest="Every(steps=100, call=lambda step, model: print(step.index, step.loss))",
             )
@@ -52,7 +52,7 @@ class Every:
         if changed:
             raise ConfigError(
                 given=f"the callback {function_name(self.call)} changed {changed[0]!r} of the model",
-                rule="a callback reads: a run that is watched has the bits of one that is not",
+                rule="callbacks only read: results are the same with and without them",
                 consequence="the run ends, and the newest checkpoint is that of an earlier step",
                 nearest="a loop of your own around the steps (for step in run: …); model.eval() before a forward pass",
             )

@@ -105,7 +105,7 @@ class GuardedOptimizer:
         try_optimizer(optimizer)
         device = next(iter(parameters.values())).device
         self.guard = guard or StepGuard(device)
-        self.scaler = scaler or LossScaler(device, initial=1.0, dynamic=False)
+        self.scaler = scaler or LossScaler(device, init_scale=1.0, dynamic=False)
         self._model, self._torch_optimizer, self._world = model, optimizer, world
         self._optimizer = RunOptimizer([make_skippable(optimizer)])
         self._parameters = list(parameters.values())

@@ -24,7 +24,7 @@ def initialize(module: nn.Module, rules: Sequence[InitRule], *, seed: int) -> nn
 
     The values of a parameter depend on its first name, its shape, its rule and ``seed`` alone. Parameters that no rule matches
     keep theirs. Of the kinds that need fans (``xavier``, ``msra_prelu``, ``orthogonal``) biases get zeros, as in MXNet, and other
-    vectors, such as weights of norms, keep what their module gave them. Draws happen on the CPU in float32.
+    weights with fewer than two dims, such as those of norms, keep their values. Draws happen on the CPU in float32.
 
     Args:
         module: A module with values, or one that is being built by a function that the ``Trainer`` was given. Before it is
@@ -112,8 +112,8 @@ def _values(name: str, parameter: Tensor, rule: InitRule, generator: torch.Gener
 
 def _only_vectors(name: str, parameter: Tensor, rule: InitRule) -> Problem:
     return Problem(
-        given=f"the initial values {rule['kind']!r} for {rule['match']!r}, which is {name} {list(parameter.shape)} alone",
-        rule="its scale comes from the two dims of a matrix or a convolution kernel",
+        given=f"initial values of kind {rule['kind']!r} for {rule['match']!r}, which matches only {name} {list(parameter.shape)}",
+        rule="their scale comes from the two dims of a matrix or a convolution kernel",
         consequence="it would change nothing",
         nearest="kind = 'normal', 'constant', 'zeros' or 'ones'",
     )

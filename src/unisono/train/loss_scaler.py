@@ -14,15 +14,20 @@ from torch import Tensor
 class LossScaler:
     """A factor of the loss that follows overflows of the gradients.
 
-    After an overflow it is divided by ``factor``, never below ``floor``; after ``window`` clean steps in a row it is multiplied,
-    never above ``cap``. The flag comes from gradients that are summed over ranks, so an overflow on one rank acts on all alike.
-    The ``Trainer`` and ``GuardedOptimizer`` use one; a loop without either calls ``scale``, divides gradients by ``value``, skips
-    steps with non-finite gradients (``optim.make_skippable``), and calls ``update`` in each step.
+    After an overflow it is divided by ``growth_factor``, never below ``min_scale``. After ``growth_interval`` steps in a row
+    without one it is multiplied by it, never above ``max_scale``. The flag comes from gradients that are summed over ranks, so an
+    overflow on one rank acts on all alike. The ``Trainer`` and ``GuardedOptimizer`` use one; a loop without either calls
+    ``scale``, divides gradients by ``value``, skips steps with non-finite gradients (``optim.make_skippable``), and calls
+    ``update`` in each step.
 
     Args:
         device: Device of the gradients.
-        initial: First scale.
+        init_scale: First scale.
         dynamic: False: the scale stays as it is.
+        growth_factor: Factor of each change, above 1.
+        growth_interval: Steps without overflow before the scale grows.
+        min_scale: Lower bound of the scale.
+        max_scale: Upper bound of the scale.
 
     Attributes:
         value: [] float32, the scale. It is updated in place.
@@ -32,16 +37,17 @@ class LossScaler:
         self,
         device: torch.device,
         *,
-        initial: float = 65536.0,
+        init_scale: float = 65536.0,
         dynamic: bool = True,
-        factor: float = 2.0,
-        window: int = 2000,
-        floor: float = 1.0,
-        cap: float = 2.0**24,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
     ) -> None:
-        self.value = torch.tensor(initial, dtype=torch.float32, device=device)
+        self.value = torch.tensor(init_scale, dtype=torch.float32, device=device)
         self._clean_steps = torch.zeros((), dtype=torch.int64, device=device)
-        self._dynamic, self._factor, self._window, self._floor, self._cap = dynamic, factor, window, floor, cap
+        self._dynamic, self._growth_factor, self._growth_interval = dynamic, growth_factor, growth_interval
+        self._min_scale, self._max_scale = min_scale, max_scale
 
     def __repr__(self) -> str:
         return f"LossScaler(value={float(self.value):g}, dynamic={self._dynamic})"
@@ -55,9 +61,9 @@ class LossScaler:
         if not self._dynamic:
             return
         clean = torch.where(overflow, 0, self._clean_steps + 1)
-        grow = clean >= self._window
-        grown = (self.value * self._factor).clamp(max=self._cap)
-        shrunk = (self.value / self._factor).clamp(min=self._floor)
+        grow = clean >= self._growth_interval
+        grown = (self.value * self._growth_factor).clamp(max=self._max_scale)
+        shrunk = (self.value / self._growth_factor).clamp(min=self._min_scale)
         self.value.copy_(torch.where(overflow, shrunk, torch.where(grow, grown, self.value)))
         self._clean_steps.copy_(torch.where(grow, 0, clean))
 

@@ -51,7 +51,7 @@ class NamedLosses:
             for name, loss in losses.items():
                 if self.names is not None and name not in self.names:
                     raise DataError(
-                        given=f"a loss {name!r}, which the first step had not (it had {', '.join(self.names) or 'none'})",
+                        given=f"a loss {name!r}, which was absent in the first step (it had {', '.join(self.names) or 'none'})",
                         rule="the first step of a process has all losses; one may be absent later, and then counts as 0",
                         consequence="it would not be reported",
                         nearest="a zero under that name where there is none",

@@ -54,7 +54,7 @@ class WorkerStarter:
 
     Args:
         boot: Python code of the process; its arguments are those of ``forked_share``.
-        load_request: Makes the first request, which has the process load the data set. It answers with ``forked``, the ids of
+        load_request: Builds the request that makes the process load the data set. It answers with ``forked``, the ids of
             the processes that it forked, or with ``error``.
     """
 
@@ -166,7 +166,7 @@ class ForkedProcess:
         """Wait for the process, which is killed if it does not end within a second.
 
         Returns:
-            Its exit code; None if its parent is gone, and with it what the system knew of it.
+            Its exit code; None if its parent has ended and the code is lost.
         """
         if not self._has_ended(_PATIENCE_S):
             self.kill()
