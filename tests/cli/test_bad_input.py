@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -343,6 +344,46 @@ def test_a_hugging_face_folder_is_no_checkpoint(desk: Desk, mine: Path, tmp_path
         "a run resumes from a checkpoint: weights, optimizer state, schedule and position in the data",
         "nothing was loaded",
         f"a folder checkpoints/step-… of a run; to fine-tune these weights, a new run with model.pretrained={folder}",
+    )
+
+
+RESUME_RULE = "a run resumes from a checkpoint: weights, optimizer state, schedule and position in the data"
+FROM_MODEL = "a folder checkpoints/step-… of a run; to fine-tune these weights, a new run with model.pretrained=./NAME"
+OF_RUN = "a run resumes from a checkpoint: one folder step-… in the folder checkpoints of a run"
+CONTINUE = "run.dir=./NAME, which continues that run; or one of ls -d ./NAME/checkpoints/step-*"
+
+
+@pytest.mark.parametrize(
+    ("files", "given", "rule", "nearest"),
+    [
+        (["config.json", "a.safetensors"], "resume from ./NAME, a Hugging Face model folder", RESUME_RULE, FROM_MODEL),
+        (["config.toml"], "resume from ./NAME, the folder of a run", OF_RUN, CONTINUE),
+        (["other"], "resume 'NAME'", "auto, strict, never, or a path (with a '/')", "run.resume='./NAME'"),
+        ([], "resume 'NAME'", "auto, strict, never, or a path (with a '/')", "run.resume='./NAME' if it is a folder"),
+    ],
+)
+def test_the_name_of_a_folder_to_resume_from_is_answered_at_once(
+    files: list[str], given: str, rule: str, nearest: str, desk: Desk
+) -> None:
+    folder = desk.folder / "NAME"
+    for name in files:
+        folder.mkdir(exist_ok=True)
+        (folder / name).touch()
+    done = desk.here("train", "--debug", "--set=run.dir=new", "--set=run.resume=NAME")
+    shutil.rmtree(folder, ignore_errors=True)
+    assert done.code == 2
+    consequence = "it is unclear what to resume from" if given == "resume 'NAME'" else "nothing was loaded"
+    assert done.err == problem(f"--set: run.resume: {given}", rule, consequence, nearest)
+
+
+def test_the_folder_of_a_run_is_no_checkpoint(desk: Desk, mine: Path, tmp_path: Path) -> None:
+    done = desk.here("train", "--debug", f"--set=run.dir={tmp_path}/new", f"--set=run.resume={mine}")
+    assert done.code == 2
+    assert done.err == problem(
+        f"resume from {mine}, the folder of a run",
+        OF_RUN,
+        "nothing was loaded",
+        f"run.dir={mine}, which continues that run; or one of ls -d {mine}/checkpoints/step-*",
     )
 
 

@@ -298,6 +298,32 @@ def test_verbs_that_have_no_code(desk: Desk, run_dir: Path, trained: Path, scrip
     assert desk.here("plan", "show", str(run_dir)).code == 0
 
 
+def test_config_shows_the_settings_and_the_labels_of_the_code(desk: Desk, run_dir: Path) -> None:
+    file = run_dir / "config.toml"
+    for given in ([str(file)], [f"--set=run.dir={run_dir}"]):
+        done = desk.here("config", "show", *given, "--origin")
+        assert done.code == 0, done.err
+        rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.out.splitlines()}
+        assert rows["components.model"].startswith('"python:Tied"')
+        assert rows["components.objective"].startswith('"python:loss"')
+        assert rows["plan.global_batch"].split()[0] == "4"
+        assert f"{file}:" in rows["plan.global_batch"]
+    shown = tomllib.loads(desk.here("config", "show", str(file)).out)
+    assert shown["components"]["data"] == "python:list"
+    assert desk.here("config", "diff", str(file), str(file)).code == 0
+
+
+def test_a_scripts_configuration_starts_no_run(desk: Desk, run_dir: Path) -> None:
+    for verb in (("train",), ("plan", "export")):
+        done = desk.here(*verb, str(run_dir / "config.toml"), "--json")
+        assert done.code == 2
+        (problem,) = done.json["problems"]
+        assert problem["given"] == f"{run_dir}, the run of a Python script"
+        assert (
+            problem["nearest"] == f"run the script again; to evaluate it: unisono eval {run_dir} --model SCRIPT.py:NAME"
+        )
+
+
 def test_a_copy_of_the_folder_is_enough(desk: Desk, run_dir: Path, script: str, tmp_path: Path) -> None:
     """Nothing in the folder names the place where it was written."""
     moved = shutil.copytree(run_dir, tmp_path / "moved")

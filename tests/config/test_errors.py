@@ -163,7 +163,10 @@ def test_a_wrong_value_is_told_even_where_a_later_layer_replaces_it(run):
                 'model.micro_batch = "auto" (the default)',
             ),
         ),
-        ("model.build = 3", ("1: model.build = 3", "model.build takes a string", 'model.build = "3"')),
+        (
+            "model.build = 3",
+            ("1: model.build = 3", "model.build takes a string, or code of a Python file", 'model.build = "3"'),
+        ),
         # choices and ranges
         (
             "optim.schedule.kind = 'linea'",

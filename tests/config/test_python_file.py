@@ -237,7 +237,11 @@ def test_wrong_values_from_python_are_all_told(folder: Path):
         (f'{path}: seed = "a"', "seed takes a whole number", "seed = 1 (the default)"),
         (f'{path}: name = "python:len"', "name takes a string", 'name = "run" (the default)'),
         (f"{path}: tags = {{'x'}}", "tags takes an array of strings", "tags = [] (the default)"),
-        (f"{path}: model.build = []", "model.build takes a string", 'model.build = "gpt" (the default)'),
+        (
+            f"{path}: model.build = []",
+            "model.build takes a string, or code of a Python file",
+            'model.build = "gpt" (the default)',
+        ),
         (f"{path}: model.width = 0", "model.width must be >= 1", "model.width = 1"),
     ]
 

@@ -21,7 +21,7 @@ def boom(text: str) -> ValueError:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    path = record_failure(tmp_path / "logs", JOB, boom("bad sample 7"), step=12)
+    path = record_failure(tmp_path / "logs", JOB, boom("bad sample 7"), step=12, checkpoint="step-00000010")
     assert path.name == "failure-rank-1.json"
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert json.loads(path.read_text())["epoch"] == 4  # the stored name
@@ -29,6 +29,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert failure is not None
     assert failure.restart_count == 4
     assert (failure.step, failure.type, failure.message) == (12, "ValueError", "bad sample 7")
+    assert failure.checkpoint == "step-00000010"
     assert "def boom" not in failure.traceback
     assert "raise ValueError(text)" in failure.traceback
     assert [each.name for each in path.parent.iterdir()] == ["failure-rank-1.json"]

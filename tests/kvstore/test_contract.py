@@ -360,6 +360,45 @@ def updater(store: KVStore, kind: Kind) -> None:
     assert store.pushpull(5, torch.zeros(2)).wait().tolist() == [1.0 + 2 * kind.ranks] * 2
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "given", "nearest"),
+    [
+        (
+            lambda values: torch.optim.SGD([values], lr=0.1, momentum=0.9),
+            "torch.optim.sgd.SGD",
+            "set_optimizer('sgd', lr=0.1, momentum=0.9, weight_decay=0)",
+        ),
+        (
+            lambda values: torch.optim.AdamW([values], lr=0.1, betas=(0.9, 0.99)),
+            "torch.optim.adamw.AdamW",
+            "set_optimizer('adamw', lr=0.1, weight_decay=0.01, beta1=0.9, beta2=0.99, eps=1e-08)",
+        ),
+        (lambda values: torch.optim.SGD, "torch.optim.sgd.SGD, a class", "set_optimizer('sgd', lr=...)"),
+        (
+            lambda values: torch.optim.RMSprop([values]),
+            "torch.optim.rmsprop.RMSprop",
+            "OptimOptions(kind=..., clip_norm=0.0) with sgd, adam, adamw, lamb, lars; or set_updater, where a worker updates",
+        ),
+        (
+            lambda values: None,
+            "builtins.NoneType",
+            "OptimOptions(kind=..., clip_norm=0.0) with sgd, adam, adamw, lamb, lars; or set_updater, where a worker updates",
+        ),
+    ],
+)
+def test_an_optimizer_of_torch_is_refused_with_the_options_like_it(optimizer: Any, given: str, nearest: str) -> None:
+    store = create_kvstore("local")
+    text = refusal(ConfigError, lambda: store.set_optimizer(optimizer(torch.zeros(2))))
+    assert text == (
+        f"set_optimizer of {given}\n"
+        "  rule: a store builds an optimizer of its own for each key, on each worker or server, from options\n"
+        "  so:   no optimizer was set\n"
+        f"  try:  {nearest}"
+    )
+    store.set_optimizer("adamw", lr=0.1, weight_decay=0.01, beta1=0.9, beta2=0.99, eps=1e-08)  # as it says
+    store.close()
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_names_of_mxnet(pool: Pool, name: str) -> None:
     check(pool, name, whole_number_keys, optimizer_states, updater)

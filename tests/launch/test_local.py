@@ -287,13 +287,63 @@ if job.restart_count == 0:
 
 def test_crashes_that_differ_use_up_the_restarts(tmp_path: Path) -> None:
     script = """
-record_failure(run_dir / "logs", job, RuntimeError("again"), step=1 + job.restart_count)
+error = RuntimeError("again", job.restart_count)
+record_failure(run_dir / "logs", job, error, step=1 + job.restart_count)
 sys.exit(1)
 """
     code, said, launched = run(script, tmp_path, num_processes=1, max_restarts=4)
     assert code == 1
     assert len(launched.record()["attempts"]) == 5
     assert "no restart left of 4" in said
+
+
+BUG_LATER = """
+error, step = ERROR, 20 + 13 * job.restart_count
+try:
+    raise error
+except Exception:
+    record_failure(run_dir / "logs", job, error, step=step, checkpoint=f"step-{CHECKPOINT:08}")
+    raise
+"""
+
+
+def later(error: str, checkpoint: str) -> str:
+    return BUG_LATER.replace("ERROR", error).replace("CHECKPOINT", checkpoint)
+
+
+def test_an_error_of_the_program_that_comes_back_at_a_later_step_is_the_end(tmp_path: Path) -> None:
+    code, said, launched = run(later("ValueError('no such column')", "10"), tmp_path, num_processes=1, max_restarts=9)
+    assert code == 1
+    assert len(launched.record()["attempts"]) == 2
+    assert "launch: ValueError in step 33 on rank 0, after the same error in step 20\n" in said
+    rule = "an error of the program that comes back is restarted again only if a checkpoint was committed in between"
+    assert f"rule: {rule}\n" in said
+    assert "so:   the run ends here; the newest checkpoint is kept" in said
+    # the traceback once, and one line the second time
+    assert said.count("Traceback (most recent call last)") == 1
+    assert "launch: it failed in step 33, with the error that is shown above: ValueError: no such column\n" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "checkpoint"),
+    [("ValueError('no such column')", "10 * job.restart_count"), ("ConnectionResetError('peer')", "10")],
+)
+def test_progress_and_errors_that_pass_use_up_the_restarts(error: str, checkpoint: str, tmp_path: Path) -> None:
+    code, said, launched = run(later(error, checkpoint), tmp_path, num_processes=1, max_restarts=3)
+    assert code == 1
+    assert len(launched.record()["attempts"]) == 4
+    assert "no restart left of 3" in said
+    assert said.count("Traceback (most recent call last)") == 1
+
+
+def test_another_error_after_a_restart_has_its_traceback(tmp_path: Path) -> None:
+    script = later("[ValueError('first'), KeyError('second')][min(job.restart_count, 1)]", "10")
+    code, said, launched = run(script, tmp_path, num_processes=1, max_restarts=1)
+    assert code == 1
+    assert len(launched.record()["attempts"]) == 2
+    assert said.count("Traceback (most recent call last)") == 2
+    assert said.count("ValueError: first\n") >= 1
+    assert "launch: KeyError: 'second'\n" in said
 
 
 def test_a_killed_worker_is_told_from_a_crash(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from unisono.config.renames import announce
 from unisono.config.values import CALLABLE
 from unisono.errors import CheckpointError, ConfigError
 from unisono.train.config import RunConfig
-from unisono.train.options import RUN_FILE, two_lengths
+from unisono.train.options import PLAN_FILE, RUN_FILE, two_lengths
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -86,21 +86,27 @@ def log_level() -> str | None:
     return click.get_current_context().meta.get(_LEVEL)
 
 
-def load_run_config(files: Sequence[str], overrides: Sequence[str]) -> Resolved[RunConfig]:
+def load_run_config(files: Sequence[str], overrides: Sequence[str], *, is_shown: bool = False) -> Resolved[RunConfig]:
     """Load the run's configuration. Without ``files`` the base is the configuration of the run in ``run.dir``, if any.
 
+    ``is_shown``: it is only to be shown, so that labels may stand for the code of a Python script's run.
+
     Raises:
-        ConfigError: A file or a value is wrong.
+        ConfigError: A file or a value is wrong, or it is the run of a Python script.
     """
     run_file = None if files else _file_of_run(overrides)
-    if run_file is not None and code_labels(run_file):
+    sources = [str(run_file)] if run_file else files
+    of_script = next((Path(path) for path in sources if _is_of_script(Path(path))), None)
+    if of_script is not None and is_shown:
+        return load_config(RunConfig, sources, overrides=overrides, environ=os.environ, planned=code_stands(of_script))
+    if of_script is not None:
         raise ConfigError(
-            given=f"{run_file.parent}, the run of a Python script",
+            given=f"{of_script.parent}, the run of a Python script",
             rule="the script has its model and data, and trains it; the folder holds their names only",
             consequence="nothing was started",
-            nearest=f"run the script again; to evaluate it: unisono eval {run_file.parent} --model SCRIPT.py:NAME",
+            nearest=f"run the script again; to evaluate it: unisono eval {of_script.parent} --model SCRIPT.py:NAME",
         )
-    resolved = load_config(RunConfig, [run_file] if run_file else files, overrides=overrides, environ=os.environ)
+    resolved = load_config(RunConfig, sources, overrides=overrides, environ=os.environ)
     one_time = resolved.value.run.resume not in ("auto", "strict")
     if run_file is not None and one_time and resolved.origins["run.resume"].startswith(f"{run_file}:"):
         # "never" and a path applied to that one start; starting the folder again continues the run
@@ -114,6 +120,17 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str]) -> Resolved[
     announce("the configuration", resolved.renamed)
     LOG.info("configuration %s from %s", resolved.hash, run_file or ", ".join(files) or "defaults")
     return resolved
+
+
+def _is_of_script(file: Path) -> bool:
+    """Whether it is the configuration in the folder of a Python script's run."""
+    return file.name == RUN_FILE and (file.parent / PLAN_FILE).is_file() and bool(code_labels(file))
+
+
+def code_stands(run_file: Path) -> dict[str, Any]:
+    """Stand-ins for the code that the configuration of a Python script's run names, by dotted key."""
+    labels = code_labels(run_file)
+    return {f"components.{name}": _Missing(str(run_file.parent), name, label) for name, label in labels.items()}
 
 
 def _file_of_run(overrides: Sequence[str]) -> Path | None:
@@ -147,7 +164,7 @@ def load_run(run_dir: str, **code: Any) -> Resolved[RunConfig]:
         )
     missing = {name: _Missing(run_dir, name, label) for name, label in labels.items() if name not in code}
     overrides = [f"run.dir={json.dumps(run_dir)}"]
-    planned = {f"components.{name}": _Missing(run_dir, name, label) for name, label in labels.items()}
+    planned = code_stands(run_file)
     resolved = load_config(RunConfig, [run_file], overrides=overrides, environ=os.environ, planned=planned)
     announce(str(run_file), resolved.renamed)
     config = resolved.value

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
 from unisono.cli.common import every_verb, load_run_config, print_json, print_result, takes_config
-from unisono.config import diff, explain, load_config, render_origins, schema
+from unisono.config import diff, explain, render_origins, schema
 from unisono.train.config import RunConfig
 
 
@@ -22,7 +20,7 @@ def command() -> None:
 @every_verb
 def show(config: tuple[str, ...], overrides: tuple[str, ...], origin: bool, as_json: bool) -> None:
     """Print the resolved configuration as TOML, or key by key with its origin."""
-    resolved = load_run_config(config, overrides)
+    resolved = load_run_config(config, overrides, is_shown=True)
     rows = render_origins(resolved)
     width, value_width = max(len(key) for key, _, _ in rows), max(len(value) for _, value, _ in rows)
     lines = [f"{key:<{width}}  {value:<{value_width}}  {source}" for key, value, source in rows]
@@ -54,7 +52,7 @@ def print_schema(as_json: bool) -> None:
 @every_verb
 def compare(a: str, b: str, as_json: bool) -> None:
     """Print what differs between two configuration files; exit 1 if anything does."""
-    first, second = (load_config(RunConfig, [path], environ=os.environ) for path in (a, b))
+    first, second = (load_run_config([path], (), is_shown=True) for path in (a, b))
     differences = diff(first, second)
     rows = [{"key": d.key, "a": d.left, "b": d.right} for d in differences]
     lines = [f"{d.key}: {d.left} ({d.left_origin}) -> {d.right} ({d.right_origin})" for d in differences]

@@ -135,7 +135,7 @@ def next_commands(config: RunConfig, reason: str, *, writes: bool) -> list[str]:
 
 def _stretched(config: RunConfig) -> str:
     """A shell comment if a longer run has another learning rate from here on."""
-    if config.schedule.kind not in STRETCHED_SCHEDULES:
+    if config.components.schedule or config.schedule.kind not in STRETCHED_SCHEDULES:
         return ""
     return f"  # stretches the {config.schedule.kind} schedule to the new length"
 

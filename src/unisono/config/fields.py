@@ -8,7 +8,7 @@ module only declares; ``validate`` checks values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -69,7 +69,7 @@ def option(
         le: Upper bound, inclusive.
         lt: Upper bound, exclusive.
         python_only: Marks a ``str | Callable`` field: files, ``--set`` and the environment give it strings, only a Python
-            file gives it a callable.
+            file gives it a callable, or, where the type has ``Mapping[str, Callable]`` too, callables by name.
     """
     allowed = None if choices is None else tuple(choices)
     limits: dict[str, Any] = {"ge": ge, "gt": gt, "le": le, "lt": lt}
@@ -183,7 +183,8 @@ def _leaf(key: str, hint: Any, default: Any, declared: Field[Any]) -> Leaf:
 
 
 def _is_callable_type(arm: Any) -> bool:
-    return _CALLABLE in (arm, get_origin(arm))
+    by_name = get_origin(arm) is Mapping and _is_callable_type(get_args(arm)[-1])
+    return by_name or _CALLABLE in (arm, get_origin(arm))
 
 
 def _is_plain(hint: Any) -> bool:

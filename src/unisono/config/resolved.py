@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from unisono.config.fields import BASE, OptionTree
 from unisono.config.python_file import PythonFile
-from unisono.config.values import CALLABLE, encode, toml_value
+from unisono.config.values import CALLABLE, encode, is_code, toml_value
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ def resolve(
 ) -> Resolved[T]:
     """Seal typed ``values`` by dotted key and the object made of them."""
     encoded = {key: encode(item) for key, item in values.items()}
-    needed = python if any(callable(item) for item in values.values()) else None
+    needed = python if any(is_code(item) for item in values.values()) else None
     canonical = json.dumps([encoded, needed.digest if needed else None], sort_keys=True, separators=(",", ":"))
     digest = blake2b(canonical.encode(), digest_size=16).hexdigest()
     return Resolved(

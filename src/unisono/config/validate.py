@@ -14,18 +14,18 @@ from typing import Any, cast
 
 from unisono.config.fields import Leaf, OptionTree, Spec, join, limit_words, option_tree, type_words
 from unisono.config.toml_file import KeyPath, config_problem
-from unisono.config.values import CALLABLE, NONE, assignment, encode, env_name, literal, shown, toml_key
+from unisono.config.values import CALLABLE, NONE, assignment, encode, env_name, is_code, literal, shown, toml_key
 from unisono.errors import ConfigError, Problem, nearest_name
 
 
 def checked_value(leaf: Leaf, raw: Any, origin: str, beneath: Any) -> Any:
     """The typed value of ``leaf``; ``beneath`` is the value of lower layers. Raises ConfigError if it is not legal."""
-    if leaf.spec.python_only and callable(raw):
+    if leaf.spec.python_only and is_code(raw):
         return raw
     if leaf.optional and (raw is None or raw == NONE):
         return None
     if leaf.spec.python_only and isinstance(raw, str) and raw.startswith(CALLABLE):
-        if callable(beneath) and encode(beneath) == raw:
+        if is_code(beneath) and encode(beneath) == raw:
             return beneath
         raise _refused(leaf, raw, origin, *_label_breach(leaf, beneath))
     value, fault = _convert(raw, leaf.type)
@@ -114,7 +114,8 @@ def _convert(raw: Any, to: Any) -> tuple[Any, str]:
 
 
 def _type_rule(leaf: Leaf, fault: str) -> str:
-    rule = f"{leaf.key} takes {type_words(leaf)}"
+    code = ", or code of a Python file" if leaf.spec.python_only else ""
+    rule = f"{leaf.key} takes {type_words(leaf)}{code}"
     place = fault.partition(" - at `$[")[2].rstrip("`]")
     return f"{rule}; see element {place}" if place.isdigit() else rule
 
@@ -143,7 +144,7 @@ def _default_hint(leaf: Leaf, origin: str) -> str:
 
 def _label_breach(leaf: Leaf, beneath: Any) -> tuple[str, str]:
     rule = f"a {CALLABLE} label stands for the callable that the Python file beneath gives {leaf.key}"
-    if callable(beneath):
+    if is_code(beneath):
         return rule, f"that file gives {encode(beneath)}"
     return rule, f'base = "config.py", whose config() gives {leaf.key}'
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
+from collections.abc import Mapping
 from typing import Any, cast
 
 from unisono.config.toml_file import shorten
@@ -43,15 +44,29 @@ def literal(text: str) -> Any:
     return items[0] if is_one_value else text
 
 
+def is_code(value: Any) -> bool:
+    """Whether only Python can give the value: a callable, or callables by name."""
+    if isinstance(value, Mapping) and value:
+        return all(map(callable, cast("Mapping[Any, Any]", value).values()))
+    return callable(value)
+
+
 def encode(value: Any) -> Any:
-    """The value as TOML and JSON hold it: ``none`` for None, a label for a callable, lists for tuples."""
+    """The value as TOML and JSON hold it: ``none`` for None, a label for code, lists for tuples."""
     if value is None:
         return NONE
-    if callable(value):
-        return CALLABLE + str(getattr(value, "__qualname__", type(value).__qualname__))
+    if is_code(value):
+        return CALLABLE + _code_name(value)
     if isinstance(value, list | tuple):
         return [encode(item) for item in cast("list[Any]", value)]
     return value
+
+
+def _code_name(value: Any) -> str:
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value).items()
+        return ", ".join(f"{name}: {_code_name(item)}" for name, item in items)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def shown(value: Any) -> str:

@@ -31,6 +31,7 @@ class Failure:
         traceback: The formatted traceback, with those of its causes.
         at_monotonic_s: Time of the failure in seconds (``time.monotonic``), which orders the failures of one host.
         script_s: Seconds from the script's start to a failure outside a trainer, whose progress is unknown; else None.
+        checkpoint: Name of the run's newest committed checkpoint; empty without one.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Failure:
     traceback: str
     at_monotonic_s: float
     script_s: float | None = None
+    checkpoint: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The record as it is stored and sent."""
@@ -103,7 +105,13 @@ def user_traceback(error: BaseException) -> str:
 
 
 def record_failure(
-    folder: Path, job: JobSpec, error: BaseException, *, step: int | None, script_s: float | None = None
+    folder: Path,
+    job: JobSpec,
+    error: BaseException,
+    *,
+    step: int | None,
+    script_s: float | None = None,
+    checkpoint: str = "",
 ) -> Path:
     """Write the failure of this rank as ``failure-rank-N.json``, atomically.
 
@@ -113,6 +121,7 @@ def record_failure(
         error: The exception that ended the rank.
         step: Steps made before it was raised; None if training had not begun.
         script_s: Seconds since the script began, if nothing is known of its steps.
+        checkpoint: Name of the run's newest committed checkpoint; empty without one.
 
     Returns:
         The path of the record.
@@ -126,6 +135,7 @@ def record_failure(
         traceback=user_traceback(error),
         at_monotonic_s=time.monotonic(),
         script_s=script_s,
+        checkpoint=checkpoint,
     )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"failure-rank-{job.rank}.json"

@@ -20,7 +20,7 @@ from unisono.errors import CheckpointError, ConfigError, Problem
 from unisono.kvstore.keys import Future, PushValue, SparseRows, as_sparse_rows, to_dense
 from unisono.optim import build_optimizer, load_state_tensors, state_tensors
 from unisono.optim.groups import Role
-from unisono.optim.options import OptimOptions
+from unisono.optim.options import OPTIMIZER_FIELDS, OptimOptions
 
 Updater = Callable[[str, Tensor, Tensor], object]
 """``updater(key, sum, stored)`` changes the stored tensor in place."""
@@ -170,8 +170,16 @@ def learning_rate_without_optimizer(lr: float) -> ConfigError:
     )
 
 
-def optimizer_options(optimizer: OptimOptions | str, hyper: Mapping[str, Any]) -> OptimOptions:
-    """Validated options. Raises ConfigError for unknown names, values out of range, and options without effect."""
+def optimizer_options(optimizer: Any, hyper: Mapping[str, Any]) -> OptimOptions:
+    """Validated options. Raises ConfigError for unknown names, values out of range, options without effect, and anything but
+    a name or options."""
+    if not isinstance(optimizer, OptimOptions | str):
+        raise ConfigError(
+            given=f"set_optimizer of {_described(optimizer)}",
+            rule="a store builds an optimizer of its own for each key, on each worker or server, from options",
+            consequence="no optimizer was set",
+            nearest=_nearest_options(optimizer),
+        )
     if isinstance(optimizer, str):
         optimizer = load_config(OptimOptions, planned={"kind": optimizer, "clip_norm": 0.0, **hyper}).value
     elif hyper:
@@ -194,3 +202,21 @@ def optimizer_options(optimizer: OptimOptions | str, hyper: Mapping[str, Any]) -
     if problems:
         raise ConfigError(*problems)
     return optimizer
+
+
+def _described(optimizer: object) -> str:
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    return f"{kind.__module__}.{kind.__qualname__}" + (", a class" if isinstance(optimizer, type) else "")
+
+
+def _nearest_options(optimizer: object) -> str:
+    """The call with options like those of torch's optimizer."""
+    kind = (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__.lower()
+    if kind not in OPTIMIZER_FIELDS:
+        return f"OptimOptions(kind=..., clip_norm=0.0) with {', '.join(OPTIMIZER_FIELDS)}; or set_updater, where a worker updates"
+    group = optimizer.param_groups[0] if isinstance(optimizer, Optimizer) else {}
+    values: dict[str, Any] = {name: group[name] for name in ("lr", "momentum", "weight_decay") if name in group}
+    if "betas" in group:
+        values |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"]}
+    shown = "".join(f", {name}={value!r}" for name, value in values.items())
+    return f"set_optimizer({kind!r}{shown or ', lr=...'})"

@@ -25,7 +25,7 @@ class Attempt:
     """One attempt to run a job, or one process of an asynchronous job: its processes and how they ended.
 
     All mappings are by rank. ``codes`` are exit codes, negative for a signal as in subprocess. ``folder`` is where ranks
-    record failures.
+    record failures. Of a ``restarted`` one no rank shows a traceback itself.
     """
 
     number: int
@@ -38,14 +38,16 @@ class Attempt:
     began_s: float = field(default_factory=time.monotonic)
     took_s: float = 0.0
     checkpoints: frozenset[str] = frozenset()
+    restarted: bool = False
 
     @staticmethod
-    def begin(number: int, workers: Sequence[WorkerProcess], folder: Path) -> Attempt:
+    def begin(number: int, workers: Sequence[WorkerProcess], folder: Path, *, restarted: bool = False) -> Attempt:
         """The attempt of workers that have just started."""
         return Attempt(
             number=number,
             workers={worker.rank: worker for worker in workers},
             folder=folder,
+            restarted=restarted,
             # the kernel counters of other hosts are unknown
             oom_kills_before=oom_kills() if all(worker.here for worker in workers) else None,
         )
@@ -125,6 +127,7 @@ def _is_on_terminal(attempt: Attempt, failure: Failure) -> bool:
     own = attempt.failures.get(0)
     return (
         own is not None
+        and not attempt.restarted
         and own.same_error(failure)
         and attempt.codes.get(0) == 1
         and attempt.workers[0].name == "rank 0"

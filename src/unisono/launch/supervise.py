@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from unisono.dist import Failure
 from unisono.errors import FATAL, REQUEUE, USER_ERROR, LaunchError, Problem
 from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
@@ -67,7 +68,8 @@ def supervise(start: Start, options: LaunchOptions, *, run_dir: Path, record: Ma
             number = first + len(history)
             write_record(run_dir, record, number, history)
             workers = start(number, bool(history))
-            attempt = _wait_for_all(workers, Attempt.begin(number, workers, logs), options, signals)
+            begun = Attempt.begin(number, workers, logs, restarted=bool(history))
+            attempt = _wait_for_all(workers, begun, options, signals)
             history.append(attempt)
             write_record(run_dir, record, number, history)
             code = _verdict(history, options)
@@ -134,9 +136,10 @@ def would_repeat(history: Sequence[Attempt]) -> Problem | None:
     """Why the last crash is not restarted, although restarts are left; None if it may be.
 
     An error of the program before its first finished step comes back at once, and so does a crash that has already
-    come back. Of a script outside a trainer the steps are unknown: its first minute counts as before the first one. An
-    exit code without a recorded error (``sys.exit(1)``, a program that is not Python) is restarted once. A kill leaves no
-    record and is always restarted.
+    come back: at the same step, or at another one without a new checkpoint, which is where a restart begins. Of a script
+    outside a trainer the steps are unknown: its first minute counts as before the first one. An exit code without a
+    recorded error (``sys.exit(1)``, a program that is not Python) is restarted once. A kill leaves no record and is
+    always restarted.
     """
     attempt = history[-1]
     failure = attempt.root_failure()
@@ -155,10 +158,25 @@ def would_repeat(history: Sequence[Attempt]) -> Problem | None:
         )
     repeats = _same_crashes(history)
     if repeats < _SAME_CRASH_LIMIT:
-        return None
+        return _would_come_back(history, failure)
     return Problem(
         given=f"{failure.type} {failure.where} on rank {failure.rank}, {repeats} times in a row",
         rule="a crash with the same type, message and step as the one before is not restarted again",
+        consequence="the run ends here; the newest checkpoint is kept",
+        nearest="repair the cause shown above, then start the same command again",
+    )
+
+
+def _would_come_back(history: Sequence[Attempt], failure: Failure) -> Problem | None:
+    """Why an error of the program that came back at another step is not restarted again; None if it may be."""
+    earlier = history[-2].root_failure() if len(history) > 1 else None
+    if failure.may_pass or earlier is None or not earlier.same_error(failure):
+        return None
+    if failure.checkpoint != earlier.checkpoint:
+        return None
+    return Problem(
+        given=f"{failure.type} {failure.where} on rank {failure.rank}, after the same error {earlier.where}",
+        rule="an error of the program that comes back is restarted again only if a checkpoint was committed in between",
         consequence="the run ends here; the newest checkpoint is kept",
         nearest="repair the cause shown above, then start the same command again",
     )

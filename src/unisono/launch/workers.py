@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from unisono.dist import JobSpec
+from unisono.dist.failure import TRACEBACKS
 from unisono.dist.jobspec import OWN_VARIABLES, TORCH_VARIABLES
 from unisono.errors import LaunchError, Problem
 from unisono.launch import reaper
@@ -155,6 +156,8 @@ class WorkerSpec:
         """All variables of the process, apart from its secret."""
         full = {name: value for name, value in os.environ.items() if not _foreign(name)}
         if self.restarted:
+            # the launcher shows the error, in one line if it is the one that it has shown
+            full[TRACEBACKS] = "record"
             full.pop("UNISONO_FAULT", None)
         # at SIGSEGV, or the SIGABRT of a launcher that ends a hung rank, the stacks of all threads go to the log
         full.setdefault("PYTHONFAULTHANDLER", "1")

@@ -38,10 +38,13 @@ class OptimOptions:
 
     __repr__ = options_repr
 
-    kind: str = option("adamw", "Optimizer.", choices=tuple(OPTIMIZER_FIELDS))
-    lr: float = option(2e-3, "Peak learning rate; the schedule multiplies it.", gt=0)
+    kind: str = option("adamw", "Optimizer.", acts="no components.optimizer", choices=tuple(OPTIMIZER_FIELDS))
+    lr: float = option(2e-3, "Peak learning rate; the schedule multiplies it.", acts="no components.optimizer", gt=0)
     weight_decay: float | None = option(
-        None, "Decay of weight matrices; unset: adamw 0.1, lamb 0.01, sgd and lars 1e-4, adam 0.", ge=0
+        None,
+        "Decay of weight matrices; unset: adamw 0.1, lamb 0.01, sgd and lars 1e-4, adam 0.",
+        acts="no components.optimizer",
+        ge=0,
     )
     decay_exclude: tuple[str, ...] = option(
         (), "More parameters without decay: patterns of names such as '*.pos'.", acts="a weight decay above 0"
@@ -50,8 +53,11 @@ class OptimOptions:
         (),
         "Groups of parameters, the first match wins: tables of match (a pattern of names), lr_scale, weight_decay and "
         "frozen_until_step (the number of first steps in which the group is not trained).",
+        acts="no components.optimizer",
     )
-    freeze: tuple[str, ...] = option((), "Parameters that are not trained: patterns of names such as 'encoder.*'.")
+    freeze: tuple[str, ...] = option(
+        (), "Parameters that are not trained: patterns of names such as 'encoder.*'.", acts="no components.optimizer"
+    )
     clip_norm: float = option(1.0, "Largest global gradient norm; 0 turns clipping off.", ge=0)
     beta1: float = option(
         0.9,
@@ -116,8 +122,15 @@ class ScheduleOptions:
 
     __repr__ = options_repr
 
-    kind: str = option("cosine", "Shape of the learning rate after warm-up.", choices=tuple(SCHEDULE_FIELDS))
-    warmup_steps: int = option(0, "Steps of linear rise; step 0 has lr/warmup_steps, never 0.", ge=0)
+    kind: str = option(
+        "cosine",
+        "Shape of the learning rate after warm-up.",
+        acts="no components.schedule",
+        choices=tuple(SCHEDULE_FIELDS),
+    )
+    warmup_steps: int = option(
+        0, "Steps of linear rise; step 0 has lr/warmup_steps, never 0.", acts="no components.schedule", ge=0
+    )
     final_lr_frac: float = option(
         0.1,
         "Fraction of lr where the decay ends (linear, cosine, polynomial, wsd).",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -31,6 +31,7 @@ from unisono.tasks.inputs import image_augment
 from unisono.tasks.model_names import MODELS, default_model
 from unisono.tasks.models import build_named
 from unisono.tasks.options import LANGUAGE_MODELS, TaskOptions, updated_task
+from unisono.train.callbacks import Every
 from unisono.train.compared import compared_settings
 from unisono.train.config import AUTO, RunConfig
 from unisono.train.initialize import initialize
@@ -114,8 +115,15 @@ def resolve_steps(resolved: Resolved[RunConfig], data: RunData, plan: Plan) -> R
 
 def build_data(config: RunConfig) -> RunData:
     """The data sets of the configuration's task or of ``components.data``. Raises DataError or ConfigError."""
-    if has_own_data(config):
-        return _own_data(config)
+    data = _own_data(config) if has_own_data(config) else _task_data(config)
+    return replace(
+        data,
+        pair_transform=_own_component("pair_transform", config) or data.pair_transform,
+        collate_fn=_own_component("collate_fn", config) or data.collate_fn,
+    )
+
+
+def _task_data(config: RunConfig) -> RunData:
     tokenizer, task = find_tokenizer(config), config.task
     pretrained = bool(config.model.pretrained)
     prepared = None
@@ -163,7 +171,7 @@ def _own_data(config: RunConfig) -> RunData:
             consequence="there is nothing to train on",
             nearest="return train, held_out",
         )
-    transform = _find_component("transform", config, {}) if config.components.transform else None
+    transform = _own_component("transform", config)
     return RunData(train=as_dataset(pair[0]), held_out=as_dataset(pair[1]), transform=transform)
 
 
@@ -301,13 +309,15 @@ def build_trainer(
     build = partial(build_model, config, data.tokenizer)
     # pretrained values are read when the model is built: it cannot be built without them and filled later
     deferred = plan.is_model_sharded and not config.model.pretrained
+    own_optimizer = _own_component("optimizer", config)
     return Trainer(
         build if deferred else build(),
         data.train,
         plan,
         objective=find_objective(config),
-        optimizer=config.optim,
-        schedule=config.schedule,
+        optimizer=own_optimizer or config.optim,
+        schedule=_own_component("schedule", config) or config.schedule,
+        clip_norm=config.optim.clip_norm if own_optimizer else None,
         options=config.train,
         checkpoint=config.checkpoint,
         run_dir=Path(config.run.dir),
@@ -315,8 +325,10 @@ def build_trainer(
         resume=config.run.resume,
         eval_data=data.held_out,
         metrics=build_metrics(config, data),
+        callbacks=_callbacks(config),
         transform=_chained(data.transform, config),
         pair_transform=data.pair_transform,
+        batch_transform=_own_component("batch_transform", config),
         collate_fn=data.collate_fn,
         loader=config.loader,
         flops_per_token=lambda model: gpt_flops_per_token(model, config.data.seq_len) if isinstance(model, GPT) else 0,
@@ -380,6 +392,23 @@ def build_metrics(config: RunConfig, data: RunData) -> dict[str, Metric]:
     return metrics
 
 
+def _callbacks(config: RunConfig) -> Sequence[Every]:
+    """What ``components.callbacks`` returns. Raises ConfigError for anything but observers."""
+    if not config.components.callbacks:
+        return ()
+    given: Any = _find_component("callbacks", config, {})(config)
+    if isinstance(given, list | tuple) and all(isinstance(item, Every) for item in cast("list[Any]", given)):
+        return cast("list[Every]", given)
+    kinds = [type(item).__name__ for item in cast("list[Any]", given)] if isinstance(given, list | tuple) else []
+    shown = f"[{', '.join(kinds)}]" if kinds else type(given).__name__
+    raise ConfigError(
+        given=f"components.callbacks returned {shown}",
+        rule="it returns a list of Every",
+        consequence="nothing would be called",
+        nearest="return [Every(steps=100, call=function)], from unisono.train import Every",
+    )
+
+
 def _default_metrics(config: RunConfig, data: RunData) -> tuple[str, ...]:
     task = config.task
     if has_own_data(config):
@@ -399,8 +428,19 @@ _GROUPS = {
     "objective": "objectives",
     "data": "datasets",
     "transform": "transforms",
+    "pair_transform": "transforms",
+    "batch_transform": "transforms",
+    "collate_fn": "collate_fns",
+    "optimizer": "optimizers",
+    "schedule": "schedules",
     "own_metrics": "metrics",
+    "callbacks": "callbacks",
 }
+
+
+def _own_component(name: str, config: RunConfig) -> Any:
+    """The entry point or code that ``components.<name>`` gives; None where it is empty."""
+    return _find_component(name, config, {}) if getattr(config.components, name) else None
 
 
 def _find_component(name: str, config: RunConfig, built_in: Mapping[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -57,12 +57,29 @@ class Components:
         python_only=True,
     )
     transform: Component = option("", "Nothing, an entry point, or (sample, rng) -> sample.", python_only=True)
+    pair_transform: Component = option("", "Nothing, an entry point, or (a, b, rng) -> (a, b).", python_only=True)
+    batch_transform: Component = option("", "Nothing, an entry point, or (batch) -> batch.", python_only=True)
+    collate_fn: Component = option(
+        "", "Nothing = by task or stacked; an entry point, or (list of samples) -> batch.", python_only=True
+    )
+    optimizer: Component | Mapping[str, Callable[..., Any]] = option(
+        "",
+        "Nothing = section optim; an entry point, a torch.optim class or (parameters) -> optimizer, or several by name pattern.",
+        python_only=True,
+    )
+    schedule: Component = option(
+        "",
+        "Nothing = section schedule; an entry point, step -> learning rate, or a torch.optim.lr_scheduler class or "
+        "(optimizer) -> scheduler.",
+        python_only=True,
+    )
     metrics: tuple[str, ...] = option(
         (),
         "bits_per_byte, perplexity, accuracy, token_accuracy, top<k>, f1 (of class 1), f1:<classes> (macro), mcc, "
         "mcc:<classes>, auc, confusion:<classes>, mae, rmse, r2, spearman:<low>:<high>, or entry points; none = by task.",
     )
     own_metrics: Component = option("", "Nothing, an entry point, or config -> {name: Metric}.", python_only=True)
+    callbacks: Component = option("", "Nothing, an entry point, or config -> list of Every.", python_only=True)
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Problems of the initial values, by field name."""
@@ -75,7 +92,7 @@ class RunConfig:
 
     Attributes:
         run: Folder, seed and resume mode.
-        components: Model, objective, data, transform and metrics: built in, installed or your own.
+        components: Model, objective, data, optimizer, metrics and more: built in, installed or your own.
         task: What is predicted from what.
         model: Sizes of the built-in model, or a pretrained one.
         lora: Adapters of a pretrained model.
@@ -115,10 +132,24 @@ class RunConfig:
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Rules that tie sections together."""
-        if not self.train.epochs:  # else the number of steps is not known before the data are read
-            for name, problem in schedule_problems(self.schedule, self.train.steps):
-                yield f"schedule.{name}", problem
+        yield from self._optimization_problems()
         yield from self._task_problems()
+
+    def _optimization_problems(self) -> Iterator[tuple[str, Problem]]:
+        """A schedule that does not fit the run, and settings beside an optimizer or schedule of the user's own."""
+        if self.components.optimizer:
+            names = self.optim.__dataclass_fields__.keys() - {"clip_norm"}  # the trainer clips for any optimizer
+            acts = dict.fromkeys(sorted(names), False)
+            for name, problem in inert_settings(self.optim, OptimOptions(), acts, "components.optimizer"):
+                yield f"optim.{name}", problem
+        if not self.components.schedule:
+            if not self.train.epochs:  # else the number of steps is not known before the data are read
+                for name, problem in schedule_problems(self.schedule, self.train.steps):
+                    yield f"schedule.{name}", problem
+            return
+        acts = dict.fromkeys(self.schedule.__dataclass_fields__, False)
+        for name, problem in inert_settings(self.schedule, ScheduleOptions(), acts, "components.schedule"):
+            yield f"schedule.{name}", problem
 
     def _task_problems(self) -> Iterator[tuple[str, Problem]]:
         """Settings of one task or model beside another."""
@@ -132,6 +163,10 @@ class RunConfig:
         if kind == "image" and self.task.predicts == "number":
             acts = {"mixup_alpha": False, "cutmix_alpha": False}
             for name, problem in inert_settings(self.image, ImageOptions(), acts, "task.predicts 'number'"):
+                yield f"image.{name}", problem
+        elif kind == "image" and self.components.pair_transform:
+            acts = {"mixup_alpha": False, "cutmix_alpha": False}
+            for name, problem in inert_settings(self.image, ImageOptions(), acts, "components.pair_transform"):
                 yield f"image.{name}", problem
         of_text = kind in (*LANGUAGE_MODELS, "text", "sequence_labelling")
         acts = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from unisono.config import option
 from unisono.config.fields import options_repr
@@ -44,15 +45,14 @@ class RunOptions:
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """``resume`` is one of three words or looks like a path."""
         if self.resume not in ("auto", "strict", "never") and "/" not in self.resume:
-            yield (
-                "resume",
-                Problem(
-                    given=f"resume {self.resume!r}",
-                    rule="auto, strict, never, or a path (with a '/')",
-                    consequence="it is unclear what to resume from",
-                    nearest=f"run.resume='./{self.resume}' if it is a folder",
-                ),
+            path = f"./{self.resume}"
+            unclear = Problem(
+                given=f"resume {self.resume!r}",
+                rule="auto, strict, never, or a path (with a '/')",
+                consequence="it is unclear what to resume from",
+                nearest=f"run.resume='{path}'" + ("" if Path(path).is_dir() else " if it is a folder"),
             )
+            yield "resume", other_folder(path) or unclear
         if "://" in self.dir:
             yield (
                 "dir",
@@ -63,6 +63,26 @@ class RunOptions:
                     nearest=f"checkpoint.upload_to={self.dir!r}, which copies each checkpoint there and resumes from there",
                 ),
             )
+
+
+def other_folder(path: str) -> Problem | None:
+    """Why no run resumes from a folder that is a model's or a run's, and no checkpoint; None for any other."""
+    folder = Path(path)
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return Problem(
+            given=f"resume from {path}, a Hugging Face model folder",
+            rule="a run resumes from a checkpoint: weights, optimizer state, schedule and position in the data",
+            consequence="nothing was loaded",
+            nearest=f"a folder checkpoints/step-… of a run; to fine-tune these weights, a new run with model.pretrained={path}",
+        )
+    if (folder / RUN_FILE).is_file():
+        return Problem(
+            given=f"resume from {path}, the folder of a run",
+            rule="a run resumes from a checkpoint: one folder step-… in the folder checkpoints of a run",
+            consequence="nothing was loaded",
+            nearest=f"run.dir={path}, which continues that run; or one of ls -d {path}/checkpoints/step-*",
+        )
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,7 @@ from unisono.errors import CheckpointError
 from unisono.observe.events import EventLog
 from unisono.parallel.mesh import ParallelDims
 from unisono.plan.plan import Plan
-from unisono.train.options import is_due
+from unisono.train.options import is_due, other_folder
 from unisono.train.settings import setting_differences
 from unisono.train.state import TrainState
 
@@ -177,13 +177,8 @@ def _choose(root: Path, mode: str, world: World, events: EventLog) -> Path | Non
             )
         return None
     path = Path(mode)
-    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
-        raise CheckpointError(
-            given=f"resume from {path}, a Hugging Face model folder",
-            rule="a run resumes from a checkpoint: weights, optimizer state, schedule and position in the data",
-            consequence="nothing was loaded",
-            nearest=f"a folder checkpoints/step-… of a run; to fine-tune these weights, a new run with model.pretrained={path}",
-        )
+    if (problem := other_folder(mode)) is not None:
+        raise CheckpointError(problem)
     problems = verify(path)
     if problems:
         raise CheckpointError(*problems)

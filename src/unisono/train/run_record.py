@@ -16,7 +16,7 @@ import numpy as np
 from torch import nn
 
 from unisono.checkpoint import CheckpointOptions
-from unisono.config.values import CALLABLE, encode, toml_value
+from unisono.config.values import CALLABLE, encode, is_code, toml_value
 from unisono.data.dataset import Dataset, read_samples
 from unisono.data.options import LoaderOptions
 from unisono.observe.options import ObserveOptions
@@ -56,8 +56,8 @@ def write_run_record(
     Args:
         data_kind: Name of the class of the training data as the script gave them; ``data`` is made of them.
         given_plan: The plan as the script gave it; ``plan`` is the resolved one.
-        optimizer: As given. Only options of ours are a section of the file; ``optimization`` describes any in words.
-        schedule: The schedule that is used, which is a section if it is options of ours.
+        optimizer: As given. Options of ours are a section of the file, code a label; ``optimization`` describes any in words.
+        schedule: The schedule that is used, likewise.
     """
     plan.save(run_dir / PLAN_FILE)
     components = {
@@ -67,6 +67,10 @@ def write_run_record(
         "data": CALLABLE + data_kind,
         "metrics": [name for metric in metrics.values() for name, known in METRICS.items() if known is metric],
     }
+    if not isinstance(optimizer, OptimOptions):
+        components["optimizer"] = _label(optimizer)
+    if not isinstance(schedule, ScheduleOptions):
+        components["schedule"] = _label(schedule)
     sections: dict[str, Any] = {
         "run": {"dir": str(run_dir), "seed": seed},
         "components": components,
@@ -103,7 +107,7 @@ def sequence_length(data: Any) -> int:
 
 def _label(code: Any) -> str:
     """The label of a class, function or callable object."""
-    return str(encode(code)) if callable(code) else CALLABLE + type(code).__qualname__
+    return str(encode(code)) if is_code(code) else CALLABLE + type(code).__qualname__
 
 
 def _plan_section(plan: Plan) -> dict[str, Any]:

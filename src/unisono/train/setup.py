@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from unisono.checkpoint import list_checkpoints
 from unisono.data.dataset import Dataset, read_samples
 from unisono.data.options import default_cache_dir
 from unisono.dist import JobSpec, World, agree, job_from_environ, join_world, record_failure
@@ -103,7 +104,9 @@ def open_events(run_dir: Path, world: World) -> EventLog:
 def report_failure(events: EventLog, run_dir: Path, job: JobSpec, error: BaseException, step: int | None) -> None:
     """Record the error that ends this rank, for the launcher and in the event log."""
     logs = Path(os.environ.get("UNISONO_LOGS", run_dir / "logs"))  # where the launcher looks
-    record_failure(logs, job, error, step=step)
+    committed = [entry for entry in list_checkpoints(run_dir / "checkpoints") if entry.state == "committed"]
+    newest = max(committed, key=lambda entry: entry.step).path.name if committed else ""
+    record_failure(logs, job, error, step=step, checkpoint=newest)
     events.emit("run_end", step=step or 0, reason="failed", error=type(error).__name__, message=str(error))
 
 

@@ -126,7 +126,7 @@ class Trainer:
         metrics: Metrics of an evaluation by name, or names of built-in ones, in addition to ``loss``. Default: none.
         callbacks: Observers of the run, such as ``Every(steps=100, call=function)``. Default: none.
         transform: ``(sample, rng) -> sample``, applied to each training sample; see ``Loader``.
-        pair_transform: ``(a, b, rng) -> sample`` on two neighbours of the global batch, such as mixup; see ``Loader``.
+        pair_transform: ``(a, b, rng) -> (a, b)`` on two neighbours of the global batch, such as mixup; see ``Loader``.
         batch_transform: ``(batch) -> batch`` on all rows of a micro-batch; see ``Loader``.
         collate_fn: ``(list of samples) -> batch``, for ``data`` and ``eval_data``; see ``Loader``. Default: samples are stacked.
         loader: Workers, prefetching and the treatment of bad samples and last batches. Default: ``LoaderOptions()``.
