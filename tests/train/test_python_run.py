@@ -268,7 +268,7 @@ if sharded:
     try:
         run.fit()
     except ConfigError as error:
-        assert "a plan that shards the Sequential it was given" in str(error)
+        assert "a plan that shards the module it was given" in str(error), error
     else:
         raise AssertionError("a module of shards was taken for a whole one")
 facts = [first.step, second.step, second.reason, first.evaluation == second.evaluation, run.best.name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -120,14 +120,20 @@ def read_eval_source(data: Any, collate_fn: CollateFn | None) -> Dataset | None:
 
 
 def _sized(data: Any, name: str) -> Dataset:
-    if isinstance(data, str) or not (
-        isinstance(data, Dataset) or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
-    ):
+    has_items = isinstance(data, Dataset) or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+    if isinstance(data, str | bytes) or not has_items or (isinstance(data, Mapping) and 0 not in data):
         raise DataError(
             given=f"{name} of type {type(data).__name__}",
             rule="samples come from a Dataset, a torch.utils.data.Dataset, a list, or anything with __len__ and __getitem__",
             consequence="no sample can be read by its number",
             nearest="list(…) of it, where it fits into memory",
+        )
+    if not len(data):
+        raise DataError(
+            given=f"{name} with 0 samples ({type(data).__name__})",
+            rule="there is at least one sample",
+            consequence="nothing was started",
+            nearest="see whether its files were found" if name == "data" else "leave eval_data out",
         )
     return as_dataset(data)
 

@@ -18,6 +18,18 @@ def is_due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
+def resume_problem(resume: str, setting: str) -> Problem | None:
+    """The problem of a ``resume`` that is none of three words and does not look like a path; ``setting`` is its name."""
+    if resume in ("auto", "strict", "never") or "/" in resume:
+        return None
+    return Problem(
+        given=f"resume {resume!r}",
+        rule="auto, strict, never, or a path (with a '/')",
+        consequence="it is unclear what to resume from",
+        nearest=f"{setting}='./{resume}' if it is a folder",
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
     """Where a run lives and how it starts."""
@@ -32,16 +44,8 @@ class RunOptions:
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """``resume`` is one of three words or looks like a path."""
-        if self.resume not in ("auto", "strict", "never") and "/" not in self.resume:
-            yield (
-                "resume",
-                Problem(
-                    given=f"resume {self.resume!r}",
-                    rule="auto, strict, never, or a path (with a '/')",
-                    consequence="it is unclear what to resume from",
-                    nearest=f"run.resume='./{self.resume}' if it is a folder",
-                ),
-            )
+        if problem := resume_problem(self.resume, "run.resume"):
+            yield "resume", problem
         if "://" in self.dir:
             yield (
                 "dir",

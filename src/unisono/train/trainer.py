@@ -37,6 +37,7 @@ from unisono.optim.run_optimizer import GivenOptimizer
 from unisono.parallel.batch_norm import batch_norms
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.train.argument_checks import check_arguments
 from unisono.train.assembly import (
     RunInputs,
     RunParts,
@@ -163,7 +164,7 @@ class Trainer:
         checkpoint: CheckpointOptions | None = None,
         run_dir: str | Path | None = None,
         seed: int = 0,
-        resume: str = "auto",
+        resume: str | Path = "auto",
         eval_data: Dataset | MapStyle | None = None,
         metrics: Mapping[str, Metric | str] | Sequence[str] | None = None,
         callbacks: Sequence[Every] = (),
@@ -179,6 +180,7 @@ class Trainer:
         events: EventLog | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
+        check_arguments(locals())
         check_options(options, checkpoint, loader, observe, plan if isinstance(plan, PlanOptions) else None)
         if isinstance(model, nn.Module):
             self.model = model
@@ -200,7 +202,7 @@ class Trainer:
             ),
             checkpoint=checkpoint or CheckpointOptions(),
             seed=seed,
-            resume=resume,
+            resume=str(resume),
             metrics=as_metrics(metrics or {}),
             input=InputPipeline(
                 data=source.data,
@@ -240,7 +242,7 @@ class Trainer:
         refuse_in_file("enters a Trainer")
         if hasattr(self, "state") and isinstance(self._inputs.model, nn.Module) and self.plan.is_model_sharded:
             raise ConfigError(
-                given=f"a Trainer, entered again, with a plan that shards the {type(self._inputs.model).__name__} it was given",
+                given="a Trainer, entered again, with a plan that shards the module it was given",
                 rule="the parameters of that module are replaced by the shards of this rank",
                 consequence="there is no whole model to begin with; nothing was started",
                 nearest="Trainer(build, …) with a function that builds the model, or a new Trainer of a new module",
@@ -438,7 +440,7 @@ class Trainer:
     def best(self) -> Path | None:
         """The committed checkpoint with the lowest held-out loss, among those of steps that were evaluated; None without one.
 
-        ``Trainer(…, resume=str(run.best))`` continues from it; the command line's ``--best`` evaluates and exports it.
+        ``Trainer(…, resume=run.best)`` continues from it; the command line's ``--best`` evaluates and exports it.
         """
         return next((path for _, _, path in scored_checkpoints(self.run_dir / "checkpoints")), None)
 
