@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from unisono import Trainer, TrainOptions
+from unisono import CheckpointOptions, ObserveOptions, PlanOptions, Trainer, TrainOptions
 from unisono.config import load_config
 from unisono.errors import ConfigError, DataError
 from unisono.train.config import RunConfig
@@ -104,6 +104,71 @@ def test_resume_has_the_rule_of_the_command_line(tmp_path: Path) -> None:
     )
     assert there.rule in text
     assert there.nearest == "run.resume='./alwys' if it is a folder"
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "value", "rule"),
+    [
+        (
+            {"options": TrainOptions(early_stop_patience=2)},
+            "early_stop_patience",
+            2,
+            "it counts evaluations of eval_data",
+        ),
+        ({"options": TrainOptions(eval_every_steps=1)}, "eval_every_steps", 1, "fit() evaluates eval_data"),
+        (
+            {"checkpoint": CheckpointOptions(keep_best=3)},
+            "keep_best",
+            3,
+            "it counts checkpoints with a loss on eval_data",
+        ),
+    ],
+)
+def test_settings_that_only_eval_data_brings_to_act(
+    tmp_path: Path, settings: dict[str, Any], name: str, value: int, rule: str
+) -> None:
+    assert refused(tmp_path, **settings) == (
+        f"{name} {value} without eval_data\n"
+        f"  rule: {rule}\n"
+        "  so:   it would change nothing\n"
+        f"  try:  eval_data=…, or leave {name} out"
+    )
+    Trainer(nn.Linear(3, 1), DATA, objective="mean_squared_error", eval_data=DATA, **settings)
+
+
+def test_defaults_and_zeros_need_no_eval_data() -> None:
+    for options in (TrainOptions(), TrainOptions(eval_every_steps=0), TrainOptions(eval_every_steps=100)):
+        for checkpoint in (CheckpointOptions(keep_best=0), CheckpointOptions(keep_best=1)):
+            Trainer(nn.Linear(3, 1), DATA, objective="mean_squared_error", options=options, checkpoint=checkpoint)
+
+
+def test_metrics_without_eval_data_are_noticed_by_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A loop of one's own may evaluate other data with them."""
+
+    class Line(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs)
+
+    def shown(name: str, **given: Any) -> str:
+        run = Trainer(
+            Line(3, 1),
+            DATA,
+            PlanOptions(device="cpu", global_batch=4),
+            objective="mean_squared_error",
+            metrics=["rmse"],
+            options=TrainOptions(steps=1),
+            run_dir=tmp_path / name,
+            observe=ObserveOptions(trackers=(), report=False),
+            **given,
+        )
+        with run:
+            assert "rmse" in run.evaluate(DATA)
+            run.fit()
+        return capsys.readouterr().out
+
+    said = "inert_metrics: metrics rmse have no effect on fit(); why: they are computed in evaluations, and there is no eval_data"
+    assert said in shown("without")
+    assert said not in shown("with", eval_data=DATA)
 
 
 def test_arguments_of_all_legal_kinds(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from unisono.checkpoint import CheckpointOptions
 from unisono.data.options import LoaderOptions
 from unisono.dist import World
-from unisono.errors import ConfigError, Problem, nearest_name
+from unisono.errors import ConfigError, Problem, inert_problem, nearest_name
 from unisono.observe.events import EventLog
 from unisono.observe.options import ObserveOptions
 from unisono.optim import OptimOptions, ScheduleOptions
@@ -55,6 +55,38 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         problems.append(problem)
     if problems:
         raise ConfigError(*problems)
+
+
+def check_without_eval_data(options: TrainOptions, checkpoint: CheckpointOptions) -> None:
+    """Raise ConfigError for settings that only evaluations of ``eval_data`` read, for a trainer that has none."""
+    default = TrainOptions()
+    settings = {
+        "early_stop_patience": (options.early_stop_patience, 0, "it counts evaluations of eval_data"),
+        "eval_every_steps": (options.eval_every_steps, default.eval_every_steps, "fit() evaluates eval_data"),
+        "keep_best": (
+            checkpoint.keep_best,
+            CheckpointOptions().keep_best,
+            "it counts checkpoints with a loss on eval_data",
+        ),
+    }
+    problems = [
+        inert_problem(f"{name} {value} without eval_data", rule, f"eval_data=…, or leave {name} out")
+        for name, (value, unset, rule) in settings.items()
+        if value not in (0, unset)  # 0 asks for nothing
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def inert_metrics_notice(names: Sequence[str]) -> dict[str, str]:
+    """Fields of the ``notice`` event of ``fit`` with metrics and without ``eval_data``."""
+    return {
+        "code": "inert_metrics",
+        "what": f"metrics {', '.join(names)} have no effect on fit()",
+        "why": "they are computed in evaluations, and there is no eval_data",
+        "cost": "none",
+        "fix": "eval_data=…, or run.evaluate(data) in a loop of your own",
+    }
 
 
 def _shown(value: Any) -> str:

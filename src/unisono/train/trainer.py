@@ -37,7 +37,7 @@ from unisono.optim.run_optimizer import GivenOptimizer
 from unisono.parallel.batch_norm import batch_norms
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
-from unisono.train.argument_checks import check_arguments
+from unisono.train.argument_checks import check_arguments, check_without_eval_data, inert_metrics_notice
 from unisono.train.assembly import (
     RunInputs,
     RunParts,
@@ -182,6 +182,8 @@ class Trainer:
     ) -> None:
         check_arguments(locals())
         check_options(options, checkpoint, loader, observe, plan if isinstance(plan, PlanOptions) else None)
+        if eval_data is None:
+            check_without_eval_data(options or TrainOptions(), checkpoint or CheckpointOptions())
         if isinstance(model, nn.Module):
             self.model = model
         source = read_source(data, plan=plan, loader=loader, collate_fn=collate_fn)
@@ -403,8 +405,10 @@ class Trainer:
             return self._fit()
 
     def _fit(self) -> Result:
-        loop = self._loop
+        loop, metrics = self._loop, self._inputs.metrics
         evaluator = loop.runner.evaluator
+        if metrics and self.eval_data is None:
+            self.events.emit("notice", step=self.state.step, **inert_metrics_notice(list(metrics)))
         for step in loop:
             if self.eval_data is not None and loop.evaluates_after(step.index):
                 self.evaluate()
