@@ -170,6 +170,14 @@ def test_a_trainer_is_used_inside_of_its_with_statement_and_again_in_another(tmp
     with trainer as run:
         assert [step.index for step in run] == [1, 2, 3]
         assert repr(run) == f"Trainer(Line, open at step 3 of 3, run_dir='{tmp_path}/run')"
+        with pytest.raises(ConfigError) as without:
+            run.evaluate()
+        assert str(without.value) == (
+            "evaluate() of a Trainer without eval_data\n"
+            "  rule: it evaluates the data that it is given, or eval_data\n"
+            "  so:   nothing was evaluated\n"
+            "  try:  run.evaluate(data), or Trainer(…, eval_data=data)"
+        )
     for use in (trainer.evaluate, trainer.save, trainer.__iter__, lambda: trainer.log("own", 1)):
         with pytest.raises(ConfigError, match=r"(of|over) a Trainer that was left"):
             use()
