@@ -98,8 +98,11 @@ def group_exists(group: int) -> bool:
     return True
 
 
-def test_an_interrupted_script_prints_one_line_and_gets_its_result(tmp_path: Path) -> None:
-    code, out, err = interrupted(tmp_path, SETUP.format(folder=str(tmp_path)) + FIT, 1)
+@pytest.mark.parametrize(
+    "fit", [FIT, FIT.replace("with trainer as run:\n    result = run.fit()", "result = trainer.fit()")]
+)
+def test_an_interrupted_script_prints_one_line_and_gets_its_result(tmp_path: Path, fit: str) -> None:
+    code, out, err = interrupted(tmp_path, SETUP.format(folder=str(tmp_path)) + fit, 1)
     assert code == 0, err
     assert out.splitlines()[-1] == "preempted True ['loss']"
     assert [line for line in err.splitlines() if "nterrupt" in line] == [INTERRUPTED]

@@ -241,6 +241,55 @@ def test_an_objective_that_returns_a_vector() -> None:
     ]
 
 
+def returns_nothing(outputs: Any, batch: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        (returns_nothing, "the objective returns_nothing, which returned None"),
+        (lambda outputs, batch: (outputs.sum(),), "which returned (a tensor [],)"),
+        (lambda outputs, batch: outputs.sum().item(), "which returned a float"),
+        (lambda outputs, batch: (outputs.sum(), 3.0), "which returned (a tensor [], a float)"),
+        (lambda outputs, batch: (outputs, outputs.sum()), "which returned (a tensor [3], a tensor [])"),
+        (lambda outputs, batch: ({"loss": outputs.sum()}, None), "which returned (a dict, None)"),
+        (lambda outputs, batch: "loss", "which returned a str"),
+    ],
+)
+def test_an_objective_that_returns_no_pair(function: Any, given: str) -> None:
+    with pytest.raises(DataError) as raised:
+        as_objective(function)(torch.zeros(3), {"inputs": torch.zeros(3)})
+    first, rule, consequence, nearest = text(raised)
+    assert first.startswith("the objective ")
+    assert first.endswith(given)
+    assert rule == "it returns (loss_sum, weight), two 0-dim tensors, or one 0-dim tensor, the mean of its micro-batch"
+    assert consequence == "there is no loss to train on"
+    assert nearest == "end it with: return losses.sum(), torch.tensor(float(len(losses)))"
+
+
+def test_an_objective_is_checked_once() -> None:
+    """Later steps pay nothing for it, and get what the function returned."""
+    pairs = iter([(torch.tensor(1.0), torch.tensor(2.0)), "later"])
+    objective = as_objective(lambda outputs, batch: next(pairs))
+    assert objective(None, {})[1] == 2
+    assert objective(None, {}) == "later"  # type: ignore[comparison-overlap]
+
+
+def test_an_objective_that_returns_nothing_ends_the_run_at_its_first_step(tmp_path: Path) -> None:
+    data = [(torch.ones(3), torch.ones(1))] * 4
+    run = Trainer(
+        nn.Sequential(nn.Linear(3, 1)),
+        data,
+        PlanOptions(device="cpu", global_batch=2),
+        objective=returns_nothing,  # pyright: ignore[reportArgumentType]
+        options=TrainOptions(steps=3),
+        run_dir=tmp_path,
+    )
+    with pytest.raises(DataError, match="the objective returns_nothing, which returned None"):
+        run.fit()
+
+
 # --- inputs of forward -----------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import subprocess
 import sys
 from functools import partial
@@ -147,17 +148,37 @@ def test_a_trainer_is_used_inside_of_its_with_statement_and_again_in_another(tmp
     trainer = Trainer(Line(3, 1), data, plan, objective=mean_squared_error, options=options, run_dir=tmp_path / "run")
     assert repr(trainer) == f"Trainer(Line, not entered, 3 steps, run_dir='{tmp_path}/run')"
     with pytest.raises(ConfigError) as before:
-        trainer.fit()
+        trainer.evaluate(data)
     assert str(before.value) == (
-        "fit() of a Trainer that was not entered\n"
+        "evaluate() of a Trainer that was not entered\n"
         "  rule: it works inside of a with statement, which opens and closes its files, workers and connections\n"
         "  so:   nothing was done\n"
-        "  try:  with trainer as run: run.fit()"
+        "  try:  with trainer as run: run.evaluate(data)"
     )
+    for call in (
+        trainer.save,
+        trainer.__iter__,
+        trainer.averaged_weights,
+        lambda: trainer.export(tmp_path / "none"),
+        lambda: trainer.log("own", 1),
+    ):
+        with pytest.raises(ConfigError, match=r"(of|over) a Trainer that was not entered"):
+            call()
+    assert trainer.best is None
+    assert not trainer.preempted
+    assert not (tmp_path / "run").exists()
     with trainer as run:
         assert [step.index for step in run] == [1, 2, 3]
         assert repr(run) == f"Trainer(Line, open at step 3 of 3, run_dir='{tmp_path}/run')"
-    for use in (trainer.fit, trainer.evaluate, trainer.save, trainer.__iter__):
+        with pytest.raises(ConfigError) as without:
+            run.evaluate()
+        assert str(without.value) == (
+            "evaluate() of a Trainer without eval_data\n"
+            "  rule: it evaluates the data that it is given, or eval_data\n"
+            "  so:   nothing was evaluated\n"
+            "  try:  run.evaluate(data), or Trainer(…, eval_data=data)"
+        )
+    for use in (trainer.evaluate, trainer.save, trainer.__iter__, lambda: trainer.log("own", 1)):
         with pytest.raises(ConfigError, match=r"(of|over) a Trainer that was left"):
             use()
     with trainer as run:
@@ -165,6 +186,125 @@ def test_a_trainer_is_used_inside_of_its_with_statement_and_again_in_another(tmp
     events = read_events(tmp_path / "run/events/rank00000.jsonl").events
     assert [event["attempt"] for event in events if event["kind"] == "run_end"] == [1, 2]
     assert repr(trainer) == f"Trainer(Line, closed at step 3 of 3, run_dir='{tmp_path}/run')"
+
+
+def test_fit_enters_and_leaves_by_itself_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = [(torch.ones(3) * n, torch.ones(1)) for n in range(8)]
+    run = Trainer(
+        Line(3, 1),
+        data,
+        PlanOptions(device="cpu", precision="fp32", global_batch=4),
+        objective=mean_squared_error,
+        options=TrainOptions(steps=3),
+        eval_data=data[:2],
+        run_dir=tmp_path / "run",
+        observe=ObserveOptions(trackers=()),
+    )
+    result = run.fit()
+    assert (result.step, result.reason, sorted(result.evaluation)) == (3, "finished", ["loss"])
+    assert repr(run) == f"Trainer(Line, closed at step 3 of 3, run_dir='{tmp_path}/run')"
+    assert run.best == tmp_path / "run/checkpoints/step-00000003"
+    assert (run.best / "COMMIT").exists()
+    assert (tmp_path / "run/report.html").exists()
+    exported = load_file(run.export(tmp_path / "exported") / "model.safetensors")
+    assert torch.equal(exported["weight"], run.model.weight)  # pyright: ignore[reportArgumentType]
+    assert "Finished 3 of 3 steps" in capsys.readouterr().out
+    again = run.fit()
+    assert (again.step, again.reason) == (3, "finished")
+    shown = capsys.readouterr().out
+    assert "resumed at step 3" in shown
+    assert "this run has made 3 of 3 steps: no step is made" in shown
+    events = read_events(events_path(tmp_path / "run", 0)).events
+    assert [(e["attempt"], e["reason"]) for e in events if e["kind"] == "run_end"] == [(1, "finished"), (2, "finished")]
+
+
+def test_a_fit_that_fails_leaves_by_itself_and_can_be_repeated(tmp_path: Path) -> None:
+    fails = True
+
+    def objective(outputs: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if fails:
+            raise RuntimeError("no loss today")
+        return mean_squared_error(outputs, batch)  # pyright: ignore[reportReturnType]
+
+    run = Trainer(
+        Line(3, 1),
+        [(torch.ones(3), torch.ones(1))],
+        PlanOptions(device="cpu", global_batch=1),
+        objective=objective,
+        options=TrainOptions(steps=2),
+        run_dir=tmp_path,
+        observe=ObserveOptions(console="off", trackers=(), report=False),
+    )
+    with pytest.raises(RuntimeError, match="no loss today"):
+        run.fit()
+    assert "closed at step 0 of 2" in repr(run)
+    fails = False
+    assert run.fit().step == 2
+    events = read_events(events_path(tmp_path, 0)).events
+    assert [e["reason"] for e in events if e["kind"] == "run_end"] == ["failed", "finished"]
+
+
+FIT_TWICE = """
+import json, os, sys
+from pathlib import Path
+import torch
+from unisono import ObserveOptions, PlanOptions, Trainer, TrainOptions
+from unisono.errors import ConfigError
+
+def build():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 1))
+
+
+sharded = sys.argv[1] == "sharded"
+data = [(torch.ones(3) * n, torch.ones(1)) for n in range(8)]
+run = Trainer(
+    build if sharded else build(),
+    data,
+    PlanOptions(device="cpu", precision="fp32", global_batch=4, dp_shard=2 if sharded else 1),
+    objective="mean_squared_error",
+    options=TrainOptions(steps=3, eval_every_steps=0),
+    eval_data=data[:3],
+    run_dir="run",
+    observe=ObserveOptions(console="off", trackers=(), report=False),
+)
+first, second = run.fit(), run.fit()
+run.export("exported")
+if sharded:
+    run = Trainer(build(), data, run.plan, objective="mean_squared_error", options=run.options, run_dir="run")
+    run.fit()
+    try:
+        run.fit()
+    except ConfigError as error:
+        assert "a plan that shards the module it was given" in str(error), error
+    else:
+        raise AssertionError("a module of shards was taken for a whole one")
+facts = [first.step, second.step, second.reason, first.evaluation == second.evaluation, run.best.name]
+Path(f"facts.{os.environ['RANK']}").write_text(json.dumps(facts))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+@pytest.mark.parametrize("launcher", ["unisono", "torchrun"])
+def test_ranks_fit_without_a_with_statement_twice(tmp_path: Path, kind: str, launcher: str) -> None:
+    (tmp_path / "twice.py").write_text(FIT_TWICE)
+    command = {
+        "unisono": ["unisono", "launch", "-n", "2", "--", sys.executable],
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    }[launcher]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "twice.py", kind],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    facts = [json.loads((tmp_path / f"facts.{rank}").read_text()) for rank in (0, 1)]
+    assert facts == [[3, 3, "finished", True, "step-00000003"]] * 2
+    assert set(load_file(tmp_path / "exported/model.safetensors")) == {"0.weight", "0.bias"}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
 
 from unisono import errors
 from unisono.dist.dmlc import take_role
@@ -42,7 +42,7 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 # JSON between ranks is control data; a larger value is refused before memory is allocated for it
 _MAX_JSON_BYTES = 64 * 2**20
 
-_MEET_S = 60.0
+MEET_S = 60.0  # shortest time to wait for the other ranks
 _SHOWN_CHARS = 120
 
 # texts by which a plain RuntimeError is recognised as a failed collective
@@ -247,7 +247,14 @@ class World:
         self._store = None
 
 
-def join_world(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout_s: float | None = None) -> World:
+def join_world(
+    job: JobSpec,
+    *,
+    device_type: str,
+    timeout_s: float,
+    meet_timeout_s: float | None = None,
+    store: TCPStore | None = None,
+) -> World:
     """Connect to the other ranks of ``job``; returns once all are connected.
 
     A server or scheduler that MXNet's tracker started serves here instead, and ends with the job.
@@ -259,6 +266,8 @@ def join_world(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout
         timeout_s: Seconds after which a later collective fails.
         meet_timeout_s: Seconds to wait for the other ranks; None means ``timeout_s``, at least 60 s, because hosts differ in
             how long Python and torch take to start.
+        store: The job's store, for a process that joins its job more than once (``rendezvous.open_store``). Default: a store of
+            this world.
 
     Raises:
         LaunchError: The port is taken, the address is unknown, or there is no such device.
@@ -277,8 +286,8 @@ def join_world(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout
             consequence="there is nobody to all-reduce with, so nothing was started",
             nearest="a launch without --servers; or dist_async (plan.sync=dist_async, create_kvstore('dist_async'))",
         )
-    meet_timeout_s = max(timeout_s, _MEET_S) if meet_timeout_s is None else meet_timeout_s
-    store = open_store(job, meet_timeout_s)
+    meet_timeout_s = max(timeout_s, MEET_S) if meet_timeout_s is None else meet_timeout_s
+    store = store or open_store(job, meet_timeout_s)
     prefix, restart_count = fresh_prefix(store, job, meet_timeout_s)
     job = replace(job, restart_count=restart_count)
     with _gloo_interface(job):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unisono.data.dataset import Dataset
 from unisono.data.loading.loader import eval_batches, rank_range, to_device
+from unisono.errors import ConfigError
 from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter
 from unisono.parallel.fsdp import reshard
@@ -102,7 +103,12 @@ class Evaluator:
         """Loss and metrics on ``data`` (None: the held-out set), with averaged weights where there are any. A collective."""
         chosen = self.held_out if data is None else data
         if chosen is None:
-            raise ValueError("evaluate() needs a data set: none was given here or as eval_data")
+            raise ConfigError(
+                given="evaluate() of a Trainer without eval_data",
+                rule="it evaluates the data that it is given, or eval_data",
+                consequence="nothing was evaluated",
+                nearest="run.evaluate(data), or Trainer(…, eval_data=data)",
+            )
         with self.rates.paused(), self.state.averaged_weights():
             values = evaluate(
                 self.forward_backward,

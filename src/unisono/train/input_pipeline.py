@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from unisono.dist import job_from_environ
 from unisono.errors import DataError
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import with_strategy_file
 from unisono.train.options import TrainOptions
 
 
@@ -82,23 +83,10 @@ def read_source(
     """
     if isinstance(data, DataLoader):
         job = job_from_environ(os.environ)
-        parts = read_torch_loader(cast("DataLoader[Any]", data))
-        chosen = " ".join(
-            f"The {name} given here replaces its own."
-            for name, given in (("plan", plan), ("loader", loader), ("collate_fn", collate_fn))
-            if given is not None
-        )
+        source, lines = _take_over(cast("DataLoader[Any]", data), plan, loader, collate_fn, world_size=job.world_size)
         if job.rank == 0:
-            print(f"{parts.notice}. {chosen}".rstrip(), flush=True)
-        taken = LoaderOptions(num_workers=parts.num_workers, last_batch=parts.last_batch)
-        return Source(
-            data=parts.data,
-            plan=plan or PlanOptions(global_batch=parts.batch_size * job.world_size, micro_batch=parts.batch_size),
-            loader=loader
-            or (taken if isinstance(parts.data, Dataset) else LoaderOptions(num_workers=min(0, parts.num_workers - 1))),
-            collate_fn=collate_fn or parts.collate_fn,
-            shuffle=parts.shuffle,
-        )
+            print("\n  ".join(["Loader replaces DataLoader:", *lines]), flush=True)
+        return source
     return Source(
         data=data if is_stream(data) else _sized(data, "data"),
         plan=plan or PlanOptions(),
@@ -106,6 +94,74 @@ def read_source(
         collate_fn=collate_fn,
         shuffle=True,
     )
+
+
+def _take_over(
+    loader: DataLoader[Any],
+    plan: Plan | PlanOptions | None,
+    options: LoaderOptions | None,
+    collate_fn: CollateFn | None,
+    *,
+    world_size: int,
+) -> tuple[Source, list[str]]:
+    """``loader`` as a source, with what is given here in place of its own; and a line about each of its settings."""
+    parts = read_torch_loader(loader)
+    is_stream = not isinstance(parts.data, Dataset)
+    plan, batch_line = _batch_sizes(parts.batch_size, plan, world_size)
+    workers_line = f"num_workers {parts.num_workers}, from the DataLoader"
+    last_line = (
+        "drop_last, as last_batch=drop"
+        if parts.last_batch == "drop"
+        else "an epoch's incomplete batch is completed from the next epoch (last_batch=keep makes it smaller)"
+    )
+    taken = LoaderOptions(num_workers=parts.num_workers, last_batch=parts.last_batch)
+    if options is not None:
+        given_here = "of the loader given here"
+        workers_line = f"num_workers {parts.num_workers}, replaced by num_workers={options.num_workers} {given_here}"
+        last_line = f"drop_last={loader.drop_last}, replaced by last_batch={options.last_batch} {given_here}"
+    elif is_stream:
+        threads = "one thread" if parts.num_workers else "no thread"
+        workers_line = f"num_workers {parts.num_workers}: {threads} reads the stream ahead"
+        last_line = "an epoch's incomplete batch is completed from the next epoch"
+        taken = LoaderOptions(num_workers=-1 if parts.num_workers else 0)
+    if collate_fn is not None:
+        collate_line = "collate_fn, replaced by the one given here"
+    elif parts.collate_fn is not None:
+        collate_line = "collate_fn, from the DataLoader"
+    else:
+        collate_line = "samples are stacked, Python floats as float32"
+    order_line = parts.order if is_stream else f"{parts.order}, keyed by the run's seed instead of torch's generators"
+    source = Source(
+        data=parts.data,
+        plan=plan,
+        loader=options or taken,
+        collate_fn=collate_fn or parts.collate_fn,
+        shuffle=parts.shuffle,
+    )
+    return source, [order_line, batch_line, workers_line, collate_line, last_line]
+
+
+def _batch_sizes(batch_size: int, plan: Plan | PlanOptions | None, world_size: int) -> tuple[Plan | PlanOptions, str]:
+    """The plan with the batch size of a ``DataLoader`` where it leaves ``global_batch`` at its default; and a line about it."""
+    given = plan or PlanOptions()
+    if isinstance(given, Plan):
+        return (
+            given,
+            f"batch_size {batch_size}, replaced by global_batch {given.batch.global_batch} of the plan given here",
+        )
+    effective, in_file = with_strategy_file(given)
+    if "batch.global_batch" in in_file or given.global_batch != PlanOptions().global_batch:
+        return (
+            given,
+            f"batch_size {batch_size}, replaced by global_batch {effective.global_batch} of the plan given here",
+        )
+    data_ranks = max(1, world_size // (effective.tp * effective.cp * effective.pp))
+    micro_batch = given.micro_batch or (0 if "batch.micro_batch" in in_file else batch_size)
+    taken = replace(given, global_batch=batch_size * data_ranks, micro_batch=micro_batch)
+    share = (
+        "" if data_ranks == 1 else f", the share of each of {data_ranks} ranks: global_batch {batch_size * data_ranks}"
+    )
+    return taken, f"batch_size {batch_size}, from the DataLoader{share}"
 
 
 def read_eval_source(data: Any, collate_fn: CollateFn | None) -> Dataset | None:
@@ -122,14 +178,20 @@ def read_eval_source(data: Any, collate_fn: CollateFn | None) -> Dataset | None:
 
 
 def _sized(data: Any, name: str) -> Dataset:
-    if isinstance(data, str) or not (
-        isinstance(data, Dataset) or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
-    ):
+    has_items = isinstance(data, Dataset) or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+    if isinstance(data, str | bytes) or not has_items or (isinstance(data, Mapping) and 0 not in data):
         raise DataError(
             given=f"{name} of type {type(data).__name__}",
             rule="samples come from a Dataset, a torch.utils.data.Dataset, a list, or anything with __len__ and __getitem__",
             consequence="no sample can be read by its number",
             nearest="list(…) of it, where it fits into memory",
+        )
+    if not len(data):
+        raise DataError(
+            given=f"{name} with 0 samples ({type(data).__name__})",
+            rule="there is at least one sample",
+            consequence="nothing was started",
+            nearest="see whether its files were found" if name == "data" else "leave eval_data out",
         )
     return as_dataset(data)
 

@@ -21,6 +21,7 @@ from unisono.errors import ConfigError, DataError, PlanError, nearest_name
 from unisono.models.loss import IGNORED, LazyLogits, cross_entropy_sum
 from unisono.plan.plan import Plan
 from unisono.train.named_losses import sum_losses
+from unisono.train.settings import function_name
 
 Batch = Mapping[str, Tensor]
 Objective = Callable[[Any, Batch], tuple[Tensor | Mapping[str, Tensor], Tensor]]
@@ -143,18 +144,22 @@ def as_objective(loss: Any, notice: Callable[[], None] = lambda: None) -> Object
 
     Raises:
         ConfigError: A loss of ``torch.nn`` whose weight is not known, or that is no mean; or no function.
+        DataError: From the objective itself, the first time, if it returns anything else.
     """
     loss = find_objective(loss)
     if loss in OBJECTIVES.values():
         return loss
     if isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.nn."):
         return _of_module(loss)
-    noticed = False
+    noticed = checked = False
 
     def objective(outputs: Any, batch: Batch) -> tuple[Tensor | Mapping[str, Tensor], Tensor]:
-        nonlocal noticed
+        nonlocal noticed, checked
         result = loss(outputs, batch)
         if not isinstance(result, Tensor | Mapping):
+            if not checked:  # the first time is enough
+                _check_pair(result, function_name(loss))
+                checked = True
             return result
         total = sum_losses(cast("Tensor | Mapping[str, Tensor]", result))
         if total.dim():
@@ -178,6 +183,28 @@ def as_objective(loss: Any, notice: Callable[[], None] = lambda: None) -> Object
         return result * weight, weight
 
     return objective
+
+
+def _check_pair(result: Any, name: str) -> None:
+    """Raise DataError unless ``result`` of the objective ``name`` is a loss, or several by name, and a weight."""
+    parts = list(cast("tuple[Any, ...] | list[Any]", result)) if isinstance(result, tuple | list) else []
+    if len(parts) == 2 and all(isinstance(part, Tensor) and not part.dim() for part in parts):
+        return
+    if len(parts) == 2 and isinstance(parts[0], Mapping) and isinstance(parts[1], Tensor) and not parts[1].dim():
+        return  # ``sum_losses`` looks into the mapping
+    returned = f"({', '.join(map(_kind, parts))}{',' if len(parts) == 1 else ''})" if parts else _kind(result)
+    raise DataError(
+        given=f"the objective {name}, which returned {returned}",
+        rule="it returns (loss_sum, weight), two 0-dim tensors, or one 0-dim tensor, the mean of its micro-batch",
+        consequence="there is no loss to train on",
+        nearest="end it with: return losses.sum(), torch.tensor(float(len(losses)))",
+    )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def find_objective(loss: Any) -> Any:

@@ -30,6 +30,19 @@ def two_lengths(steps: int, epochs: float) -> Problem:
     )
 
 
+def resume_problem(resume: str, setting: str) -> Problem | None:
+    """The problem of a ``resume`` that is none of three words and does not look like a path; ``setting`` is its name."""
+    if resume in ("auto", "strict", "never") or "/" in resume:
+        return None
+    path = f"./{resume}"
+    return other_folder(path) or Problem(
+        given=f"resume {resume!r}",
+        rule="auto, strict, never, or a path (with a '/')",
+        consequence="it is unclear what to resume from",
+        nearest=f"{setting}='{path}'" + ("" if Path(path).is_dir() else " if it is a folder"),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
     """Where a run lives and how it starts."""
@@ -44,15 +57,8 @@ class RunOptions:
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """``resume`` is one of three words or looks like a path."""
-        if self.resume not in ("auto", "strict", "never") and "/" not in self.resume:
-            path = f"./{self.resume}"
-            unclear = Problem(
-                given=f"resume {self.resume!r}",
-                rule="auto, strict, never, or a path (with a '/')",
-                consequence="it is unclear what to resume from",
-                nearest=f"run.resume='{path}'" + ("" if Path(path).is_dir() else " if it is a folder"),
-            )
-            yield "resume", other_folder(path) or unclear
+        if problem := resume_problem(self.resume, "run.resume"):
+            yield "resume", problem
         if "://" in self.dir:
             yield (
                 "dir",

@@ -8,19 +8,22 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import TCPStore
 
 from unisono.checkpoint import list_checkpoints
 from unisono.data.dataset import Dataset, read_samples
 from unisono.data.options import default_cache_dir
-from unisono.dist import JobSpec, World, agree, job_from_environ, join_world, record_failure
+from unisono.dist import JobSpec, World, agree, job_from_environ, join_world, record_failure, rendezvous
 from unisono.dist.dmlc import take_role
 from unisono.dist.notebook import in_notebook, notebook_name
+from unisono.dist.world import MEET_S
 from unisono.errors import PlanError, Problem
 from unisono.kvstore import KVStore, create_kvstore
 from unisono.measure.ceiling import PeakFlops, peak_flops
@@ -65,7 +68,18 @@ def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: floa
     """Join all ranks of the job; an asynchronous worker is a world of one (docs/adr/0010)."""
     if plan.sync.kind == "dist_async":
         return World.alone(job)
-    return join_world(job, device_type=device_type, timeout_s=timeout_s)
+    store = _kept_store(job, timeout_s) if job.world_size > 1 and job.master_port and not job.shared_store else None
+    return join_world(job, device_type=device_type, timeout_s=timeout_s, store=store)
+
+
+@lru_cache(maxsize=1)
+def _kept_store(job: JobSpec, timeout_s: float) -> TCPStore:
+    """The store that rank 0 serves, kept open after the run: another run of this process joins the job again.
+
+    If rank 0 served another one then, it might close the first after other ranks had connected to it; and the socket that a
+    launcher hands down can be used only once.
+    """
+    return rendezvous.open_store(job, max(timeout_s, MEET_S))
 
 
 def open_store(plan: Plan, world: World) -> KVStore:

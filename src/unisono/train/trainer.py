@@ -37,6 +37,7 @@ from unisono.optim.run_optimizer import GivenOptimizer
 from unisono.parallel.batch_norm import batch_norms
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.train.argument_checks import check_arguments, check_without_eval_data, inert_metrics_notice
 from unisono.train.assembly import (
     RunInputs,
     RunParts,
@@ -80,7 +81,7 @@ class Trainer:
 
     Entering it joins the other ranks, resolves the plan, shards the model and resumes from a checkpoint. Iterating it trains:
     each item is a finished step. Leaving it saves the last step and closes everything that it opened. After entering,
-    ``self.model`` is this rank's (part of the) model.
+    ``self.model`` is this rank's (part of the) model. ``fit()`` of a trainer that is not entered enters and leaves it.
 
     Example::
 
@@ -164,7 +165,7 @@ class Trainer:
         checkpoint: CheckpointOptions | None = None,
         run_dir: str | Path | None = None,
         seed: int = 0,
-        resume: str = "auto",
+        resume: str | Path = "auto",
         eval_data: Dataset | MapStyle | None = None,
         metrics: Mapping[str, Metric | str] | Sequence[str] | None = None,
         callbacks: Sequence[Every] = (),
@@ -180,7 +181,10 @@ class Trainer:
         events: EventLog | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
+        check_arguments(locals())
         check_options(options, checkpoint, loader, observe, plan if isinstance(plan, PlanOptions) else None)
+        if eval_data is None:
+            check_without_eval_data(options or TrainOptions(), checkpoint or CheckpointOptions())
         if isinstance(model, nn.Module):
             self.model = model
         source = read_source(data, plan=plan, loader=loader, collate_fn=collate_fn)
@@ -201,7 +205,7 @@ class Trainer:
             ),
             checkpoint=checkpoint or CheckpointOptions(),
             seed=seed,
-            resume=resume,
+            resume=str(resume),
             metrics=as_metrics(metrics or {}),
             input=InputPipeline(
                 data=source.data,
@@ -239,6 +243,13 @@ class Trainer:
 
     def __enter__(self) -> Trainer:
         refuse_in_file("enters a Trainer")
+        if hasattr(self, "state") and isinstance(self._inputs.model, nn.Module) and self.plan.is_model_sharded:
+            raise ConfigError(
+                given="a Trainer, entered again, with a plan that shards the module it was given",
+                rule="the parameters of that module are replaced by the shards of this rank",
+                consequence="there is no whole model to begin with; nothing was started",
+                nearest="Trainer(build, …) with a function that builds the model, or a new Trainer of a new module",
+            )
         self._ended, self._resources = False, []  # it may have been entered before
         self._open_world()
         try:
@@ -381,17 +392,28 @@ class Trainer:
 
         A step's checkpoint is written after the loop's body has seen it, so that an evaluation of that step counts.
         """
-        return iter(self._open_loop("a loop over"))
+        return iter(self._open_loop("a loop over", "for step in run: …"))
 
     @property
     def preempted(self) -> bool:
         """Whether a signal to any rank ended the loop; after ``with`` the state is committed, exit with 75."""
-        return self._loop.preempted
+        return hasattr(self, "_loop") and self._loop.preempted
 
     def fit(self) -> Result:
-        """Train to the end, evaluating every ``eval_every_steps`` steps and at the end."""
-        loop = self._open_loop("fit() of")
+        """Train to the end, evaluating every ``eval_every_steps`` steps and at the end.
+
+        A trainer that is not entered is entered for this call, and left after it. Another call resumes the run.
+        """
+        if self._is_open:
+            return self._fit()
+        with self:
+            return self._fit()
+
+    def _fit(self) -> Result:
+        loop, metrics = self._loop, self._inputs.metrics
         evaluator = loop.runner.evaluator
+        if metrics and self.eval_data is None:
+            self.events.emit("notice", step=self.state.step, **inert_metrics_notice(list(metrics)))
         for step in loop:
             if self.eval_data is not None and loop.evaluates_after(step.index):
                 self.evaluate()
@@ -419,7 +441,7 @@ class Trainer:
 
         On the held-out set it also decides about early stopping. All ranks must call it.
         """
-        return self._open_loop("evaluate() of").runner.evaluator.run(
+        return self._open_loop("evaluate() of", "run.evaluate(data)").runner.evaluator.run(
             read_eval_source(data, self._inputs.input.collate_fn)
         )
 
@@ -427,26 +449,28 @@ class Trainer:
     def best(self) -> Path | None:
         """The committed checkpoint with the lowest held-out loss, among those of steps that were evaluated; None without one.
 
-        ``Trainer(…, resume=str(run.best))`` continues from it; the command line's ``--best`` evaluates and exports it.
+        ``Trainer(…, resume=run.best)`` continues from it; the command line's ``--best`` evaluates and exports it.
         """
         return next((path for _, _, path in scored_checkpoints(self.run_dir / "checkpoints")), None)
 
     def averaged_weights(self) -> AbstractContextManager[Any]:
         """A context in which the model has the weights that evaluation and export use."""
+        if not hasattr(self, "_loop"):
+            self._open_loop("averaged_weights() of", "with run.averaged_weights(): …")
         return self.state.averaged_weights()
 
     def save(self, *, wait: bool = False) -> None:
         """Save the state of the last finished step, in the background unless ``wait``; a step is saved once."""
-        self._open_loop("save() of").save(wait=wait)
+        self._open_loop("save() of", "run.fit(); run.save()").save(wait=wait)
 
-    def _open_loop(self, call: str) -> SyncLoop | AsyncLoop:
+    def _open_loop(self, call: str, example: str) -> SyncLoop | AsyncLoop:
         """The loop of an entered trainer. Raises ConfigError before it is entered and after it is left."""
         if not self._is_open:
             raise ConfigError(
                 given=f"{call} a Trainer that {'was left' if hasattr(self, '_loop') else 'was not entered'}",
                 rule="it works inside of a with statement, which opens and closes its files, workers and connections",
                 consequence="nothing was done",
-                nearest="with trainer as run: run.fit()",
+                nearest=f"with trainer as run: {example}",
             )
         return self._loop
 
@@ -457,7 +481,7 @@ class Trainer:
 
         Values are those that evaluation uses. All ranks call it, rank 0 writes. A model of transformers is written with its own
         configuration; ``tokenizer`` is its folder, or a tokenizer.json. A model that the plan shards is saved first, and read
-        from that checkpoint a tensor at a time.
+        from that checkpoint a tensor at a time. After the trainer was left, the other ranks do not wait for rank 0.
 
         Args:
             folder: A new folder, or that of an earlier export.
@@ -466,9 +490,12 @@ class Trainer:
         Raises:
             CheckpointError: The folder or the checkpoint cannot be used.
         """
+        if not hasattr(self, "_loop"):
+            self._open_loop("export() of", "run.fit(); run.export(folder)")
         path = None if checkpoint is None else Path(checkpoint)
         if path is None and self.plan.is_model_sharded:
-            self.save(wait=True)
+            if self._is_open:  # leaving it saved the last step
+                self.save(wait=True)
             path = self.run_dir / "checkpoints" / step_name(self.state.step)
         if self.world.job.rank == 0:
             with self.averaged_weights() if path is None else nullcontext():
@@ -488,4 +515,5 @@ class Trainer:
         Each rank has a log; trackers and report show rank 0's, so reduce a value over ranks before. Reading a tensor waits
         for the device. Raises ConfigError for a name of the run's own numbers (``train/…``, ``eval/…``, ``step``), or no number.
         """
+        self._open_loop("log() of", "run.log('own/value', 1.0)")
         log_value(self.events, self.state.step, name, value)

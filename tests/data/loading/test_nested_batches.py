@@ -13,6 +13,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -27,7 +28,10 @@ from unisono.data.loading.stream_loader import StreamLoader
 from unisono.data.loading.torch_loader import read_torch_loader
 from unisono.data.options import LoaderOptions
 from unisono.errors import DataError
+from unisono.plan import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.train import Trainer, TrainOptions
+from unisono.train.input_pipeline import read_source
 
 
 @dataclass
@@ -226,8 +230,6 @@ def test_trainer_takes_a_torch_loader_and_lists(tmp_path: Any, capsys: pytest.Ca
             values = [float(step.stats[0]) for step in run]
             return values, run.evaluate()
 
-    from unisono.plan import PlanOptions
-
     held_out = [(torch.ones(1), 1.0), (torch.zeros(1), 2.0)]
     plain = losses(numbers(), "plain", plan=PlanOptions(global_batch=4, micro_batch=4), eval_data=held_out)
     capsys.readouterr()
@@ -235,9 +237,105 @@ def test_trainer_takes_a_torch_loader_and_lists(tmp_path: Any, capsys: pytest.Ca
     held_out_tensors = [(x, torch.tensor(y)) for x, y in held_out]
     assert losses(loader, "torch", eval_data=held_out_tensors) == plain
     assert (
-        "Loader replaces DataLoader: each sample once per epoch, shuffled, keyed by the run's seed"
+        "Loader replaces DataLoader:\n  each sample once per epoch, shuffled, keyed by the run's seed"
         in capsys.readouterr().out
     )
+
+
+class Counting(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([(torch.ones(1), 1.0)] * 20)
+
+
+def taken_over(capsys: pytest.CaptureFixture[str], data: DataLoader[Any], /, **given: Any) -> tuple[Any, list[str]]:
+    """The source of a trainer of ``data``, and the lines that it printed about it."""
+    source = read_source(data, **{"plan": None, "loader": None, "collate_fn": None} | given)
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "Loader replaces DataLoader:"
+    return source, [line.removeprefix("  ") for line in lines]
+
+
+def test_each_setting_of_a_torch_loader_is_taken_over_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    source, lines = taken_over(capsys, DataLoader(numbers(), 3, num_workers=1, drop_last=True, collate_fn=as_pair))
+    assert (source.plan.global_batch, source.plan.micro_batch, source.collate_fn) == (3, 3, as_pair)
+    assert source.loader == LoaderOptions(num_workers=1, last_batch="drop")
+    assert lines == [
+        "samples in order, keyed by the run's seed instead of torch's generators",
+        "batch_size 3, from the DataLoader",
+        "num_workers 1, from the DataLoader",
+        "collate_fn, from the DataLoader",
+        "drop_last, as last_batch=drop",
+    ]
+
+
+def test_each_setting_that_is_given_replaces_that_of_a_torch_loader(capsys: pytest.CaptureFixture[str]) -> None:
+    def first(samples: list[Any]) -> Any:
+        return samples[0]
+
+    source, lines = taken_over(
+        capsys,
+        DataLoader(numbers(), 8, shuffle=True, collate_fn=as_pair),
+        plan=PlanOptions(global_batch=4),
+        loader=LoaderOptions(num_workers=1),
+        collate_fn=first,
+    )
+    assert (source.plan, source.collate_fn) == (PlanOptions(global_batch=4), first)
+    assert lines[1:] == [
+        "batch_size 8, replaced by global_batch 4 of the plan given here",
+        "num_workers 0, replaced by num_workers=1 of the loader given here",
+        "collate_fn, replaced by the one given here",
+        "drop_last=False, replaced by last_batch=rollover of the loader given here",
+    ]
+    plan = derive_plan(PlanOptions(global_batch=6), world_size=1, device="cpu", native_bf16=False)
+    source, lines = taken_over(capsys, DataLoader(numbers(), 8), plan=plan)
+    assert source.plan is plan
+    assert lines[1] == "batch_size 8, replaced by global_batch 6 of the plan given here"
+
+
+def test_a_plan_without_a_size_of_its_own_takes_that_of_a_torch_loader(
+    capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = DataLoader(numbers(), 16)
+    source, lines = taken_over(capsys, loader, plan=PlanOptions(precision="fp32"))
+    assert source.plan == PlanOptions(precision="fp32", global_batch=16, micro_batch=16)
+    assert lines[1] == "batch_size 16, from the DataLoader"
+    assert taken_over(capsys, loader, plan=PlanOptions(micro_batch=4))[0].plan.micro_batch == 4
+    path = tmp_path / "plan.json"
+    path.write_text('{"batch": {"global_batch": 8}}')
+    source, lines = taken_over(capsys, loader, plan=PlanOptions(file=str(path)))
+    assert source.plan == PlanOptions(file=str(path))
+    assert lines[1] == "batch_size 16, replaced by global_batch 8 of the plan given here"
+    path.write_text('{"precision": {"compute": "fp32"}}')
+    assert taken_over(capsys, loader, plan=PlanOptions(file=str(path)))[0].plan.global_batch == 16
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    source, lines = taken_over(capsys, loader, plan=PlanOptions(tp=2))
+    assert source.plan.global_batch == 32
+    assert lines[1] == "batch_size 16, from the DataLoader, the share of each of 2 ranks: global_batch 32"
+
+
+@pytest.mark.parametrize(("workers", "taken", "said"), [(0, 0, "no thread"), (1, -1, "one thread")])
+def test_a_stream_of_a_torch_loader(capsys: pytest.CaptureFixture[str], workers: int, taken: int, said: str) -> None:
+    source, lines = taken_over(capsys, DataLoader(Counting(), 4, num_workers=workers))
+    assert source.loader == LoaderOptions(num_workers=taken)
+    assert lines == [
+        "the stream's own order",
+        "batch_size 4, from the DataLoader",
+        f"num_workers {workers}: {said} reads the stream ahead",
+        "samples are stacked, Python floats as float32",
+        "an epoch's incomplete batch is completed from the next epoch",
+    ]
+
+
+def test_the_batch_of_a_run_is_the_one_that_is_printed(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for plan, size in ((PlanOptions(global_batch=4), 4), (PlanOptions(), 6), (None, 6)):
+        options = TrainOptions(steps=1)
+        with Trainer(
+            Linear(), DataLoader(numbers(), 6), plan, objective=squares, options=options, run_dir=tmp_path / str(plan)
+        ) as run:
+            assert next(iter(run)).weight == size
+        assert f"{'replaced by global_batch 4' if size == 4 else 'batch_size 6, from'}" in capsys.readouterr().out
 
 
 def test_eval_data_is_checked_when_it_is_given(tmp_path: Any) -> None:

@@ -39,7 +39,7 @@ class TorchLoaderParts:
         collate_fn: Its collate function; None is ours, for the default of torch.
         batch_size: Samples of a batch of one process.
         last_batch: ``drop`` for ``drop_last``, else ``rollover``, the default.
-        notice: Which part of ours replaces which part of the ``DataLoader``, in one sentence.
+        order: The order of the samples, in words.
     """
 
     data: Dataset | Iterable[Any]
@@ -48,7 +48,7 @@ class TorchLoaderParts:
     batch_size: int
     num_workers: int
     last_batch: LastBatch
-    notice: str
+    order: str
 
 
 def read_torch_loader(loader: DataLoader[Any]) -> TorchLoaderParts:
@@ -78,16 +78,7 @@ def read_torch_loader(loader: DataLoader[Any]) -> TorchLoaderParts:
         batch_size=loader.batch_size,
         num_workers=loader.num_workers,
         last_batch="drop" if loader.drop_last else "rollover",
-        notice=(
-            f"Loader replaces DataLoader: {order}, keyed by the run's seed instead of torch's generators; "
-            f"batch_size {loader.batch_size} is each rank's share of a step; num_workers {loader.num_workers}; "
-            + ("its collate_fn; " if own_collate else "samples are stacked, Python floats as float32; ")
-            + (
-                "drop_last as last_batch=drop"
-                if loader.drop_last
-                else "an epoch's incomplete batch is completed from the next epoch (last_batch=keep makes it smaller)"
-            )
-        ),
+        order=order,
     )
 
 
