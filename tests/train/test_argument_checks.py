@@ -85,25 +85,25 @@ def test_an_argument_of_a_wrong_kind(
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
-    text = refused(tmp_path, seed="x", transform=3, resume="alwys")
+    text = refused(tmp_path, seed="x", transform=3, resume="newest")
     assert text.startswith("3 problems\n1. seed='x'\n")
     assert "\n2. transform=3\n" in text
-    assert "\n3. resume 'alwys'\n" in text
+    assert "\n3. resume 'newest'\n" in text
 
 
 def test_resume_has_the_rule_of_the_command_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(RunConfig, overrides=["run.resume=alwys"])
+        load_config(RunConfig, overrides=["run.resume=newest"])
     there = caught.value.problems[0]
-    text = refused(tmp_path, resume="alwys")
+    text = refused(tmp_path, resume="newest")
     assert text == (
-        "resume 'alwys'\n"
+        "resume 'newest'\n"
         "  rule: auto, strict, never, or a path (with a '/')\n"
         "  so:   it is unclear what to resume from\n"
-        "  try:  resume='./alwys' if it is a folder"
+        "  try:  resume='./newest' if it is a folder"
     )
     assert there.rule in text
-    assert there.nearest == "run.resume='./alwys' if it is a folder"
+    assert there.nearest == "run.resume='./newest' if it is a folder"
 
 
 @pytest.mark.parametrize(
