@@ -346,6 +346,34 @@ def test_another_error_after_a_restart_has_its_traceback(tmp_path: Path) -> None
     assert "launch: KeyError: 'second'\n" in said
 
 
+TRAINED = """
+import torch
+from pathlib import Path
+from unisono import CheckpointOptions, PlanOptions, Trainer, TrainOptions
+data = [(torch.full((3,), float(number)), torch.ones(1)) for number in range(64)]
+with Trainer(torch.nn.Linear(3, 1), data, PlanOptions(device="cpu", precision="fp32", global_batch=4),
+             objective="mean_squared_error", options=TrainOptions(steps=300, eval_every_steps=0),
+             checkpoint=CheckpointOptions(every_steps=EVERY), run_dir="trained") as run:
+    starts = Path("starts")
+    count = int(starts.read_text()) if starts.exists() else 0
+    starts.write_text(str(count + 1))
+    for step in run:
+        if step.index >= 20 + 13 * count:
+            raise ValueError("no such column")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("every", "starts"), [(0, 2), (10, 4)])
+def test_a_bug_of_a_trainers_loop_is_restarted_once_or_while_it_saves(every: int, starts: int, tmp_path: Path) -> None:
+    code, said = run_plain(TRAINED.replace("EVERY", str(every)), tmp_path, [sys.executable, "plain.py"])
+    assert code == 1
+    assert int((tmp_path / "starts").read_text()) == starts
+    assert said.count("Traceback (most recent call last)") == 1
+    assert said.count("with the error that is shown above: ValueError: no such column\n") == starts - 1
+    assert ("in step 33 on rank 0, after the same error in step 20\n" in said) == (every == 0)
+
+
 def test_a_killed_worker_is_told_from_a_crash(tmp_path: Path) -> None:
     code, said, _ = run(
         "os.kill(os.getpid(), signal.SIGKILL) if job.rank == 1 else time.sleep(600)", tmp_path, max_restarts=0

@@ -368,6 +368,24 @@ def test_a_schedule_without_a_rate_is_refused(tmp_path: Path, schedule: Any, sai
         assert text in part
 
 
+def test_the_folder_names_an_own_optimizer_and_schedule(tmp_path: Path) -> None:
+    with Trainer(
+        Line(3, 1),
+        [(torch.ones(3), torch.ones(1))],
+        PlanOptions(device="cpu", global_batch=1),
+        objective="mean_squared_error",
+        optimizer={"bias": SGD, "*": torch.optim.NAdam},
+        schedule=lambda step: 0.1,
+        options=TrainOptions(steps=1),
+        run_dir=tmp_path,
+    ) as run:
+        run.fit()
+    written = (tmp_path / "config.toml").read_text()
+    assert 'optimizer = "python:bias: SGD, *: NAdam"' in written
+    assert "<lambda>" in written.partition('schedule = "python:')[2].partition("\n")[0]
+    assert callable(load_run(str(tmp_path)).value.components.optimizer)
+
+
 @pytest.mark.parametrize("lengths", [(1, 1), (3, 5)], ids=["of one token", "ragged"])
 def test_texts_without_a_length_to_record(tmp_path: Path, lengths: tuple[int, int]) -> None:
     """``config.toml`` of the run can be loaded: it names no ``data.seq_len`` that is none."""

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -118,8 +118,10 @@ def open_events(run_dir: Path, world: World) -> EventLog:
 def report_failure(events: EventLog, run_dir: Path, job: JobSpec, error: BaseException, step: int | None) -> None:
     """Record the error that ends this rank, for the launcher and in the event log."""
     logs = Path(os.environ.get("UNISONO_LOGS", run_dir / "logs"))  # where the launcher looks
-    committed = [entry for entry in list_checkpoints(run_dir / "checkpoints") if entry.state == "committed"]
-    newest = max(committed, key=lambda entry: entry.step).path.name if committed else ""
+    newest = ""
+    with suppress(OSError):  # rank 0 may be deleting an old one
+        committed = [entry for entry in list_checkpoints(run_dir / "checkpoints") if entry.state == "committed"]
+        newest = committed[-1].path.name if committed else ""
     record_failure(logs, job, error, step=step, checkpoint=newest)
     events.emit("run_end", step=step or 0, reason="failed", error=type(error).__name__, message=str(error))
 
