@@ -359,6 +359,26 @@ def test_batches_of_similar_lengths_are_padded_to_their_longest(tmp_path: Path) 
     assert len(set(widths)) > 1
 
 
+@pytest.mark.parametrize("kind", [pytest.param("image", marks=pytest.mark.full), "masked_language_model"])
+def test_an_unchanged_run_resumes_strictly_in_another_folder(desk: Desk, tmp_path: Path, kind: str) -> None:
+    """Transforms and masks of a task are recorded without what differs from start to start."""
+    settings = [f"--set=task.kind={kind}", "--set=plan.global_batch=4", "--set=train.steps=1"]
+    if kind == "image":
+        images = write_images(tmp_path / "images", per_class=4)
+        settings += [f"--set=data.train={images}", "--set=image.size=16", "--set=image.mixup_alpha=0.2"]
+        settings += ["--set=components.model=resnet14"]
+    else:
+        settings += [f"--set=data.train={write_lines(tmp_path / 'lines.jsonl')}", *SMALL, "--set=data.seq_len=16"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    done = desk.here("train", "--debug", f"--set=run.dir={first}", *settings)
+    assert done.code == 0, done.err
+    first.rename(second)
+    done = desk.here("train", "--debug", f"--set=run.dir={second}", "--set=run.resume=strict", *settings)
+    assert done.code == 0, done.err
+    resumed = [event for event in read_events(events_path(second, 0)).events if event["kind"] == "resumed"]
+    assert [event["differences"] for event in resumed] == [[]]
+
+
 @pytest.mark.parametrize(
     ("kind", "unit"),
     [("image", "images"), ("table", "samples"), ("language_model", "tokens"), ("sequence_labelling", "samples")],

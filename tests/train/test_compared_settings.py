@@ -71,20 +71,41 @@ def test_functions_are_compared_by_name_and_checkpoints_without_settings_by_the_
     assert setting_differences(earlier, settings(config)) == []
 
 
+def recorded(options: TrainOptions, schedule: object = None, **functions: object) -> dict[str, object]:
+    return run_settings(
+        optimizer={},
+        schedule=schedule or ScheduleOptions(),
+        options=options,
+        functions=functions,
+        model={},
+        data=None,
+        config={},
+    )
+
+
 def test_options_of_the_loop_are_compared_where_they_change_a_step() -> None:
     def told(before: TrainOptions, schedule: object = None, **changes: object) -> list[str]:
-        def recorded(options: TrainOptions) -> dict[str, object]:
-            chosen = schedule or ScheduleOptions()
-            return run_settings(
-                optimizer={}, schedule=chosen, options=options, functions={}, model={}, data=None, config={}
-            )
-
-        return setting_differences(recorded(before), recorded(replace(before, **changes)))
+        return setting_differences(recorded(before, schedule), recorded(replace(before, **changes), schedule))
 
     default = TrainOptions()
     assert told(default, loss_scale=4.0) == [f"train.loss_scale {default.loss_scale!r} then, 4.0 now"]
     assert told(default, eval_every_steps=7) == told(default, max_skips=3) == []
     stops = TrainOptions(early_stop_patience=2)
     assert told(stops, eval_every_steps=7) == ["train.eval_every_steps 100 then, 7 now"]
+    assert recorded(default)["loader.max_bad_sample_frac"] == 0.0
     torch_schedule = torch.optim.lr_scheduler.ReduceLROnPlateau
     assert told(default, torch_schedule, num_eval_samples=7) == ["train.num_eval_samples 256 then, 7 now"]
+
+
+def test_a_setting_that_one_side_does_not_record_is_not_given_a_value() -> None:
+    """The number of steps is recorded with a schedule that it stretches."""
+    cosine, constant = ScheduleOptions(warmup_steps=0), ScheduleOptions(kind="constant", warmup_steps=0)
+    before, after = recorded(TrainOptions(steps=2), cosine), recorded(TrainOptions(steps=6), constant)
+    assert setting_differences(before, after) == ["schedule.kind 'cosine' then, 'constant' now"]
+    assert setting_differences(after, before) == ["schedule.kind 'constant' then, 'cosine' now"]
+    function = recorded(TrainOptions(steps=6), function_name)
+    assert setting_differences(before, function) == ["schedule 'cosine' then, 'function_name' now"]
+    assert setting_differences(function, before) == ["schedule 'function_name' then, 'cosine' now"]
+    changed = recorded(TrainOptions(steps=6), function_name, transform=recorded)
+    assert setting_differences(function, changed) == ["transform nothing then, 'recorded' now"]
+    assert setting_differences(changed, function) == ["transform 'recorded' then, nothing now"]

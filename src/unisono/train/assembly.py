@@ -26,6 +26,7 @@ from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
+from unisono.optim import ScheduleOptions
 from unisono.optim.run_optimizer import check_frozen_until
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.deferred_init import DeferredModel, allocate_shards, deferred_init, materialize
@@ -43,6 +44,7 @@ from unisono.plan.resolve import worker_plan
 from unisono.train.async_loop import AsyncLoop
 from unisono.train.async_worker import open_async_worker, require_random_access
 from unisono.train.callbacks import Every
+from unisono.train.code_record import ModelRecord, RunCode
 from unisono.train.comm_stats import ReportsTraffic
 from unisono.train.ema import WeightAverage
 from unisono.train.evaluate import Evaluator
@@ -103,6 +105,7 @@ class BuiltModel:
         dims: The mesh of the ranks.
         inputs: ``input_selector`` of the model.
         modules: ``count_modules`` of the model.
+        record: Attributes and code of its modules.
         flops_per_token: FLOPs of forward and backward per unit of weight; 0 where they are not known.
     """
 
@@ -111,6 +114,7 @@ class BuiltModel:
     dims: ParallelDims
     inputs: Callable[[Batch], dict[str, Tensor]]
     modules: dict[str, int]
+    record: ModelRecord
     flops_per_token: float
 
 
@@ -176,6 +180,7 @@ def build_model(
         dims=dims,
         inputs=input_selector(model),
         modules=count_modules(model),  # before they are wrapped and sharded
+        record=ModelRecord(model),
         flops_per_token=flops_per_token,
     )
 
@@ -306,15 +311,18 @@ def build_loop(parts: RunParts, resources: list[Any]) -> SyncLoop | AsyncLoop:
 
 
 def _open_checkpoints(parts: RunParts, facts: Mapping[str, Any]) -> RunCheckpoints:
-    given, optim = parts.inputs, parts.inputs.optim
+    given, optim, record = parts.inputs, parts.inputs.optim, parts.built.record
+    schedule = optim.used_schedule
+    functions = {"objective": given.given_objective, **given.input.functions}
     settings = run_settings(
         optimizer=optim.describe(parts.state.optimizer),
-        schedule=optim.used_schedule,
+        schedule=schedule,
         options=given.options,
-        functions={"objective": given.given_objective, **given.input.functions},
+        functions=functions,
         model=parts.built.modules,
         data=given.input.data_without_fingerprint,
         config=given.provenance.get("settings", {}),
+        loader=given.input.options,
     )
     return RunCheckpoints(
         given.run_dir / "checkpoints",
@@ -323,6 +331,9 @@ def _open_checkpoints(parts: RunParts, facts: Mapping[str, Any]) -> RunCheckpoin
         options=given.checkpoint,
         resume=given.resume,
         meta={**facts, "settings": settings, "provenance": given.provenance},
+        code=RunCode(
+            functions if isinstance(schedule, ScheduleOptions) else {**functions, "schedule": schedule}, record
+        ),
         seed=given.seed,
         events=parts.events,
     )

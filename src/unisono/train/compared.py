@@ -13,7 +13,8 @@ from unisono.train.config import RunConfig
 BY_TRAINER = (
     *("components.optimizer", "components.schedule"),
     *("components.collate_fn", "components.pair_transform", "components.batch_transform"),
-    *("optim", "schedule", "plan", "run.seed", "loader.last_batch", "launch.num_processes", "launch.num_threads"),
+    *("optim", "schedule", "plan", "run.seed", "loader.last_batch", "loader.max_bad_sample_frac"),
+    *("launch.num_processes", "launch.num_threads"),
     *("train.steps", "train.epochs", "train.ema_decay", "train.spike_sigmas"),
     *("train.early_stop_patience", "train.loss_scale"),
     *("train.eval_every_steps", "train.num_eval_samples"),  # where the evaluations decide the rate or the end
@@ -31,7 +32,7 @@ BY_CONTENT = ("data.train", "data.eval", "data.corpus", "components.data")
 NOT_COMPARED = (
     *("run.dir", "run.resume", "components.metrics", "components.own_metrics", "components.callbacks"),
     *("data.cache_gib", "data.cache_dir"),
-    *("loader.num_workers", "loader.worker_kind", "loader.max_bad_sample_frac", "loader.timeout_s"),
+    *("loader.num_workers", "loader.worker_kind", "loader.timeout_s"),
     *("train.max_skips", "train.gradient_stats_every_steps", "checkpoint", "observe"),
     *("launch.allocator", "launch.num_servers", "launch.num_replicas", "launch.snapshot_every_s", "launch.tls"),
     *("launch.max_restarts", "launch.timeout_s", "launch.grace_s"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from unisono.errors import CheckpointError
 from unisono.observe.events import EventLog
 from unisono.parallel.mesh import ParallelDims
 from unisono.plan.plan import Plan
+from unisono.train.code_record import RunCode
 from unisono.train.options import is_due, other_folder
 from unisono.train.settings import setting_differences
 from unisono.train.state import TrainState
@@ -60,6 +62,7 @@ class RunCheckpoints:
 
     ``resume`` is the mode of run.resume. ``meta`` is stored with every checkpoint: ``order`` (settings that decide the samples of
     a step), ``environment`` (see ``run_environment``), ``settings`` (see ``run_settings``) and ``provenance``.
+    ``code`` is the record of the run's code, a part of the settings.
     Raises CheckpointError.
     """
 
@@ -72,12 +75,14 @@ class RunCheckpoints:
         options: CheckpointOptions,
         resume: str,
         meta: Mapping[str, Any],
+        code: RunCode,
         seed: int,
         events: EventLog,
     ) -> None:
         self.saved_step = -1
         self._root, self._state, self._dims, self._world = root, state, dims, dims.world
         self._mode, self._meta, self._seed, self._events = resume, meta, seed, events
+        self._code = code
         self._resumed_step = -1
         self._every_steps = options.every_steps
         self._checkpointer = Checkpointer(
@@ -101,7 +106,10 @@ class RunCheckpoints:
         _refuse_other_order(reader.meta["order"], self._meta["order"], path)
         differences = _differences(reader.meta["environment"], self._meta["environment"])
         if "settings" in reader.meta:  # checkpoints of the first commits have none
-            differences += setting_differences(reader.meta["settings"], self._meta["settings"])
+            current = {**self._meta["settings"], "code": self._code.start}
+            differences += setting_differences(reader.meta["settings"], current)
+        # each rank has read as many samples as it had time for
+        differences = list(dict.fromkeys(chain.from_iterable(self._world.gather_json(differences))))
         if mode == "strict" and differences:
             raise CheckpointError(
                 given=f"resume 'strict' from {path} with " + "; ".join(differences),
@@ -130,11 +138,12 @@ class RunCheckpoints:
         self.saved_step = state.step
         tensors, shards = state.global_state(), state.shards()
         rank_state = state.rank_state(self._dims.rng_rank) if self._dims.rank_along("tp") == 0 else {}
+        settings = {**self._meta["settings"], "code": self._code.unchanged()}
         self._checkpointer.save(
             state.step,
             {name: tensor for name, tensor in tensors.items() if name not in shards},
             rank_state,
-            {"state": state.meta(), **self._meta},
+            {"state": state.meta(), **self._meta, "settings": settings},
             sharded={name: (tensors[name], shard) for name, shard in shards.items()},
             score=score,
         )
