@@ -140,7 +140,8 @@ class _Rows(PerSampleDataset):
         if numbers and not 0 <= min(numbers) <= max(numbers) < len(self):
             raise IndexError(f"rows are numbered 0..{len(self) - 1}, asked for {min(numbers)}..{max(numbers)}")
         rows = self._reader.rows(numbers)
-        return [sample_of_row(_chosen(row, self._columns, f"row {at}")) for at, row in zip(numbers, rows, strict=True)]
+        found = zip(numbers, rows, strict=True)
+        return [sample_of_row(_chosen(row, self._columns, f"row {at}"), at) for at, row in found]
 
 
 class _Selected(PerSampleDataset):
