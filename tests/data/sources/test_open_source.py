@@ -105,6 +105,36 @@ def test_classes_of_an_arrow_folder(tmp_path: Path) -> None:
         open_source(tmp_path / "d" / "train")
 
 
+def test_classes_of_lists_in_an_arrow_folder(tmp_path: Path) -> None:
+    """As datasets writes them: ``List`` and ``LargeList`` since version 4, before that ``Sequence`` or a JSON list."""
+    import pyarrow as pa
+
+    table = pa.table({"tokens": [["Bob", "runs"]], "chunks": [[0, 1]], "ner_tags": [[1, 0]]})
+    tags: dict[str, object] = {"names": ["O", "PER"], "id": None, "_type": "ClassLabel"}
+    features: dict[str, object] = {
+        "tokens": {"feature": {"dtype": "string", "_type": "Value"}, "_type": "List"},
+        "chunks": {"feature": {"names": ["B", "I"], "_type": "ClassLabel"}, "_type": "List"},
+    }
+    for number, feature in enumerate(
+        (
+            {"feature": tags, "_type": "List"},
+            {"feature": tags, "length": 2, "_type": "List"},
+            {"feature": tags, "_type": "LargeList"},
+            {"feature": tags, "length": -1, "id": None, "_type": "Sequence"},
+            [tags],
+        )
+    ):
+        write_arrow_folder(tmp_path / f"{number}", table, {**features, "ner_tags": feature})
+        data: Any = open_source(tmp_path / f"{number}")
+        assert data.class_names == {"chunks": ("B", "I"), "ner_tags": ("O", "PER")}
+        assert (data.classes, data.class_column) == (("B", "I"), "chunks")
+    for feature in ([], [None], {"feature": None, "_type": "List"}, {"feature": {"x": tags}, "_type": "Sequence"}):
+        folder = tmp_path / f"other{number}"
+        write_arrow_folder(folder, table, {"ner_tags": feature})
+        assert open_source(folder).classes == ()  # type: ignore[attr-defined]
+        number += 1
+
+
 def test_changed_files_are_read_again_and_copies_elsewhere_are_the_same_data(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": 2}\n')
     first = open_source(tmp_path / "a.jsonl").fingerprint
