@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from commands import Desk
 from PIL import Image
-from task_data import SMALL, write_images, write_reviews, write_table
+from task_data import SMALL, write_images, write_reviews, write_table, write_tagged
 
 from unisono.data.convert.table_files import convert
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
@@ -72,6 +72,40 @@ def check_format(desk: Desk, tmp_path: Path, suffix: str) -> None:
         for path in (lines, other)
     ]
     assert values[0] == values[1]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("are_numbers", [False, True])
+def test_labels_of_words_as_lists(desk: Desk, tmp_path: Path, suffix: str, are_numbers: bool) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    lines = write_tagged(tmp_path / "texts.jsonl").read_text().splitlines()
+    rows = [{name: text.split() for name, text in json.loads(line).items()} for line in lines]
+    if are_numbers:
+        rows = [row | {"tags": [["LOC", "O", "PER"].index(tag) for tag in row["tags"]]} for row in rows]
+    data = tmp_path / f"lists{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), data)
+    else:
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # the texts with spaces have the same samples
+    found = [
+        train(
+            desk,
+            tmp_path / f"run-{path.name}",
+            "--set=task.kind=sequence_labelling",
+            f"--set=data.train={path}",
+            "--set=data.seq_len=24",
+            "--set=train.steps=12",
+            *SMALL,
+        )
+        for path in (data, tmp_path / "texts.jsonl")
+    ]
+    assert found[0] == found[1]
+    assert found[0]["accuracy"] > 0.4
+    task = tomllib.loads((tmp_path / f"run-{data.name}" / "config.toml").read_text())["task"]
+    assert task["classes"] == (["0", "1", "2"] if are_numbers else ["LOC", "O", "PER"])
 
 
 @pytest.mark.full

@@ -468,7 +468,7 @@ def _source(given: str | tuple[str, ...], columns: dict[str, str], data: DataOpt
 
 def _class_names(source: Dataset, target: str) -> tuple[str, ...]:
     """Names of the classes in the column ``target``, which holds their numbers; empty if the source has none."""
-    return getattr(source, "classes", ()) if getattr(source, "class_column", "") == target else ()
+    return getattr(source, "class_names", {}).get(target, ())
 
 
 def _numbered(source: Dataset, task: TaskOptions) -> Dataset:

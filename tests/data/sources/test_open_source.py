@@ -46,6 +46,35 @@ def test_tables_have_the_rows_that_were_written(tmp_path: Path) -> None:
         assert [sample["text"].tobytes().decode() for sample in samples] == [rows[i]["text"] for i in ORDER]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "arrow"])
+def test_lists_of_strings_are_texts_with_a_line_for_each(tmp_path: Path, name: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def write(rows: list[dict[str, Any]], folder: Path) -> Path:
+        folder.mkdir()
+        (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet")
+        write_arrow_folder(folder / "arrow", pa.Table.from_pylist(rows), {})
+        return folder / name
+
+    rows = [{"words": ["Bob", "in", "New York"][: 1 + i % 3], "tags": [2, 0, 1][: 1 + i % 3]} for i in range(6)]
+    data: Any = open_source(write(rows, tmp_path / "good"))
+    for number, sample in zip(ORDER, data.samples(ORDER), strict=True):
+        assert sample["words"].tobytes().decode().split("\n") == rows[number]["words"]
+        assert sample["tags"].dtype == np.int64
+        assert sample["tags"].tolist() == rows[number]["tags"]
+    bad = write([*rows, {"words": ["Rome", "a\nb"], "tags": [1, 0]}], tmp_path / "bad")
+    with pytest.raises(DataError) as caught:
+        open_source(bad)
+    assert str(caught.value) == (
+        "row 6, column 'words': the string 'a\\nb' (str) of a list\n"
+        "  rule: a list of strings is read as one text with a line for each, so that none has a line end\n"
+        "  so:   the list would have more parts than were written\n"
+        "  try:  the same strings without line ends, or a column that is one text"
+    )
+
+
 def test_a_webdataset(tmp_path: Path) -> None:
     members = {
         f"{i:03d}.{ext}": content for i in range(6) for ext, content in (("cls", b"%d" % (i % 2)), ("txt", b"t%d" % i))
@@ -74,6 +103,36 @@ def test_classes_of_an_arrow_folder(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-40])
     with pytest.raises(DataError, match="a data set of Hugging Face on disk"):
         open_source(tmp_path / "d" / "train")
+
+
+def test_classes_of_lists_in_an_arrow_folder(tmp_path: Path) -> None:
+    """As datasets writes them: ``List`` and ``LargeList`` since version 4, before that ``Sequence`` or a JSON list."""
+    import pyarrow as pa
+
+    table = pa.table({"tokens": [["Bob", "runs"]], "chunks": [[0, 1]], "ner_tags": [[1, 0]]})
+    tags: dict[str, object] = {"names": ["O", "PER"], "id": None, "_type": "ClassLabel"}
+    features: dict[str, object] = {
+        "tokens": {"feature": {"dtype": "string", "_type": "Value"}, "_type": "List"},
+        "chunks": {"feature": {"names": ["B", "I"], "_type": "ClassLabel"}, "_type": "List"},
+    }
+    for number, feature in enumerate(
+        (
+            {"feature": tags, "_type": "List"},
+            {"feature": tags, "length": 2, "_type": "List"},
+            {"feature": tags, "_type": "LargeList"},
+            {"feature": tags, "length": -1, "id": None, "_type": "Sequence"},
+            [tags],
+        )
+    ):
+        write_arrow_folder(tmp_path / f"{number}", table, {**features, "ner_tags": feature})
+        data: Any = open_source(tmp_path / f"{number}")
+        assert data.class_names == {"chunks": ("B", "I"), "ner_tags": ("O", "PER")}
+        assert (data.classes, data.class_column) == (("B", "I"), "chunks")
+    for feature in ([], [None], {"feature": None, "_type": "List"}, {"feature": {"x": tags}, "_type": "Sequence"}):
+        folder = tmp_path / f"other{number}"
+        write_arrow_folder(folder, table, {"ner_tags": feature})
+        assert open_source(folder).classes == ()  # type: ignore[attr-defined]
+        number += 1
 
 
 def test_changed_files_are_read_again_and_copies_elsewhere_are_the_same_data(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from commands import make_desk
+from task_data import SMALL
 
 from unisono.data.sources import open_source
 from unisono.errors import DataError
@@ -17,7 +20,7 @@ DATASETS, S3 = os.environ.get("UNISONO_DATASETS_PYTHON"), os.environ.get("UNISON
 
 WRITE = """
 import sys
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Sequence, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, LargeList, List, Sequence, Value
 rows = {
     "text": [f"row {i}" for i in range(6)],
     "label": [i % 2 for i in range(6)],
@@ -29,6 +32,11 @@ features = Features(features | {"image": Image(decode=False)})
 data = Dataset.from_dict(rows, features=features)
 DatasetDict({"train": data, "test": data.select(range(2))}).save_to_disk(sys.argv[1] + "/both")
 data.save_to_disk(sys.argv[1] + "/several", num_shards=2)
+tags = ClassLabel(names=["O", "PER", "LOC"])
+for name, feature in {"sequence": Sequence(tags), "list": List(tags), "large": LargeList(tags), "raw": [tags]}.items():
+    rows = {"tokens": [["Bob", "sees", "Rome"], ["Rome", "runs", "to"]] * 12, "ner_tags": [[1, 0, 2], [2, 0, 0]] * 12}
+    features = Features({"tokens": Sequence(Value("string")), "ner_tags": feature})
+    Dataset.from_dict(rows, features=features).save_to_disk(sys.argv[1] + "/tagged/" + name)
 """
 
 SERVE = """
@@ -88,6 +96,19 @@ def test_folders_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             texts = {key: sample[key].tobytes().decode() for key in ("text", "words", "image")}
             assert texts == {"text": f"row {i}", "words": f"a\nb {i}", "image": f"png{i}"}
             assert int(sample["label"]) == i % 2
+    for folder in sorted((tmp_path / "tagged").iterdir()):
+        tagged: Any = open_source(folder)
+        assert (tagged.classes, tagged.class_column) == (("O", "PER", "LOC"), "ner_tags")
+        assert tagged.samples(np.array([1]))[0]["ner_tags"].tolist() == [2, 0, 0]
+    assert len(list((tmp_path / "tagged").iterdir())) == 4
+    address = f"--set=data.train={tmp_path / 'tagged' / 'list'}"
+    settings = ("--set=task.kind=sequence_labelling", "--set=data.seq_len=24", *SMALL, "--set=train.steps=2")
+    (tmp_path / "desk").mkdir()
+    desk = make_desk(tmp_path / "desk", tmp_path / "cache")
+    done = desk.here("train", "--debug", f"--set=run.dir={tmp_path / 'run'}", address, *settings)
+    assert done.code == 0, done.err
+    assert desk.here("eval", str(tmp_path / "run")).code == 0
+    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["task"]["classes"] == ["O", "PER", "LOC"]
     assert len(open_source(tmp_path / "both" / "test")) == 2
     with pytest.raises(DataError, match="which has the splits"):
         open_source(tmp_path / "both")

@@ -13,6 +13,7 @@ from unisono.errors import DataError, missing_extra
 
 STATE: Final = "state.json"
 _SPLITS: Final = "dataset_dict.json"
+_LISTS: Final = ("List", "LargeList", "Sequence")  # Sequence before datasets 4
 
 
 def is_arrow_folder(folder: Path) -> bool:
@@ -37,14 +38,23 @@ def arrow_files(folder: Path) -> list[Path]:
     return files
 
 
-def arrow_classes(folder: Path) -> tuple[tuple[str, ...], str]:
-    """Names of the classes and their column; empty if no column is a ``ClassLabel``."""
+def arrow_classes(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Names of the classes of each column that is a ``ClassLabel`` or a list of them."""
     path = folder / "dataset_info.json"
     features: dict[str, Any] = _json(path).get("features") or {} if path.is_file() else {}
-    for name, feature in features.items():
-        if isinstance(feature, dict) and cast("dict[str, Any]", feature).get("_type") == "ClassLabel":
-            return tuple(map(str, cast("dict[str, Any]", feature).get("names", ()))), name
-    return (), ""
+    classes = {str(name): _class_names(feature) for name, feature in features.items()}
+    return {name: names for name, names in classes.items() if names}
+
+
+def _class_names(feature: Any) -> tuple[str, ...]:
+    while isinstance(feature, list) and feature:  # before datasets 4 also written for a list
+        feature = cast("list[Any]", feature)[0]
+    if not isinstance(feature, dict):
+        return ()
+    fields = cast("dict[str, Any]", feature)
+    if fields.get("_type") == "ClassLabel":
+        return tuple(map(str, fields.get("names") or ()))
+    return _class_names(fields.get("feature")) if fields.get("_type") in _LISTS else ()
 
 
 def arrow_rows(files: list[Path]) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 import numpy as np
 import xxhash
 
-from unisono.data.convert.formats.table import Row
+from unisono.data.convert.formats.table import Row, shorten
 from unisono.data.dataset import Batch, check_sample
 from unisono.data.packed_sample import pack_sample, unpack_sample
 from unisono.data.recordio import RecordDataset, RecordFile, RecordWriter
@@ -24,7 +24,7 @@ from unisono.errors import DataError
 from unisono.storage.files import file_lock, os_reason
 
 _LOG: Final = logging.getLogger("unisono.data")
-_VERSION: Final = 1  # of what becomes of a row
+_VERSION: Final = 2  # of what becomes of a row
 
 
 def converted(paths: Sequence[Path], rows: Callable[[], Iterator[Row]], cache: Path) -> RecordDataset:
@@ -57,15 +57,20 @@ def converted(paths: Sequence[Path], rows: Callable[[], Iterator[Row]], cache: P
     return RecordDataset([RecordFile(data)], unpack_sample)
 
 
-def sample_of_row(row: Row) -> Batch:
-    """A row as a sample: strings and bytes are uint8 [bytes], and a list of strings is one string with a line for each."""
-    return check_sample({str(name): _value(value) for name, value in row.items()})
+def sample_of_row(row: Row, number: int) -> Batch:
+    """A row as a sample: strings and bytes are uint8 [bytes], and a list of strings is one string with a line for each.
+
+    Raises:
+        DataError: A string of a list has a line end; the error names it and the row's ``number``.
+    """
+    return check_sample({str(name): _value(value, str(name), number) for name, value in row.items()})
 
 
 def _write(path: Path, rows: Callable[[], Iterator[Row]], *, given: str) -> None:
     with RecordWriter(path, overwrite=True) as writer:
-        for row in rows():
-            writer.write(pack_sample({name: np.asarray(value) for name, value in sample_of_row(row).items()}))
+        for number, row in enumerate(rows()):
+            sample = sample_of_row(row, number)
+            writer.write(pack_sample({name: np.asarray(value) for name, value in sample.items()}))
         if not len(writer):
             raise DataError(
                 given=f"{given}, which has no rows",
@@ -75,10 +80,17 @@ def _write(path: Path, rows: Callable[[], Iterator[Row]], *, given: str) -> None
             )
 
 
-def _value(value: Any) -> Any:
+def _value(value: Any, name: str, number: int) -> Any:
     if isinstance(value, list | tuple):
         parts = cast("list[Any]", value)
         if parts and all(isinstance(part, str) for part in parts):
+            if lines := [part for part in parts if "\n" in part]:
+                raise DataError(
+                    given=f"row {number}, column {name!r}: the string {shorten(lines[0])} of a list",
+                    rule="a list of strings is read as one text with a line for each, so that none has a line end",
+                    consequence="the list would have more parts than were written",
+                    nearest="the same strings without line ends, or a column that is one text",
+                )
             value = "\n".join(parts)
         else:
             return np.asarray(parts)

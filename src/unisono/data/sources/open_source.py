@@ -52,11 +52,11 @@ def open_source(
     """Open training data as a random-access data set; suffix or folder determine the format.
 
     Strings and bytes become uint8 [bytes], as ``TextTransform`` and ``ImageTransform`` take them, and a list of strings one
-    string with a line for each. Where the format names classes, the data set has them as ``classes``, and their column as
-    ``class_column``. Records of ``.rec`` have ``image`` and ``targets``; without MXNet's image header but with side columns
-    they are rows of these columns and the payload, ``data``. Formats without random access (tables, tar, Arrow) are copied once
-    into the cache folder (``data.sources.converted``). So are files behind a URL, except ``.rec``, whose records are read as they
-    are asked for.
+    string with a line for each. Where the format names classes, the data set has them as ``class_names``, by column;
+    ``classes`` and ``class_column`` are the first of these. Records of ``.rec`` have ``image`` and ``targets``; without MXNet's
+    image header but with side columns they are rows of these columns and the payload, ``data``. Formats without random access
+    (tables, tar, Arrow) are copied once into the cache folder (``data.sources.converted``). So are files behind a URL, except
+    ``.rec``, whose records are read as they are asked for.
 
     Args:
         address: A file, a glob, a folder, or a list of files of one format; local, or the URL of any fsspec filesystem.
@@ -87,7 +87,8 @@ def open_source(
         files = [RecordFile(path) for path in paths]
         if _are_rows(files):
             return _Rows(_RecordRows(files), columns)
-        return _Selected(image_records(files, classes=classes), columns, _packed_classes(paths), "targets")
+        names = _packed_classes(paths)
+        return _Selected(image_records(files, classes=classes), columns, {"targets": names} if names else {})
     local = [Path(path) for path in paths]
     if kind == TOKENS:
         if seq_len is None or columns is not None:
@@ -104,22 +105,20 @@ def open_source(
         return _Rows(_ImageFolder(list_images(local[0])), columns)
     if kind == _ARROW:
         files = [file for folder in local for file in arrow_files(folder)]
-        names, class_column = arrow_classes(local[0])
         data = converted(files, lambda: arrow_rows(files), cache)
-        return _Selected(data, columns, names, class_column)
+        return _Selected(data, columns, arrow_classes(local[0]))
     data = converted(local, lambda: chain.from_iterable(open_table(path).rows for path in local), cache)
-    return _Selected(data, columns, (), "")
+    return _Selected(data, columns, {})
 
 
 class _RowReader(Protocol):
     """Rows by number. ``fingerprint`` changes with the files' names, sizes or times of change.
 
-    ``classes`` are the names of the classes of the column ``class_column``, if the format has them.
+    ``class_names`` are the names of the classes by column, of those for which the format has them.
     """
 
     fingerprint: str
-    classes: tuple[str, ...]
-    class_column: str
+    class_names: dict[str, tuple[str, ...]]
 
     def __len__(self) -> int: ...
     def rows(self, numbers: list[int]) -> list[Row]: ...
@@ -132,7 +131,8 @@ class _Rows(PerSampleDataset):
         self._reader, self._columns = reader, None if columns is None else dict(columns)
         if not len(reader):
             raise _unfit("a source without rows", "a source with at least one row")
-        self.classes, self.class_column = reader.classes, reader.class_column
+        self.class_names = reader.class_names
+        self.class_column, self.classes = _first_classes(reader.class_names)
         self.fingerprint = f"{reader.fingerprint}:{self._columns}"
         self.samples(np.zeros(1, np.int64))  # an unknown column is an error here
 
@@ -144,17 +144,19 @@ class _Rows(PerSampleDataset):
         if numbers and not 0 <= min(numbers) <= max(numbers) < len(self):
             raise IndexError(f"rows are numbered 0..{len(self) - 1}, asked for {min(numbers)}..{max(numbers)}")
         rows = self._reader.rows(numbers)
-        return [sample_of_row(_chosen(row, self._columns, f"row {at}")) for at, row in zip(numbers, rows, strict=True)]
+        found = zip(numbers, rows, strict=True)
+        return [sample_of_row(_chosen(row, self._columns, f"row {at}"), at) for at, row in found]
 
 
 class _Selected(PerSampleDataset):
     """The samples of records with entries chosen and renamed."""
 
     def __init__(
-        self, base: RecordDataset, columns: Mapping[str, str] | None, classes: tuple[str, ...], class_column: str
+        self, base: RecordDataset, columns: Mapping[str, str] | None, class_names: dict[str, tuple[str, ...]]
     ) -> None:
         self._base, self._columns = base, None if columns is None else dict(columns)
-        self.classes, self.class_column = classes, class_column
+        self.class_names = class_names
+        self.class_column, self.classes = _first_classes(class_names)
         self.fingerprint = base.fingerprint if columns is None else f"{base.fingerprint}:{self._columns}"
         if len(self):
             self.samples(np.zeros(1, np.int64))
@@ -167,11 +169,13 @@ class _Selected(PerSampleDataset):
         return [dict(_chosen(sample, self._columns, f"record {at}")) for at, sample in found]
 
 
-class _MindRecordRows:
-    classes, class_column = (), ""
+def _first_classes(class_names: dict[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
+    return next(iter(class_names.items()), ("", ()))
 
+
+class _MindRecordRows:
     def __init__(self, file: MindRecordFile) -> None:
-        self._file = file
+        self._file, self.class_names = file, {}
         self.fingerprint = _stamp("mindrecord", file.paths)
 
     def __len__(self) -> int:
@@ -228,10 +232,8 @@ def _are_rows(files: Sequence[RecordFile]) -> bool:
 class _RecordRows:
     """Payloads as ``data``, and the side columns."""
 
-    classes, class_column = (), ""
-
     def __init__(self, files: Sequence[RecordFile]) -> None:
-        self._files = files
+        self._files, self.class_names = files, {}
         self._starts = np.cumsum([0, *(len(file) for file in files)])
         self.fingerprint = ":".join(["record rows", *(file.fingerprint for file in files)])
 
@@ -250,13 +252,11 @@ class _RecordRows:
 class _ImageFolder:
     """Encoded images and the numbers of their classes, which are sorted by name."""
 
-    class_column = "targets"
-
     def __init__(self, listing: ImageListing) -> None:
         if listing.bad:
             raise _unfit(f"{listing.root}: {listing.bad[0].path}: {listing.bad[0].reason}", "remove or repair it")
         self._listing = listing
-        self.classes = tuple(listing.classes)
+        self.class_names = {"targets": tuple(listing.classes)}
         self.fingerprint = _stamp("images", [listing.root / image.name for image in listing.samples])
 
     def __len__(self) -> int:

@@ -106,6 +106,8 @@ def test_parquet_of_other_writers(tmp_path: Path) -> None:
         "ids": pa.array([list(range(n % 4)) for n in range(100)], pa.list_(pa.uint16())),
         "square": pa.array([[[n, 1.5], [2.0, n]] for n in range(100)], pa.list_(pa.list_(pa.float32()))),
         "fixed_list": pa.array([[n, n] for n in range(100)], pa.list_(pa.int32(), 2)),
+        "tags": pa.array([["ü"] * (n % 3) for n in range(100)], pa.list_(pa.large_string())),
+        "pair": pa.array([["x", f"{n}"] for n in range(100)], pa.list_(pa.string(), 2)),
     }
     table = pa.concat_tables([pa.table(columns)] * (count // 100))
     pq.write_table(table, path, row_group_size=300, compression="gzip", data_page_version="2.0")
@@ -124,10 +126,12 @@ def test_parquet_of_other_writers(tmp_path: Path) -> None:
     assert [(field.type, field.shape) for field in schema.values()] == [
         *[("int8", None), ("uint64", None), ("float16", None), ("string", None), ("string", None), ("bytes", None)],
         *[("bool", None), ("uint16", (-1,)), ("float32", (-1, -1)), ("int32", (2,))],
+        *[("string", (-1,)), ("string", (2,))],
     ]
     assert convert(path, tmp_path / "b.parquet") == count
     again = rows_of(tmp_path / "b.parquet")
     assert again[699]["square"].tolist() == found[699]["square"].tolist()
+    assert [(row["tags"], row["pair"]) for row in again] == [(row["tags"], row["pair"]) for row in expected]
     assert open_table(tmp_path / "b.parquet").schema == schema
 
 
@@ -139,7 +143,13 @@ def test_parquet_of_other_writers(tmp_path: Path) -> None:
         (pa.array([[[1], [2]], [[1], [2, 3]]]), "row 1, column 'a': lists of different lengths inside a list"),
         (pa.array([1, 2], pa.timestamp("us")), "column 'a' of type timestamp[us]"),
         (pa.array([{"x": 1}, {"x": 2}]), "column 'a' of type struct<x: int64>"),
-        (pa.array([["x"], ["y"]]), "column 'a' of type list<element: string>"),
+        (pa.array([[["x"]], [["y"]]]), "column 'a' of type list<element: list<element: string>>"),
+        (pa.array([[b"x"], [b"y"]]), "column 'a' of type list<element: binary>"),
+        (pa.array([["x"], ["y", None]]), "column 'a' with a null, at row"),
+        (
+            pa.array([["x"]] * 2, pa.list_(pa.dictionary(pa.int8(), pa.string()))),
+            "column 'a' of type list<element: dict",
+        ),
         (pa.array([None, None]), "column 'a' of type null"),
     ],
 )

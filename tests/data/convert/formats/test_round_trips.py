@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import tempfile
 from pathlib import Path
@@ -43,8 +44,12 @@ FIELDS: dict[str, dict[str, Any]] = {
         "ints": hnp.arrays(np.int64, st.tuples(st.integers(1, 3), st.just(2))),
         "flts": hnp.arrays(np.float64, 3, elements=st.floats(allow_nan=False, allow_infinity=False)),
         "bools": hnp.arrays(np.bool_, (2, 2)),
+        "words": st.lists(TEXT, min_size=1, max_size=3),
     },
-    ".parquet": NUMBERS | {"txt": TEXT, "bool": st.booleans(), "blob": st.binary(max_size=9)} | EVERY_ARRAY,
+    ".parquet": NUMBERS
+    | {"txt": TEXT, "bool": st.booleans(), "blob": st.binary(max_size=9)}
+    | {"words": st.lists(TEXT, min_size=1, max_size=3)}
+    | EVERY_ARRAY,
     ".tar": NUMBERS
     | {"txt": TEXT, "a.json": TEXT, "bin": st.binary(), "blob": st.binary(), "x.y": st.binary()}
     # a name that looks like a type, for another type
@@ -120,6 +125,27 @@ def test_any_way_through_the_formats_that_hold_arrays(tmp_path: Path, first: str
     check(COMMON, list(open_table(tmp_path / "c.parquet").rows))
 
 
+def test_lists_of_strings_are_kept_or_refused(tmp_path: Path) -> None:
+    rows = [{"blob": b"1", "tags": np.array([1, 2]), "words": ["New York", "a\nb"]}] * 2
+    write_table(tmp_path / "a.jsonl", Table(rows=[{**row, "words": [*row["words"], "é"]} for row in rows]))
+    assert json.loads((tmp_path / "a.jsonl").read_text().splitlines()[0])["words"] == ["New York", "a\nb", "é"]
+    convert(tmp_path / "a.jsonl", tmp_path / "b.parquet")
+    convert(tmp_path / "b.parquet", tmp_path / "c.jsonl")
+    check(list(open_table(tmp_path / "a.jsonl").rows), list(open_table(tmp_path / "c.jsonl").rows))
+    columns: dict[str, Any] = {"columns": ["words", "blob"]}
+    for suffix, what in (
+        (".mindrecord", "field 'words' of type string with shape [-1]"),
+        (".rec", "row 0 with blob (bytes), words (list) as a RecordIO record"),
+        (".tar", "row 0, field 'words': ['New York', 'a\\nb', 'é'] (list)"),
+        (".csv", "field 'words', a list of strings, as CSV"),
+    ):
+        with pytest.raises(DataError) as caught:
+            convert(tmp_path / "b.parquet", tmp_path / f"d{suffix}", **columns, base64=["blob"] * (suffix == ".csv"))
+        assert str(caught.value).startswith(what), suffix
+        assert "\n  so:   nothing was written\n" in str(caught.value)
+        assert not list(tmp_path.glob("d.*"))
+
+
 def test_through_csv_with_its_bytes_said(tmp_path: Path) -> None:
     rows = [{name: row[name] for name in ("blob", "flt", "int", "txt")} for row in COMMON]
     write_table(tmp_path / "a.parquet", Table(rows=rows))
@@ -157,6 +183,9 @@ def test_columns_in_their_order(tmp_path: Path) -> None:
         (".parquet", {"a": 1 << 63}, "row 0, field 'a': 9223372036854775808 (int)"),
         (".parquet", {"a": "\ud800"}, "rows 0 to 0: "),
         (".parquet", {"a": None}, "field 'a', a NoneType"),
+        (".parquet", {"a": []}, "field 'a', a list"),
+        (".parquet", {"a": ["x", 1]}, "field 'a', a list"),
+        (".parquet", {"a": ["\ud800"]}, "rows 0 to 0: "),
         (".parquet", {"a": np.array(["x"])}, "field 'a', a ndarray"),
         (".tar", {"a": True}, "row 0, field 'a': True (bool)"),
         (".tar", {"a/b": 1}, "row 0, field 'a/b': 1 (int)"),
@@ -178,6 +207,7 @@ def test_what_a_format_does_not_hold_is_named(tmp_path: Path, suffix: str, row: 
         ({"a": 1.0, "b": np.zeros((1, 2))}, "row 1, field 'a': 1.0 (float)"),
         ({"a": True, "b": np.zeros((1, 2))}, "row 1, field 'a': True (bool)"),
         ({"a": 1}, "row 1, which has no 'b'"),
+        ({"a": ["x"], "b": np.zeros((1, 2))}, "row 1, field 'a': ['x'] (list)"),
         ({"a": 1, "b": np.zeros((1, 2)), "c": 1}, "row 1, which has 'c'"),
         ({"a": 1, "b": np.zeros((1, 3))}, "row 1, field 'b': an array of float64 and shape [1, 3]"),
         ({"a": 1, "b": np.zeros((1, 2), "f4")}, "row 1, field 'b': an array of float32 and shape [1, 2]"),

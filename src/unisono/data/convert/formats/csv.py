@@ -57,8 +57,9 @@ def write(path: Path, table: Table, binary: Collection[str] = ()) -> int:
                 f"--base64 {name}; a .jsonl, .parquet or .mindrecord file holds bytes",
             )
         if field.shape is not None or field.type == "bool":
+            kind = "a bool" if field.shape is None else "a list of strings" if field.type == "string" else "an array"
             raise unwritable_error(
-                f"field {name!r}, {'a bool' if field.shape is None else 'an array'}, as CSV",
+                f"field {name!r}, {kind}, as CSV",
                 "a column is of ints, floats, strings or base64",
                 "a .jsonl or .parquet file holds such rows",
             )

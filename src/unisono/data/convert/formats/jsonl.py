@@ -1,4 +1,7 @@
-"""``.jsonl``: one object per line; bytes as ``{"base64": "…"}``, arrays as lists (read back as bool, int64 or float64)."""
+"""``.jsonl``: one object per line; bytes as ``{"base64": "…"}``, arrays as lists (read back as bool, int64 or float64).
+
+A list of strings stays a list.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,7 @@ def row_of_line(line: bytes, path: Path, number: int, offset: int, columns: Sequ
     except (ValueError, RecursionError) as error:
         raise unreadable_error(
             f"{path}: line {number} at offset {offset}: {error}",
-            'a line is one JSON object of numbers, strings, lists of numbers, and bytes as {"base64": …}',
+            'a line is one JSON object of numbers, strings, lists of numbers or of strings, and bytes as {"base64": …}',
             "repair or remove that line",
         ) from error
 
@@ -110,13 +113,15 @@ def _from_json(value: Any) -> Any:
 
 
 def _array(values: list[Any]) -> Any:
+    if values and all(isinstance(value, str) for value in values):
+        return values
     kinds = _kinds(values)
     if kinds <= {bool} or kinds <= {int, float}:
         array = np.array(values)  # a ragged list is a ValueError
         # among floats an int may be rounded, and one beyond int64 would be an unsigned one
         if array.dtype.kind in "bi" or (array.dtype.kind == "f" and (int not in kinds or abs(array).max() < 1 << 53)):
             return array
-    raise ValueError("a list inside a row is of numbers: ints within int64, floats, or true and false")
+    raise ValueError("a list inside a row is of strings, or of numbers: ints within int64, floats, or true and false")
 
 
 def _kinds(values: list[Any]) -> set[type]:

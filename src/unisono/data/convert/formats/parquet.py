@@ -1,4 +1,4 @@
-"""``.parquet``: columns of numbers, booleans, strings and bytes, and lists of numbers as arrays, through pyarrow.
+"""``.parquet``: numbers, booleans, strings, bytes, lists of strings, and lists of numbers as arrays, through pyarrow.
 
 An array of shape [-1, 3] is a ``list`` of ``fixed_size_list``\\ s of 3, so all dtypes and dims are preserved. Page checksums are
 written, and verified if a file has them; Parquet has none for its footer.
@@ -119,13 +119,15 @@ def _field(path: Path, name: str, kind: Any) -> FieldType:
     number = _NAMES.get(text, text)
     if number in ("bool", "float16", "float32", "float64") or (text.lstrip("u").startswith("int")):
         return FieldType(type=number, shape=tuple(dims) or None)
-    if not dims and text.startswith("dictionary<values=string,"):
+    if not dims and text.startswith("dictionary<values=string,"):  # pyarrow cannot read all lists of them
         return FieldType(type="string")
-    if not dims and (text in _TEXTS or text in _BYTES or text.startswith("fixed_size_binary[")):
-        return FieldType(type="string" if text in _TEXTS else "bytes")
+    if len(dims) < 2 and text in _TEXTS:
+        return FieldType(type="string", shape=tuple(dims) or None)
+    if not dims and (text in _BYTES or text.startswith("fixed_size_binary[")):
+        return FieldType(type="bytes")
     raise unreadable_error(
         f"{path}: column {name!r} of type {kind}",
-        "a field is a number, a boolean, a string, bytes, or lists of numbers or booleans",
+        "a field is a number, a boolean, a string, bytes, a list of strings, or lists of numbers or booleans",
         "choose other columns, or cast this one before it is written",
     )
 
@@ -148,9 +150,9 @@ def _type(pa: Any, name: str, field: FieldType) -> Any:
 def _column(pa: Any, values: list[Any], field: FieldType, at: int) -> Any:
     """Values of one field as an arrow array; arrays are built from their flat values."""
     shape = field.shape
-    if shape is None:
+    if shape is None or field.type == "string":
         try:
-            return pa.array(values, pa.large_binary() if field.type == "bytes" else _type(pa, "", field))
+            return pa.array(values, _type(pa, "", field))
         except (UnicodeEncodeError, pa.ArrowException) as error:
             raise unwritable_error(
                 f"rows {at} to {at + len(values) - 1}: {error}", "a string is UTF-8", "bytes in place of str"
@@ -173,6 +175,9 @@ def _cells(path: Path, at: int, name: str, column: Any, field: FieldType) -> lis
     """The values of a column, as Python objects or arrays."""
     _no_nulls(path, at, name, column)
     if field.shape is None:
+        return column.to_pylist()
+    if field.type == "string":
+        _no_nulls(path, at, name, column.flatten())
         return column.to_pylist()
     rows = len(column)
     bounds = np.arange(rows + 1)  # [rows + 1] start of each row's lists among all lists of the dim

@@ -1,7 +1,7 @@
 """Tables of typed rows, common to all formats, and their errors.
 
-A row is a mapping of names to values: bool, int, float, str, bytes, or a NumPy array of numbers. A field's type is the name of a
-NumPy dtype, ``string`` or ``bytes``; an array also has a shape, in which −1 is any size.
+A row is a mapping of names to values: bool, int, float, str, bytes, a list of str, or a NumPy array of numbers. A field's type is
+the name of a NumPy dtype, ``string`` or ``bytes``; an array or list also has a shape, in which −1 is any size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Table:
     """Rows, which are read once, and the facts known before they are read.
 
     Attributes:
-        rows: Mappings of field names to values: bool, int, float, str, bytes, or NumPy arrays of numbers.
+        rows: Mappings of field names to values: bool, int, float, str, bytes, lists of str, or NumPy arrays of numbers.
         schema: Type and shape of each field; None if only the rows determine it.
         image: Name of the field that is an image, uint8 [H, W] or [H, W, 3]; formats without such arrays hold it as
             PNG. None if there is none.
@@ -98,11 +98,13 @@ def kind_of(name: str, value: Any) -> FieldType:
         array = cast("np.ndarray[Any, Any]", value)
         if array.ndim and array.dtype.kind in "biuf":
             return FieldType(type=array.dtype.name, shape=(-1, *array.shape[1:]))
+    if _is_string_list(value) and value:
+        return FieldType(type="string", shape=(-1,))
     kind = _SCALARS.get(type(value))
     if kind is None:
         raise unwritable_error(
             f"field {name!r}, a {type(value).__name__}",
-            "a field is a bool, an int, a float, a string, bytes or an array of numbers",
+            "a field is a bool, an int, a float, a string, bytes, a list of strings or an array of numbers",
             "another type, or leave the field out",
         )
     return FieldType(type=kind)
@@ -174,8 +176,13 @@ def encode_image_column(table: Table) -> Table:
 
 def row_bytes(row: Row) -> int:
     """About the bytes that a row takes: of arrays, strings and bytes their own, of any other value 8."""
-    sizes = [getattr(value, "nbytes", len(value) if isinstance(value, str | bytes) else 8) for value in row.values()]
-    return sum(sizes)
+    return sum(map(_value_bytes, row.values()))
+
+
+def _value_bytes(value: Any) -> int:
+    if _is_string_list(value):
+        return sum(map(len, value))
+    return getattr(value, "nbytes", len(value) if isinstance(value, str | bytes) else 8)
 
 
 def shorten(value: Any) -> str:
@@ -187,11 +194,19 @@ def shorten(value: Any) -> str:
     return f"{text if len(text) <= 40 else text[:40] + '…'} ({type(value).__name__})"
 
 
+def _is_string_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(part, str) for part in cast("list[Any]", value))
+
+
 def _described(field: FieldType) -> str:
+    if field.shape is not None and field.type == "string":
+        return "a list of strings" if field.shape == (-1,) else f"a list of {field.shape[0]} strings"
     return field.type if field.shape is None else f"an array of {field.type} and shape {list(field.shape)}"
 
 
 def _fits(value: Any, field: FieldType) -> bool:
+    if field.shape is not None and field.type == "string":
+        return _is_string_list(value) and field.shape[0] in (-1, len(value))
     if field.shape is not None:
         if not isinstance(value, np.ndarray):
             return False
