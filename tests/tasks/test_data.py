@@ -19,7 +19,8 @@ from unisono.data.dataset import Dataset, read_samples
 from unisono.data.options import DataOptions
 from unisono.data.tokens.tokenizer import load_tokenizer
 from unisono.errors import DataError
-from unisono.tasks.data import TaskData, predictor_data, resolve_task
+from unisono.tasks.columns import resolve_task
+from unisono.tasks.data import TaskData, predictor_data
 from unisono.tasks.options import ImageOptions, TaskOptions, TextOptions
 
 COLOURS = {"azure": (0, 128, 255), "blue": (0, 0, 255), "red": (255, 0, 0)}

@@ -1,0 +1,144 @@
+"""The sources of a task's data: opens the addresses of a configuration, with the classes that they name by the task's numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unisono.data.combined import concatenated, mapped
+from unisono.data.dataset import Batch, Dataset, read_samples
+from unisono.data.options import DataOptions, default_cache_dir
+from unisono.data.sources import open_source, source_groups, source_paths
+from unisono.data.tokens.shards import TokenSet, open_tokens
+from unisono.errors import ConfigError, DataError
+from unisono.tasks.options import TaskOptions
+from unisono.tasks.targets import Renumber, shorten
+
+TARGETS = "targets"
+INPUT_NAMES = {
+    "image": ("image", "img", "jpg", "png"),
+    "text": ("text", "sentence", "txt"),
+    "sequence_labelling": ("words", "tokens", "text"),
+    "language_model": ("text", "content", "txt"),
+    "masked_language_model": ("text", "content", "txt"),
+}
+_CHUNK = 256
+
+
+def addresses(given: str | tuple[str, ...]) -> list[str]:
+    """The addresses of a setting that is one or several."""
+    return [given] if isinstance(given, str) and given else list(given)
+
+
+def token_shards(given: str | tuple[str, ...], data: DataOptions) -> TokenSet | None:
+    """The token shards at the addresses: ``.bin`` files, globs, or folders of them; None if they are something else."""
+    paths: list[Path] = []
+    for address in addresses(given):
+        for path in map(Path, source_paths(address, cache_folder(data))):
+            found = sorted(path.glob("*.bin")) if path.is_dir() else [path]
+            if not found or any(file.suffix != ".bin" for file in found):
+                return None
+            paths += found
+    return open_tokens(paths) if paths else None
+
+
+def groups_of(given: str | tuple[str, ...], data: DataOptions) -> list[tuple[str, ...]]:
+    """The addresses as sources: files of one format together, and each folder of images."""
+    parts = addresses(given)
+    if not parts or (len(parts) == 1 and not any(sign in parts[0] for sign in "*?[")):
+        return [tuple(parts)] if parts else []
+    groups = source_groups(parts, cache_folder(data) / "sources")
+    return [tuple(parts)] if len(groups) == 1 else [tuple(map(str, group)) for group in groups]
+
+
+def train_groups(data: DataOptions) -> list[tuple[str, ...]]:
+    """The sources of the training data; in a mixture those of each address."""
+    if not data.weights:
+        return groups_of(data.train, data)
+    return [group for address in addresses(data.train) for group in groups_of(address, data)]
+
+
+def open_addresses(
+    given: str | tuple[str, ...], columns: dict[str, str], data: DataOptions, task: TaskOptions
+) -> Dataset:
+    """All samples at the addresses, with the classes that they name by the numbers of the task's."""
+    parts = [_numbered(open_group(group, columns, data, task), task) for group in groups_of(given, data)]
+    return parts[0] if len(parts) == 1 else concatenated(parts)
+
+
+def class_names_of(source: Dataset, target: str) -> tuple[str, ...]:
+    """Names of the classes in the column ``target``, which holds their numbers; empty if the source has none."""
+    return getattr(source, "classes", ()) if getattr(source, "class_column", "") == target else ()
+
+
+def _numbered(source: Dataset, task: TaskOptions) -> Dataset:
+    """``source`` with the numbers of its classes replaced by those that the task has for their names."""
+    names = class_names_of(source, task.target)
+    if not task.has_classes or names == task.classes or task.classes == tuple(map(str, range(len(task.classes)))):
+        return source
+    stray = [name for name in names if name not in task.classes]
+    if stray:
+        raise DataError(
+            given=f"data with the class {stray[0]!r}",
+            rule=f"the classes are the {len(task.classes)} of task.classes: {shorten(task.classes)}",
+            consequence="the number of the class is not known",
+            nearest="list all classes in task.classes, or rename the folder or class",
+        )
+    return mapped(source, Renumber(numbers=tuple(map(task.classes.index, names)))) if names else source
+
+
+def open_group(
+    given: str | tuple[str, ...], columns: dict[str, str] | None, data: DataOptions, task: TaskOptions
+) -> Dataset:
+    parts = addresses(given)
+    if not parts:
+        raise ConfigError(
+            given="a task without data.train",
+            rule="the data of a task are at data.train: files, folders or addresses",
+            consequence="there is nothing to train on",
+            nearest="data.train=ADDRESS",
+        )
+    return open_source(
+        parts[0] if len(parts) == 1 else parts,
+        columns=columns,
+        classes=not task.has_numbers,
+        cache_dir=cache_folder(data),
+    )
+
+
+def cache_folder(data: DataOptions) -> Path:
+    """Where prepared data is kept."""
+    return Path(data.cache_dir).expanduser() if data.cache_dir else default_cache_dir(os.environ)
+
+
+def first_sample(data: DataOptions, task: TaskOptions) -> Batch:
+    source = open_group(train_groups(data)[0] if data.train else "", None, data, task)
+    return read_samples(source, np.zeros(1, np.int64))[0]
+
+
+def read_column(data: DataOptions, name: str, task: TaskOptions) -> Iterator[Any]:
+    """All values of a column of the training data."""
+    for group in train_groups(data):
+        for sample in scan(open_group(group, {TARGETS: name}, data, task)):
+            yield sample[TARGETS]
+
+
+def scan(dataset: Dataset) -> Iterator[Batch]:
+    for begin in range(0, len(dataset), _CHUNK):
+        yield from read_samples(dataset, np.arange(begin, min(begin + _CHUNK, len(dataset))))
+
+
+def first_of(names: Sequence[str], sample: Batch, option: str) -> str:
+    found = next((name for name in names if name in sample), None)
+    if found is None:
+        raise DataError(
+            given=f"training data with the columns {', '.join(map(str, sample))}",
+            rule=f"without {option} the column is one of {', '.join(names)}",
+            consequence="it is unknown which column is meant",
+            nearest=f"{option}=NAME",
+        )
+    return found
