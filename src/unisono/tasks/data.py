@@ -37,13 +37,14 @@ from unisono.tasks.sources import (
     TARGETS,
     addresses,
     cache_folder,
+    check_same_targets,
     first_of,
     first_sample,
     open_addresses,
     scan,
     token_shards,
 )
-from unisono.tasks.targets import IGNORED, ClassNumbers, StandardNumber, check_columns
+from unisono.tasks.targets import IGNORED, check_columns
 
 _SPLIT_SEED = 0
 
@@ -218,14 +219,6 @@ def predictor_data(
         )
     columns = dict(zip(entries, task.inputs, strict=False)) | {TARGETS: task.target}
     parts, held_out = _parts(data, columns, task)
-    number_targets: Transform
-    if task.has_classes:
-        number_targets = ClassNumbers(names=task.classes, several=several)
-    else:
-        assert task.target_mean is not None  # resolve_task
-        assert task.target_std is not None
-        number_targets = StandardNumber(mean=task.target_mean, std=task.target_std)
-    parts, held_out = [mapped(part, number_targets) for part in parts], mapped(held_out, number_targets)
     pair: Callable[..., Any] | None = None
     if task.kind == "image":
         from unisono.data.image.transform import ImageTransform
@@ -270,9 +263,11 @@ def _parts(data: DataOptions, columns: dict[str, str], task: TaskOptions) -> tup
         if not data.eval:
             raise _no_eval_of_mixture()
         parts = [open_addresses(address, columns, data, task) for address in addresses(data.train)]
+        check_same_targets(data, task)
         return parts, open_addresses(data.eval, columns, data, task)
     train = open_addresses(data.train, columns, data, task)
     if data.eval:
+        check_same_targets(data, task)
         return [train], open_addresses(data.eval, columns, data, task)
     held_out = _held_out_numbers(len(train), data.eval_frac)
     kept = np.setdiff1d(np.arange(len(train)), held_out)

@@ -16,7 +16,7 @@ from unisono.data.sources import open_source, source_groups, source_paths
 from unisono.data.tokens.shards import TokenSet, open_tokens
 from unisono.errors import ConfigError, DataError
 from unisono.tasks.options import TaskOptions
-from unisono.tasks.targets import Renumber, shorten
+from unisono.tasks.targets import ClassNumbers, Renumber, StandardNumber, is_string, shorten, text_of
 
 TARGETS = "targets"
 INPUT_NAMES = {
@@ -65,8 +65,8 @@ def train_groups(data: DataOptions) -> list[tuple[str, ...]]:
 def open_addresses(
     given: str | tuple[str, ...], columns: dict[str, str], data: DataOptions, task: TaskOptions
 ) -> Dataset:
-    """All samples at the addresses, with the classes that they name by the numbers of the task's."""
-    parts = [_numbered(open_group(group, columns, data, task), task) for group in groups_of(given, data)]
+    """All samples at the addresses; ``targets`` are numbers of the task's classes, or standardised."""
+    parts = [_with_targets(open_group(group, columns, data, task), task) for group in groups_of(given, data)]
     return parts[0] if len(parts) == 1 else concatenated(parts)
 
 
@@ -75,12 +75,22 @@ def class_names_of(source: Dataset, target: str) -> tuple[str, ...]:
     return getattr(source, "classes", ()) if getattr(source, "class_column", "") == target else ()
 
 
-def _numbered(source: Dataset, task: TaskOptions) -> Dataset:
-    """``source`` with the numbers of its classes replaced by those that the task has for their names."""
-    names = class_names_of(source, task.target)
-    if not task.has_classes or names == task.classes or task.classes == tuple(map(str, range(len(task.classes)))):
+def _with_targets(source: Dataset, task: TaskOptions) -> Dataset:
+    """``source`` with its targets as the model learns them; unchanged for tasks without a target column."""
+    if task.has_numbers:
+        assert task.target_mean is not None  # resolve_task
+        assert task.target_std is not None
+        return mapped(source, StandardNumber(mean=task.target_mean, std=task.target_std))
+    if not task.has_classes:
         return source
+    names = class_names_of(source, task.target)
+    several = task.kind == "sequence_labelling"
     stray = [name for name in names if name not in task.classes]
+    if stray and task.classes == tuple(map(str, range(len(task.classes)))):
+        stray, names = (
+            [],
+            task.classes,
+        )  # classes without names of their own: those of the source stand for their numbers
     if stray:
         raise DataError(
             given=f"data with the class {stray[0]!r}",
@@ -88,7 +98,9 @@ def _numbered(source: Dataset, task: TaskOptions) -> Dataset:
             consequence="the number of the class is not known",
             nearest="list all classes in task.classes, or rename the folder or class",
         )
-    return mapped(source, Renumber(numbers=tuple(map(task.classes.index, names)))) if names else source
+    if names and names != task.classes:
+        source = mapped(source, Renumber(numbers=tuple(map(task.classes.index, names))))
+    return mapped(source, ClassNumbers(names=task.classes, several=several, numbered=bool(names)))
 
 
 def open_group(
@@ -130,6 +142,25 @@ def read_column(data: DataOptions, name: str, task: TaskOptions) -> Iterator[Any
 def scan(dataset: Dataset) -> Iterator[Batch]:
     for begin in range(0, len(dataset), _CHUNK):
         yield from read_samples(dataset, np.arange(begin, min(begin + _CHUNK, len(dataset))))
+
+
+def check_same_targets(data: DataOptions, task: TaskOptions) -> None:
+    """Raise DataError if training data have names of classes, and held-out data numbers that are none of the names."""
+    if not task.has_classes or (names := ClassNumbers(names=task.classes)).has_integers:
+        return
+
+    def first(group: tuple[str, ...]) -> Any:
+        return read_samples(open_group(group, {TARGETS: task.target}, data, task), np.zeros(1, np.int64))[0][TARGETS]
+
+    if any(is_string(first(group)) for group in train_groups(data)):
+        for group in groups_of(data.eval, data):
+            if not is_string(value := first(group)):
+                raise DataError(
+                    given=f"{' '.join(group)}, whose first target is the number {text_of(value)}, where training data have names",
+                    rule=f"data.train and data.eval have the same targets: the classes are {shorten(names.names)}",
+                    consequence="the numbers could be those of other classes",
+                    nearest="the names as targets in data.eval too",
+                )
 
 
 def first_of(names: Sequence[str], sample: Batch, option: str) -> str:

@@ -24,9 +24,13 @@ MAX_CLASSES: Final = 100_000
 class ClassNumbers:
     """Replaces ``targets``, a name or a number of a class, by the number of the class, int64.
 
+    An integer is a name where names are integers too: the label 1 is the class "1", whatever its place. Where no name is an
+    integer, and with ``numbered``, an integer is the number of a class.
+
     Attributes:
         names: Names of the classes in the order of their numbers.
         several: Whether ``targets`` are the classes of several words: text with a name a line, or integers.
+        numbered: Whether ``targets`` are numbers of classes already.
 
     Raises:
         DataError: A target is none of the classes.
@@ -34,14 +38,16 @@ class ClassNumbers:
 
     names: tuple[str, ...]
     several: bool = False
+    numbered: bool = False
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.names)}
 
     @cached_property
-    def _are_numbers(self) -> bool:
-        return self.names == tuple(map(str, range(len(self.names))))
+    def has_integers(self) -> bool:
+        """Whether some names are integers."""
+        return any(name.isascii() and name.removeprefix("-").isdigit() for name in self.names)
 
     def __call__(self, sample: Batch) -> Batch:
         value = sample["targets"]
@@ -50,10 +56,12 @@ class ClassNumbers:
         return {**sample, "targets": numbers if self.several else numbers[0]}
 
     def _number(self, name: str | int) -> int:
-        if isinstance(name, int):  # a number of a class, whatever the names
-            if 0 <= name < len(self.names) or (name == IGNORED and self.several):
+        if isinstance(name, int) and name == IGNORED and self.several:
+            return name
+        if isinstance(name, int) and (self.numbered or not self.has_integers):
+            if 0 <= name < len(self.names):
                 return name
-        elif (number := self._numbers.get(name)) is not None:
+        elif (number := self._numbers.get(str(name))) is not None:
             return number
         raise DataError(
             given=f"the target {name!r}",
@@ -211,7 +219,7 @@ def numbers(value: Any) -> NDArray[np.float64]:
 def number(value: Any) -> float:
     """The number that a value of a column holds; NaN for empty text. Raises DataError for other text."""
     array: NDArray[Any] = np.asarray(value)
-    if (array.dtype == np.uint8 and array.ndim == 1) or array.dtype.kind in "US":
+    if is_string(array):
         text = text_of(array).strip()
         try:
             return float(text) if text else math.nan
@@ -232,12 +240,17 @@ def number(value: Any) -> float:
     return float(array.reshape(-1)[0])
 
 
+def is_string(value: Any) -> bool:
+    """Whether a value of a column is a string; sources give strings as uint8 [bytes]."""
+    array: NDArray[Any] = np.asarray(value)
+    return (array.dtype == np.uint8 and array.ndim == 1) or array.dtype.kind in "US"
+
+
 def is_text(value: Any) -> bool:
     """Whether a value of a column is text that is no number."""
-    array: NDArray[Any] = np.asarray(value)
-    if not ((array.dtype == np.uint8 and array.ndim == 1) or array.dtype.kind in "US"):
+    if not is_string(value):
         return False
-    text = text_of(array).strip()
+    text = text_of(value).strip()
     try:
         float(text or "0")
     except ValueError:
