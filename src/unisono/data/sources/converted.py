@@ -24,7 +24,7 @@ from unisono.errors import DataError
 from unisono.storage.files import file_lock, os_reason
 
 _LOG: Final = logging.getLogger("unisono.data")
-_VERSION: Final = 1  # of what becomes of a row
+_VERSION: Final = 2  # of what becomes of a row; 1: floats were float32
 
 
 def converted(paths: Sequence[Path], rows: Callable[[], Iterator[Row]], cache: Path) -> RecordDataset:
@@ -58,7 +58,7 @@ def converted(paths: Sequence[Path], rows: Callable[[], Iterator[Row]], cache: P
 
 
 def sample_of_row(row: Row) -> Batch:
-    """A row as a sample: strings and bytes are uint8 [bytes], and a list of strings is one string with a line for each."""
+    """A row as a sample: strings and bytes are uint8 [bytes], a list of strings one string with a line for each."""
     return check_sample({str(name): _value(value) for name, value in row.items()})
 
 
@@ -86,4 +86,6 @@ def _value(value: Any) -> Any:
         return np.frombuffer(value.encode() if isinstance(value, str) else value, np.uint8)
     if value is None:
         return np.zeros(0, np.uint8)  # as an empty text: an absent value
+    if isinstance(value, float):
+        return np.float64(value)  # as it is in the file; ``check_sample`` would make it float32
     return value
