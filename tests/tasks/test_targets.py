@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unisono.errors import DataError
-from unisono.tasks.targets import ClassNumbers, StandardNumber, scan_targets
+from unisono.tasks.targets import ClassNumbers, StandardNumber, is_text, scan_targets, split_words
 
 ROWS = np.random.default_rng(0).normal((3, -2), (0.5, 4), (50, 2)).astype(np.float32)
 
@@ -78,3 +78,13 @@ def test_numbers_of_words_are_classes_of_that_name() -> None:
     # of a source that numbers its classes itself
     of = ClassNumbers(names=("1", "0"), numbered=True)
     assert of({"targets": np.array(0)})["targets"] == 0
+
+
+@pytest.mark.parametrize("text", ["PER O\n", "PER O", "PER\nO\n", "PER\nO", "PER O\r\n", " PER  O \n\n"])
+def test_line_ends_behind_words_do_not_count(text: str) -> None:
+    assert split_words(text) == ["PER", "O"]
+
+
+@pytest.mark.parametrize(("text", "found"), [("1_000", True), ("1e3", False), ("", False), ("nope", True)])
+def test_texts_that_are_no_numbers(text: str, found: bool) -> None:
+    assert is_text(np.frombuffer(text.encode(), np.uint8)) is found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from unisono.data.combined import concatenated, mapped
-from unisono.data.dataset import Batch, Dataset, read_samples
+from unisono.data.dataset import Batch, Dataset, location_of, read_samples
 from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.sources import open_source, source_groups, source_paths
 from unisono.data.tokens.shards import TokenSet, open_tokens
@@ -132,11 +133,26 @@ def first_sample(data: DataOptions, task: TaskOptions) -> Batch:
     return read_samples(source, np.zeros(1, np.int64))[0]
 
 
-def read_column(data: DataOptions, name: str, task: TaskOptions) -> Iterator[Any]:
-    """All values of a column of the training data."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Columns of one sample of the training data."""
+
+    values: Batch
+    source: Dataset
+    index: int
+
+    @property
+    def location(self) -> str:
+        """The file and row."""
+        return location_of(self.source, self.index) or f"sample {self.index}"
+
+
+def read_columns(data: DataOptions, names: Sequence[str], task: TaskOptions) -> Iterator[Row]:
+    """The columns ``names`` of all training samples, in one pass."""
     for group in train_groups(data):
-        for sample in scan(open_group(group, {TARGETS: name}, data, task)):
-            yield sample[TARGETS]
+        source = open_group(group, {name: name for name in names}, data, task)
+        for index, values in enumerate(scan(source)):
+            yield Row(values, source, index)
 
 
 def scan(dataset: Dataset) -> Iterator[Batch]:

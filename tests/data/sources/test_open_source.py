@@ -172,7 +172,7 @@ def test_samples_know_where_they_are_from(tmp_path: Path) -> None:
     assert location_of(from_map_style([1, 2]), 0) == ""
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_the_error_of_a_sample_names_its_row(tmp_path: Path, workers: int) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"x": {i}}}\n' for i in range(8)))
     data = subset(open_source(tmp_path / "a.jsonl"), [6, 2])
