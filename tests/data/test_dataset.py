@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from typing import Any
 
@@ -157,3 +158,17 @@ def test_samples_that_are_no_numbers(sample: Any, given: str) -> None:
         "  so:   it cannot be put into a batch\n"
         '  try:  return {"inputs": …, "targets": …} with tensors numpy has a dtype for (bfloat16 as float32)'
     )
+
+
+@pytest.mark.parametrize("data", [[1.0, 1e308], [{"x": 1.0}, {"x": [1.0, "a", -1e39]}]])
+def test_a_float_beyond_float32_is_an_error(data: list[Any]) -> None:
+    name, value = ("x.2", "-1e+39") if isinstance(data[0], dict) else ("inputs", "1e+308")
+    with pytest.raises(DataError) as caught:
+        from_map_style(data).read(np.array([1, 1]))
+    assert str(caught.value) == (
+        f"'{name}' of a sample, {value}\n"
+        "  rule: Python floats become float32, whose largest number is 3.403e+38\n"
+        "  so:   it would be infinite\n"
+        "  try:  scale the values, or return numpy.float64(…)"
+    )
+    assert from_map_style([math.inf, math.nan]).read(np.arange(1))["inputs"].tolist() == [math.inf]

@@ -19,7 +19,8 @@ from unisono.data.dataset import Dataset, read_samples
 from unisono.data.options import DataOptions
 from unisono.data.tokens.tokenizer import load_tokenizer
 from unisono.errors import DataError
-from unisono.tasks.data import TaskData, predictor_data, resolve_task
+from unisono.tasks.columns import resolve_task
+from unisono.tasks.data import TaskData, predictor_data
 from unisono.tasks.options import ImageOptions, TaskOptions, TextOptions
 
 COLOURS = {"azure": (0, 128, 255), "blue": (0, 0, 255), "red": (255, 0, 0)}
@@ -165,3 +166,51 @@ def test_texts_of_a_mixture_are_grouped_by_length(tmp_path: Path, balance: bool)
     assert np.ptp(lengths, axis=1).mean() < 6  # of some 80
     assert np.mean(lengths > 40) == pytest.approx(0.25, abs=0.02)
     assert np.mean([sample["targets"] for sample in samples]) == pytest.approx(0.5 if balance else 0.25, abs=0.08)
+
+
+def labels_of(tmp_path: Path, task: TaskOptions, **files: str) -> tuple[list[int], list[int], tuple[str, ...]]:
+    """Targets of the training and held-out rows of tables with the columns x and label."""
+    for name, labels in files.items():
+        (tmp_path / f"{name}.csv").write_text(
+            "x,label\n" + "".join(f"{at},{label}\n" for at, label in enumerate(labels.split()))
+        )
+    data, task = opened(options(tmp_path, str(tmp_path / "train.csv"), eval=str(tmp_path / "test.csv")), task)
+    train, test = (
+        [int(sample["targets"]) for sample in read_samples(part, np.arange(len(part)))]
+        for part in (data.train, data.held_out)
+    )
+    return train, test, task.classes
+
+
+def test_integers_in_held_out_data_are_the_classes_of_these_names(tmp_path: Path) -> None:
+    """A column with one text is text, and a file without that row has integers."""
+    train, test, classes = labels_of(tmp_path, TaskOptions(kind="table"), train="1 2 x 1", test="1 2 2 1")
+    assert classes == ("1", "2", "x")
+    assert (train, test) == ([0, 1, 2, 0], [0, 1, 1, 0])
+    given = TaskOptions(kind="table", classes=("1", "0"))
+    assert labels_of(tmp_path, given, train="0 1 1", test="1 0")[:2] == ([1, 0, 0], [0, 1])
+    with pytest.raises(DataError, match=r"the target 2\n"):
+        labels_of(tmp_path, given, train="0 1 1", test="1 2")
+
+
+def test_integers_are_not_classes_of_a_text_column(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        labels_of(tmp_path, TaskOptions(kind="table"), train="cat dog cat", test="0 1")
+    assert str(caught.value) == (
+        f"{tmp_path}/test.csv, whose first target is the number 0, where training data have names\n"
+        "  rule: data.train and data.eval have the same targets: the classes are cat, dog\n"
+        "  so:   the numbers could be those of other classes\n"
+        "  try:  the names as targets in data.eval too"
+    )
+    given = TaskOptions(kind="table", classes=("cat", "dog"))
+    assert labels_of(tmp_path, given, train="0 1 0", test="1 0")[:2] == ([0, 1, 0], [1, 0])
+
+
+def test_folders_whose_names_are_numbers(tmp_path: Path) -> None:
+    for name in ("1", "2"):
+        (tmp_path / "one" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "one" / name / "0.png")
+    one = str(tmp_path / "one")
+    for classes, numbers in (((), [0, 1]), (("2", "1"), [1, 0]), (("0", "1", "2"), [1, 2])):
+        data, _ = opened(options(tmp_path, one, eval=one), replace(IMAGES, classes=classes))
+        assert [int(sample["targets"]) for sample in read_samples(data.train, np.arange(2))] == numbers

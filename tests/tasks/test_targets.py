@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from unisono.errors import DataError
-from unisono.tasks.targets import StandardNumber, scan_targets
+from unisono.tasks.targets import ClassNumbers, StandardNumber, is_text, scan_targets, split_words
 
 ROWS = np.random.default_rng(0).normal((3, -2), (0.5, 4), (50, 2)).astype(np.float32)
 
@@ -48,3 +50,41 @@ def test_other_counts_are_refused() -> None:
     assert str(caught.value) == text
     with pytest.raises(DataError, match=r"finite numbers"):
         StandardNumber(mean=(0.0, 0.0), std=(1.0, 1.0))({"targets": np.array([1.0, np.nan])})
+
+
+@pytest.mark.parametrize(
+    ("names", "value", "number"),
+    [
+        (("1", "2", "x"), 1, 0),
+        (("1", "2", "x"), 2.0, 1),
+        (("1", "0"), 0, 1),
+        (("1", "0"), b"0", 1),
+        (("0", "1"), 1, 1),
+        (("-1", "1"), -1, 0),
+        (("cat", "dog"), 1, 1),
+        (("cat", "dog"), b"dog", 1),
+    ],
+)
+def test_an_integer_is_the_class_of_that_name(names: tuple[str, ...], value: Any, number: int) -> None:
+    given = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value)
+    assert ClassNumbers(names=names)({"targets": given})["targets"] == number
+
+
+def test_numbers_of_words_are_classes_of_that_name() -> None:
+    of = ClassNumbers(names=("1", "0"), several=True)
+    assert of({"targets": np.array([0, 1, -100, 0])})["targets"].tolist() == [1, 0, -100, 1]
+    with pytest.raises(DataError, match=r"the target 2"):
+        of({"targets": np.array([2])})
+    # of a source that numbers its classes itself
+    of = ClassNumbers(names=("1", "0"), numbered=True)
+    assert of({"targets": np.array(0)})["targets"] == 0
+
+
+@pytest.mark.parametrize("text", ["PER O\n", "PER O", "PER\nO\n", "PER\nO", "PER O\r\n", " PER  O \n\n"])
+def test_line_ends_behind_words_do_not_count(text: str) -> None:
+    assert split_words(text) == ["PER", "O"]
+
+
+@pytest.mark.parametrize(("text", "found"), [("1_000", True), ("1e3", False), ("", False), ("nope", True)])
+def test_texts_that_are_no_numbers(text: str, found: bool) -> None:
+    assert is_text(np.frombuffer(text.encode(), np.uint8)) is found

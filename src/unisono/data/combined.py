@@ -10,7 +10,17 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch, Dataset, Ids, MapStyle, PerSampleDataset, as_dataset, read_items, read_samples
+from unisono.data.dataset import (
+    Batch,
+    Dataset,
+    Ids,
+    MapStyle,
+    PerSampleDataset,
+    as_dataset,
+    location_of,
+    read_items,
+    read_samples,
+)
 from unisono.data.order.permutation import Permutation
 from unisono.data.order.samplers import (
     BucketedOrder,
@@ -202,6 +212,9 @@ class _MappedDataset(PerSampleDataset):
     def samples(self, indices: Ids) -> list[Batch]:
         return [self._function(sample) for sample in read_samples(self._base, indices)]
 
+    def location(self, index: int) -> str:
+        return location_of(self._base, index)
+
 
 class _JoinedDataset(PerSampleDataset):
     def __init__(self, parts: list[Dataset]) -> None:
@@ -221,6 +234,10 @@ class _JoinedDataset(PerSampleDataset):
             by_row |= dict(zip(rows.tolist(), samples, strict=True))
         return [by_row[row] for row in range(len(indices))]
 
+    def location(self, index: int) -> str:
+        home = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return location_of(self._parts[home], index - int(self._starts[home]))
+
 
 class _SubsetDataset(PerSampleDataset):
     def __init__(self, base: Dataset, ids: Ids) -> None:
@@ -238,6 +255,9 @@ class _SubsetDataset(PerSampleDataset):
 
     def items(self, indices: Ids) -> list[Any]:
         return read_items(self._base, self._ids[indices])
+
+    def location(self, index: int) -> str:
+        return location_of(self._base, int(self._ids[index]))
 
 
 class _ReorderedDataset:
@@ -267,6 +287,9 @@ class _ReorderedDataset:
 
     def items(self, indices: Ids) -> list[Any]:
         return read_items(self._base, indices % len(self._base))
+
+    def location(self, index: int) -> str:
+        return location_of(self._base, index % len(self._base))
 
 
 def _check_length(base: Dataset, values: NDArray[Any], what: str) -> None:

@@ -5,6 +5,7 @@ Not here: iterable-style datasets (``loading.stream_loader``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -50,6 +51,21 @@ class PerSampleDataset(Protocol):
     def read(self, indices: NDArray[np.int64]) -> Batch:
         """Samples by number, stacked along a new first dim."""
         return collate(self.samples(indices), indices.tolist())
+
+
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+@runtime_checkable
+class LocatedDataset(Protocol):
+    """A data set that knows the file and row of each sample."""
+
+    def location(self, index: int) -> str: ...
+
+
+def location_of(dataset: Any, index: int) -> str:
+    """Where a sample comes from, such as "row 7 of table.csv", rows counted from 1; empty if the data set does not know."""
+    return dataset.location(index) if isinstance(dataset, LocatedDataset) else ""
 
 
 TYPE_AND_LENGTH = "map:"  # how a fingerprint begins that says no more of the samples
@@ -129,8 +145,9 @@ def _stack_numbers(values: list[Any]) -> NDArray[Any] | None:
     if dtype is None:
         return None
     try:
-        return np.array(values, dtype)
-    except OverflowError:  # an integer above int64: collate decides
+        with np.errstate(over="raise"):
+            return np.array(values, dtype)
+    except (OverflowError, FloatingPointError):  # an integer above int64, a float above float32: collate decides
         return None
 
 
@@ -172,6 +189,9 @@ class _CollatedDataset:
 
     def read(self, indices: Ids) -> Batch:
         return apply_collate(self._collate_fn, read_items(self._base, indices))
+
+    def location(self, index: int) -> str:
+        return location_of(self._base, index)
 
 
 def apply_collate(collate_fn: CollateFn, samples: list[Any]) -> Batch:
@@ -277,6 +297,8 @@ def _describe(value: Any) -> str:
 def _array(name: str, value: Any) -> Any:
     """An entry of a sample: an array, a string, or a container of entries."""
     if isinstance(value, float) and not isinstance(value, np.generic):
+        if _MAX_FLOAT32 < abs(value) < math.inf:
+            raise _too_large(name, value)
         return np.array(value, np.float32)
     if isinstance(value, str | bytes):
         return value
@@ -296,6 +318,15 @@ def _array(name: str, value: Any) -> Any:
     if array is None or array.dtype.kind not in "biufc":
         raise _unclear(f"{name!r} of a sample, {type(value).__name__} of dtype {getattr(array, 'dtype', object)}")
     return array
+
+
+def _too_large(name: str, value: float) -> DataError:
+    return DataError(
+        given=f"{name!r} of a sample, {value}",
+        rule=f"Python floats become float32, whose largest number is {_MAX_FLOAT32:.4g}",
+        consequence="it would be infinite",
+        nearest="scale the values, or return numpy.float64(…)",
+    )
 
 
 def _unclear(given: str) -> DataError:

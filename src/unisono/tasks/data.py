@@ -1,34 +1,24 @@
-"""Data of a task: opens the sources of a configuration, finds out about their columns, and makes training and held-out data.
-
-``resolve_task`` reads the training data once for what a model must know before it is built: names of classes, means and standard
-deviations. Its result stands in the run's configuration, so that evaluation and export need no training data.
-"""
+"""Data of a task: makes training and held-out data of the sources of a configuration."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from unisono.data.combined import balancing_weights, bucketed, concatenated, mapped, mixture, subset, weighted
-from unisono.data.dataset import Batch, Dataset, read_samples
+from unisono.data.dataset import Batch, Dataset
 from unisono.data.loading.sample_cache import cached
-from unisono.data.options import DataOptions, default_cache_dir
-from unisono.data.sources import open_source, source_groups, source_paths
+from unisono.data.options import DataOptions
 from unisono.data.text.masking import MaskTokens
 from unisono.data.tokens.packing import PackedWindows
-from unisono.data.tokens.shards import TokenSet, open_tokens
+from unisono.data.tokens.shards import TokenSet
 from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.data.tokens.windows import TokenWindows
 from unisono.errors import ConfigError, DataError
-from unisono.storage.files import write_atomically
+from unisono.tasks.columns import number_columns
 from unisono.tasks.inputs import (
     EncodeLine,
     EncodeRow,
@@ -41,33 +31,22 @@ from unisono.tasks.inputs import (
     image_mixing,
     text_augment,
 )
-from unisono.tasks.options import LANGUAGE_MODELS, ImageOptions, TaskOptions, TextOptions, updated_task
-from unisono.tasks.targets import (
-    IGNORED,
-    ClassNumbers,
-    Renumber,
-    StandardNumber,
-    check_columns,
-    is_text,
-    scan_classes,
-    scan_numbers,
-    scan_targets,
-    shorten,
+from unisono.tasks.options import ImageOptions, TaskOptions, TextOptions
+from unisono.tasks.sources import (
+    INPUT_NAMES,
+    TARGETS,
+    addresses,
+    cache_folder,
+    check_same_targets,
+    first_of,
+    first_sample,
+    open_addresses,
+    scan,
+    token_shards,
 )
+from unisono.tasks.targets import IGNORED, check_columns
 
-TARGETS = "targets"
-_TARGET_NAMES = (TARGETS, "target", "label", "labels", "tags", "ner_tags")
-_INPUT_NAMES = {
-    "image": ("image", "img", "jpg", "png"),
-    "text": ("text", "sentence", "txt"),
-    "sequence_labelling": ("words", "tokens", "text"),
-    "language_model": ("text", "content", "txt"),
-    "masked_language_model": ("text", "content", "txt"),
-}
 _SPLIT_SEED = 0
-# changes with what a scan finds, so that results of other versions are not taken
-_SCAN_VERSION = 2
-_CHUNK = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,100 +66,6 @@ class TaskData:
     transform: Transform | None = None
     pair_transform: Callable[..., Any] | None = None
     collate_fn: Callable[[list[Any]], Batch] | None = None
-
-
-def addresses(given: str | tuple[str, ...]) -> list[str]:
-    """The addresses of a setting that is one or several."""
-    return [given] if isinstance(given, str) and given else list(given)
-
-
-def token_shards(given: str | tuple[str, ...], data: DataOptions) -> TokenSet | None:
-    """The token shards at the addresses: ``.bin`` files, globs, or folders of them; None if they are something else."""
-    paths: list[Path] = []
-    for address in addresses(given):
-        for path in map(Path, source_paths(address, cache_folder(data))):
-            found = sorted(path.glob("*.bin")) if path.is_dir() else [path]
-            if not found or any(file.suffix != ".bin" for file in found):
-                return None
-            paths += found
-    return open_tokens(paths) if paths else None
-
-
-def resolve_task(task: TaskOptions, data: DataOptions) -> TaskOptions:
-    """``task`` with the columns, classes and statistics that it leaves open, of the training data.
-
-    Reads the columns that it needs whole. The result is kept in the cache folder, for other starts with the same data and task.
-    Raises DataError if the data do not fit the task.
-    """
-    if task.kind in LANGUAGE_MODELS:
-        return task
-    known = [_open(group, None, data, task).fingerprint for group in _train_groups(data)]
-    digest = xxhash.xxh3_128_hexdigest(repr((_SCAN_VERSION, known, asdict(task))).encode())
-    path = cache_folder(data) / f"columns-{digest}.json"
-    with suppress(OSError, ValueError, TypeError):  # damaged or not there: read again
-        return updated_task(task, json.loads(path.read_bytes()))
-    resolved = _scan_columns(task, data)
-    with suppress(OSError):  # a folder that cannot be written costs only the next start's time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(asdict(resolved)).encode())
-    return resolved
-
-
-def _scan_columns(task: TaskOptions, data: DataOptions) -> TaskOptions:
-    first = _first_sample(data, task)
-    target = task.target or _first_of(_TARGET_NAMES, first, "task.target")
-    if task.kind == "table":
-        inputs = task.inputs or tuple(name for name in first if name != target)
-    else:
-        inputs = task.inputs or (_first_of(_INPUT_NAMES[task.kind], first, "task.inputs"),)
-    check_columns(first, [*inputs, target], f"training data {' '.join(addresses(data.train))}")
-    task = replace(task, target=target, inputs=inputs)
-    several = task.kind == "sequence_labelling"
-    if task.has_classes and not task.classes:
-        sources = [_open(group, None, data, task) for group in _train_groups(data)]
-        # in the order of the first source; others may have more
-        named = tuple(dict.fromkeys(name for source in sources for name in _class_names(source, target)))
-        task = replace(task, classes=named or scan_classes(_column(data, target, task), several=several))
-    if task.has_numbers and task.target_mean is None:
-        mean, std, count = scan_targets(_column(data, target, task))
-        if not count:
-            raise _no_numbers(target)
-        task = replace(task, target_mean=mean, target_std=std)
-    return _resolve_columns(task, data, first) if task.kind == "table" else task
-
-
-def _resolve_columns(task: TaskOptions, data: DataOptions, first: Batch) -> TaskOptions:
-    """The columns of a table that are categories, and the statistics of the others."""
-    categories = task.categories
-    stray = [name for name in categories if name not in task.inputs]
-    if stray:
-        raise ConfigError(
-            given=f"task.categories with {stray[0]!r}",
-            rule=f"they are some of the inputs {', '.join(task.inputs)}",
-            consequence="the column would not be read",
-            nearest="name it in task.inputs too, or leave it out",
-        )
-    rest = [name for name in task.inputs if name not in categories]
-    if not categories:
-        categories = tuple(name for name in rest if any(is_text(value) for value in _column(data, name, task)))
-        rest = [name for name in rest if name not in categories]
-    task = replace(task, categories=categories)
-    if task.input_mean:
-        if len(task.input_mean) != len(rest):
-            raise ConfigError(
-                given=f"task.input_mean of {len(task.input_mean)} values for {len(rest)} columns of numbers",
-                rule=f"each of {', '.join(rest)} has a mean and a standard deviation",
-                consequence="the numbers cannot be standardised",
-                nearest="leave task.input_mean and task.input_std out: they are computed",
-            )
-        return task
-    found = [scan_numbers(_column(data, name, task)) for name in rest]
-    return replace(task, input_mean=tuple(mean for mean, _, _ in found), input_std=tuple(std for _, std, _ in found))
-
-
-def number_columns(task: TaskOptions) -> tuple[str, ...]:
-    """The input columns of a resolved table task that are numbers."""
-    return tuple(name for name in task.inputs if name not in task.categories)
 
 
 def language_data(
@@ -277,8 +162,8 @@ def _lines(
     task: TaskOptions, data: DataOptions, tokenizer: Tokenizer, *, places_targets: bool, mask: int, vocab_size: int
 ) -> TaskData:
     """A sample for each text of a column."""
-    first = _first_sample(data, task)
-    column = task.inputs[0] if task.inputs else _first_of(_INPUT_NAMES[task.kind], first, "task.inputs")
+    first = first_sample(data, task)
+    column = task.inputs[0] if task.inputs else first_of(INPUT_NAMES[task.kind], first, "task.inputs")
     check_columns(first, [column], f"training data {' '.join(addresses(data.train))}")
     fixed = not data.bucket_batches
     encode: Transform = EncodeLine(tokenizer=tokenizer, length=data.seq_len, fixed=fixed)
@@ -334,14 +219,6 @@ def predictor_data(
         )
     columns = dict(zip(entries, task.inputs, strict=False)) | {TARGETS: task.target}
     parts, held_out = _parts(data, columns, task)
-    number_targets: Transform
-    if task.has_classes:
-        number_targets = ClassNumbers(names=task.classes, several=several)
-    else:
-        assert task.target_mean is not None  # resolve_task
-        assert task.target_std is not None
-        number_targets = StandardNumber(mean=task.target_mean, std=task.target_std)
-    parts, held_out = [mapped(part, number_targets) for part in parts], mapped(held_out, number_targets)
     pair: Callable[..., Any] | None = None
     if task.kind == "image":
         from unisono.data.image.transform import ImageTransform
@@ -385,11 +262,13 @@ def _parts(data: DataOptions, columns: dict[str, str], task: TaskOptions) -> tup
     if data.weights:
         if not data.eval:
             raise _no_eval_of_mixture()
-        parts = [_source(address, columns, data, task) for address in addresses(data.train)]
-        return parts, _source(data.eval, columns, data, task)
-    train = _source(data.train, columns, data, task)
+        parts = [open_addresses(address, columns, data, task) for address in addresses(data.train)]
+        check_same_targets(data, task)
+        return parts, open_addresses(data.eval, columns, data, task)
+    train = open_addresses(data.train, columns, data, task)
     if data.eval:
-        return [train], _source(data.eval, columns, data, task)
+        check_same_targets(data, task)
+        return [train], open_addresses(data.eval, columns, data, task)
     held_out = _held_out_numbers(len(train), data.eval_frac)
     kept = np.setdiff1d(np.arange(len(train)), held_out)
     return [subset(train, kept)], subset(train, held_out)
@@ -400,7 +279,7 @@ def _combined(parts: list[Dataset], data: DataOptions, *, lengths_of: str = "", 
     if balance:
         # in a mixture each source is balanced by itself, and has its share
         shares = data.weights if len(parts) > 1 else (1.0,)
-        weights = [balancing_weights([int(sample[TARGETS]) for sample in _scan(part)]) for part in parts]
+        weights = [balancing_weights([int(sample[TARGETS]) for sample in scan(part)]) for part in parts]
         if len(parts) > 1:
             weights = [share * part / part.sum() for share, part in zip(shares, weights, strict=True)]
         train = weighted(concatenated(parts) if len(parts) > 1 else parts[0], np.concatenate(weights))
@@ -409,7 +288,7 @@ def _combined(parts: list[Dataset], data: DataOptions, *, lengths_of: str = "", 
     if data.bucket_batches:
         return bucketed(
             train,
-            [len(np.asarray(sample[lengths_of])) for sample in _scan(train)],
+            [len(np.asarray(sample[lengths_of])) for sample in scan(train)],
             window_batches=data.bucket_batches,
         )
     return train
@@ -444,108 +323,12 @@ def _split_windows(train: Dataset, held_out: Dataset, eval_frac: float) -> tuple
     return subset(train, np.arange(share)), subset(held_out, np.arange(cut, len(held_out)))
 
 
-def _groups(given: str | tuple[str, ...], data: DataOptions) -> list[tuple[str, ...]]:
-    """The addresses as sources: files of one format together, and each folder of images."""
-    parts = addresses(given)
-    if not parts or (len(parts) == 1 and not any(sign in parts[0] for sign in "*?[")):
-        return [tuple(parts)] if parts else []
-    groups = source_groups(parts, cache_folder(data) / "sources")
-    return [tuple(parts)] if len(groups) == 1 else [tuple(map(str, group)) for group in groups]
-
-
-def _train_groups(data: DataOptions) -> list[tuple[str, ...]]:
-    """The sources of the training data; in a mixture those of each address."""
-    if not data.weights:
-        return _groups(data.train, data)
-    return [group for address in addresses(data.train) for group in _groups(address, data)]
-
-
-def _source(given: str | tuple[str, ...], columns: dict[str, str], data: DataOptions, task: TaskOptions) -> Dataset:
-    """All samples at the addresses, with the classes that they name by the numbers of the task's."""
-    parts = [_numbered(_open(group, columns, data, task), task) for group in _groups(given, data)]
-    return parts[0] if len(parts) == 1 else concatenated(parts)
-
-
-def _class_names(source: Dataset, target: str) -> tuple[str, ...]:
-    """Names of the classes in the column ``target``, which holds their numbers; empty if the source has none."""
-    return getattr(source, "class_names", {}).get(target, ())
-
-
-def _numbered(source: Dataset, task: TaskOptions) -> Dataset:
-    """``source`` with the numbers of its classes replaced by those that the task has for their names."""
-    names = _class_names(source, task.target)
-    if not task.has_classes or names == task.classes or task.classes == tuple(map(str, range(len(task.classes)))):
-        return source
-    stray = [name for name in names if name not in task.classes]
-    if stray:
-        raise DataError(
-            given=f"data with the class {stray[0]!r}",
-            rule=f"the classes are the {len(task.classes)} of task.classes: {shorten(task.classes)}",
-            consequence="the number of the class is not known",
-            nearest="list all classes in task.classes, or rename the folder or class",
-        )
-    return mapped(source, Renumber(numbers=tuple(map(task.classes.index, names)))) if names else source
-
-
-def _open(
-    given: str | tuple[str, ...], columns: dict[str, str] | None, data: DataOptions, task: TaskOptions
-) -> Dataset:
-    parts = addresses(given)
-    if not parts:
-        raise ConfigError(
-            given="a task without data.train",
-            rule="the data of a task are at data.train: files, folders or addresses",
-            consequence="there is nothing to train on",
-            nearest="data.train=ADDRESS",
-        )
-    return open_source(
-        parts[0] if len(parts) == 1 else parts,
-        columns=columns,
-        classes=not task.has_numbers,
-        cache_dir=cache_folder(data),
-    )
-
-
 def _cached(dataset: Dataset, data: DataOptions, shares: int) -> Dataset:
     if not data.cache_gib:
         return dataset
     folder = cache_folder(data) / "samples"
     folder.mkdir(parents=True, exist_ok=True)
     return cached(dataset, budget_bytes=int(data.cache_gib * 2**30 / shares), folder=folder)
-
-
-def cache_folder(data: DataOptions) -> Path:
-    """Where prepared data is kept."""
-    return Path(data.cache_dir).expanduser() if data.cache_dir else default_cache_dir(os.environ)
-
-
-def _first_sample(data: DataOptions, task: TaskOptions) -> Batch:
-    source = _open(_train_groups(data)[0] if data.train else "", None, data, task)
-    return read_samples(source, np.zeros(1, np.int64))[0]
-
-
-def _column(data: DataOptions, name: str, task: TaskOptions) -> Iterator[Any]:
-    """All values of a column of the training data."""
-    for group in _train_groups(data):
-        for sample in _scan(_open(group, {TARGETS: name}, data, task)):
-            yield sample[TARGETS]
-
-
-def _scan(dataset: Dataset) -> Iterator[Batch]:
-    for begin in range(0, len(dataset), _CHUNK):
-        yield from read_samples(dataset, np.arange(begin, min(begin + _CHUNK, len(dataset))))
-
-
-def _first_of(names: Sequence[str], sample: Batch, option: str) -> str:
-    found = next((name for name in names if name in sample), None)
-    if found is None:
-        raise DataError(
-            given=f"training data with the columns {', '.join(map(str, sample))}",
-            rule=f"without {option} the column is one of {', '.join(names)}",
-            consequence="it is unknown which column is meant",
-            nearest=f"{option}=NAME",
-        )
-    return found
 
 
 def _check_same_vocabulary(shards: TokenSet, tokenizer: Tokenizer) -> None:
@@ -556,15 +339,6 @@ def _check_same_vocabulary(shards: TokenSet, tokenizer: Tokenizer) -> None:
             consequence="ids would stand for other text",
             nearest="data.tokenizer=FILE as given to 'unisono data pack'",
         )
-
-
-def _no_numbers(column: str) -> DataError:
-    return DataError(
-        given=f"the column {column!r} without a finite number",
-        rule="task.predicts number takes numbers",
-        consequence="there is nothing to learn",
-        nearest="task.target=COLUMN of numbers, or task.predicts=class",
-    )
 
 
 def _no_eval_of_mixture() -> ConfigError:

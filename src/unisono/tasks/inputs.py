@@ -16,7 +16,7 @@ from unisono.data.text.augment import TextAugment, load_synonyms
 from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.errors import DataError
 from unisono.tasks.options import ImageOptions, TextOptions
-from unisono.tasks.targets import IGNORED, number, split_words, text_of
+from unisono.tasks.targets import IGNORED, infinite_error, number, split_words, text_of
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # of the grey values of ImageNet's images
@@ -191,7 +191,8 @@ class PlaceTargets:
 class EncodeRow:
     """Replaces the columns of a table's row by ``numbers`` float32 [F] and ``categories`` int64 [C].
 
-    A number is standardised; an absent one counts as the mean. A category is the hash of its column and text, below ``buckets``.
+    A number is standardised; an absent one counts as the mean. A category is the hash of its column and text, below ``buckets``;
+    a whole number is the same category as an integer, a float or a text.
 
     Attributes:
         numbers: Columns of numbers.
@@ -210,8 +211,13 @@ class EncodeRow:
     def __call__(self, sample: Batch, rng: np.random.Generator | None = None) -> Batch:
         entries: Batch = {"targets": sample["targets"]} if "targets" in sample else {}
         if self.numbers:
-            values = np.array([number(sample[name]) for name in self.numbers], np.float64)
-            entries["numbers"] = np.nan_to_num((values - self.mean) / self.std, nan=0.0).astype(np.float32)
+            values = np.array([number(sample[name], f"in the column {name!r}") for name in self.numbers], np.float64)
+            with np.errstate(over="ignore"):  # reported below, with the column
+                standard = ((values - self.mean) / self.std).astype(np.float32)
+            if (bad := np.isinf(standard)).any():
+                place = int(bad.argmax())
+                raise infinite_error(f"{values[place]} in the column {self.numbers[place]!r}")
+            entries["numbers"] = np.nan_to_num(standard, nan=0.0)
         if self.categories:
             texts = (f"{name}={text_of(sample[name])}".encode() for name in self.categories)
             entries["categories"] = np.array(

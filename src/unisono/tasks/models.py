@@ -14,7 +14,7 @@ from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 from unisono.models.resnet import ResNet, ResNetOptions
 from unisono.models.table import TableNet, TableOptions
-from unisono.tasks.data import number_columns
+from unisono.tasks.columns import number_columns
 from unisono.tasks.model_names import MODELS, RESNET_DEPTHS
 from unisono.tasks.options import ImageOptions, TaskOptions
 

@@ -18,15 +18,22 @@ from unisono.errors import DataError
 # a word without a label of its own; as in torch's cross-entropy it does not count
 IGNORED: Final = -100
 MAX_CLASSES: Final = 100_000
+MAX_NUMBER: Final = float(np.finfo(np.float32).max)
+# of what ``number`` says where the value is a target
+TARGET: Final = {"where": "as the target", "nearest": "correct the value, or task.predicts=class"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassNumbers:
     """Replaces ``targets``, a name or a number of a class, by the number of the class, int64.
 
+    An integer is a name where names are integers too: the label 1 is the class "1", whatever its place. Where no name is an
+    integer, and with ``numbered``, an integer is the number of a class.
+
     Attributes:
         names: Names of the classes in the order of their numbers.
         several: Whether ``targets`` are the classes of several words: text with a name a line, or integers.
+        numbered: Whether ``targets`` are numbers of classes already.
 
     Raises:
         DataError: A target is none of the classes.
@@ -34,14 +41,16 @@ class ClassNumbers:
 
     names: tuple[str, ...]
     several: bool = False
+    numbered: bool = False
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.names)}
 
     @cached_property
-    def _are_numbers(self) -> bool:
-        return self.names == tuple(map(str, range(len(self.names))))
+    def has_integers(self) -> bool:
+        """Whether some names are integers."""
+        return any(name.isascii() and name.removeprefix("-").isdigit() for name in self.names)
 
     def __call__(self, sample: Batch) -> Batch:
         value = sample["targets"]
@@ -50,10 +59,12 @@ class ClassNumbers:
         return {**sample, "targets": numbers if self.several else numbers[0]}
 
     def _number(self, name: str | int) -> int:
-        if isinstance(name, int):  # a number of a class, whatever the names
-            if 0 <= name < len(self.names) or (name == IGNORED and self.several):
+        if isinstance(name, int) and name == IGNORED and self.several:
+            return name
+        if isinstance(name, int) and (self.numbered or not self.has_integers):
+            if 0 <= name < len(self.names):
                 return name
-        elif (number := self._numbers.get(name)) is not None:
+        elif (number := self._numbers.get(str(name))) is not None:
             return number
         raise DataError(
             given=f"the target {name!r}",
@@ -65,12 +76,18 @@ class ClassNumbers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renumber:
-    """Replaces ``targets``, the number of a class of a source, by the number ``numbers`` has for it."""
+    """Replaces ``targets``, one or several numbers of classes of a source, by those that ``numbers`` has for them.
+
+    A number that is no class of the source becomes -1, which ``ClassNumbers`` refuses; IGNORED stays.
+    """
 
     numbers: tuple[int, ...]
 
     def __call__(self, sample: Batch) -> Batch:
-        return {**sample, "targets": np.int64(self.numbers[int(sample["targets"])])}
+        targets = np.asarray(sample["targets"], np.int64)
+        is_class = (targets >= 0) & (targets < len(self.numbers))
+        numbers = np.asarray(self.numbers)[np.where(is_class, targets, 0)]
+        return {**sample, "targets": np.where(is_class, numbers, np.where(targets == IGNORED, IGNORED, -1))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,10 +106,10 @@ class StandardNumber:
             if values.size != len(self.mean):
                 raise _another_count(values.size, len(self.mean))
         else:
-            values = np.array([number(sample["targets"])])
+            values = np.array([number(sample["targets"], **TARGET)])
         if not np.isfinite(values).all():
             raise DataError(
-                given=f"the target {text_of(sample['targets'])!r}",
+                given=f"the target {', '.join(map(str, values.tolist()))}",
                 rule="task.predicts number takes finite numbers",
                 consequence="the sample has no target",
                 nearest="correct or remove the sample, or task.predicts=class",
@@ -123,6 +140,15 @@ def class_names(value: Any, *, several: bool) -> list[str | int]:
     )
 
 
+def is_absent(value: Any, *, several: bool = False) -> bool:
+    """Whether a target is empty text or NaN, or with ``several`` any of the words has none."""
+    if is_string(value):
+        text = text_of(value)
+        return not text.strip() or (several and any(not label.strip() for label in split_words(text)))
+    array: NDArray[Any] = np.asarray(value)
+    return array.size == 0 or (array.dtype.kind == "f" and bool(np.isnan(array).any()))
+
+
 def scan_classes(values: Iterable[Any], *, several: bool) -> tuple[str, ...]:
     """Names of all classes in ``values``: texts sorted, or the integers from 0 to the largest. Raises DataError for a mixture."""
     texts: set[str] = set()
@@ -149,33 +175,37 @@ def scan_classes(values: Iterable[Any], *, several: bool) -> tuple[str, ...]:
     return names
 
 
-def scan_numbers(values: Iterable[Any]) -> tuple[float, float, int]:
-    """Mean, standard deviation and count of the finite numbers among ``values``, in one pass (Welford 1962).
+class Moments:
+    """Mean, standard deviation and count of the finite ones of numbers that are added one by one (Welford 1962)."""
 
-    The standard deviation of equal numbers is given as 1.
-    """
-    count, mean, squares = 0, 0.0, 0.0
-    for value in values:
-        x = number(value)
-        if not math.isfinite(x):
-            continue
-        count += 1
-        delta = x - mean
-        mean += delta / count
-        squares += delta * (x - mean)
-    std = math.sqrt(squares / count) if count else 0.0
-    return mean, std or 1.0, count
+    def __init__(self) -> None:
+        self._count, self._mean, self._squares = 0, 0.0, 0.0
+
+    def add(self, x: float) -> None:
+        if math.isfinite(x):
+            self._count += 1
+            delta = x - self._mean
+            self._mean += delta / self._count
+            self._squares += delta * (x - self._mean)
+
+    def result(self) -> tuple[float, float, int]:
+        """Mean, standard deviation, which is 1 for equal numbers, and count."""
+        std = math.sqrt(self._squares / self._count) if self._count else 0.0
+        return self._mean, std or 1.0, self._count
 
 
 def scan_targets(values: Iterable[Any]) -> tuple[float | tuple[float, ...], float | tuple[float, ...], int]:
-    """``scan_numbers`` of targets that are a number each, or arrays of several: then a mean and a deviation for each of these.
+    """Mean, standard deviation and count of the finite targets; of arrays of several numbers a mean and a deviation for each.
 
     Raises DataError for arrays of different lengths.
     """
     values = iter(values)
     first = next(values, None)
     if first is None or (size := numbers(first).size) == 1:
-        return scan_numbers(chain([] if first is None else [first], values))
+        moments = Moments()
+        for value in chain([] if first is None else [first], values):
+            moments.add(number(value, **TARGET))
+        return moments.result()
     rows = (numbers(value) for value in chain([first], values))
     count, mean, squares = 0, np.zeros(size), np.zeros(size)
     for row in rows:
@@ -205,26 +235,33 @@ def numbers(value: Any) -> NDArray[np.float64]:
     array: NDArray[Any] = np.asarray(value)
     if array.ndim == 1 and array.size > 1 and array.dtype.kind in "if" and array.dtype != np.uint8:
         return array.astype(np.float64)
-    return np.array([number(value)])
+    return np.array([number(value, **TARGET)])
 
 
-def number(value: Any) -> float:
-    """The number that a value of a column holds; NaN for empty text. Raises DataError for other text."""
+def number(
+    value: Any,
+    where: str = "in a column of numbers",
+    nearest: str = "correct the value, or name the column in task.categories",
+) -> float:
+    """The number that a value of a column holds; NaN for empty text.
+
+    Raises DataError for other text, with the words ``where`` it is and ``nearest``.
+    """
     array: NDArray[Any] = np.asarray(value)
-    if (array.dtype == np.uint8 and array.ndim == 1) or array.dtype.kind in "US":
+    if is_string(array):
         text = text_of(array).strip()
         try:
-            return float(text) if text else math.nan
+            return _parsed(text)
         except ValueError:
             raise DataError(
-                given=f"the text {text!r} in a column of numbers",
+                given=f"the text {text!r} {where}",
                 rule="every value of the column is a number or empty",
                 consequence="the sample has no such number",
-                nearest="correct the value, or name the column in task.categories",
+                nearest=nearest,
             ) from None
     if array.size != 1 or array.dtype.kind not in "iufb":
         raise DataError(
-            given=f"a value {array.dtype}{list(array.shape)} in a column of numbers",
+            given=f"a value {array.dtype}{list(array.shape)} {where}",
             rule="a column of numbers has one number a sample",
             consequence="the sample has no such number",
             nearest="task.inputs with the columns of single numbers",
@@ -232,29 +269,59 @@ def number(value: Any) -> float:
     return float(array.reshape(-1)[0])
 
 
+def infinite_error(given: str) -> DataError:
+    """The error for a number of a column that float32 cannot hold."""
+    return DataError(
+        given=given,
+        rule=f"numbers are absent, or finite and up to {MAX_NUMBER:.4g}",
+        consequence="losses would be infinite",
+        nearest="correct the value, or leave it empty",
+    )
+
+
+def is_string(value: Any) -> bool:
+    """Whether a value of a column is a string; sources give strings as uint8 [bytes]."""
+    array: NDArray[Any] = np.asarray(value)
+    return (array.dtype == np.uint8 and array.ndim == 1) or array.dtype.kind in "US"
+
+
 def is_text(value: Any) -> bool:
     """Whether a value of a column is text that is no number."""
-    array: NDArray[Any] = np.asarray(value)
-    if not ((array.dtype == np.uint8 and array.ndim == 1) or array.dtype.kind in "US"):
+    if not is_string(value):
         return False
-    text = text_of(array).strip()
     try:
-        float(text or "0")
+        _parsed(text_of(value).strip())
     except ValueError:
         return True
     return False
 
 
+def _parsed(text: str) -> float:
+    if "_" in text:  # Python's float reads 1_000
+        raise ValueError(text)
+    return float(text) if text else math.nan
+
+
 def text_of(value: Any) -> str:
-    """A value of a column as text; sources give text as uint8 [bytes]."""
+    """A value of a column as text; sources give text as uint8 [bytes].
+
+    A column of integers has floats in a file where one is absent: 10.0 is "10", and NaN is empty, as an absent text.
+    """
     array: NDArray[Any] = np.asarray(value)
     if array.dtype == np.uint8 and array.ndim == 1:
         return array.tobytes().decode("utf-8", errors="replace")
+    if array.dtype.kind == "f" and array.size == 1:
+        x = float(array.reshape(-1)[0])
+        if math.isnan(x):
+            return ""
+        if x.is_integer():
+            return str(int(x))
     return str(array.reshape(-1)[0]) if array.size == 1 else str(array.tolist())
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a text: one a line, as sources give a list of strings, or separated by spaces."""
+    """The words of a text: one a line, as sources give a list of strings, or separated by spaces; line ends at the end go."""
+    text = text.rstrip("\r\n")
     return text.split("\n") if "\n" in text else text.split()
 
 

@@ -26,7 +26,8 @@ from unisono.models.gpt import GPT
 from unisono.models.moe import inactive_parameters
 from unisono.observe.events import EventLog
 from unisono.plan.plan import Plan
-from unisono.tasks.data import language_data, number_columns, predictor_data, resolve_task
+from unisono.tasks.columns import number_columns, resolve_task
+from unisono.tasks.data import language_data, predictor_data
 from unisono.tasks.inputs import image_augment
 from unisono.tasks.model_names import MODELS, default_model
 from unisono.tasks.models import build_named

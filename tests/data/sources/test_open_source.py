@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 from unisono.data import Loader, LoaderOptions, TokenWriter
+from unisono.data.combined import concatenated, mapped, subset, weighted
+from unisono.data.dataset import from_map_style, location_of
 from unisono.data.image import encode_jpeg
+from unisono.data.loading.sample_cache import cached
 from unisono.data.mindrecord import MindRecordWriter
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
 from unisono.data.sources import open_source
@@ -144,6 +147,108 @@ def test_changed_files_are_read_again_and_copies_elsewhere_are_the_same_data(tmp
     changed = open_source(tmp_path / "a.jsonl")
     assert changed.fingerprint != first
     assert changed.read(np.array([1]))["x"].tolist() == [3]
+
+
+def test_a_glob_of_a_set_of_files_has_each_row_once(tmp_path: Path) -> None:
+    for part in range(2):
+        (tmp_path / f"d-{part:05d}-of-00002.jsonl").write_text(f'{{"x": {2 * part}}}\n{{"x": {2 * part + 1}}}\n')
+    data = open_source(f"{tmp_path}/d-*.jsonl")
+    assert data.read(np.arange(len(data)))["x"].tolist() == [0, 1, 2, 3]
+    (tmp_path / "d-00001-of-00002.jsonl").write_text('{"x": 7}\n')
+    changed = open_source(tmp_path / "d-00000-of-00002.jsonl")
+    assert changed.read(np.arange(len(changed)))["x"].tolist() == [0, 1, 7]
+
+
+def test_floats_are_those_of_the_file(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    large = [1700000000.5, 1e308, 0.1]
+    (tmp_path / "a.csv").write_text("x\n" + "".join(f"{x!r}\n" for x in large))
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"x": {x!r}}}\n' for x in large))
+    pq.write_table(pa.table({"x": large}), tmp_path / "a.parquet")
+    with MindRecordWriter(tmp_path / "a.mindrecord", {"x": "float64", "y": "float32"}) as writer:
+        for x in large:
+            writer.write({"x": x, "y": 0.5})
+    for suffix in ("csv", "jsonl", "parquet", "mindrecord"):
+        read = open_source(tmp_path / f"a.{suffix}").read(np.arange(3))
+        assert (read["x"].dtype, read["x"].tolist()) == (np.float64, large)
+    assert read["y"].dtype == np.float32
+
+
+def test_copies_of_other_versions_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 1 had the floats of tables as float32."""
+    from unisono.data.sources import converted
+
+    (tmp_path / "a.csv").write_text("x\n1700000000.5\n")
+    now = converted.__dict__["_VERSION"]
+    monkeypatch.setattr(converted, "_VERSION", 1)
+    open_source(tmp_path / "a.csv")
+    (old,) = (tmp_path / "cache").rglob("*.rec")
+    old.write_bytes(b"")
+    monkeypatch.setattr(converted, "_VERSION", now)
+    assert open_source(tmp_path / "a.csv").read(np.arange(1))["x"].tolist() == [1700000000.5]
+
+
+@pytest.mark.parametrize("change", ["moved", "renamed", "empty"])
+def test_an_image_folder_is_other_data_with_other_classes(tmp_path: Path, change: str) -> None:
+    jpeg = encode_jpeg(np.zeros((16, 16, 3), np.uint8))
+    for name in ("cat/0", "cat/1", "dog/2"):
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "images" / f"{name}.jpg").write_bytes(jpeg)
+    first: Any = open_source(tmp_path / "images")
+    assert open_source(tmp_path / "images").fingerprint == first.fingerprint
+    if change == "moved":
+        (tmp_path / "images/cat/1.jpg").rename(tmp_path / "images/dog/1.jpg")
+    elif change == "renamed":
+        (tmp_path / "images/dog").rename(tmp_path / "images/ant")
+    else:
+        (tmp_path / "images/dog/2.jpg").rename(tmp_path / "images/cat/2.jpg")
+    assert open_source(tmp_path / "images").fingerprint != first.fingerprint
+
+
+def test_samples_know_where_they_are_from(tmp_path: Path) -> None:
+    for name, count in (("a", 3), ("b", 2)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"x": {i}}}\n' for i in range(count)))
+        with RecordWriter(tmp_path / f"{name}.rec") as writer:
+            for i in range(count):
+                writer.write(pack_header(ImageHeader(label=i % 2), encode_jpeg(np.zeros((16, 16, 3), np.uint8))))
+    a, b = open_source(tmp_path / "a.jsonl"), open_source(tmp_path / "b.jsonl")
+    assert location_of(a, 2) == f"row 3 of {tmp_path}/a.jsonl"
+    assert location_of(open_source(f"{tmp_path}/[ab].jsonl"), 3) == (
+        f"row 4 of the 2 files from {tmp_path}/a.jsonl to {tmp_path}/b.jsonl"
+    )
+    both = concatenated([subset(a, [2, 0]), mapped(b, dict)])
+    kept = cached(weighted(both, [1, 1, 1, 1]), budget_bytes=1 << 20, folder=tmp_path)
+    assert [location_of(kept, at) for at in range(4)] == [
+        f"row {row} of {tmp_path}/{name}.jsonl" for row, name in ((3, "a"), (1, "a"), (1, "b"), (2, "b"))
+    ]
+    assert location_of(open_source(f"{tmp_path}/[ab].rec"), 3) == f"record 0 of {tmp_path}/b.rec"
+    images = tmp_path / "images/cat/0.jpg"
+    images.parent.mkdir(parents=True)
+    images.write_bytes(encode_jpeg(np.zeros((16, 16, 3), np.uint8)))
+    assert location_of(open_source(tmp_path / "images"), 0) == str(images)
+    assert location_of(from_map_style([1, 2]), 0) == ""
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_the_error_of_a_sample_names_its_row(tmp_path: Path, workers: int) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"x": {i}}}\n' for i in range(8)))
+    data = subset(open_source(tmp_path / "a.jsonl"), [6, 2])
+    options = LoaderOptions(num_workers=workers, worker_kind="process" if workers else "thread")
+    loader = Loader(mapped(data, refuse_2), seed=0, global_batch=2, options=options)
+    with pytest.raises(DataError) as caught:
+        next(iter(loader))
+    loader.close()
+    assert str(caught.value).startswith(
+        f"reading sample 1 of step 0, row 3 of {tmp_path}/a.jsonl, failed with ValueError: x is 2\n"
+    )
+
+
+def refuse_2(sample: Any) -> Any:
+    if sample["x"] == 2:
+        raise ValueError("x is 2")
+    return sample
 
 
 def test_addresses_of_another_filesystem(tmp_path: Path) -> None:

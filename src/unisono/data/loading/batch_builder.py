@@ -22,6 +22,7 @@ from unisono.data.dataset import (
     check_batch,
     check_sample,
     collate,
+    location_of,
     read_items,
     read_samples,
 )
@@ -193,7 +194,7 @@ class BatchBuilder:
         """The first good sample after a bad one. Raises DataError if bad samples are not allowed, or none is good."""
         sample, occurrence, size = int(spec.sample_ids[row]), int(spec.occurrences[row]), len(self.dataset)
         if not self.replaces_bad:
-            raise unreadable_error(spec, sample, error) from error
+            raise unreadable_error(spec, sample, error, self.dataset) from error
         bad[sample] = error
         for other in range(sample + 1, sample + 1 + min(_MAX_REPLACEMENTS, size - 1)):
             try:
@@ -201,7 +202,7 @@ class BatchBuilder:
                 return self._transformed(raw_sample, sample_generator(self.seed, occurrence, other % size))
             except Exception:  # the error of the requested sample is the one to report
                 continue
-        raise unreadable_error(spec, sample, error) from error
+        raise unreadable_error(spec, sample, error, self.dataset) from error
 
     def _transformed(self, sample: Any, rng: np.random.Generator) -> Any:
         transform = self._sample_transform
@@ -223,19 +224,25 @@ class BatchBuilder:
                     one, other = transform(samples[first], samples[second], pair_generator(self.seed, pair))
                     pairs[pair] = check_sample(one), check_sample(other)
                 except Exception as error:
-                    raise unreadable_error(spec, int(spec.sample_ids[row]), error) from error
+                    raise unreadable_error(spec, int(spec.sample_ids[row]), error, self.dataset) from error
             mixed.append(pairs[pair][0 if is_first else 1])
         return mixed
 
 
-def unreadable_error(spec: MicroBatchSpec, sample: int | None, error: Exception) -> DataError:
-    """The error for a micro-batch that could not be built; ``sample`` is None if no single sample caused it."""
+def unreadable_error(
+    spec: MicroBatchSpec, sample: int | None, error: Exception, dataset: Dataset | None = None
+) -> DataError:
+    """The error for a micro-batch that could not be built; ``sample`` is None if no single sample caused it.
+
+    ``dataset`` names the sample's file and row, if it knows them.
+    """
     ids = spec.sample_ids[: spec.num_rows]
     shown = ", ".join(map(str, ids[:8].tolist())) + (f", … ({ids.size} in all)" if ids.size > 8 else "")
     reason = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
+    where = "" if sample is None else location_of(dataset, sample)
     who = f"samples {shown}" if sample is None else f"sample {sample}"
     return DataError(
-        given=f"reading {who} of step {spec.step} failed with {type(error).__name__}: {reason}",
+        given=f"reading {who} of step {spec.step}{where and f', {where},'} failed with {type(error).__name__}: {reason}",
         rule="every sample of a step is readable",
         consequence=f"step {spec.step} cannot run",
         nearest="repair or leave out what is named; loader.max_bad_sample_frac lets some bad samples weigh 0 instead"

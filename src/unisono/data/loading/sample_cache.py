@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from unisono.data.dataset import Batch, Dataset, Ids, MapStyle, PerSampleDataset, as_dataset, read_samples
+from unisono.data.dataset import Batch, Dataset, Ids, MapStyle, PerSampleDataset, as_dataset, location_of, read_samples
 from unisono.data.packed_sample import pack_sample, unpack_sample
 from unisono.errors import DataError
 
@@ -83,6 +83,9 @@ class _CachedDataset(PerSampleDataset):
                 self._store.put(int(indices[row]), sample)
                 samples[row] = sample
         return [sample for sample in samples if sample is not None]
+
+    def location(self, index: int) -> str:
+        return location_of(self._base, index)
 
 
 class _SampleStore:

@@ -24,7 +24,7 @@ from unisono.errors import DataError
 from unisono.storage.files import file_lock, os_reason
 
 _LOG: Final = logging.getLogger("unisono.data")
-_VERSION: Final = 2  # of what becomes of a row
+_VERSION: Final = 3  # of what becomes of a row; 1: floats were float32, 2: lists of strings with line ends
 
 
 def converted(paths: Sequence[Path], rows: Callable[[], Iterator[Row]], cache: Path) -> RecordDataset:
@@ -98,4 +98,6 @@ def _value(value: Any, name: str, number: int) -> Any:
         return np.frombuffer(value.encode() if isinstance(value, str) else value, np.uint8)
     if value is None:
         return np.zeros(0, np.uint8)  # as an empty text: an absent value
+    if isinstance(value, float):
+        return np.float64(value)  # as it is in the file; ``check_sample`` would make it float32
     return value

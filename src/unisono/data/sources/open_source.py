@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from glob import glob
 from itertools import chain
 from pathlib import Path
@@ -17,7 +18,7 @@ from unisono.data.convert.file_kind import TOKENS, file_kind, kind_of_name
 from unisono.data.convert.formats.table import Row, check_columns
 from unisono.data.convert.formats.table import open_source as open_file
 from unisono.data.convert.pack.image_listing import ImageListing, list_images
-from unisono.data.convert.table_files import open_table
+from unisono.data.convert.table_files import files_of, open_table
 from unisono.data.dataset import Batch, Dataset, Ids, PerSampleDataset
 from unisono.data.image.records import TILES, image_records
 from unisono.data.mindrecord import MindRecordFile
@@ -52,11 +53,12 @@ def open_source(
     """Open training data as a random-access data set; suffix or folder determine the format.
 
     Strings and bytes become uint8 [bytes], as ``TextTransform`` and ``ImageTransform`` take them, and a list of strings one
-    string with a line for each. Where the format names classes, the data set has them as ``class_names``, by column;
-    ``classes`` and ``class_column`` are the first of these. Records of ``.rec`` have ``image`` and ``targets``; without MXNet's
-    image header but with side columns they are rows of these columns and the payload, ``data``. Formats without random access
-    (tables, tar, Arrow) are copied once into the cache folder (``data.sources.converted``). So are files behind a URL, except
-    ``.rec``, whose records are read as they are asked for.
+    string with a line for each. Floats of tables are float64. Where the format names classes, the data set has them as
+    ``class_names``, by column; ``classes`` and ``class_column`` are the first of these. Records of ``.rec`` have ``image`` and
+    ``targets``; without MXNet's image header but with side columns they are rows of these columns and the payload, ``data``.
+    Formats without random access (tables, tar, Arrow) are copied once into the cache folder (``data.sources.converted``). So are
+    files behind a URL, except ``.rec``, whose records are read as they are asked for. Errors of the loader name the file and row
+    of a sample, rows counted from 1.
 
     Args:
         address: A file, a glob, a folder, or a list of files of one format; local, or the URL of any fsspec filesystem.
@@ -88,7 +90,8 @@ def open_source(
         if _are_rows(files):
             return _Rows(_RecordRows(files), columns)
         names = _packed_classes(paths)
-        return _Selected(image_records(files, classes=classes), columns, {"targets": names} if names else {})
+        data = image_records(files, classes=classes)
+        return _Selected(data, columns, {"targets": names} if names else {}, _record_places(files))
     local = [Path(path) for path in paths]
     if kind == TOKENS:
         if seq_len is None or columns is not None:
@@ -106,9 +109,12 @@ def open_source(
     if kind == _ARROW:
         files = [file for folder in local for file in arrow_files(folder)]
         data = converted(files, lambda: arrow_rows(files), cache)
-        return _Selected(data, columns, arrow_classes(local[0]))
-    data = converted(local, lambda: chain.from_iterable(open_table(path).rows for path in local), cache)
-    return _Selected(data, columns, {})
+        return _Selected(data, columns, arrow_classes(local[0]), _row_places(local, len(data)))
+    # one file of a set stands for the whole set, which several of its files name once
+    sets = list(dict.fromkeys(tuple(files_of(path)) for path in local))
+    files = list(chain.from_iterable(sets))
+    data = converted(files, lambda: chain.from_iterable(open_table(files[0]).rows for files in sets), cache)
+    return _Selected(data, columns, {}, _row_places(files, len(data)))
 
 
 class _RowReader(Protocol):
@@ -122,6 +128,7 @@ class _RowReader(Protocol):
 
     def __len__(self) -> int: ...
     def rows(self, numbers: list[int]) -> list[Row]: ...
+    def location(self, index: int) -> str: ...
 
 
 class _Rows(PerSampleDataset):
@@ -147,14 +154,49 @@ class _Rows(PerSampleDataset):
         found = zip(numbers, rows, strict=True)
         return [sample_of_row(_chosen(row, self._columns, f"row {at}"), at) for at, row in found]
 
+    def location(self, index: int) -> str:
+        return self._reader.location(index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Files of samples, the number of samples in each, and how they are counted."""
+
+    files: tuple[str, ...]
+    sizes: tuple[int, ...]
+    noun: str
+    first: int
+
+    def __call__(self, index: int) -> str:
+        for file, size in zip(self.files, self.sizes, strict=True):
+            if index < size:
+                return f"{self.noun} {index + self.first} of {file}"
+            index -= size
+        raise IndexError(index)
+
+
+def _row_places(paths: Sequence[Path], count: int) -> _Places:
+    """Rows of tables, from 1; how many each of several files has is not known."""
+    file = str(paths[0]) if len(paths) == 1 else f"the {len(paths)} files from {paths[0]} to {paths[-1]}"
+    return _Places((file,), (count,), "row", 1)
+
+
+def _record_places(files: Sequence[RecordFile]) -> _Places:
+    """Records, from 0 as in ``unisono data cat``."""
+    return _Places(tuple(str(file.path) for file in files), tuple(map(len, files)), "record", 0)
+
 
 class _Selected(PerSampleDataset):
     """The samples of records with entries chosen and renamed."""
 
     def __init__(
-        self, base: RecordDataset, columns: Mapping[str, str] | None, class_names: dict[str, tuple[str, ...]]
+        self,
+        base: RecordDataset,
+        columns: Mapping[str, str] | None,
+        class_names: dict[str, tuple[str, ...]],
+        location: _Places,
     ) -> None:
-        self._base, self._columns = base, None if columns is None else dict(columns)
+        self._base, self._columns, self.location = base, None if columns is None else dict(columns), location
         self.class_names = class_names
         self.class_column, self.classes = _first_classes(class_names)
         self.fingerprint = base.fingerprint if columns is None else f"{base.fingerprint}:{self._columns}"
@@ -176,13 +218,16 @@ def _first_classes(class_names: dict[str, tuple[str, ...]]) -> tuple[str, tuple[
 class _MindRecordRows:
     def __init__(self, file: MindRecordFile) -> None:
         self._file, self.class_names = file, {}
-        self.fingerprint = _stamp("mindrecord", file.paths)
+        self.location = _Places((str(file.paths[0]),), (len(file),), "record", 0)
+        self._floats = [n for n, field in file.schema.items() if field.type == "float32" and field.shape is None]
+        self.fingerprint = f"mindrecord:{_digest([(path.name, *_stat(path)) for path in file.paths])}"
 
     def __len__(self) -> int:
         return len(self._file)
 
     def rows(self, numbers: list[int]) -> list[Row]:
-        return [self._file.read(number) for number in numbers]
+        rows = [self._file.read(number) for number in numbers]
+        return [row | {name: np.float32(row[name]) for name in self._floats} for row in rows]
 
 
 def source_groups(address: str | Path | Sequence[str | Path], cache: Path) -> list[list[str | Path]]:
@@ -234,6 +279,7 @@ class _RecordRows:
 
     def __init__(self, files: Sequence[RecordFile]) -> None:
         self._files, self.class_names = files, {}
+        self.location = _record_places(files)
         self._starts = np.cumsum([0, *(len(file) for file in files)])
         self.fingerprint = ":".join(["record rows", *(file.fingerprint for file in files)])
 
@@ -257,7 +303,9 @@ class _ImageFolder:
             raise _unfit(f"{listing.root}: {listing.bad[0].path}: {listing.bad[0].reason}", "remove or repair it")
         self._listing = listing
         self.class_names = {"targets": tuple(listing.classes)}
-        self.fingerprint = _stamp("images", [listing.root / image.name for image in listing.samples])
+        # an image that moves to another folder, and a folder of another name, are other data
+        images = [(image.name, image.labels, _stat(listing.root / image.name)) for image in listing.samples]
+        self.fingerprint = f"images:{_digest([listing.classes, images])}"
 
     def __len__(self) -> int:
         return len(self._listing.samples)
@@ -265,6 +313,9 @@ class _ImageFolder:
     def rows(self, numbers: list[int]) -> list[Row]:
         images = [self._listing.samples[number] for number in numbers]
         return [{"image": self._content(image.name), "targets": int(image.labels[0])} for image in images]
+
+    def location(self, index: int) -> str:
+        return str(self._listing.root / self._listing.samples[index].name)
 
     def _content(self, name: str) -> bytes:
         with open_file(self._listing.root / name) as file:
@@ -316,9 +367,13 @@ def _chosen(row: Mapping[str, Any], columns: Mapping[str, str] | None, where: st
     return {name: row[column] for name, column in columns.items()}
 
 
-def _stamp(kind: str, paths: Sequence[Path]) -> str:
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return f"{kind}:{xxhash.xxh3_128_hexdigest(repr(stats).encode())}"
+def _stat(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _digest(facts: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(repr(facts).encode())
 
 
 def _unfit(given: str, nearest: str) -> DataError:

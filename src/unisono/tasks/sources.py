@@ -1,0 +1,189 @@
+"""The sources of a task's data: opens the addresses of a configuration, with the classes that they name by the task's numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unisono.data.combined import concatenated, mapped
+from unisono.data.dataset import Batch, Dataset, location_of, read_samples
+from unisono.data.options import DataOptions, default_cache_dir
+from unisono.data.sources import open_source, source_groups, source_paths
+from unisono.data.tokens.shards import TokenSet, open_tokens
+from unisono.errors import ConfigError, DataError
+from unisono.tasks.options import TaskOptions
+from unisono.tasks.targets import ClassNumbers, Renumber, StandardNumber, is_string, shorten, text_of
+
+TARGETS = "targets"
+INPUT_NAMES = {
+    "image": ("image", "img", "jpg", "png"),
+    "text": ("text", "sentence", "txt"),
+    "sequence_labelling": ("words", "tokens", "text"),
+    "language_model": ("text", "content", "txt"),
+    "masked_language_model": ("text", "content", "txt"),
+}
+_CHUNK = 256
+
+
+def addresses(given: str | tuple[str, ...]) -> list[str]:
+    """The addresses of a setting that is one or several."""
+    return [given] if isinstance(given, str) and given else list(given)
+
+
+def token_shards(given: str | tuple[str, ...], data: DataOptions) -> TokenSet | None:
+    """The token shards at the addresses: ``.bin`` files, globs, or folders of them; None if they are something else."""
+    paths: list[Path] = []
+    for address in addresses(given):
+        for path in map(Path, source_paths(address, cache_folder(data))):
+            found = sorted(path.glob("*.bin")) if path.is_dir() else [path]
+            if not found or any(file.suffix != ".bin" for file in found):
+                return None
+            paths += found
+    return open_tokens(paths) if paths else None
+
+
+def groups_of(given: str | tuple[str, ...], data: DataOptions) -> list[tuple[str, ...]]:
+    """The addresses as sources: files of one format together, and each folder of images."""
+    parts = addresses(given)
+    if not parts or (len(parts) == 1 and not any(sign in parts[0] for sign in "*?[")):
+        return [tuple(parts)] if parts else []
+    groups = source_groups(parts, cache_folder(data) / "sources")
+    return [tuple(parts)] if len(groups) == 1 else [tuple(map(str, group)) for group in groups]
+
+
+def train_groups(data: DataOptions) -> list[tuple[str, ...]]:
+    """The sources of the training data; in a mixture those of each address."""
+    if not data.weights:
+        return groups_of(data.train, data)
+    return [group for address in addresses(data.train) for group in groups_of(address, data)]
+
+
+def open_addresses(
+    given: str | tuple[str, ...], columns: dict[str, str], data: DataOptions, task: TaskOptions
+) -> Dataset:
+    """All samples at the addresses; ``targets`` are numbers of the task's classes, or standardised."""
+    parts = [_with_targets(open_group(group, columns, data, task), task) for group in groups_of(given, data)]
+    return parts[0] if len(parts) == 1 else concatenated(parts)
+
+
+def class_names_of(source: Dataset, target: str) -> tuple[str, ...]:
+    """Names of the classes in the column ``target``, which holds their numbers; empty if the source has none."""
+    return getattr(source, "class_names", {}).get(target, ())
+
+
+def _with_targets(source: Dataset, task: TaskOptions) -> Dataset:
+    """``source`` with its targets as the model learns them; unchanged for tasks without a target column."""
+    if task.has_numbers:
+        assert task.target_mean is not None  # resolve_task
+        assert task.target_std is not None
+        return mapped(source, StandardNumber(mean=task.target_mean, std=task.target_std))
+    if not task.has_classes:
+        return source
+    names = class_names_of(source, task.target)
+    several = task.kind == "sequence_labelling"
+    stray = [name for name in names if name not in task.classes]
+    if stray and task.classes == tuple(map(str, range(len(task.classes)))):
+        # classes without names of their own: those of the source stand for their numbers
+        stray, names = [], task.classes
+    if stray:
+        raise DataError(
+            given=f"data with the class {stray[0]!r}",
+            rule=f"the classes are the {len(task.classes)} of task.classes: {shorten(task.classes)}",
+            consequence="the number of the class is not known",
+            nearest="list all classes in task.classes, or rename the folder or class",
+        )
+    if names and names != task.classes:
+        source = mapped(source, Renumber(numbers=tuple(map(task.classes.index, names))))
+    return mapped(source, ClassNumbers(names=task.classes, several=several, numbered=bool(names)))
+
+
+def open_group(
+    given: str | tuple[str, ...], columns: dict[str, str] | None, data: DataOptions, task: TaskOptions
+) -> Dataset:
+    parts = addresses(given)
+    if not parts:
+        raise ConfigError(
+            given="a task without data.train",
+            rule="the data of a task are at data.train: files, folders or addresses",
+            consequence="there is nothing to train on",
+            nearest="data.train=ADDRESS",
+        )
+    return open_source(
+        parts[0] if len(parts) == 1 else parts,
+        columns=columns,
+        classes=not task.has_numbers,
+        cache_dir=cache_folder(data),
+    )
+
+
+def cache_folder(data: DataOptions) -> Path:
+    """Where prepared data is kept."""
+    return Path(data.cache_dir).expanduser() if data.cache_dir else default_cache_dir(os.environ)
+
+
+def first_sample(data: DataOptions, task: TaskOptions) -> Batch:
+    source = open_group(train_groups(data)[0] if data.train else "", None, data, task)
+    return read_samples(source, np.zeros(1, np.int64))[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Columns of one sample of the training data."""
+
+    values: Batch
+    source: Dataset
+    index: int
+
+    @property
+    def location(self) -> str:
+        """The file and row."""
+        return location_of(self.source, self.index) or f"sample {self.index}"
+
+
+def read_columns(data: DataOptions, names: Sequence[str], task: TaskOptions) -> Iterator[Row]:
+    """The columns ``names`` of all training samples, in one pass."""
+    for group in train_groups(data):
+        source = open_group(group, {name: name for name in names}, data, task)
+        for index, values in enumerate(scan(source)):
+            yield Row(values, source, index)
+
+
+def scan(dataset: Dataset) -> Iterator[Batch]:
+    for begin in range(0, len(dataset), _CHUNK):
+        yield from read_samples(dataset, np.arange(begin, min(begin + _CHUNK, len(dataset))))
+
+
+def check_same_targets(data: DataOptions, task: TaskOptions) -> None:
+    """Raise DataError if training data have names of classes, and held-out data numbers that are none of the names."""
+    if not task.has_classes or (names := ClassNumbers(names=task.classes)).has_integers:
+        return
+
+    def first(group: tuple[str, ...]) -> Any:
+        return read_samples(open_group(group, {TARGETS: task.target}, data, task), np.zeros(1, np.int64))[0][TARGETS]
+
+    if any(is_string(first(group)) for group in train_groups(data)):
+        for group in groups_of(data.eval, data):
+            if not is_string(value := first(group)):
+                raise DataError(
+                    given=f"{' '.join(group)}, whose first target is the number {text_of(value)}, where training data have names",
+                    rule=f"data.train and data.eval have the same targets: the classes are {shorten(names.names)}",
+                    consequence="the numbers could be those of other classes",
+                    nearest="the names as targets in data.eval too",
+                )
+
+
+def first_of(names: Sequence[str], sample: Batch, option: str) -> str:
+    found = next((name for name in names if name in sample), None)
+    if found is None:
+        raise DataError(
+            given=f"training data with the columns {', '.join(map(str, sample))}",
+            rule=f"without {option} the column is one of {', '.join(names)}",
+            consequence="it is unknown which column is meant",
+            nearest=f"{option}=NAME",
+        )
+    return found
