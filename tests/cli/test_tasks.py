@@ -411,3 +411,24 @@ def test_throughput_is_named_in_what_is_counted(desk: Desk, tmp_path: Path, kind
         assert last["perf/tokens_per_s"] * last["perf/step_s"] == pytest.approx(4, rel=0.5)
     report = (tmp_path / "run" / "report.html").read_text()
     assert f"{unit}/s, all devices" in report
+
+
+def test_the_tokenizer_of_a_pretrained_model(desk: Desk, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Raw bytes take its place with a notice, where there is none; another kind of file is not passed over."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    folder = tmp_path / "hf"
+    BertForMaskedLM(BertConfig(vocab_size=300, max_position_embeddings=32, **sizes)).save_pretrained(folder)  # pyright: ignore
+    texts = write_reviews(tmp_path / "reviews.jsonl")
+    settings = ("--set=task.kind=text", f"--set=data.train={texts}", "--set=data.seq_len=24", "--set=train.steps=1")
+    settings += (f"--set=model.pretrained={folder}",)
+    (folder / "vocab.txt").write_text("[PAD]\n[UNK]\n")
+    assert f"model.pretrained {str(folder)!r} with vocab.txt and without tokenizer.json" in refused(
+        desk, tmp_path / "x", *settings
+    )
+    (folder / "vocab.txt").unlink()
+    done = desk.here("train", "--debug", f"--set=run.dir={tmp_path / 'run'}", *STEPS, *settings)
+    assert done.code == 0, done.err
+    assert f"{folder} has no tokenizer: a token is a byte of the text" in caplog.text
+    assert "5 tensors that BertForSequenceClassification does not use" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -32,6 +33,7 @@ from unisono.tasks.inputs import image_augment
 from unisono.tasks.model_names import MODELS, default_model
 from unisono.tasks.models import build_named
 from unisono.tasks.options import LANGUAGE_MODELS, TaskOptions, updated_task
+from unisono.tasks.pretrained_folder import refuse_other_tokenizer
 from unisono.train.callbacks import Every
 from unisono.train.compared import compared_settings
 from unisono.train.config import AUTO, RunConfig
@@ -127,6 +129,9 @@ def build_data(config: RunConfig) -> RunData:
 def _task_data(config: RunConfig) -> RunData:
     tokenizer, task = find_tokenizer(config), config.task
     pretrained = bool(config.model.pretrained)
+    if pretrained and tokenizer is not None and tokenizer.name == BYTES:
+        what = "%s has no tokenizer: a token is a byte of the text; data.tokenizer=FILE has another one"
+        logging.getLogger("unisono").warning(what, config.model.pretrained)
     prepared = None
     if task.kind in LANGUAGE_MODELS:
         assert tokenizer is not None
@@ -180,7 +185,10 @@ def find_tokenizer(config: RunConfig) -> Tokenizer | None:
     """The tokenizer of the configuration's text; None for other tasks and the user's own data. Reads no corpus."""
     if has_own_data(config) or config.task.kind not in TEXT_TASKS:
         return None
-    return load_tokenizer(tokenizer_spec(config))
+    spec = tokenizer_spec(config)
+    if spec == BYTES and config.model.pretrained:
+        refuse_other_tokenizer(config.model.pretrained)
+    return load_tokenizer(spec)
 
 
 def tokenizer_spec(config: RunConfig) -> str:
