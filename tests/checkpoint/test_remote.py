@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -158,6 +159,80 @@ def test_an_incomplete_or_damaged_copy_is_never_resumed_from(tmp_path: Path) -> 
     log = fetch(tmp_path / "there", f"file://{far}")
     assert log.kinds == ["checkpoint_quarantined", "checkpoint_downloaded"]
     assert steps(tmp_path / "there") == [1]
+
+
+@pytest.mark.parametrize("lost", ["shard-00000-of-00001.safetensors", "manifest.json"])
+def test_a_copy_that_lacks_a_file_is_damaged_and_the_one_before_it_is_taken(tmp_path: Path, lost: str) -> None:
+    far = tmp_path / "far"
+    save(tmp_path / "here", f"file://{far}", 1, 2, keep_last=3)
+    (far / "step-00000002" / lost).unlink()
+    log = fetch(tmp_path / "there", f"file://{far}")
+    assert log.kinds == ["checkpoint_quarantined", "checkpoint_downloaded"]
+    assert re.match(rf"a file of the copy is missing: .*{lost}", log.events[0][1]["reason"])
+    assert steps(tmp_path / "there") == [1]
+    further = save(tmp_path / "there", f"file://{far}", 3, keep_last=1, keep_best=0)
+    assert not any("retention_problem" in fields for _, fields in further.events), "it can be deleted all the same"
+    assert copies(far) == {3: True}
+
+
+def own_folders(tmp_path: Path) -> dict[str, str]:
+    """Addresses that lead to, into or above ``tmp_path/run/checkpoints``, by what they are called in the error."""
+    root = tmp_path / "run" / "checkpoints"
+    (tmp_path / "link").symlink_to(root, target_is_directory=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "up").symlink_to(tmp_path / "run", target_is_directory=True)
+    return {
+        f"file://{root}": "the run's folder",
+        f"file://{root}/": "the run's folder",
+        f"local://{root}": "the run's folder",
+        str(root): "the run's folder",
+        "~/run/checkpoints": "the run's folder",
+        "file://~/run/checkpoints": "the run's folder",
+        f"file://{root}/../checkpoints": "the run's folder",
+        f"file://{tmp_path}/link": "the run's folder",
+        f"file://{tmp_path}/elsewhere/up/checkpoints": "the run's folder",
+        f"simplecache::file://{root}": "the run's folder",
+        f"unsteady://{root}": "the run's folder",  # whatever filesystem shows the same files
+        f"file://{root}/copies": "a folder in the run's folder",
+        f"file://{tmp_path}/link/not/there/yet": "a folder in the run's folder",
+        f"file://{tmp_path}/run": "a folder above the run's folder",
+        f"file://{tmp_path}/elsewhere/up": "a folder above the run's folder",
+        "file:///": "a folder above the run's folder",
+    }
+
+
+def test_an_address_in_or_above_the_run_is_refused_and_its_checkpoints_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    checkpointer = make(root)
+    for step in (1, 2):
+        checkpointer.save(step, mixed_state(step), {}, {})
+    checkpointer.close()
+    for address, where in own_folders(tmp_path).items():
+        with pytest.raises(CheckpointError) as caught:
+            make(root, upload_to=address)
+        (problem,) = caught.value.problems
+        assert problem.given == f"checkpoint.upload_to {address!r}, which is {where}, {root}", address
+        assert problem.rule == "copies of checkpoints lie apart from the run that they are copies of"
+        assert sorted(path.name for path in root.iterdir()) == ["step-00000001", "step-00000002"], address
+        assert steps(root) == [1, 2], address
+    save(root, f"file://{tmp_path}/run-2", 3, keep_last=3)
+    assert steps(root) == [1, 2, 3]
+    assert copies(tmp_path / "run-2") == {3: True}
+
+
+def test_a_run_is_not_copied_into_its_own_folder(tmp_path: Path) -> None:
+    for address in (f"file://{tmp_path}/run/checkpoints", f"file://{tmp_path}/run/copies"):
+        with (
+            pytest.raises(CheckpointError, match="lie apart from the run"),
+            tiny.trainer(tmp_path / "run", every_steps=2, upload_to=address),
+        ):
+            raise AssertionError("it began")
+    with tiny.trainer(tmp_path / "run", every_steps=2, upload_to=f"file://{tmp_path}/run-copies") as run:
+        next(iter(run))
+    assert copies(tmp_path / "run-copies") == {1: True}
 
 
 def test_what_was_resumed_before_is_withdrawn(tmp_path: Path) -> None:

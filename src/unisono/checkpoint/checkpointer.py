@@ -57,7 +57,7 @@ class Checkpointer:
         committed_step: The newest step that this object has committed, or None.
 
     Raises:
-        CheckpointError: ``root`` cannot be used.
+        CheckpointError: ``root`` or ``upload_to`` cannot be used.
     """
 
     def __init__(
@@ -80,6 +80,8 @@ class Checkpointer:
         self._failed: list[list[Problem]] = []
         self._running: _UnfinishedSave | None = None
         self._remote = RemoteCheckpoints(options.upload_to) if options.upload_to else None
+        if self._remote is not None:
+            self._remote.refuse_folder(root)
         self._world = world.with_own_group("checkpoint")
         self._writer = SaveWriter(root, world=self._world, options=options, attempt=attempt, fault=fault or _no_fault)
         try:

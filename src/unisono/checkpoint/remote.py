@@ -10,14 +10,14 @@ folder. A run that resumes downloads the newest copy if its folder has no newer 
 
 from __future__ import annotations
 
-import importlib
 import os
 import queue
+import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,8 +25,10 @@ from unisono.checkpoint.folder import expired_checkpoints, list_checkpoints, ope
 from unisono.checkpoint.integrity import verify
 from unisono.checkpoint.manifest import COMMIT, MANIFEST, decode, encode_commit_marker
 from unisono.checkpoint.options import CheckpointOptions
-from unisono.errors import CheckpointError, UnisonoError, missing_extra
+from unisono.errors import CheckpointError, UnisonoError
+from unisono.storage.address import is_within, local_path, open_address
 from unisono.storage.directory import commit_directory, quarantine_directory
+from unisono.storage.files import create_file
 
 _FINAL_ATTEMPTS: Final = 3  # of each checkpoint at the end of a run
 _PAUSE_S: Final = 1.0  # before the second of them, doubled before each further one
@@ -43,14 +45,12 @@ class RemoteCheckpoints:
     """
 
     def __init__(self, address: str) -> None:
-        self.address = address.rstrip("/")
+        self._given, self.address = address, address.rstrip("/")
         self._scores: dict[int, float | None] = {}
         try:
-            fsspec: Any = importlib.import_module("fsspec")
-            self._files, path = fsspec.core.url_to_fs(address)
-        except ImportError as error:
-            package = "fsspec" if error.name == "fsspec" else str(error).split()[-1]
-            raise missing_extra("remote", package, f"checkpoint.upload_to {address!r}") from error
+            self._files, path = open_address(address, f"checkpoint.upload_to {address!r}")
+        except UnisonoError:
+            raise
         except Exception as error:  # some filesystems connect here, and raise errors of their own
             raise CheckpointError(
                 given=f"checkpoint.upload_to {address!r}: {error}",
@@ -58,7 +58,37 @@ class RemoteCheckpoints:
                 consequence="nothing was started",
                 nearest="an address such as s3://bucket/folder",
             ) from error
+        self._local = local_path(self._files, path)
         self._path: str = path.rstrip("/")
+
+    def refuse_folder(self, folder: Path) -> None:
+        """Raise CheckpointError if the address is ``folder``, lies in it or above it: an upload begins by removing a marker."""
+        local = self._local
+        if local is None:
+            where = "the run's folder" if self._shows(folder) else ""
+        elif is_within(local, folder):
+            where = "the run's folder" if is_within(folder, local) else "a folder in the run's folder"
+        else:
+            where = "a folder above the run's folder" if is_within(folder, local) else ""
+        if where:
+            raise CheckpointError(
+                given=f"checkpoint.upload_to {self._given!r}, which is {where}, {folder}",
+                rule="copies of checkpoints lie apart from the run that they are copies of",
+                consequence="an upload would replace the checkpoints that it copies, so nothing was started",
+                nearest="an address on another disk or machine, or checkpoint.upload_to='' for no copies",
+            )
+
+    def _shows(self, folder: Path) -> bool:
+        """Whether a file made in ``folder`` is at the address too: a server or mount may lead back to the folder."""
+        probe = folder / f".probe-{secrets.token_hex(8)}"
+        with suppress(FileNotFoundError):  # no folder yet
+            create_file(probe, b"")
+            try:
+                with suppress(Exception):  # an address that cannot be reached now is reported where it is used
+                    return self._files.exists(f"{self._path}/{probe.name}")
+            finally:
+                probe.unlink()
+        return False
 
     def complete_steps(self) -> list[int]:
         """The steps whose copy has its marker, in order."""
@@ -78,11 +108,12 @@ class RemoteCheckpoints:
     def download(self, step: int, root: Path) -> Path:
         """Copy a checkpoint to ``root`` and commit it there; returns its folder.
 
-        Raises ValueError if it is damaged, and whatever the filesystem raises.
+        Raises ValueError if it is damaged, also where a listed file is missing, and whatever else the filesystem raises.
         """
         source, final = f"{self._path}/{step_name(step)}", root / step_name(step)
-        data: bytes = self._files.cat_file(f"{source}/{MANIFEST}")
-        marker: bytes = self._files.cat_file(f"{source}/{COMMIT}")
+        with _missing_is_damage():
+            data: bytes = self._files.cat_file(f"{source}/{MANIFEST}")
+            marker: bytes = self._files.cat_file(f"{source}/{COMMIT}")
         if marker != encode_commit_marker(data, step):
             raise ValueError(f"{COMMIT} is not of this {MANIFEST}")
         temporary = final.with_name(f"{final.name}.tmp-0")
@@ -93,7 +124,8 @@ class RemoteCheckpoints:
         temporary.mkdir(mode=0o700)
         try:
             for name in decode(data).files:
-                self._files.get_file(f"{source}/{name}", str(temporary / name))
+                with _missing_is_damage():
+                    self._files.get_file(f"{source}/{name}", str(temporary / name))
                 with (temporary / name).open("rb") as file:
                     os.fsync(file.fileno())
             commit_directory(temporary, final, manifest=(MANIFEST, data), marker=(COMMIT, marker))
@@ -136,9 +168,18 @@ class RemoteCheckpoints:
         if step not in self._scores:
             try:
                 self._scores[step] = decode(self._files.cat_file(f"{self._path}/{step_name(step)}/{MANIFEST}")).score
-            except (ValueError, CheckpointError):
+            except (ValueError, CheckpointError, FileNotFoundError):
                 self._scores[step] = None
         return self._scores[step]
+
+
+@contextmanager
+def _missing_is_damage() -> Generator[None]:
+    """Raise ValueError where the copy that has its marker lacks a file."""
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise ValueError(f"a file of the copy is missing: {error}") from error
 
 
 class Uploader:

@@ -25,6 +25,7 @@ from unisono.checkpoint import (
     scored_checkpoints,
     verify,
 )
+from unisono.checkpoint.remote import RemoteCheckpoints
 from unisono.config.renames import migrate_plan
 from unisono.dist import World, fault_point
 from unisono.errors import CheckpointError
@@ -85,6 +86,8 @@ class RunCheckpoints:
         self._code = code
         self._resumed_step = -1
         self._every_steps = options.every_steps
+        if options.upload_to:
+            RemoteCheckpoints(options.upload_to).refuse_folder(root.parent)
         self._checkpointer = Checkpointer(
             root,
             world=self._world,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import fsspec.implementations.zip
 import numpy as np
 import pytest
 
@@ -19,7 +22,7 @@ from unisono.data.loading.sample_cache import cached
 from unisono.data.mindrecord import MindRecordWriter
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
 from unisono.data.sources import open_source
-from unisono.errors import DataError
+from unisono.errors import DataError, ExtraError
 
 ORDER = np.array([4, 0, 2, 4])
 
@@ -276,6 +279,87 @@ def test_addresses_of_another_filesystem(tmp_path: Path) -> None:
         open_source("memory://bucket/none.csv")
     with pytest.raises(DataError, match="nothing was opened"):
         open_source("nothing://bucket/none.csv")
+
+
+def write_zip(path: Path, members: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(zipfile.ZipInfo(name), content)
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("", "../escaped.csv"),
+        ("", "../../../escaped.csv"),
+        ("", "{outside}/escaped.csv"),
+        ("", "//escaped.csv"),
+        ("", "x/../../escaped.csv"),
+        ("x", "x/../../escaped.csv"),
+        ("x", "x/../escaped.csv"),
+        ("x", "x/y/../../.."),
+    ],
+)
+def test_no_file_of_an_archive_is_written_outside_of_the_cache_folder(
+    tmp_path: Path, kind: str, folder: str, name: str
+) -> None:
+    name = name.format(outside=tmp_path / "outside")
+    cache = tmp_path / "cache" / "deep"
+    cache.mkdir(parents=True)
+    write = {"zip": write_zip, "tar": write_tar}[kind]
+    write(tmp_path / f"evil.{kind}", {f"{folder}/a.csv".lstrip("/"): b"x,y\n1,2\n", name: b"x,y\n3,4\n"})
+    before = sorted(tmp_path.rglob("*"))
+    url = f"{kind}://{folder}::{tmp_path}/evil.{kind}"
+    with pytest.raises(DataError) as caught:
+        open_source(url, cache_dir=cache)
+    (problem,) = caught.value.problems
+    assert problem.given.startswith(f"{url} has a file named ")
+    assert problem.given.endswith(name.rpartition("/")[2] + "'")
+    assert problem.rule == "files are copied below one folder, so their names are relative and do not lead out of it"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_a_folder_of_an_archive_is_a_source(tmp_path: Path, kind: str) -> None:
+    jpeg = encode_jpeg(np.zeros((16, 16, 3), np.uint8))
+    write = {"zip": write_zip, "tar": write_tar}[kind]
+    write(tmp_path / f"a.{kind}", {"./cat/0.jpg": jpeg, "./dog/1.jpg": jpeg, "t/x.csv": b"x,y\n1,2\n"})
+    write(tmp_path / f"b.{kind}", {"cat/0.jpg": jpeg, "dog/1.jpg": jpeg})
+    for archive in ("a", "b"):
+        url = f"{kind}://{'.' if archive == 'a' else ''}::{tmp_path}/{archive}.{kind}"
+        images: Any = open_source(url, cache_dir=tmp_path / "cache")
+        assert (len(images), images.classes) == (2, ("cat", "dog")), archive
+    table = open_source(f"{kind}://t/x.csv::{tmp_path}/a.{kind}", cache_dir=tmp_path / "cache")
+    assert table.read(np.arange(1))["x"].tolist() == [1]
+
+
+def test_another_archive_under_the_same_address_is_copied_again(tmp_path: Path) -> None:
+    for value in (1, 7):
+        write_zip(tmp_path / "a.zip", {"t.csv": b"x,y\n%d,2\n" % value})
+        fsspec.implementations.zip.ZipFileSystem.clear_instance_cache()
+        table = open_source(f"zip://t.csv::{tmp_path}/a.zip", cache_dir=tmp_path / "cache")
+        assert table.read(np.arange(1))["x"].tolist() == [value]
+
+
+def test_an_address_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "no.zip").write_bytes(b"not an archive")
+    for url, reason in {
+        f"zip://a.csv::{tmp_path}/none.zip": "FileNotFoundError",
+        f"zip://a.csv::{tmp_path}/no.zip": "BadZipFile",
+        f"tar://a.csv::{tmp_path}/none.tar": "FileNotFoundError",
+        "nothing://bucket/none.csv": "ValueError: Protocol not known: nothing",
+    }.items():
+        with pytest.raises(DataError) as caught:
+            open_source(url, cache_dir=tmp_path / "cache")
+        assert caught.value.problems[0].given.startswith(f"{url}: {reason}")
+        assert caught.value.problems[0].consequence == "nothing was opened"
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for suffix in ("csv", "rec"):
+        with pytest.raises(ExtraError) as missing:
+            open_source(f"s3://x/y.{suffix}", cache_dir=tmp_path / "cache")
+        given = missing.value.problems[0].given
+        assert given == f"the address 's3://x/y.{suffix}' needs the package 's3fs', which is not installed"
 
 
 def write_tar(path: Path, members: dict[str, bytes]) -> None:

@@ -18,7 +18,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.data.sidecar import map_array
-from unisono.errors import DataError
+from unisono.errors import DataError, UnisonoError
+from unisono.storage.address import open_address
 from unisono.storage.files import write_atomically
 
 BLOCK_BYTES: Final = 1 << 20
@@ -32,7 +33,8 @@ def is_url(path: Path | str) -> bool:
 
 class RemoteFile:
     """One file of any fsspec filesystem (``s3://``, ``gs://``, ``https://``, …). ``path`` and ``bytes`` are the copy and its
-    mapping, which is zero where ``ensure`` has not fetched it. Raises DataError if the store does not answer."""
+    mapping, which is zero where ``ensure`` has not fetched it. Raises DataError if the store does not answer,
+    ExtraError without its package."""
 
     def __init__(self, url: str, cache_dir: Path) -> None:
         self.url = url
@@ -100,15 +102,14 @@ class RemoteFile:
         self._pid = os.getpid()
         try:
             self._fs, self._path = _filesystem(self.url)
-        except (ImportError, ValueError) as error:
+        except UnisonoError:
+            raise
+        except Exception as error:  # every store has its own errors
             raise _unreachable(self.url, error) from error
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
-    import fsspec.core  # pulls in asyncio: only where there are URLs
-
-    core: Any = fsspec.core
-    return core.url_to_fs(url, skip_instance_cache=True)
+    return open_address(url, f"the address {url!r}", skip_instance_cache=True)
 
 
 def _sparse(path: Path, size: int) -> int:
@@ -136,5 +137,5 @@ def _unreachable(url: str, error: Exception) -> DataError:
         given=f"{url}: {type(error).__name__}: {error}",
         rule="a file behind a URL is read in ranges through fsspec",
         consequence="the records asked for are not there",
-        nearest="check address, access rights and network; some stores need their own package, such as s3fs for s3://",
+        nearest="check address, access rights and network",
     )

@@ -5,61 +5,75 @@ A copy is found again by the URL and what the filesystem says of the file's cont
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
+import posixpath
 import secrets
 from pathlib import Path
 from typing import Any, Final
 
 import xxhash
 
-from unisono.errors import DataError, missing_extra
+from unisono.errors import DataError, UnisonoError
+from unisono.storage.address import open_address
 from unisono.storage.files import file_lock, os_reason, sync_folder
 
 _LOG: Final = logging.getLogger("unisono.data")
 _ATTEMPTS: Final = 3
 _SIDECARS: Final = (".idx", ".uidx", ".db")
+_NEAREST: Final = "the address, credentials in the environment, and the network"
 
 
 def local_copies(url: str, cache: Path) -> list[Path]:
     """Local copies of the files at ``url``: one file, those that match a glob, or a folder, which is copied whole.
 
     Raises:
-        DataError: Nothing is there, or the filesystem or the cache folder cannot be read or written.
+        DataError: Nothing is there, a name leads out of the folder that is copied, or the filesystem or the cache folder cannot
+            be read or written.
         ExtraError: fsspec, or the package of the filesystem, is not installed.
     """
     try:
-        fsspec: Any = importlib.import_module("fsspec")
-    except ImportError as error:
-        raise missing_extra("remote", "fsspec", f"the address {url!r}") from error
-    try:
-        filesystem, path = fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        raise missing_extra("remote", str(error).split()[-1], f"the address {url!r}") from error
+        filesystem, path = open_address(url, f"the address {url!r}")
+    except UnisonoError:
+        raise
     except ValueError as error:
         raise _failed(url, error, "an address such as s3://bucket/file.parquet") from error
+    except Exception as error:  # filesystems that connect, or open an archive, raise errors of their own
+        raise _failed(url, error, _NEAREST) from error
     try:
         if any(sign in path for sign in "*?["):
             return [_copy(filesystem, name, cache) for name in sorted(filesystem.glob(path))]
         if filesystem.isdir(path):
             names = sorted(filesystem.find(path))
-            base = path.rstrip("/")
+            base = f"{path.rstrip('/')}/" if path.strip("/") else filesystem.root_marker
+            copies = [(name, _relative(name, base, url)) for name in names]
             folder = cache / f"remote-{_digest(filesystem, names)}"
-            for name in names:
-                _copy(filesystem, name, cache, folder / os.path.relpath(name, base))
+            for name, relative in copies:
+                _copy(filesystem, name, cache, folder / relative)
             return [folder] if names else []
         return [_copy(filesystem, path, cache)] if filesystem.exists(path) else []
     except DataError:
         raise
     except Exception as error:  # filesystems raise errors of their own
-        raise _failed(url, error, "the address, credentials in the environment, and the network") from error
+        raise _failed(url, error, _NEAREST) from error
+
+
+def _relative(name: str, base: str, url: str) -> str:
+    """The path of ``name`` below ``base``. Raises DataError for one that leads out of it: archives may have any name."""
+    below = posixpath.normpath(name.removeprefix(base))
+    if below in (".", "..") or below.startswith(("/", "../")) or "\0" in below:
+        raise DataError(
+            given=f"{url} has a file named {name!r}",
+            rule="files are copied below one folder, so their names are relative and do not lead out of it",
+            consequence="nothing was copied: the file would lie outside of the cache folder",
+            nearest="an archive without that file, or one made from inside of its folder",
+        )
+    return below
 
 
 def _copy(filesystem: Any, name: str, cache: Path, target: Path | None = None) -> Path:
     """Copy one file, and the indexes beside it where it is copied alone; returns the copy."""
     if target is None:
-        target = cache / f"remote-{_digest(filesystem, [name])}" / name.rsplit("/", 1)[-1]
+        target = cache / f"remote-{_digest(filesystem, [name])}" / _relative(name.rsplit("/", 1)[-1], "", name)
         stem = name.rsplit(".", 1)[0]
         for beside in (name + ".db", *(stem + suffix for suffix in _SIDECARS)):
             if beside != name and filesystem.exists(beside):
@@ -104,7 +118,7 @@ def _digest(filesystem: Any, names: list[str]) -> str:
     marks: list[Any] = []
     for name in names:
         info: dict[str, Any] = filesystem.info(name)
-        content = info.get("ETag") or info.get("md5Hash") or info.get("crc32c")
+        content = info.get("ETag") or info.get("md5Hash") or info.get("crc32c") or info.get("CRC")
         times = [str(info[key]) for key in ("LastModified", "mtime", "modificationTime", "created") if key in info]
         marks.append((type(filesystem).__name__, name, info["size"], content or times))
     return xxhash.xxh3_128_hexdigest(repr(marks).encode())
