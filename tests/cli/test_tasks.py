@@ -137,6 +137,12 @@ def test_tables(desk: Desk, tmp_path: Path, target: str) -> None:
     values = train(desk, tmp_path / "run", *settings)
     task = task_of(tmp_path / "run")
     assert (task["inputs"], task["categories"], len(task["input_mean"])) == (["x", "y", "kind"], ["kind"], 2)
+    notices = [e for e in read_events(events_path(tmp_path / "run", 0)).events if e["kind"] == "notice"]
+    (found,) = (notice["what"] for notice in notices if notice["code"] == "columns")
+    assert (
+        found
+        == f"target {'dear of 2 classes (no, yes)' if target == 'dear' else target}; numbers x, y; categories kind"
+    )
     if target == "dear":
         assert values["accuracy"] > 0.9
         return
@@ -194,6 +200,26 @@ def test_token_shards_are_mixed_and_refuse_what_they_do_not_have(desk: Desk, tmp
     assert "training and held-out data are of one kind" in refused(
         desk, tmp_path, shards, f"--set=data.eval={tmp_path / 'c.jsonl'}"
     )
+
+
+@pytest.mark.parametrize(
+    "kind", ["table", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("text", "language_model"))]
+)
+def test_evaluation_reads_no_training_data_beside_data_eval(desk: Desk, tmp_path: Path, kind: str) -> None:
+    write = {"table": write_table, "text": write_reviews, "language_model": write_lines}[kind]
+    train_data, held_out = write(tmp_path / "train.jsonl"), write(tmp_path / "eval.jsonl")
+    settings = [f"--set=task.kind={kind}", f"--set=data.train={train_data}", f"--set=data.eval={held_out}", *SMALL[:2]]
+    if kind == "table":
+        settings += ["--set=task.target=dear", "--set=task.balance=true", "--set=data.cache_gib=0.001"]
+    else:
+        settings += ["--set=data.seq_len=24", "--set=data.bucket_batches=2"]
+    run_dir = tmp_path / "run"
+    done = desk.here("train", "--debug", "--json", f"--set=run.dir={run_dir}", *STEPS, *settings, "--set=train.steps=2")
+    assert done.code == 0, done.err
+    train_data.unlink()
+    again = desk.here("eval", str(run_dir), "--json")
+    assert again.code == 0, again.err
+    assert json.loads(again.out)["evaluation"] == pytest.approx(json.loads(done.out)["evaluation"], rel=1e-5)
 
 
 def test_a_run_of_a_task_resumes(desk: Desk, tmp_path: Path) -> None:
@@ -326,7 +352,8 @@ def test_errors(desk: Desk, tmp_path: Path) -> None:
         "components.model=bert",
     )
     numbers = ("--set=task.kind=table", f"--set=data.train={table}", "--set=task.predicts=number")
-    assert "the text 'yes' in a column of numbers" in refused(desk, tmp_path, *numbers, "--set=task.target=dear")
+    said = refused(desk, tmp_path, *numbers, "--set=task.target=dear")
+    assert f"column 'dear', row 1 of {table}: the text 'yes' as the target" in said
     settings = ("--set=task.kind=text", f"--set=data.train={texts}", "--set=task.classes=['neg','neutral']")
     done = desk.here("train", "--debug", f"--set=run.dir={tmp_path / 'unknown'}", *STEPS, *settings)
     assert done.code == 2

@@ -59,7 +59,7 @@ def command(
     device, plan = resolve_plan(unsharded, job)
     world = join_world(job, device_type=device.type, timeout_s=config.launch.timeout_s)
     try:
-        sources = build_data(config)
+        sources = build_data(config, held_out_only=True)
         module, step = load_model(config, sources.tokenizer, world, checkpoint)
         held_out = sources.held_out
         if sources.collate_fn is not None:

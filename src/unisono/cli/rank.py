@@ -30,6 +30,7 @@ from unisono.train.build import (
     RunData,
     build_data,
     build_trainer,
+    data_notices,
     export_facts,
     resolve_run,
     resolve_steps,
@@ -65,6 +66,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
         job = stack.enter_context(start_servers(plan, job, config.launch, run_dir))
         world = init_distributed(plan, job, device.type, config.launch.timeout_s)
         stack.callback(world.close)
+        task = config.task
         resolved = resolve_run(resolved, world)
         data = build_data(resolved.value)
         resolved = resolve_steps(resolved, data, plan)
@@ -89,6 +91,9 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
                 # from here on the folder is a run, and starting it again continues the run
                 write_atomically(run_dir / RUN_FILE, resolved.to_toml().encode())
                 run.plan.save(run_dir / PLAN_FILE)
+                if run.state.step == 0:
+                    for notice in data_notices(config, data, found=config.task != task):
+                        run.events.emit("notice", step=0, **notice)
             result = run.fit()
             outcome: dict[str, Any] = {
                 "run_dir": str(run_dir),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ class TaskData:
     """Training and held-out data of a task, and what the loader does with training samples.
 
     Attributes:
-        train: Samples before ``transform``.
+        train: Samples before ``transform``; the held-out ones where only these were asked for.
         held_out: Samples as the model sees them.
         transform: ``(sample, rng) -> sample`` of training samples, or None.
         pair_transform: Mixup or CutMix, or None.
@@ -77,6 +77,7 @@ def language_data(
     places_targets: bool,
     mask: int,
     vocab_size: int,
+    held_out_only: bool = False,
 ) -> TaskData:
     """Data of a language model, or with ``task.kind`` masked_language_model of a masked one.
 
@@ -88,12 +89,23 @@ def language_data(
         places_targets: The model gives the logits of all tokens, not of the hidden ones only.
         mask: Id that hides a token.
         vocab_size: Number of ids, with ``mask``.
+        held_out_only: Do not open ``data.train`` where there is ``data.eval``.
     """
     masked = task.kind == "masked_language_model"
+    if held_out_only and data.eval:
+        data = replace(data, train=data.eval, weights=())
     if tokens is None:
         shards = token_shards(data.train, data)
         if shards is None:
-            return _lines(task, data, tokenizer, places_targets=places_targets, mask=mask, vocab_size=vocab_size)
+            return _lines(
+                task,
+                data,
+                tokenizer,
+                places_targets=places_targets,
+                mask=mask,
+                vocab_size=vocab_size,
+                held_out_only=held_out_only,
+            )
         train, held_out = _shard_windows(task, data, shards, tokenizer)
     else:
         train, held_out = _windows(data, tokens[0], masked=masked), _held_out_windows(data, tokens[1], masked=masked)
@@ -159,7 +171,14 @@ def _held_out_windows(data: DataOptions, tokens: TokenSet, *, masked: bool) -> D
 
 
 def _lines(
-    task: TaskOptions, data: DataOptions, tokenizer: Tokenizer, *, places_targets: bool, mask: int, vocab_size: int
+    task: TaskOptions,
+    data: DataOptions,
+    tokenizer: Tokenizer,
+    *,
+    places_targets: bool,
+    mask: int,
+    vocab_size: int,
+    held_out_only: bool,
 ) -> TaskData:
     """A sample for each text of a column."""
     first = first_sample(data, task)
@@ -177,10 +196,11 @@ def _lines(
             before=EncodeText(tokenizer=tokenizer, length=data.seq_len, fixed=fixed, padding_entry="mask"),
         )
         encode = PlaceTargets(before=encode) if places_targets else encode
-    parts, held_out = _parts(data, {"text": column}, task)
+    parts, held_out = _parts(data, {"text": column}, task, held_out_only)
+    held_out = mapped(held_out, encode)
     return TaskData(
-        train=_combined([_cached(part, data, len(parts)) for part in parts], data, lengths_of="text"),
-        held_out=mapped(held_out, encode),
+        train=_combined(parts, data, lengths_of="text") if parts else held_out,
+        held_out=held_out,
         transform=encode,
         collate_fn=_collate(data, tokenizer, task),
     )
@@ -195,6 +215,7 @@ def predictor_data(
     tokenizer: Tokenizer | None,
     integer_padding: bool,
     buckets: int,
+    held_out_only: bool = False,
 ) -> TaskData:
     """Data of a resolved task that predicts classes or numbers.
 
@@ -206,6 +227,7 @@ def predictor_data(
         tokenizer: Encodes texts; None for images and tables.
         integer_padding: See ``EncodeText``.
         buckets: See ``EncodeRow``.
+        held_out_only: Do not open ``data.train`` where there is ``data.eval``.
     """
     several = task.kind == "sequence_labelling"
     names = {"image": ("image",), "text": ("text", "text_pair"), "sequence_labelling": ("words",)}
@@ -218,7 +240,7 @@ def predictor_data(
             nearest=f"task.inputs with {len(entries)} of them",
         )
     columns = dict(zip(entries, task.inputs, strict=False)) | {TARGETS: task.target}
-    parts, held_out = _parts(data, columns, task)
+    parts, held_out = _parts(data, columns, task, held_out_only)
     pair: Callable[..., Any] | None = None
     if task.kind == "image":
         from unisono.data.image.transform import ImageTransform
@@ -242,14 +264,9 @@ def predictor_data(
         encode = EncodeWords(**common) if several else EncodeText(**common, augment=text_augment(text))
         held_out = mapped(held_out, EncodeWords(**common) if several else EncodeText(**common))
     lengths_of = columns.keys() & {"text", "words"}
-    train = _combined(
-        [_cached(part, data, len(parts)) for part in parts],
-        data,
-        balance=task.balance,
-        lengths_of=min(lengths_of) if lengths_of else "",
-    )
+    options: dict[str, Any] = {"balance": task.balance, "lengths_of": min(lengths_of) if lengths_of else ""}
     return TaskData(
-        train=train,
+        train=_combined(parts, data, **options) if parts else held_out,
         held_out=held_out,
         transform=encode,
         pair_transform=pair,
@@ -257,8 +274,15 @@ def predictor_data(
     )
 
 
-def _parts(data: DataOptions, columns: dict[str, str], task: TaskOptions) -> tuple[list[Dataset], Dataset]:
-    """The sources of the training data, and held-out data: ``data.eval``, or a share of the training data drawn at random."""
+def _parts(
+    data: DataOptions, columns: dict[str, str], task: TaskOptions, held_out_only: bool
+) -> tuple[list[Dataset], Dataset]:
+    """The sources of the training data, and held-out data: ``data.eval``, or a share of the training data drawn at random.
+
+    With ``held_out_only`` and ``data.eval`` there are no sources.
+    """
+    if held_out_only and data.eval:
+        return [], open_addresses(data.eval, columns, data, task)
     if data.weights:
         if not data.eval:
             raise _no_eval_of_mixture()
@@ -275,7 +299,8 @@ def _parts(data: DataOptions, columns: dict[str, str], task: TaskOptions) -> tup
 
 
 def _combined(parts: list[Dataset], data: DataOptions, *, lengths_of: str = "", balance: bool = False) -> Dataset:
-    """The parts as one data set, in the order that the options ask for: a mixture, balanced, or by length."""
+    """The parts as one data set, in the order that the options ask for: cached, a mixture, balanced, or by length."""
+    parts = [_cached(part, data, len(parts)) for part in parts]
     if balance:
         # in a mixture each source is balanced by itself, and has its share
         shares = data.weights if len(parts) > 1 else (1.0,)

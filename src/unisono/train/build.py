@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -32,6 +33,7 @@ from unisono.tasks.data import language_data, predictor_data
 from unisono.tasks.inputs import image_augment
 from unisono.tasks.model_names import MODELS, default_model
 from unisono.tasks.models import build_named
+from unisono.tasks.notices import cut_notice, found_notices
 from unisono.tasks.options import LANGUAGE_MODELS, TaskOptions, updated_task
 from unisono.tasks.pretrained_folder import refuse_other_tokenizer
 from unisono.train.callbacks import Every
@@ -116,9 +118,12 @@ def resolve_steps(resolved: Resolved[RunConfig], data: RunData, plan: Plan) -> R
     return resolved.updated(replace(config, train=train), ("train.steps", "train.epochs"), origin)
 
 
-def build_data(config: RunConfig) -> RunData:
-    """The data sets of the configuration's task or of ``components.data``. Raises DataError or ConfigError."""
-    data = _own_data(config) if has_own_data(config) else _task_data(config)
+def build_data(config: RunConfig, *, held_out_only: bool = False) -> RunData:
+    """The data sets of the configuration's task or of ``components.data``. Raises DataError or ConfigError.
+
+    With ``held_out_only``, a task with ``data.eval`` does not open its training data: ``train`` is the held-out data too.
+    """
+    data = _own_data(config) if has_own_data(config) else _task_data(config, held_out_only=held_out_only)
     return replace(
         data,
         pair_transform=_own_component("pair_transform", config) or data.pair_transform,
@@ -126,7 +131,7 @@ def build_data(config: RunConfig) -> RunData:
     )
 
 
-def _task_data(config: RunConfig) -> RunData:
+def _task_data(config: RunConfig, *, held_out_only: bool) -> RunData:
     tokenizer, task = find_tokenizer(config), config.task
     pretrained = bool(config.model.pretrained)
     if pretrained and tokenizer is not None and tokenizer.name == BYTES:
@@ -144,6 +149,7 @@ def _task_data(config: RunConfig) -> RunData:
             places_targets=pretrained,
             mask=tokenizer.mask,
             vocab_size=_token_ids(config, tokenizer),
+            held_out_only=held_out_only,
         )
     else:
         data = predictor_data(
@@ -154,6 +160,7 @@ def _task_data(config: RunConfig) -> RunData:
             tokenizer=tokenizer,
             integer_padding=pretrained,
             buckets=config.model.vocab_size or DEFAULT_BUCKETS,
+            held_out_only=held_out_only,
         )
     return RunData(
         train=data.train,
@@ -164,6 +171,20 @@ def _task_data(config: RunConfig) -> RunData:
         pair_transform=data.pair_transform,
         collate_fn=data.collate_fn,
     )
+
+
+def data_notices(config: RunConfig, data: RunData, *, found: bool) -> Iterator[dict[str, str]]:
+    """Notices about the data at a run's start; ``found`` tells whether the task was completed from the training data."""
+    if has_own_data(config):
+        return
+    if found:
+        yield from found_notices(config.task, data.train)
+    if data.tokenizer is not None and data.prepared is None:
+        cut = None
+        with suppress(DataError):  # a sample that cannot be read: the loader reports it, or replaces it
+            cut = cut_notice(config.task, data.train, data.tokenizer, config.data.seq_len)
+        if cut is not None:
+            yield cut
 
 
 def _own_data(config: RunConfig) -> RunData:
