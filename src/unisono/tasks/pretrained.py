@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 
 from torch import nn
 
+from unisono.data.sources.remote import local_path
 from unisono.errors import ConfigError, missing_extra
 from unisono.tasks.options import LoraOptions, TaskOptions
 
@@ -24,9 +25,9 @@ _CLASSES: Final = {
 }
 
 
-def check_folder(folder: str, kind: str) -> Path:
-    """The folder, if it has a model that can be loaded without running its code. Raises ConfigError. Imports no torch."""
-    path = Path(folder).expanduser()
+def check_folder(folder: str, kind: str, cache: Path) -> Path:
+    """The local folder, if it has a model that can be loaded without running its code. Raises ConfigError or DataError."""
+    path = Path(local_path(folder, cache)).expanduser()
     try:
         config: dict[str, Any] = json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -53,20 +54,24 @@ def check_folder(folder: str, kind: str) -> Path:
     return path
 
 
-def load_pretrained(folder: str, task: TaskOptions, lora: LoraOptions, *, padding: int | None) -> nn.Module:
+def load_pretrained(
+    folder: str, task: TaskOptions, lora: LoraOptions, *, padding: int | None, cache: Path
+) -> nn.Module:
     """The model of a folder for a resolved task, with a new head where the folder's has other classes.
 
     Args:
-        folder: Folder with ``config.json`` and safetensors.
+        folder: Folder with ``config.json`` and safetensors, or its address.
         task: The task, with its classes.
         lora: Adapters, if any; the other weights are then frozen.
         padding: Token id of padding, for models that look for the end of a text by it; None for images.
+        cache: Folder for the copy of a folder at an address.
 
     Raises:
+        DataError: The folder at an address does not exist or cannot be copied.
         ConfigError: The folder has no such model, or a model for another task.
         ExtraError: transformers, or for adapters peft, is not installed.
     """
-    path = check_folder(folder, task.kind)
+    path = check_folder(folder, task.kind, cache)
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:

@@ -69,8 +69,9 @@ def open_source(
             are damaged; while reading, a record is damaged.
         ExtraError: The package that reads the format or filesystem is not installed.
     """
-    cache = (default_cache_dir(os.environ) if cache_dir is None else cache_dir) / "sources"
+    cache = default_cache_dir(os.environ) if cache_dir is None else cache_dir
     paths = source_paths(address, cache)
+    cache /= "sources"
     kinds = {_kind(path) for path in paths}
     if len(kinds) != 1:
         raise _unfit(f"files of {len(kinds)} formats: {', '.join(sorted(kinds))}", "files of one format, or a mixture")
@@ -246,7 +247,8 @@ def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> lis
     paths: list[str | Path] = []
     for part in given:
         if is_url(part):
-            matches: list[str | Path] = [part] if str(part).endswith(".rec") else list(local_copies(str(part), cache))
+            url = str(part)
+            matches: list[str | Path] = [url] if url.endswith(".rec") else [*local_copies(url, cache / "sources")]
         else:
             path = Path(part).expanduser()
             matches = [path] if path.exists() else [*sorted(glob(str(path)))]

@@ -14,12 +14,37 @@ from typing import Any, Final
 
 import xxhash
 
+from unisono.data.recordio.remote_file import is_url
 from unisono.errors import DataError, missing_extra
 from unisono.storage.files import file_lock, os_reason, sync_folder
 
 _LOG: Final = logging.getLogger("unisono.data")
 _ATTEMPTS: Final = 3
 _SIDECARS: Final = (".idx", ".uidx", ".db")
+
+
+def local_path(address: str, cache: Path) -> str:
+    """``address`` itself if it is local, else the local copy of the file or folder at it.
+
+    Args:
+        address: A path, or the URL of any fsspec filesystem.
+        cache: Folder of the copies.
+
+    Raises:
+        DataError: See ``local_copies``; or there is not one file or folder.
+        ExtraError: See ``local_copies``.
+    """
+    if not is_url(address):
+        return address
+    copies = local_copies(address, cache)
+    if len(copies) != 1:
+        raise DataError(
+            given=f"{address}, which " + (f"is {len(copies)} files" if copies else "does not exist"),
+            rule="the address is that of one file or folder",
+            consequence="nothing was opened",
+            nearest="the folder that has the files" if copies else "the address of a file or folder that exists",
+        )
+    return str(copies[0])
 
 
 def local_copies(url: str, cache: Path) -> list[Path]:
@@ -66,10 +91,11 @@ def _copy(filesystem: Any, name: str, cache: Path, target: Path | None = None) -
                 _copy(filesystem, beside, cache, target.parent / beside.rsplit("/", 1)[-1])
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with file_lock(target.with_name(f"{target.name}.lock")):
+        lock = target.with_name(f".{target.name}.lock")  # hidden, as not to be taken for one of the files of its folder
+        with file_lock(lock):
             if not target.exists():
                 _download(filesystem, name, target)
-        target.with_name(f"{target.name}.lock").unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
     except OSError as error:
         if isinstance(error, FileNotFoundError | PermissionError | ConnectionError | TimeoutError):
             raise
@@ -85,7 +111,7 @@ def _copy(filesystem: Any, name: str, cache: Path, target: Path | None = None) -
 def _download(filesystem: Any, name: str, target: Path) -> None:
     """Fetch the file to its place, complete or not at all; a copy of another length is tried again."""
     size = int(filesystem.info(name)["size"])
-    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     try:
         for attempt in range(1, _ATTEMPTS + 1):
             _LOG.info("%s is copied to %s", name, target)
