@@ -21,6 +21,7 @@ from unisono.storage.files import file_lock, os_reason, sync_folder
 _LOG: Final = logging.getLogger("unisono.data")
 _ATTEMPTS: Final = 3
 _SIDECARS: Final = (".idx", ".uidx", ".db")
+_CHECK: Final = "the address, credentials in the environment, and the network"
 
 
 def local_path(address: str, cache: Path) -> str:
@@ -54,18 +55,9 @@ def local_copies(url: str, cache: Path) -> list[Path]:
         DataError: Nothing is there, or the filesystem or the cache folder cannot be read or written.
         ExtraError: fsspec, or the package of the filesystem, is not installed.
     """
+    filesystem, path = _filesystem(url)
     try:
-        fsspec: Any = importlib.import_module("fsspec")
-    except ImportError as error:
-        raise missing_extra("remote", "fsspec", f"the address {url!r}") from error
-    try:
-        filesystem, path = fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        raise missing_extra("remote", str(error).split()[-1], f"the address {url!r}") from error
-    except ValueError as error:
-        raise _failed(url, error, "an address such as s3://bucket/file.parquet") from error
-    try:
-        if any(sign in path for sign in "*?["):
+        if _is_glob(path):
             return [_copy(filesystem, name, cache) for name in sorted(filesystem.glob(path))]
         if filesystem.isdir(path):
             names = sorted(filesystem.find(path))
@@ -78,7 +70,35 @@ def local_copies(url: str, cache: Path) -> list[Path]:
     except DataError:
         raise
     except Exception as error:  # filesystems raise errors of their own
-        raise _failed(url, error, "the address, credentials in the environment, and the network") from error
+        raise _failed(url, error, _CHECK) from error
+
+
+def matching_urls(url: str) -> list[str]:
+    """The URLs of the files that a glob matches; another URL itself. Raises as ``local_copies``."""
+    filesystem, path = _filesystem(url)
+    if not _is_glob(path):
+        return [url]
+    try:
+        return [filesystem.unstrip_protocol(name) for name in sorted(filesystem.glob(path))]
+    except Exception as error:
+        raise _failed(url, error, _CHECK) from error
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    try:
+        fsspec: Any = importlib.import_module("fsspec")
+    except ImportError as error:
+        raise missing_extra("remote", "fsspec", f"the address {url!r}") from error
+    try:
+        return fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise missing_extra("remote", str(error).split()[-1], f"the address {url!r}") from error
+    except ValueError as error:
+        raise _failed(url, error, "an address such as s3://bucket/file.parquet") from error
+
+
+def _is_glob(path: str) -> bool:
+    return any(sign in path for sign in "*?[")
 
 
 def _copy(filesystem: Any, name: str, cache: Path, target: Path | None = None) -> Path:
