@@ -45,7 +45,7 @@ class DataOptions:
     )
     corpus: str = option(
         "stdlib",
-        "stdlib = the running Python's own library source; or a folder or file of text, or of tables with text_column.",
+        "stdlib = the running Python's own library source; or a folder, file or address of text, or of tables with text_column.",
         acts="a language model without data.train",
     )
     text_column: str = option(
@@ -55,7 +55,7 @@ class DataOptions:
     )
     tokenizer: str = option(
         "bytes",
-        "bytes = one token per UTF-8 byte; or a Hugging Face tokenizer.json, or its folder.",
+        "bytes = one token per UTF-8 byte; or a Hugging Face tokenizer.json or its folder, or the address of one.",
         acts="tasks of text",
     )
     seq_len: int = option(256, "Tokens of one sample.", acts="tasks of text", ge=2)

@@ -20,7 +20,8 @@ class ModelOptions:
     __repr__ = options_repr
 
     pretrained: str = option(
-        "", "A Hugging Face folder (config.json and safetensors) to fine-tune or go on from; empty = a new model."
+        "",
+        "A Hugging Face folder (config.json and safetensors), or its address, to fine-tune or go on from; empty = a new model.",
     )
     num_layers: int = option(4, "Number of blocks.", acts="a built-in model other than resnet", ge=1)
     dim: int = option(128, "Width of the hidden states.", acts="a built-in model other than resnet", ge=2)

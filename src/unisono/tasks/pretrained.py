@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
+from unisono.data.sources.remote import local_path
 from unisono.errors import ConfigError, UnisonoError, missing_extra
 from unisono.tasks.options import LANGUAGE_MODELS, LoraOptions, TaskOptions
 from unisono.tasks.pretrained_folder import SAVE, PretrainedFolder, read_folder, unusable
@@ -28,31 +29,38 @@ _MAX_MESSAGE: Final = 400  # characters of an error of transformers
 _NEW_VALUES: Final = 10**7  # parameters of a new head that need no comparison with the files
 
 
-def check_folder(folder: str, kind: str) -> PretrainedFolder:
-    """The folder, if it has a model that can be loaded without running its code. Raises ConfigError. Imports no torch."""
+def check_folder(folder: str, kind: str, cache: Path) -> PretrainedFolder:
+    """The folder, if it has a model that can be loaded without running its code. Imports no torch.
+
+    Raises ConfigError, and DataError for an address whose folder cannot be copied into ``cache``.
+    """
     if kind not in _CLASSES:
         raise unusable(
             f"model.pretrained with task.kind {kind!r}",
             f"models of transformers are for {', '.join(_CLASSES)}",
             "components.model=mlp, and no model.pretrained",
         )
-    return read_folder(folder)
+    return read_folder(local_path(folder, cache))
 
 
-def load_pretrained(folder: str, task: TaskOptions, lora: LoraOptions, *, padding: int | None) -> nn.Module:
+def load_pretrained(
+    folder: str, task: TaskOptions, lora: LoraOptions, *, padding: int | None, cache: Path
+) -> nn.Module:
     """The model of a folder for a resolved task, with a new head where the folder's has other classes.
 
     Args:
-        folder: Folder with ``config.json`` and safetensors.
+        folder: Folder with ``config.json`` and safetensors, or its address.
         task: The task, with its classes.
         lora: Adapters, if any; the other weights are then frozen.
         padding: Token id of padding, for models that look for the end of a text by it; None for images.
+        cache: Folder for the copy of a folder at an address.
 
     Raises:
+        DataError: The folder at an address does not exist or cannot be copied.
         ConfigError: The folder has no such model, or not all its weights, or a model for another task.
         ExtraError: transformers, or for adapters peft, is not installed.
     """
-    contents = check_folder(folder, task.kind)
+    contents = check_folder(folder, task.kind, cache)
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:

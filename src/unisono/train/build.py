@@ -18,6 +18,7 @@ from torch import nn
 from unisono.config import Resolved
 from unisono.data.dataset import Batch, CollateFn, Dataset, as_dataset
 from unisono.data.loading.batch_builder import PairTransform, Transform
+from unisono.data.sources.remote import local_path
 from unisono.data.tokens.tokenized_cache import PreparedCorpus, prepare_corpus
 from unisono.data.tokens.tokenizer import BYTES, Tokenizer, check_vocab, load_tokenizer, tokenizer_file
 from unisono.data.tokens.windows import TokenWindows
@@ -36,6 +37,7 @@ from unisono.tasks.models import build_named
 from unisono.tasks.notices import cut_notice, found_notices
 from unisono.tasks.options import LANGUAGE_MODELS, TaskOptions, updated_task
 from unisono.tasks.pretrained_folder import refuse_other_tokenizer
+from unisono.tasks.sources import cache_folder
 from unisono.train.callbacks import Every
 from unisono.train.compared import compared_settings
 from unisono.train.config import AUTO, RunConfig
@@ -140,7 +142,7 @@ def _task_data(config: RunConfig, *, held_out_only: bool) -> RunData:
     prepared = None
     if task.kind in LANGUAGE_MODELS:
         assert tokenizer is not None
-        prepared = None if config.data.train else prepare_corpus(config.data)
+        prepared = None if config.data.train else prepare_corpus(replace(config.data, tokenizer=tokenizer_spec(config)))
         data = language_data(
             task,
             config.data,
@@ -213,11 +215,15 @@ def find_tokenizer(config: RunConfig) -> Tokenizer | None:
 
 
 def tokenizer_spec(config: RunConfig) -> str:
-    """``data.tokenizer``; where that is the default and ``model.pretrained`` has a tokenizer, that folder."""
-    pretrained = config.model.pretrained
+    """``data.tokenizer``; if that is the default and ``model.pretrained`` has a tokenizer, that folder; local copies of URLs."""
+    pretrained = local_path(config.model.pretrained, _copies(config))
     if config.data.tokenizer == BYTES and pretrained and tokenizer_file(pretrained).is_file():
         return pretrained
-    return config.data.tokenizer
+    return local_path(config.data.tokenizer, _copies(config))
+
+
+def _copies(config: RunConfig) -> Path:
+    return cache_folder(config.data) / "sources"
 
 
 def build_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
@@ -235,7 +241,8 @@ def _built_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
         from unisono.tasks.pretrained import load_pretrained
 
         padding = tokenizer.padding if tokenizer else None
-        return load_pretrained(config.model.pretrained, config.task, config.lora, padding=padding)
+        folder = config.model.pretrained
+        return load_pretrained(folder, config.task, config.lora, padding=padding, cache=_copies(config))
     name = config.components.model
     if name == AUTO:
         name = default_model(config.task.kind)

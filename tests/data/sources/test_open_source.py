@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import fsspec.implementations.zip
 import numpy as np
 import pytest
+from source_files import write_arrow_folder, write_tar
 
 from unisono.data import Loader, LoaderOptions, TokenWriter
 from unisono.data.combined import concatenated, mapped, subset, weighted
@@ -273,6 +272,15 @@ def test_addresses_of_another_filesystem(tmp_path: Path) -> None:
         memory.pipe(f"/bucket/{name}", (tmp_path / name).read_bytes())
     tokens = open_source("memory://bucket/t-00000.bin", seq_len=8)
     assert tokens.read(np.array([1]))["tokens"].tolist() == [list(range(8, 16))]
+    for i in range(2):
+        with RecordWriter(tmp_path / f"{i}.rec") as writer:
+            writer.write(pack_header(ImageHeader(label=i), jpeg))
+        memory.pipe(f"/bucket/records/{i}.rec", (tmp_path / f"{i}.rec").read_bytes())
+    records = open_source("memory://bucket/records/*.rec", cache_dir=tmp_path / "own")
+    assert records.read(np.arange(2))["targets"].tolist() == [0, 1]
+    assert (tmp_path / "own" / "remote").is_dir()
+    with pytest.raises(DataError, match=r"memory://bucket/none/\*\.rec, which does not exist"):
+        open_source("memory://bucket/none/*.rec")
     memory.pipe("/bucket/a/0.jsonl", b'{"x": 7, "y": 1}\n')
     assert open_source("memory://bucket/a/0.jsonl").read(np.arange(1))["x"].tolist() == [7]
     with pytest.raises(DataError, match="which does not exist"):
@@ -360,26 +368,6 @@ def test_an_address_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Mo
             open_source(f"s3://x/y.{suffix}", cache_dir=tmp_path / "cache")
         given = missing.value.problems[0].given
         assert given == f"the address 's3://x/y.{suffix}' needs the package 's3fs', which is not installed"
-
-
-def write_tar(path: Path, members: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-
-
-def write_arrow_folder(folder: Path, table: Any, features: dict[str, object]) -> None:
-    """The layout of ``datasets.Dataset.save_to_disk``."""
-    import pyarrow as pa
-
-    folder.mkdir(parents=True)
-    name = "data-00000-of-00001.arrow"
-    with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
-        stream.write_table(table)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}], "_indices_files": None}))
-    (folder / "dataset_info.json").write_text(json.dumps({"features": features}))
 
 
 def test_jsonl_over_several_files(tmp_path: Path) -> None:

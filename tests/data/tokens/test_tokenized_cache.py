@@ -232,6 +232,28 @@ def test_a_tokenizer_file(corpus: Path, tmp_path: Path) -> None:
     assert total == prepared.report.eval_bytes - first_token
 
 
+def test_a_corpus_at_an_address(corpus: Path, tmp_path: Path) -> None:
+    """The same texts are held out; hidden files, such as another process's unfinished copies, are none of the corpus."""
+    (corpus / ".hidden").write_text("no text of the corpus")
+    local = prepare_corpus(options(corpus), tmp_path / "cache")
+    cache = tmp_path / "another"
+    remote = prepare_corpus(DataOptions(corpus=f"file://{corpus}", eval_frac=0.2), cache)
+    assert documents(remote) == documents(local)
+    assert remote.report.corpus == f"file://{corpus}"
+    assert prepare_corpus(DataOptions(corpus=f"file://{corpus}", eval_frac=0.2), cache).from_cache
+    (copy,) = (cache / "sources").iterdir()
+    assert sorted(path.relative_to(copy) for path in copy.rglob("*")) == sorted(
+        path.relative_to(corpus) for path in corpus.rglob("*")
+    )
+    (corpus / "file-0.txt").write_text("another text\n")
+    changed = prepare_corpus(DataOptions(corpus=f"file://{corpus}", eval_frac=0.2), cache)
+    assert "another text\n" in {text for texts in documents(changed) for text in texts}
+    one = prepare_corpus(DataOptions(corpus=f"file://{corpus}/file-28.txt", eval_frac=0.2), cache)
+    assert "".join(text for texts in documents(one) for text in texts) == (corpus / "file-28.txt").read_text()
+    # another process waits for the same copies with locks that are no files of the corpus
+    assert not [path for path in (cache / "sources").rglob("*") if "lock" in path.name]
+
+
 def damage_of(folder: Path, cut: bool) -> list[tuple[str, bytes]]:
     return [
         (p.name, p.read_bytes()[:-1] if cut else flip(p.read_bytes())) for p in sorted(folder.iterdir()) if p.is_file()

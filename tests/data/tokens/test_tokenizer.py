@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -180,3 +181,21 @@ def test_a_folder_stands_for_its_tokenizer(byte_level: Path, tmp_path: Path) -> 
     (folder / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"no file .*model/tokenizer\.json"):
         load_tokenizer(str(folder))
+
+
+def test_a_tokenizer_at_an_address(byte_level: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    memory: Any = fsspec.filesystem("memory")
+    memory.pipe("/bucket/model/tokenizer.json", byte_level.read_bytes())
+    memory.pipe("/bucket/model/config.json", b"{}")
+    for url in ("memory://bucket/model/tokenizer.json", "memory://bucket/model"):
+        assert load_tokenizer(url).fingerprint == load_tokenizer(str(byte_level)).fingerprint
+        assert load_tokenizer(url).name == url
+    for url, what in (("memory://bucket/none.json", "does not exist"), ("memory://bucket/model/*", "is 2 files")):
+        with pytest.raises(DataError) as caught:
+            load_tokenizer(url)
+        assert str(caught.value).startswith(
+            f"{url}, which {what}\n  rule: the address is that of one file or folder\n  so:   nothing was opened\n  try:  the "
+        )

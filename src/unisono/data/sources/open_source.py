@@ -27,7 +27,7 @@ from unisono.data.recordio import RecordDataset, RecordFile, unpack_header
 from unisono.data.recordio.remote_file import is_url
 from unisono.data.sources.arrow_folder import arrow_classes, arrow_files, arrow_rows, is_arrow_folder
 from unisono.data.sources.converted import converted, sample_of_row
-from unisono.data.sources.remote import local_copies
+from unisono.data.sources.remote import local_copies, matching_urls
 from unisono.data.tokens.shards import open_tokens
 from unisono.data.tokens.windows import TokenWindows
 from unisono.errors import DataError
@@ -75,8 +75,9 @@ def open_source(
             are damaged; while reading, a record is damaged.
         ExtraError: The package that reads the format or filesystem is not installed.
     """
-    cache = (default_cache_dir(os.environ) if cache_dir is None else cache_dir) / "sources"
-    paths = source_paths(address, cache)
+    whole_cache = default_cache_dir(os.environ) if cache_dir is None else cache_dir
+    paths = source_paths(address, whole_cache)
+    cache = whole_cache / "sources"
     kinds = {_kind(path) for path in paths}
     if len(kinds) != 1:
         raise _unfit(f"files of {len(kinds)} formats: {', '.join(sorted(kinds))}", "files of one format, or a mixture")
@@ -86,7 +87,7 @@ def open_source(
             suffix = ".bin" if of == TOKENS else of
             raise _unfit(f"{option} for {paths[0]}", f"leave {option} out: it is for {suffix}")
     if kind == ".rec":
-        files = [RecordFile(path) for path in paths]
+        files = [RecordFile(path, cache_dir=whole_cache) for path in paths]
         if _are_rows(files):
             return _Rows(_RecordRows(files), columns)
         names = _packed_classes(paths)
@@ -333,7 +334,10 @@ def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> lis
     paths: list[str | Path] = []
     for part in given:
         if is_url(part):
-            matches: list[str | Path] = [part] if str(part).endswith(".rec") else list(local_copies(str(part), cache))
+            url = str(part)
+            matches: list[str | Path] = [
+                *(matching_urls(url) if url.endswith(".rec") else local_copies(url, cache / "sources"))
+            ]
         else:
             path = Path(part).expanduser()
             matches = [path] if path.exists() else [*sorted(glob(str(path)))]

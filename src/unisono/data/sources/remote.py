@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import xxhash
 
+from unisono.data.recordio.remote_file import is_url
 from unisono.errors import DataError, UnisonoError
 from unisono.storage.address import open_address
 from unisono.storage.files import file_lock, os_reason, sync_folder
@@ -20,7 +21,31 @@ from unisono.storage.files import file_lock, os_reason, sync_folder
 _LOG: Final = logging.getLogger("unisono.data")
 _ATTEMPTS: Final = 3
 _SIDECARS: Final = (".idx", ".uidx", ".db")
-_NEAREST: Final = "the address, credentials in the environment, and the network"
+_CHECK: Final = "the address, credentials in the environment, and the network"
+
+
+def local_path(address: str, cache: Path) -> str:
+    """``address`` itself if it is local, else the local copy of the file or folder at it.
+
+    Args:
+        address: A path, or the URL of any fsspec filesystem.
+        cache: Folder of the copies.
+
+    Raises:
+        DataError: See ``local_copies``; or there is not one file or folder.
+        ExtraError: See ``local_copies``.
+    """
+    if not is_url(address):
+        return address
+    copies = local_copies(address, cache)
+    if len(copies) != 1:
+        raise DataError(
+            given=f"{address}, which " + (f"is {len(copies)} files" if copies else "does not exist"),
+            rule="the address is that of one file or folder",
+            consequence="nothing was opened",
+            nearest="the folder that has the files" if copies else "the address of a file or folder that exists",
+        )
+    return str(copies[0])
 
 
 def local_copies(url: str, cache: Path) -> list[Path]:
@@ -31,16 +56,9 @@ def local_copies(url: str, cache: Path) -> list[Path]:
             be read or written.
         ExtraError: fsspec, or the package of the filesystem, is not installed.
     """
+    filesystem, path = _filesystem(url)
     try:
-        filesystem, path = open_address(url, f"the address {url!r}")
-    except UnisonoError:
-        raise
-    except ValueError as error:
-        raise _failed(url, error, "an address such as s3://bucket/file.parquet") from error
-    except Exception as error:  # filesystems that connect, or open an archive, raise errors of their own
-        raise _failed(url, error, _NEAREST) from error
-    try:
-        if any(sign in path for sign in "*?["):
+        if _is_glob(path):
             return [_copy(filesystem, name, cache) for name in sorted(filesystem.glob(path))]
         if filesystem.isdir(path):
             names = sorted(filesystem.find(path))
@@ -54,7 +72,34 @@ def local_copies(url: str, cache: Path) -> list[Path]:
     except DataError:
         raise
     except Exception as error:  # filesystems raise errors of their own
-        raise _failed(url, error, _NEAREST) from error
+        raise _failed(url, error, _CHECK) from error
+
+
+def matching_urls(url: str) -> list[str]:
+    """The URLs of the files that a glob matches; another URL itself. Raises as ``local_copies``."""
+    filesystem, path = _filesystem(url)
+    if not _is_glob(path):
+        return [url]
+    try:
+        return [filesystem.unstrip_protocol(name) for name in sorted(filesystem.glob(path))]
+    except Exception as error:
+        raise _failed(url, error, _CHECK) from error
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    """The filesystem of ``url``, and the path in it. Raises as ``local_copies``."""
+    try:
+        return open_address(url, f"the address {url!r}")
+    except UnisonoError:
+        raise
+    except ValueError as error:
+        raise _failed(url, error, "an address such as s3://bucket/file.parquet") from error
+    except Exception as error:  # filesystems that connect, or open an archive, raise errors of their own
+        raise _failed(url, error, _CHECK) from error
+
+
+def _is_glob(path: str) -> bool:
+    return any(sign in path for sign in "*?[")
 
 
 def _relative(name: str, base: str, url: str) -> str:
@@ -80,10 +125,11 @@ def _copy(filesystem: Any, name: str, cache: Path, target: Path | None = None) -
                 _copy(filesystem, beside, cache, target.parent / beside.rsplit("/", 1)[-1])
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with file_lock(target.with_name(f"{target.name}.lock")):
+        lock = target.with_name(f".{target.name}.lock")  # hidden, as not to be taken for one of the files of its folder
+        with file_lock(lock):
             if not target.exists():
                 _download(filesystem, name, target)
-        target.with_name(f"{target.name}.lock").unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
     except OSError as error:
         if isinstance(error, FileNotFoundError | PermissionError | ConnectionError | TimeoutError):
             raise
@@ -99,7 +145,7 @@ def _copy(filesystem: Any, name: str, cache: Path, target: Path | None = None) -
 def _download(filesystem: Any, name: str, target: Path) -> None:
     """Fetch the file to its place, complete or not at all; a copy of another length is tried again."""
     size = int(filesystem.info(name)["size"])
-    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     try:
         for attempt in range(1, _ATTEMPTS + 1):
             _LOG.info("%s is copied to %s", name, target)

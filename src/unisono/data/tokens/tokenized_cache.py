@@ -29,6 +29,8 @@ import msgspec
 import xxhash
 
 from unisono.data.options import DataOptions, default_cache_dir
+from unisono.data.recordio.remote_file import is_url
+from unisono.data.sources.remote import local_path
 from unisono.data.tokens.corpus import (
     Corpus,
     SourceFile,
@@ -140,7 +142,7 @@ def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> Prepa
 
     Args:
         options: Corpus, tokenizer and held-out share; with ``packing="best_fit"`` also the length of the packed
-            samples.
+            samples. Corpus and tokenizer behind URLs are copied into the cache.
         cache_dir: Folder of the cache. By default ``options.cache_dir``, or if that is empty ``unisono`` in the user's
             cache folder.
 
@@ -149,10 +151,12 @@ def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> Prepa
             written.
         ExtraError: The tokenizer's package is not installed.
     """
-    tokenizer = load_tokenizer(options.tokenizer)
-    corpus = find_corpus(options.corpus)
-    check_text_column(corpus, options.text_column)
     cache = cache_dir or (Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir(os.environ))
+    tokenizer = load_tokenizer(local_path(options.tokenizer, cache / "sources"))
+    corpus = find_corpus(local_path(options.corpus, cache / "sources"))
+    if is_url(options.corpus):
+        corpus = replace(corpus, name=options.corpus)
+    check_text_column(corpus, options.text_column)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         inputs = _Inputs(

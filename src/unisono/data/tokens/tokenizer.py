@@ -7,6 +7,7 @@ end-of-document id.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unisono.data.options import default_cache_dir
+from unisono.data.sources.remote import local_path
 from unisono.errors import DataError, missing_extra
 
 BYTES = "bytes"
@@ -192,16 +195,17 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
     Args:
         spec: ``"bytes"``, one token per UTF-8 byte and 256 for the end of a document; or the path of a
-            ``tokenizer.json`` of Hugging Face's tokenizers package, or of a folder that has one.
+            ``tokenizer.json`` of Hugging Face's tokenizers package, or of a folder that has one; or the URL of such a
+            file or folder, which is copied into the user's cache folder.
 
     Raises:
-        DataError: The file is missing or invalid, or has no end-of-document token such as ``<|endoftext|>`` or
-            ``</s>``.
-        ExtraError: The tokenizers package is not installed.
+        DataError: The file is missing or invalid, cannot be copied, or has no end-of-document token such as
+            ``<|endoftext|>`` or ``</s>``.
+        ExtraError: The tokenizers package, or that of the URL's filesystem, is not installed.
     """
     if spec == BYTES:
         return ByteTokenizer()
-    path = tokenizer_file(spec)
+    path = tokenizer_file(local_path(spec, default_cache_dir(os.environ) / "sources"))
     if not path.is_file():
         raise _no_tokenizer(f"tokenizer {spec!r}: no file {path.absolute()}")
     try:
