@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, task: TaskOptions = TEXT, **lora: Any) -> Any:
-    return load_pretrained(str(folder), task, LoraOptions(**lora), padding=None)
+    return load_pretrained(str(folder), task, LoraOptions(**lora), padding=None, cache=folder)
 
 
 def refused(folder: Path, task: TaskOptions = TEXT, **lora: Any) -> str:
