@@ -103,6 +103,7 @@ class BuiltModel:
         dims: The mesh of the ranks.
         inputs: ``input_selector`` of the model.
         modules: ``count_modules`` of the model.
+        num_trained: Elements of the parameters that are trained, in the whole model.
         flops_per_token: FLOPs of forward and backward per unit of weight; 0 where they are not known.
     """
 
@@ -111,6 +112,7 @@ class BuiltModel:
     dims: ParallelDims
     inputs: Callable[[Batch], dict[str, Tensor]]
     modules: dict[str, int]
+    num_trained: int
     flops_per_token: float
 
 
@@ -176,6 +178,7 @@ def build_model(
         dims=dims,
         inputs=input_selector(model),
         modules=count_modules(model),  # before they are wrapped and sharded
+        num_trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         flops_per_token=flops_per_token,
     )
 
@@ -340,6 +343,7 @@ def _emit_start(parts: RunParts, facts: Mapping[str, Any]) -> None:
         precision_why=precision_reason(plan),
         device=str(parts.device),
         parameters=parts.sharded.sharded.num_parameters,
+        parameters_trained=parts.built.num_trained,
         held_bytes={
             "parameters": ledger.parameter_bytes,
             "gradients": ledger.gradient_bytes,
