@@ -296,6 +296,11 @@ def test_adapters_of_a_pretrained_model(desk: Desk, tmp_path: Path) -> None:
     tensors = safetensors.torch.load_file(tmp_path / "run" / "export" / "adapter_model.safetensors")
     assert tensors
     assert all("lora_" in name for name in tensors)
+    trained = sum(tensor.numel() for tensor in tensors.values())
+    start = next(
+        event for event in read_events(events_path(tmp_path / "run", 0)).events if event["kind"] == "run_start"
+    )
+    assert start["parameters_trained"] == trained < start["parameters"]
     assert "lora.modules ['nothing'] for LlamaForCausalLM" in refused(
         desk, tmp_path / "x", *settings, "--set=lora.rank=2", "--set=lora.modules=['nothing']"
     )

@@ -103,6 +103,16 @@ def test_key_value_line_has_units_in_its_names() -> None:
         ),
         ({"kind": "run_start", "parameters": 12, "plan_text": "1 x cpu"}, "info", "12 parameters on 1 x cpu"),
         (
+            {"kind": "run_start", "parameters": 31_100, "parameters_trained": 340, "plan_text": "1 x cpu"},
+            "info",
+            "31.1k parameters (340 trained) on 1 x cpu",
+        ),
+        (
+            {"kind": "run_start", "parameters": 12, "parameters_trained": 12, "plan_text": "1 x cpu"},
+            "info",
+            "12 parameters on 1 x cpu",
+        ),
+        (
             {"kind": "run_start", "parameters": 12, "plan_text": "1 x cpu", "optimization": "sgd, lr 1 constant"},
             "info",
             "12 parameters on 1 x cpu; sgd, lr 1 constant",

@@ -227,6 +227,17 @@ def test_a_configuration_that_is_no_object(folder: Path, content: str) -> None:
         assert re.search("JSONDecodeError|RecursionError", first)
 
 
+def test_a_configuration_that_is_no_file(folder: Path) -> None:
+    for make in (os.mkfifo, os.mkdir):
+        (folder / "config.json").unlink()
+        make(folder / "config.json")
+        assert "OSError: config.json is not a file" in refused(folder)
+    (folder / "config.json").rmdir()
+    with (folder / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    assert "ValueError: config.json has 1099511627776 bytes, at most 67108864 are read" in refused(folder)
+
+
 @pytest.mark.parametrize(
     ("changes", "given"),
     [
@@ -236,6 +247,10 @@ def test_a_configuration_that_is_no_object(folder: Path, content: str) -> None:
         ({"pad_token_id": 10**9}, "as AutoModelForSequenceClassification: "),
         ({"hidden_act": "evil"}, "as AutoModelForSequenceClassification: "),
         ({"vocab_size": -1}, "as AutoModelForSequenceClassification: "),
+        ({"hidden_dropout_prob": float("nan")}, "ValueError: config.json has NaN"),
+        ({"max_position_embeddings": 10**30}, "as AutoModelForSequenceClassification: "),
+        ({"initializer_range": "x"}, "as AutoModelForSequenceClassification: "),
+        ({"model_type": "detr", "backbone": "org/name"}, "as AutoModelForSequenceClassification: "),
         ({"model_type": 5}, "as AutoModelForSequenceClassification: "),
         ({"hidden_size": 10**6}, "whose config.json is of a model with 5000"),
         ({"vocab_size": 10**12}, "whose config.json is of a model with 16000000"),
@@ -265,6 +280,11 @@ def cut(path: Path) -> None:
 def test_damaged_weights(folder: Path, damage: Callable[[Path], Any]) -> None:
     damage(folder / "model.safetensors")
     assert "whose model.safetensors cannot be read: " in refused(folder).split("\n")[0]
+
+
+def test_a_backbone_of_a_hub_is_not_asked_for(folder: Path) -> None:
+    change(folder, model_type="detr", backbone="org/name", use_timm_backbone=False)
+    assert "OfflineModeIsEnabled" in refused(folder, TaskOptions(kind="image", classes=("a", "b")))
 
 
 def sharded(folder: Path) -> dict[str, Any]:

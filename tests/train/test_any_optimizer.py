@@ -254,6 +254,9 @@ def test_frozen_parameters_do_not_change(tmp_path: Path) -> None:
         list(run)
         assert torch.equal(run.model.first.weight, start)
         assert not torch.equal(run.model.head.weight, Net().head.weight)
+    [start_event] = [event for event in read_events(run.events.path).events if event["kind"] == "run_start"]
+    head = sum(parameter.numel() for parameter in Net().head.parameters())
+    assert start_event["parameters_trained"] == head < start_event["parameters"]
     with pytest.raises(ConfigError) as caught, trainer(tmp_path / "b", OptimOptions(freeze=("primus.*",))):
         pass
     assert "optim.freeze has 'primus.*'" in str(caught.value)

@@ -24,7 +24,7 @@ from unisono import (
 )
 from unisono.config import load_config
 from unisono.dist import World
-from unisono.errors import ConfigError
+from unisono.errors import CheckpointError, ConfigError
 from unisono.observe.events import read_events
 from unisono.train import RunConfig, mean_squared_error
 
@@ -267,3 +267,38 @@ def test_requires_grad_is_not_changed_by_hand(tmp_path: Path, trains: bool) -> N
         "  so:   the step was not made\n"
         "  try:  frozen_until_step in a group of the optimizer"
     )
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        (("encoder.*",), (), "frozen then and trained now: 4, the first 'encoder.0.bias'"),
+        ((), ("encoder.*",), "trained then and frozen now: 4, the first 'encoder.0.bias'"),
+        (
+            ("encoder.*",),
+            ("head.weight",),
+            "frozen then and trained now: 4, the first 'encoder.0.bias'; trained then and frozen now: 1, "
+            "the first 'head.weight'",
+        ),
+    ],
+    ids=str,
+)
+def test_other_frozen_parameters_do_not_resume(
+    tmp_path: Path, then: tuple[str, ...], now: tuple[str, ...], said: str
+) -> None:
+    average = {"ema_decay": 0.5}
+    trained(trainer(tmp_path, OptimOptions(freeze=then), train=average))
+    with pytest.raises(CheckpointError) as caught:
+        trained(trainer(tmp_path, OptimOptions(freeze=now), train=average | {"steps": 8}))
+    assert str(caught.value) == (
+        f"the checkpoint {tmp_path}/checkpoints/step-00000006 for this run: parameters {said}\n"
+        "  rule: a run trains the same parameters to its end (optim.freeze, lora, requires_grad)\n"
+        "  so:   optimizer state would be missing or without use; nothing was loaded and nothing was changed\n"
+        "  try:  the optim.freeze of the saved run; frozen_until_step in optim.groups from the start of a run, for parameters "
+        f"that are trained later; or another run.dir with model.pretrained={tmp_path}/export"
+    )
+    # with another optimizer, or an average more, it is not the only difference
+    for changes in ({"kind": "sgd", "momentum": 0.9}, {}):
+        train = {"steps": 8} | (average if changes else {})
+        with pytest.raises(CheckpointError, match="is only in"):
+            trained(trainer(tmp_path, OptimOptions(freeze=now, **changes), train=train))

@@ -177,7 +177,11 @@ def _run_start(event: Fields) -> str | None:
     held = _held(cast("Fields", event["held_bytes"])) if event.get("held_bytes") else ""
     epoch = f"; {event['steps_per_epoch']} steps per epoch" if event.get("steps_per_epoch") else ""
     recipe = f"; {event['optimization']}" if event.get("optimization") else ""
-    return f"{short_number(parameters)} parameters on {event['plan_text']}{why}{held}{epoch}{corpus}{packed}{recipe}"
+    trained = number(event.get("parameters_trained"))
+    part = f" ({short_number(trained)} trained)" if trained is not None and trained != parameters else ""
+    return (
+        f"{short_number(parameters)} parameters{part} on {event['plan_text']}{why}{held}{epoch}{corpus}{packed}{recipe}"
+    )
 
 
 def _held(count_bytes: Fields) -> str:

@@ -101,18 +101,11 @@ def read_folder(folder: str) -> PretrainedFolder:
     )
 
 
-def other_tokenizer(folder: str) -> str | None:
-    """The first file of a tokenizer in a folder without ``tokenizer.json``; None if there is none."""
-    path = Path(folder).expanduser()
-    if (path / _TOKENIZER).is_file():
-        return None
-    return next((name for name in _OTHER_TOKENIZERS if (path / name).exists()), None)
-
-
 def refuse_other_tokenizer(folder: str) -> None:
     """Raise ConfigError for a folder whose tokenizer is not a ``tokenizer.json``, and would not be used."""
-    found = other_tokenizer(folder)
-    if found is not None:
+    path = Path(folder).expanduser()
+    found = next((name for name in _OTHER_TOKENIZERS if (path / name).exists()), None)
+    if found is not None and not (path / _TOKENIZER).is_file():
         raise ConfigError(
             given=f"model.pretrained {folder!r} with {found} and without {_TOKENIZER}",
             rule=f"texts are encoded by {_TOKENIZER}, and as raw bytes where the folder has no tokenizer",
@@ -149,7 +142,9 @@ def _read_json(path: Path, name: str, folder: str) -> dict[str, Any]:
             _refuse_outside(path, name, folder)
             if (size := file.stat().st_size) > _MAX_JSON_BYTES:
                 raise ValueError(f"{name} has {size} bytes, at most {_MAX_JSON_BYTES} are read")
-        content: Any = json.loads(file.read_bytes())
+        elif file.exists():  # reading a pipe would wait
+            raise OSError(f"{name} is not a file")
+        content: Any = json.loads(file.read_bytes(), parse_constant=lambda text: _constant(name, text))
     except (OSError, ValueError, RecursionError) as error:
         raise unusable(f"{given}: {type(error).__name__}: {error}", FOLDER_RULE, SAVE) from error
     if not isinstance(content, dict):
@@ -157,6 +152,13 @@ def _read_json(path: Path, name: str, folder: str) -> dict[str, Any]:
             f"{given}, whose {name} is {json.dumps(content)[:40]}", f"{name} is a JSON object, as {{...}}", SAVE
         )
     return cast("dict[str, Any]", content)
+
+
+def _constant(name: str, text: str) -> float:
+    """Infinity, which configurations of transformers have; a NaN passes every check of a range."""
+    if text == "NaN":
+        raise ValueError(f"{name} has NaN")
+    return float(text)
 
 
 def _refuse_outside(path: Path, name: str, folder: str) -> None:

@@ -106,6 +106,7 @@ class BuiltModel:
         inputs: ``input_selector`` of the model.
         modules: ``count_modules`` of the model.
         record: Attributes and code of its modules.
+        num_trained: Elements of the parameters that are trained, in the whole model.
         flops_per_token: FLOPs of forward and backward per unit of weight; 0 where they are not known.
     """
 
@@ -115,6 +116,7 @@ class BuiltModel:
     inputs: Callable[[Batch], dict[str, Tensor]]
     modules: dict[str, int]
     record: ModelRecord
+    num_trained: int
     flops_per_token: float
 
 
@@ -181,6 +183,7 @@ def build_model(
         inputs=input_selector(model),
         modules=count_modules(model),  # before they are wrapped and sharded
         record=ModelRecord(model),
+        num_trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         flops_per_token=flops_per_token,
     )
 
@@ -351,6 +354,7 @@ def _emit_start(parts: RunParts, facts: Mapping[str, Any]) -> None:
         precision_why=precision_reason(plan),
         device=str(parts.device),
         parameters=parts.sharded.sharded.num_parameters,
+        parameters_trained=parts.built.num_trained,
         held_bytes={
             "parameters": ledger.parameter_bytes,
             "gradients": ledger.gradient_bytes,

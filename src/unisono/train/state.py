@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -296,6 +296,7 @@ def _saved_global_names(
         for name in sorted(names)
         if not name.startswith(_OUTER_PREFIX)
     ]
+    num_names = len(differences)
     for name in sorted(saved & mine.keys()):
         saved_spec, tensor = reader.spec(name), mine[name]
         shape, dtype = shards[name].global_shape if name in shards else tuple(tensor.shape), tensor.dtype
@@ -304,6 +305,8 @@ def _saved_global_names(
                 f"{name} is {list(saved_spec.shape)} {saved_spec.dtype} there, {list(shape)} {dtype} here"
             )
     if differences:
+        if len(differences) == num_names:
+            _refuse_other_frozen(reader, saved, mine.keys())
         shown = "; ".join(differences[:4]) + (f"; and {len(differences) - 4} more" if len(differences) > 4 else "")
         raise CheckpointError(
             given=f"the checkpoint {reader.path} for this run: {shown}",
@@ -312,6 +315,38 @@ def _saved_global_names(
             nearest="use the configuration saved in the run's folder, or another run.dir for a new run",
         )
     return saved
+
+
+def _refuse_other_frozen(reader: CheckpointReader, saved: Set[str], mine: Set[str]) -> None:
+    """Raise CheckpointError where the names differ only by which parameters are trained: those have optimizer state."""
+    then, now = _trained(saved), _trained(mine)
+    changed = then ^ now
+    others = [
+        name for name in saved ^ mine if not name.startswith(_OUTER_PREFIX) and _trained_name(name) not in changed
+    ]
+    if others or not then & now:
+        return  # another model, or another optimizer
+    sides = ((now - then, "frozen", "trained"), (then - now, "trained", "frozen"))
+    counts = [f"{was} then and {is_} now: {len(names)}, the first {min(names)!r}" for names, was, is_ in sides if names]
+    raise CheckpointError(
+        given=f"the checkpoint {reader.path} for this run: parameters {'; '.join(counts)}",
+        rule="a run trains the same parameters to its end (optim.freeze, lora, requires_grad)",
+        consequence="optimizer state would be missing or without use; nothing was loaded and nothing was changed",
+        nearest="the optim.freeze of the saved run; frozen_until_step in optim.groups from the start of a run, for parameters "
+        f"that are trained later; or another run.dir with model.pretrained={reader.path.parent.parent / 'export'}",
+    )
+
+
+def _trained(names: Iterable[str]) -> set[str]:
+    """The parameters that have optimizer state."""
+    return {name.split("/", 2)[2] for name in names if name.startswith("optim/")}
+
+
+def _trained_name(path: str) -> str | None:
+    """The parameter whose optimizer state or average has this path; None for other tensors."""
+    if path.startswith("optim/"):
+        return path.split("/", 2)[2]
+    return path.removeprefix("ema/") if path.startswith("ema/") else None
 
 
 def _accelerator_rng() -> Any:
