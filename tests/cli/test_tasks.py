@@ -337,6 +337,24 @@ def test_folders_that_are_not_loaded(
     assert not (tmp_path / "owned").exists()
 
 
+@pytest.mark.parametrize("chosen", ["task.predicts=class", "task.kind=text"])
+def test_a_run_keeps_its_task(desk: Desk, tmp_path: Path, chosen: str) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.toml").write_text(
+        '[data]\ntrain = "t.csv"\n[task]\nkind = "table"\npredicts = "number"\ninput_mean = [0.5]\ninput_std = [1.0]\n'
+        "target_mean = 1.5\ntarget_std = 2.0\n"
+    )
+    done = desk.here("train", f"--set=run.dir={run_dir}", f"--set={chosen}")
+    assert done.code == 2
+    assert done.err == problem(
+        f"{chosen} for {run_dir}, a run of task.kind=table with task.predicts=number",
+        "the run in a folder keeps its task",
+        "nothing was started",
+        "another run.dir for another task",
+    )
+
+
 def test_errors(desk: Desk, tmp_path: Path) -> None:
     texts, table = write_reviews(tmp_path / "reviews.jsonl"), write_table(tmp_path / "table.jsonl")
     assert refused(desk, tmp_path, "--set=task.kind=image", f"--set=data.train={texts}") == problem(
@@ -344,6 +362,12 @@ def test_errors(desk: Desk, tmp_path: Path) -> None:
         "without task.inputs the column is one of image, img, jpg, png",
         "it is unknown which column is meant",
         "task.inputs=NAME",
+    )
+    assert refused(desk, tmp_path, f"--set=data.train={table}") == problem(
+        "training data with the columns x, y, kind, price, dear",
+        "without task.inputs the column is one of text, content, txt",
+        "it is unknown which column is meant",
+        "task.inputs=NAME of a column of texts, or task.kind=table to predict a column from the others",
     )
     assert "column 'colour'" in refused(
         desk, tmp_path, "--set=task.kind=text", f"--set=data.train={texts}", "--set=task.target=colour"

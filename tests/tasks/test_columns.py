@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +171,38 @@ def test_classes_of_other_names_are_found_again(tmp_path: Path) -> None:
     for names in (("cat", "dog"), ("cat", "wolf")):
         (tmp_path / "a.rec.classes.txt").write_text("\n".join(names) + "\n")
         assert resolved(tmp_path, str(tmp_path / "a.rec"), TaskOptions(kind="image")).classes == names
+
+
+def test_the_class_of_a_webdataset_is_its_target(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for at in range(4):
+            for name, content in ((f"{at}.cls", b"%d" % (at % 2)), (f"{at}.txt", b"a text")):
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    task = resolved(tmp_path, str(tmp_path / "a.tar"), TaskOptions(kind="text"))
+    assert (task.inputs, task.target, task.classes) == (("txt",), "cls", ("0", "1"))
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+@pytest.mark.parametrize("target", ["", "label"])
+def test_another_separator_than_commas(tmp_path: Path, separator: str, target: str) -> None:
+    train = table(tmp_path / "t.csv", separator.join(("x", "label")), separator.join("10"), separator.join("21"))
+    said = refused(tmp_path, train, TaskOptions(kind="table", target=target))
+    assert said.endswith(f"try:  the file with commas between its columns, where it has {separator!r}")
+    train = table(tmp_path / "u.csv", separator.join(("x", "label")), separator.join(("1,5", "0")))
+    assert refused(tmp_path, train, TABLE) == (
+        f"{train}: line 2 has 2 fields, and the header {separator.join(('x', 'label'))!r}\n"
+        "  rule: a .csv file has commas between its columns\n"
+        "  so:   nothing from there on was read\n"
+        f"  try:  the file with commas between its columns, where it has {separator!r}"
+    )
+
+
+def test_a_file_without_rows(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").touch()
+    said = refused(tmp_path, str(tmp_path / "t.csv"), TABLE)
+    assert said.startswith(f"{tmp_path}/t.csv: offset 0: an empty file, without header line and rows\n")
+    assert refused(tmp_path, table(tmp_path / "u.csv", "x,label"), TABLE).startswith(
+        f"{tmp_path}/u.csv, which has no rows\n"
+    )

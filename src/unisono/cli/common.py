@@ -20,6 +20,7 @@ from unisono.config.fields import BASE
 from unisono.config.renames import announce
 from unisono.config.values import CALLABLE
 from unisono.errors import CheckpointError, ConfigError
+from unisono.tasks.options import PREDICTORS
 from unisono.train.config import RunConfig
 from unisono.train.options import PLAN_FILE, RUN_FILE, two_lengths
 
@@ -106,7 +107,12 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str], *, is_shown:
             consequence="nothing was started",
             nearest=f"run the script again; to evaluate it: unisono eval {of_script.parent} --model SCRIPT.py:NAME",
         )
-    resolved = load_config(RunConfig, sources, overrides=overrides, environ=os.environ)
+    try:
+        resolved = load_config(RunConfig, sources, overrides=overrides, environ=os.environ)
+    except ConfigError as error:
+        if run_file is not None:
+            _require_task_of_run(run_file, overrides, error)
+        raise
     one_time = resolved.value.run.resume not in ("auto", "strict")
     if run_file is not None and one_time and resolved.origins["run.resume"].startswith(f"{run_file}:"):
         # "never" and a path applied to that one start; starting the folder again continues the run
@@ -131,6 +137,21 @@ def code_stands(run_file: Path) -> dict[str, Any]:
     """Stand-ins for the code that the configuration of a Python script's run names, by dotted key."""
     labels = code_labels(run_file)
     return {f"components.{name}": _Missing(str(run_file.parent), name, label) for name, label in labels.items()}
+
+
+def _require_task_of_run(run_file: Path, overrides: Sequence[str], error: ConfigError) -> None:
+    """Raise ConfigError if ``overrides`` choose another task than that of the run, whose file has settings of its own task."""
+    chosen = [text for text in overrides if text.partition("=")[0].strip() in ("task.kind", "task.predicts")]
+    if not chosen or not any(problem.given.startswith(f"{run_file}:") for problem in error.problems):
+        return
+    task = load_config(RunConfig, [run_file]).value.task
+    predicts = f" with task.predicts={task.predicts}" if task.kind in PREDICTORS else ""
+    raise ConfigError(
+        given=f"{' '.join(chosen)} for {run_file.parent}, a run of task.kind={task.kind}{predicts}",
+        rule="the run in a folder keeps its task",
+        consequence="nothing was started",
+        nearest="another run.dir for another task",
+    ) from error
 
 
 def _file_of_run(overrides: Sequence[str]) -> Path | None:

@@ -47,7 +47,7 @@ from unisono.tasks.targets import (
     text_of,
 )
 
-_TARGET_NAMES = (TARGETS, "target", "label", "labels", "tags", "ner_tags")
+_TARGET_NAMES = (TARGETS, "target", "label", "labels", "tags", "ner_tags", "cls")
 # changes with what a scan finds, so that results of other versions are not taken
 _SCAN_VERSION = 3
 # a column with a smaller share of texts is of numbers, some of them wrong

@@ -182,7 +182,8 @@ def _lines(
 ) -> TaskData:
     """A sample for each text of a column."""
     first = first_sample(data, task)
-    column = task.inputs[0] if task.inputs else first_of(INPUT_NAMES[task.kind], first, "task.inputs")
+    nearest = " of a column of texts, or task.kind=table to predict a column from the others"
+    column = task.inputs[0] if task.inputs else first_of(INPUT_NAMES[task.kind], first, "task.inputs", nearest)
     check_columns(first, [column], f"training data {' '.join(addresses(data.train))}")
     fixed = not data.bucket_batches
     encode: Transform = EncodeLine(tokenizer=tokenizer, length=data.seq_len, fixed=fixed)

@@ -41,7 +41,7 @@ class TaskOptions:
     )
     target: str = option(
         "",
-        "Column to predict; empty = the first of target, targets, label, labels and tags.",
+        "Column to predict; empty = the first of targets, target, label, labels, tags, ner_tags and cls.",
         acts="task.kind image, text, table or sequence_labelling",
     )
     classes: tuple[str, ...] = option(

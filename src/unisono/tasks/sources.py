@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from unisono.data.combined import concatenated, mapped
+from unisono.data.convert.formats.csv import separator_hint
 from unisono.data.dataset import Batch, Dataset, location_of, read_samples
 from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.sources import open_source, source_groups, source_paths
@@ -177,13 +178,14 @@ def check_same_targets(data: DataOptions, task: TaskOptions) -> None:
                 )
 
 
-def first_of(names: Sequence[str], sample: Batch, option: str) -> str:
+def first_of(names: Sequence[str], sample: Batch, option: str, nearest: str = "") -> str:
+    """The first of ``names`` that a sample has. Raises DataError if it has none, where ``option`` names the column."""
     found = next((name for name in names if name in sample), None)
     if found is None:
         raise DataError(
             given=f"training data with the columns {', '.join(map(str, sample))}",
             rule=f"without {option} the column is one of {', '.join(names)}",
             consequence="it is unknown which column is meant",
-            nearest=f"{option}=NAME",
+            nearest=separator_hint(sample) or f"{option}=NAME{nearest}",
         )
     return found

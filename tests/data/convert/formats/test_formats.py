@@ -54,7 +54,7 @@ def test_csv_takes_types_from_all_of_a_column(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        ("", "offset 0: a header line with the names []"),
+        ("", "offset 0: an empty file, without header line and rows"),
         ("a,a\n", "offset 0: a header line with the names ['a', 'a']"),
         ("a,\n", "offset 0: a header line with the names ['a', '']"),
         ("a,b\n1,2\n1\n", "offset 8: line 3 has 1 fields, and the header 2"),

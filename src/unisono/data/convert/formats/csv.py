@@ -84,7 +84,9 @@ def _types(path: Path, binary: frozenset[str]) -> tuple[list[str], dict[str, str
     records = _records(path)
     _, _, header = next(records, (1, 0, []))
     names = [text for text, _ in header]
-    if not all(names) or len(set(names)) != len(names) or not names:
+    if not names:
+        raise damaged_error(path, 0, "an empty file, without header line and rows")
+    if not all(names) or len(set(names)) != len(names):
         raise damaged_error(path, 0, f"a header line with the names {names}, where each column has one of its own")
     if unknown := sorted(binary - set(names)):
         raise unreadable_error(
@@ -145,7 +147,19 @@ _IS: Final = {"int64": _is_int, "float64": _is_float}
 
 def _same_width(path: Path, number: int, offset: int, cells: list[_Cell], names: list[str]) -> None:
     if len(cells) != len(names):
+        if hint := separator_hint(names):
+            raise unreadable_error(
+                f"{path}: line {number} has {len(cells)} fields, and the header {names[0]!r}",
+                "a .csv file has commas between its columns",
+                hint,
+            )
         raise damaged_error(path, offset, f"line {number} has {len(cells)} fields, and the header {len(names)}")
+
+
+def separator_hint(names: Collection[str]) -> str:
+    """What to do about a header that seems to be separated by something else than commas; empty if it does not."""
+    separator = next((sign for sign in ";\t|" if len(names) == 1 and sign in next(iter(names))), "")
+    return f"the file with commas between its columns, where it has {separator!r}" if separator else ""
 
 
 def _records(path: Path) -> Iterator[tuple[int, int, list[_Cell]]]:
