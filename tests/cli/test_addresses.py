@@ -121,7 +121,7 @@ def test_addresses_that_are_not_there(desk: Desk, tmp_path: Path) -> None:
             f"{url}, which does not exist",
             "the address is that of one file or folder",
             "nothing was opened",
-            "the address of a file or folder that exists",
+            "an address that exists",
         )
     done = desk.here(
         "train", "--debug", f"--set=run.dir={tmp_path / 'run'}", *STEPS, "--set=data.corpus=nothing://bucket/texts"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from commands import Desk
 from PIL import Image
+from source_files import write_arrow_folder, write_tar, write_tfrecord
 from task_data import SMALL, write_images, write_reviews, write_table, write_tagged
 
 from unisono.data.convert.table_files import convert
@@ -60,6 +61,32 @@ def test_a_parquet_table_trains_as_its_lines_do(desk: Desk, tmp_path: Path) -> N
 @pytest.mark.parametrize("suffix", [".mindrecord", ".csv"])
 def test_other_tables_train_as_their_lines_do(desk: Desk, tmp_path: Path, suffix: str) -> None:
     check_format(desk, tmp_path, suffix)
+
+
+@pytest.mark.parametrize("kind", ["tar", "tfrecord", "arrow"])
+def test_texts_that_others_wrote_train_as_their_lines_do(desk: Desk, tmp_path: Path, kind: str) -> None:
+    import pyarrow as pa
+
+    lines = write_reviews(tmp_path / "reviews.jsonl")
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    rows = [{"text": row["text"], "label": int(row["label"] == "pos")} for row in rows]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["--set=task.kind=text", "--set=data.seq_len=24", "--set=train.steps=12", *SMALL]
+    expected = train(desk, tmp_path / "lines", *settings, f"--set=data.train={lines}")
+    if kind == "tar":
+        members = {
+            f"{i:03d}.{ext}": row[key] for i, row in enumerate(rows) for ext, key in (("txt", "text"), ("cls", "label"))
+        }
+        data = write_tar(tmp_path / "a.tar", {name: str(value).encode() for name, value in members.items()})
+        settings.append("--set=task.target=cls")
+    elif kind == "tfrecord":
+        data = write_tfrecord(tmp_path / "a.tfrecord", rows)
+    else:
+        labels: dict[str, object] = {"names": ["neg", "pos"], "_type": "ClassLabel"}
+        data = write_arrow_folder(tmp_path / "arrow", pa.Table.from_pylist(rows), {"label": labels})
+    assert train(desk, tmp_path / "run", *settings, f"--set=data.train={data}") == expected
+    classes = tomllib.loads((tmp_path / "run" / "config.toml").read_text())["task"]["classes"]
+    assert classes == (["neg", "pos"] if kind == "arrow" else ["0", "1"])
 
 
 def check_format(desk: Desk, tmp_path: Path, suffix: str) -> None:

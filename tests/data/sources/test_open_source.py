@@ -380,6 +380,29 @@ def test_jsonl_over_several_files(tmp_path: Path) -> None:
     assert data.samples(ORDER)[2]["text"].tobytes().decode() == "é2"
 
 
+def test_missing_addresses(tmp_path: Path) -> None:
+    (tmp_path / "sh[1]").mkdir()
+    with TokenWriter(tmp_path / "sh[1]", "t", vocab_size=100, end_of_document=99) as writer:
+        writer.add(np.arange(41), np.ones(41, np.uint32))
+    (tmp_path / "sh[1]" / "r-00000-of-00002.rec").touch()
+    for name, nearest in (
+        ("none.rec", "an address that exists"),
+        ("no/*.jsonl", "an address that exists"),
+        ("sh[1]/u.bin", "an address that exists"),
+        ("sh[1]/t.rec", "an address that exists"),
+        ("sh[1]/t.bin", f"{tmp_path}/sh[1]/t-*.bin, the shards of that name"),
+        ("sh[1]/r.rec", f"{tmp_path}/sh[1]/r-*.rec, the shards of that name"),
+    ):
+        with pytest.raises(DataError) as caught:
+            open_source(tmp_path / name, seq_len=8)
+        assert str(caught.value) == (
+            f"{tmp_path}/{name}, which does not exist\n"
+            "  rule: an address is that of a file or folder, or a glob that matches some\n"
+            "  so:   nothing was opened\n"
+            f"  try:  {nearest}"
+        )
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_mindrecord(tmp_path: Path, shards: int) -> None:
     path = tmp_path / "a.mindrecord"
@@ -438,9 +461,9 @@ def test_bad_sources(tmp_path: Path) -> None:
         open_source(tmp_path / "deep.jsonl")
     with pytest.raises(DataError, match="column 'y' of record 0"):
         open_source(tmp_path / "a.jsonl", columns={"x": "y"})
-    for address, given in (("a.xls", "whose suffix is '.xls'"), ("none.rec", "does not exist")):
-        with pytest.raises(DataError, match=given) as caught:
-            open_source(tmp_path / address)
-        assert "nothing was opened" in str(caught.value)
+    with pytest.raises(DataError, match=r"whose suffix is '\.xls'") as caught:
+        open_source(tmp_path / "a.xls")
+    assert "\n  rule: training data are .bin token shards, .rec records" in str(caught.value)
+    assert "\n  so:   nothing was opened\n" in str(caught.value)
     with pytest.raises(DataError, match="seq_len for"):
         open_source(tmp_path / "a.jsonl", seq_len=8)

@@ -197,5 +197,5 @@ def test_a_tokenizer_at_an_address(byte_level: Path, tmp_path: Path, monkeypatch
         with pytest.raises(DataError) as caught:
             load_tokenizer(url)
         assert str(caught.value).startswith(
-            f"{url}, which {what}\n  rule: the address is that of one file or folder\n  so:   nothing was opened\n  try:  the "
+            f"{url}, which {what}\n  rule: the address is that of one file or folder\n  so:   nothing was opened\n  try:  "
         )

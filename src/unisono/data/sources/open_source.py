@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from glob import glob
+from glob import escape, glob
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -342,11 +342,26 @@ def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> lis
             path = Path(part).expanduser()
             matches = [path] if path.exists() else [*sorted(glob(str(path)))]
         if not matches:
-            raise _unfit(f"{part}, which does not exist", "the path of a file or folder that exists")
+            raise _missing(part)
         paths += matches
     if not paths:
         raise _unfit("a list of no files", "at least one file")
     return paths
+
+
+def _missing(address: str | Path) -> DataError:
+    nearest = "an address that exists"
+    if not is_url(address):
+        path = Path(address).expanduser()
+        # as ``unisono data pack texts name.bin`` writes them: none of the shards has the name itself
+        if glob(f"{escape(str(path.with_suffix('')))}-[0-9]*{escape(path.suffix)}"):
+            nearest = f"{path.with_name(f'{path.stem}-*{path.suffix}')}, the shards of that name"
+    return DataError(
+        given=f"{address}, which does not exist",
+        rule="an address is that of a file or folder, or a glob that matches some",
+        consequence="nothing was opened",
+        nearest=nearest,
+    )
 
 
 def _kind(path: str | Path) -> str:

@@ -43,7 +43,7 @@ def local_path(address: str, cache: Path) -> str:
             given=f"{address}, which " + (f"is {len(copies)} files" if copies else "does not exist"),
             rule="the address is that of one file or folder",
             consequence="nothing was opened",
-            nearest="the folder that has the files" if copies else "the address of a file or folder that exists",
+            nearest="the folder that has the files" if copies else "an address that exists",
         )
     return str(copies[0])
 
