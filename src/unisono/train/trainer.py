@@ -7,12 +7,13 @@ all, ``run_checkpoints`` resumes and saves.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -73,6 +74,7 @@ from unisono.train.step import Step
 from unisono.train.whole_model import export_model, meta_copy
 
 COLLECTIVE_TIMEOUT_S = 300.0
+_LOG: Final = logging.getLogger("unisono.train")
 
 
 class Trainer:
@@ -359,7 +361,12 @@ class Trainer:
             step = self.state.step if hasattr(self, "state") else None
             report_failure(self.events, self.run_dir, self.world.job, error, step)
         for resource in self._resources:
-            resource.close()
+            try:
+                resource.close()
+            except Exception as closing:
+                if error is None:
+                    raise
+                _LOG.warning("%s could not be closed: %s", type(resource).__name__, closing)
         if self._stop_notice is not None:
             self._stop_notice.__exit__(None, None, None)
         if self._outputs is not None:
