@@ -122,7 +122,7 @@ def _file_of_run(overrides: Sequence[str]) -> Path | None:
     environ = {name: value for name, value in os.environ.items() if name == "UNISONO__RUN__DIR"}
     with suppress(ConfigError):  # reported when the whole configuration is loaded
         run_file = Path(load_config(RunConfig, overrides=folder, environ=environ).value.run.dir) / RUN_FILE
-        return run_file if os.path.isfile(run_file) else None  # noqa: PTH113 - False for what cannot be a path
+        return run_file if os.path.isfile(run_file) else None
     return None
 
 
@@ -192,7 +192,7 @@ def require_run(run_dir: str) -> Path:
     Raises:
         CheckpointError: The folder has no run.
     """
-    if os.path.isfile(Path(run_dir) / RUN_FILE):  # noqa: PTH113 - False for what cannot be a path
+    if os.path.isfile(Path(run_dir) / RUN_FILE):
         return Path(run_dir)
     raise CheckpointError(
         given=f"run folder {run_dir!r}",
