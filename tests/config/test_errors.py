@@ -185,6 +185,18 @@ def test_a_wrong_value_is_told_even_where_a_later_layer_replaces_it(run):
         ("optim.lr = 0", ("1: optim.lr = 0", "optim.lr must be > 0 and < 10", "optim.lr = 0.001 (the default)")),
         ("optim.lr = 10", ("1: optim.lr = 10", "optim.lr must be > 0 and < 10", "optim.lr = 0.001 (the default)")),
         ("optim.lr = nan", ("1: optim.lr = nan", "optim.lr must be > 0 and < 10", "optim.lr = 0.001 (the default)")),
+        (
+            "optim.clip = inf",
+            ("1: optim.clip = inf", "optim.clip must be a finite number", "optim.clip = 1.0 (the default)"),
+        ),
+        (
+            "weights = {a = inf}",
+            (
+                "1: weights = {a = inf}",
+                "each element of weights must be a finite number",
+                "weights = {code = 1.0} (the default)",
+            ),
+        ),
         ("optim.clip = nan", ("1: optim.clip = nan", "optim.clip must be >= 0", "optim.clip = 1.0 (the default)")),
         (
             "optim.betas = [0.9, 1]",

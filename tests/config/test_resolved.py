@@ -17,14 +17,14 @@ from unisono.config import Difference, Resolved, diff, load_config, render_origi
 from unisono.config.values import CALLABLE, encode, env_name, toml_value
 
 text = st.text(max_size=20)
-number = st.floats(allow_nan=False)
+number = st.floats(allow_nan=False, allow_infinity=False)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(0, 100),
     "name": text,
     "note": st.none() | text.filter(lambda t: t != "none"),
     "tags": st.lists(text, max_size=3),
     "layers": st.lists(st.sampled_from([1, 2, 3]), max_size=3),
-    "weights": st.dictionaries(text, st.floats(0) | st.integers(0, 2**60), max_size=3),
+    "weights": st.dictionaries(text, st.floats(0, allow_infinity=False) | st.integers(0, 2**60), max_size=3),
     "optim.lr": st.floats(0, 10, exclude_min=True, exclude_max=True) | st.integers(1, 9),
     "optim.betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)),
     "optim.name": st.sampled_from(["adamw", "lamb", "sgd"]),

@@ -214,6 +214,11 @@ def test_key_value_line_has_units_in_its_names() -> None:
             "warning",
             "stopping at step 4 on SIGTERM; the state is being saved",
         ),
+        (
+            {"kind": "early_stop", "step": 4, "best_loss": None, "loss": "NaN", "patience": 3},
+            "info",
+            "stopped early at step 4: no eval loss that is finite in 3 evaluations",
+        ),
         ({"kind": "early_stop", "step": 4, "reason": "no gain"}, "info", "stopped early at step 4: no gain"),
         ({"kind": "events_lost", "lines": 3}, "warning", "3 event(s) could not be written and are lost"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.config import load_config
+from unisono.config import check_options, load_config
 from unisono.errors import ConfigError
 from unisono.optim.options import (
     DEFAULT_WEIGHT_DECAY,
@@ -35,6 +35,20 @@ def test_values_come_from_a_file_and_from_overrides(tmp_path: Path) -> None:
         optim=OptimOptions(kind="lamb", lr=0.01, decay_exclude=("*.pos",), beta2=0.99),
         schedule=ScheduleOptions(kind="wsd", decay_frac=0.3),
     )
+
+
+@pytest.mark.parametrize(
+    "field_", [f"{section}.{leaf.name}" for section, cls in (("optim", OptimOptions), ("schedule", ScheduleOptions))
+               for leaf in fields(cls) if "float" in str(leaf.type) and leaf.name != "groups"]
+)  # fmt: skip
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_are_finite(field_: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"{field_} = -?(inf|nan)\n  rule: {field_} must be "):
+        load_config(Both, overrides=[f"{field_}={value}"])
+    section, _, name = field_.partition(".")
+    built = {"optim": OptimOptions, "schedule": ScheduleOptions}[section](**{name: value})
+    with pytest.raises(ConfigError, match=f"{name} must be "):
+        check_options(built)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZER_FIELDS)

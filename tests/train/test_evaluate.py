@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from pool import Pool
 
 from unisono.errors import DataError
+from unisono.train import next_token
 from unisono.train.metrics import METRICS, Metric, f1, find_metric, top_k
 
 HELD_OUT = 11
@@ -147,6 +150,52 @@ def test_early_stop_ends_saves_and_says_so(tmp_path: Path) -> None:
     assert (tmp_path / f"run/checkpoints/step-{result.step:08d}/COMMIT").exists()
     (event,) = [e for e in tiny.events(tmp_path / "run") if e["kind"] == "early_stop"]
     assert event["best_loss"] < event["loss"]
+
+
+def broken_when_held_out(*losses: float) -> Callable[..., Any]:
+    """The objective of token models; in evaluations the loss is the next of ``losses``, and the last of them from there on."""
+    given = list(losses)
+
+    def objective(outputs: Any, batch: Any) -> Any:
+        loss, weight = next_token(outputs, batch)
+        if not torch.is_grad_enabled():
+            loss = weight * given[0]
+            if len(given) > 1:
+                given.pop(0)
+        return loss, weight
+
+    return objective
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_held_out_loss_that_is_not_finite_is_the_worst_and_the_run_is_saved(tmp_path: Path, loss: float) -> None:
+    folder = tmp_path / "run"
+    settings: dict[str, Any] = {"eval_every_steps": 1, "every_steps": 1, "keep_last": 1, "keep_best": 1,
+                                "early_stop_patience": 3, "eval_data": tiny.RaggedTokens(3)}  # fmt: skip
+    with tiny.trainer(folder, steps=3, objective=broken_when_held_out(loss, 2.5, loss), **settings) as run:
+        result = run.fit()
+        assert run.best == folder / "checkpoints/step-00000002"
+    assert (result.reason, result.step) == ("finished", 3)
+    assert not [event for event in tiny.events(folder) if event["kind"] == "checkpoint_failed"]
+    with tiny.trainer(folder, steps=9, objective=broken_when_held_out(loss), **settings) as run:
+        assert (run.state.step, run.state.best_loss, run.state.evaluations_without_gain) == (3, 2.5, 1)
+        assert run.fit().reason == "early_stop"
+    (event,) = [event for event in tiny.events(folder) if event["kind"] == "early_stop"]
+    assert (event["step"], event["best_loss"]) == (5, 2.5)
+
+
+def test_a_run_without_a_finite_held_out_loss_ends_with_its_state_saved(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with tiny.trainer(
+        folder, steps=9, objective=broken_when_held_out(math.nan), eval_every_steps=1, early_stop_patience=2,
+        every_steps=1, eval_data=tiny.RaggedTokens(3),
+    ) as run:  # fmt: skip
+        assert run.fit().reason == "early_stop"
+        assert run.best is None
+    assert (folder / "checkpoints/step-00000002/COMMIT").exists()
+    (event,) = [event for event in tiny.events(folder) if event["kind"] == "early_stop"]
+    assert event["best_loss"] is None
+    assert math.isnan(float(event["loss"]))
 
 
 @pytest.mark.full

@@ -28,6 +28,7 @@ from torch import Tensor
 from unisono.checkpoint.commit import problems_of
 from unisono.checkpoint.folder import step_name
 from unisono.checkpoint.host_snapshot import HostBuffer, HostSnapshot
+from unisono.checkpoint.manifest import json_meta
 from unisono.checkpoint.options import CheckpointOptions
 from unisono.checkpoint.remote import RemoteCheckpoints, Uploader, fetch_newest
 from unisono.checkpoint.safetensors_format import dtype_code
@@ -112,7 +113,7 @@ class Checkpointer:
             step: The number of steps made.
             replicated: Tensors by name that are equal on all ranks; each rank writes a share of them.
             own: Tensors of this rank only, under names no other rank uses.
-            meta: JSON types; rank 0's is saved.
+            meta: JSON types, and NaN and infinities; rank 0's is saved.
             sharded: This rank's parts of tensors that are split over ranks. Every rank passes every name, also for an
                 empty part or a replica. Parts that do not cover each global tensor exactly once fail the save on all ranks.
             score: Lower is better, for ``keep_best``; None: not compared.
@@ -339,13 +340,13 @@ def _check(tensors: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _as_json(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``meta`` as it will be read back. Raises CheckpointError if it is not JSON."""
+    """A copy of ``meta`` as it is written. Raises CheckpointError if it is not JSON."""
     try:
-        return json.loads(json.dumps(meta, allow_nan=False))
+        return json.loads(json.dumps(json_meta(meta), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             given=f"meta is no JSON: {error}",
-            rule="meta holds strings, finite numbers, booleans, None, lists and string-keyed dicts",
+            rule="meta holds strings, numbers, booleans, None, lists and string-keyed dicts",
             consequence="nothing was saved",
             nearest="convert such values to strings, or pass them as tensors",
         ) from error

@@ -6,11 +6,13 @@ damage, not tampering.
 
 from __future__ import annotations
 
+import math
 import platform
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib import metadata
-from typing import Any
+from typing import Any, Final, cast
 
 import msgspec
 import torch
@@ -25,6 +27,7 @@ MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
 # A larger metadata file is refused before it is read.
 MAX_JSON_BYTES = 256 * 2**20
+_NON_FINITE: Final = "float"
 
 _SHARD = re.compile(r"shard-(\d{5,})-of-(\d{5,})\.safetensors")
 
@@ -106,6 +109,28 @@ def encode(manifest: Manifest) -> bytes:
         else:
             lines.append(f" {_json(name)}: {_json(value)}")
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def json_meta(value: Any) -> Any:
+    """``value`` with NaN and infinities, which JSON does not have, as ``{"float": "nan"}``."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_NON_FINITE: str(float(value))}
+    if isinstance(value, Mapping):
+        return {key: json_meta(entry) for key, entry in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [json_meta(entry) for entry in cast("list[Any]", value)]
+    return value
+
+
+def meta_of_json(value: Any) -> Any:
+    """The inverse of ``json_meta``, apart from the kind of mappings and sequences."""
+    if isinstance(value, dict):
+        entries = cast("dict[str, Any]", value)
+        text = entries.get(_NON_FINITE)
+        if len(entries) == 1 and text in ("nan", "inf", "-inf"):
+            return float(text)
+        return {key: meta_of_json(entry) for key, entry in entries.items()}
+    return [meta_of_json(entry) for entry in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 def _json(value: object) -> str:

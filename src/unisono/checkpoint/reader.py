@@ -29,6 +29,7 @@ from unisono.checkpoint.manifest import (
     TensorEntry,
     decode,
     encode_commit_marker,
+    meta_of_json,
 )
 from unisono.checkpoint.safetensors_format import TensorExtent, dtype_from_code, header_length, num_bytes, parse_header
 from unisono.errors import CheckpointError, nearest_name
@@ -67,8 +68,8 @@ class CheckpointReader:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """The JSON metadata passed to ``Checkpointer.save``."""
-        return self.manifest.meta
+        """The metadata passed to ``Checkpointer.save``."""
+        return meta_of_json(self.manifest.meta)
 
     def names(self) -> list[str]:
         """Names of all tensors, sorted."""

@@ -160,7 +160,7 @@ def _file_of_run(overrides: Sequence[str]) -> Path | None:
     environ = {name: value for name, value in os.environ.items() if name == "UNISONO__RUN__DIR"}
     with suppress(ConfigError):  # reported when the whole configuration is loaded
         run_file = Path(load_config(RunConfig, overrides=folder, environ=environ).value.run.dir) / RUN_FILE
-        return run_file if run_file.is_file() else None
+        return run_file if os.path.isfile(run_file) else None
     return None
 
 
@@ -230,7 +230,7 @@ def require_run(run_dir: str) -> Path:
     Raises:
         CheckpointError: The folder has no run.
     """
-    if (Path(run_dir) / RUN_FILE).is_file():
+    if os.path.isfile(Path(run_dir) / RUN_FILE):
         return Path(run_dir)
     raise CheckpointError(
         given=f"run folder {run_dir!r}",

@@ -186,7 +186,7 @@ def make_folder(run_dir: Path) -> list[Path]:
     except OSError as error:
         _remove_folders(new_folders)
         raise ConfigError(
-            given=f"run.dir {str(run_dir)!r}: {error.strerror}",
+            given=f"run.dir {str(run_dir)!r}: {error.strerror or error}",
             rule="a run keeps its configuration, events and checkpoints in a folder it can write to",
             consequence="nothing was started",
             nearest="run.dir in a folder of your own, such as runs/first",

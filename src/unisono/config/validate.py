@@ -7,6 +7,7 @@ code: a ``python:`` label stands only for the callable that the base Python file
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from datetime import date, time
 from difflib import get_close_matches
@@ -162,6 +163,8 @@ def _breach(leaf: Leaf, value: Any, origin: str) -> tuple[str, str] | None:
             bound = None if many else _crossed(atom, leaf.spec)
             nearest = _default_hint(leaf, origin) if bound is None else assignment(origin, leaf.key, bound)
             return f"{subject} must be {limit_words(leaf.spec)}", nearest
+        if isinstance(atom, float) and not math.isfinite(atom):
+            return f"{subject} must be a finite number", _default_hint(leaf, origin)
         if isinstance(atom, int) and not -(2**63) <= atom < 2**64:
             return f"{subject} fits in 64 bits", _default_hint(leaf, origin)
         if leaf.choices is not None and atom not in leaf.choices:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from unisono.config import option
 from unisono.config.fields import options_repr
@@ -14,6 +14,9 @@ from unisono.errors import Problem, inert_problem
 
 Boundaries = Literal["mask", "ignore"]
 LastBatch = Literal["rollover", "keep", "drop", "pad", "wrap", "discard", "roll_over"]
+
+# more than any machine's cores, fewer than the threads that systems allow
+MOST_WORKERS: Final = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +137,7 @@ class LoaderOptions:
         -1,
         "Threads or processes that make batches ready ahead; -1 = tuned while running, 0 = the training's own thread.",
         ge=-1,
+        le=MOST_WORKERS,
     )
     worker_kind: Literal["auto", "thread", "process"] = option(
         "auto",

@@ -306,7 +306,8 @@ def _preempt(event: Fields) -> str:
 
 def _early_stop(event: Fields) -> str:
     best, patience = number(event.get("best_loss")), event.get("patience")
-    why = _reason(event) if best is None else f"no eval loss below {best:.4g} in {patience} evaluations"
+    better = "that is finite" if best is None else f"below {best:.4g}"
+    why = f"no eval loss {better} in {patience} evaluations" if patience else _reason(event)
     return f"stopped early at step {event.get('step', '?')}: {why}"
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Final
 
+from unisono.errors import DataError
 from unisono.observe.console import Console
 from unisono.observe.events import Event, EventLog, read_events
 from unisono.observe.formatting import RunEndFacts
@@ -12,6 +15,9 @@ from unisono.observe.options import ObserveOptions
 from unisono.observe.report import write_report
 from unisono.observe.run_summary import summarise
 from unisono.observe.sinks import Trackers
+from unisono.storage.files import os_reason
+
+_LOG: Final = logging.getLogger("unisono.observe")
 
 
 class RunOutputs:
@@ -40,8 +46,16 @@ class RunOutputs:
             self._console(event)
 
     def write_report(self) -> Path | None:
-        """Write the report; returns its path, or None if there is to be none."""
-        return write_report(self._run_dir) if self._options.report else None
+        """Write the report; returns its path, or None if there is to be none or it cannot be written: the run is finished."""
+        if not self._options.report:
+            return None
+        try:
+            return write_report(self._run_dir)
+        except (OSError, DataError) as error:
+            reason = os_reason(error) if isinstance(error, OSError) else error.problems[0].given
+            again = f"unisono.observe.write_report(Path({str(self._run_dir)!r}))"
+            _LOG.warning("report.html was not written: %s; %s makes it of the events", reason, again)
+            return None
 
     def summary(self, facts: RunEndFacts) -> None:
         """Print the summary of the run."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from unisono.config import option
 from unisono.config.fields import options_repr
+
+MOST_RANKS: Final = 1 << 20  # of a mesh axis, and of a job
+MOST_SAMPLES: Final = 1 << 26  # of a step: each rank holds the numbers of its samples
 
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "full", "selective"]
@@ -27,32 +30,37 @@ class PlanOptions:
         "Strategy file (JSON) with some fields of a plan or all; options and the planner fill in what it leaves out.",
     )
     device: str = option("auto", "auto = the accelerator torch finds, else cpu; or a torch device type.")
-    global_batch: int = option(8, "Samples per step, over all ranks.", ge=1)
+    global_batch: int = option(8, "Samples per step, over all ranks.", ge=1, le=MOST_SAMPLES)
     micro_batch: int = option(0, "Samples per forward pass on one rank; 0 = a rank's whole share, at most 32.", ge=0)
     dp_shard: int = option(
         1,
         "Ranks that share one copy of parameters and optimizer state; groups of them replicate each other. 0 = all.",
         ge=0,
+        le=MOST_RANKS,
     )
     zero: Zero = option(
         3,
         "What dp_shard shards: 1 = optimizer state, 2 = gradients too, 3 = parameters too.",
         acts="plan.dp_shard or plan.cp above 1",
     )
-    tp: int = option(1, "Ranks that share each block's linear layers (tensor parallel); next to each other.", ge=1)
+    tp: int = option(
+        1, "Ranks that share each block's linear layers (tensor parallel); next to each other.", ge=1, le=MOST_RANKS
+    )
     sequence_parallel: bool = option(
         False,
         "With tp, shard activations between tensor-parallel layers along the sequence (Megatron-LM).",
         acts="plan.tp above 1",
     )
-    cp: int = option(1, "Ranks that share each sequence (context parallel); they share the state too.", ge=1)
-    pp: int = option(1, "Ranks in a row that each run some of the blocks (pipeline).", ge=1)
+    cp: int = option(
+        1, "Ranks that share each sequence (context parallel); they share the state too.", ge=1, le=MOST_RANKS
+    )
+    pp: int = option(1, "Ranks in a row that each run some of the blocks (pipeline).", ge=1, le=MOST_RANKS)
     schedule: Schedule = option(
         "1f1b",
         "Order of a pipeline's forward and backward passes; interleaved and zbv give a rank two stages.",
         acts="plan.pp above 1",
     )
-    ep: int = option(1, "Ranks among those of dp_shard x cp that share the experts of a layer.", ge=1)
+    ep: int = option(1, "Ranks among those of dp_shard x cp that share the experts of a layer.", ge=1, le=MOST_RANKS)
     precision: Precision = option(
         "auto",
         "Compute dtype; parameters stay fp32. auto = bf16 where the device computes it natively. fp8 = the linear layers of "

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from unisono.errors import PlanError, Problem, inert_problem
-from unisono.plan.options import PlanOptions
+from unisono.plan.options import MOST_RANKS, MOST_SAMPLES, PlanOptions
 from unisono.plan.plan import BUCKET_BYTES, STAGES_PER_RANK, Plan
 
 _COUNTS = {
@@ -44,6 +44,24 @@ def _counts(plan: Plan) -> Iterator[Problem]:
                 consequence="no rank would compute anything",
                 nearest=f"{name}=1",
             )
+        most = MOST_SAMPLES if name in _COUNTS["batch"] else MOST_RANKS
+        if count > most:
+            yield Problem(
+                given=f"{name} {count}",
+                rule=f"{name} is at most {most}",
+                consequence="no job has so many ranks"
+                if most == MOST_RANKS
+                else "no memory holds the numbers of the samples",
+                nearest=f"{name}={most}",
+            )
+    ranks = plan.mesh.world_size
+    if ranks > MOST_RANKS and all(counts[name] <= MOST_RANKS for name in _COUNTS["mesh"]):
+        yield Problem(
+            given=f"pp x dp_replicate x dp_shard x cp x tp = {ranks} ranks",
+            rule=f"a job has at most {MOST_RANKS} ranks",
+            consequence="nothing could carry out the plan",
+            nearest="fewer ranks along these axes",
+        )
 
 
 def _mesh(plan: Plan, world_size: int) -> Iterator[Problem]:

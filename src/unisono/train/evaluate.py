@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -136,7 +137,7 @@ class Evaluator:
 
     def _count_without_gain(self, loss: float) -> None:
         state, patience = self.state, self.options.early_stop_patience
-        if state.best_loss is None or loss < state.best_loss:
+        if math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
             state.best_loss, state.evaluations_without_gain = loss, 0
             return
         state.evaluations_without_gain += 1

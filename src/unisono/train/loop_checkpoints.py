@@ -16,7 +16,7 @@ from torch import Tensor
 from unisono.checkpoint import Checkpointer, CheckpointOptions, CheckpointReader, find_latest, open_checkpoint
 from unisono.dist import World
 from unisono.errors import CheckpointError
-from unisono.train.options import is_due
+from unisono.train.options import folder_problem, is_due
 from unisono.train.state import generator_states, restore_generators
 
 
@@ -68,7 +68,11 @@ class LoopCheckpoints:
         seed: int = 0,
         emit: Callable[..., None] | None = None,
     ) -> None:
-        self._root, self._parts, self._world, self._seed = Path(folder), dict(parts), world, seed
+        if problem := folder_problem(folder, "folder"):
+            raise CheckpointError(problem)
+        # absolute: the loop may change the current folder
+        self._given, self._root = str(folder), Path(folder).absolute()
+        self._parts, self._world, self._seed = dict(parts), world, seed
         self._options = options or CheckpointOptions()
         self._emit = emit or (_print_failures if world.rank == 0 else _print_nothing)
         self._saved_step = self._resumed_step = -1
@@ -78,7 +82,7 @@ class LoopCheckpoints:
 
     def __repr__(self) -> str:
         last = "none saved" if self._saved_step < 0 else f"last of step {self._saved_step}"
-        return f"LoopCheckpoints({str(self._root)!r}, parts {', '.join(self._parts)}, {last})"
+        return f"LoopCheckpoints({self._given!r}, parts {', '.join(self._parts)}, {last})"
 
     def resume(self) -> int:
         """Load the newest good checkpoint into the parts; returns the number of steps made, 0 if there is none."""

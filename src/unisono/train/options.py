@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 from unisono.config import option
 from unisono.config.fields import options_repr
 from unisono.errors import Problem, inert_problem
+from unisono.storage.files import os_reason
 
 RUN_FILE = "config.toml"  # in the folder of a run: its configuration
 PLAN_FILE = "plan.json"  # and its plan
@@ -43,6 +46,43 @@ def resume_problem(resume: str, setting: str) -> Problem | None:
     )
 
 
+def folder_problem(folder: str | Path, name: str) -> Problem | None:
+    """Why ``folder``, given as ``name``, cannot be the folder of a run, or None. Nothing is created."""
+    text, fault = os.fspath(folder), ""
+    if not text:
+        fault = "an empty name, which is the current folder"
+    elif "\0" in text:
+        fault = "a name with a NUL character"
+    else:
+        fault = _obstacle(Path(text))
+    return (
+        Problem(
+            given=f"{name} {text!r}: {fault}",
+            rule="a run keeps its configuration, events and checkpoints in a folder it can write to",
+            consequence="nothing was started",
+            nearest=f"{name} in a folder of your own, such as runs/first; '.' is the current folder",
+        )
+        if fault
+        else None
+    )
+
+
+def _obstacle(path: Path) -> str:
+    """What keeps ``path`` from being a folder; empty if it is one, or can be made as far as is seen."""
+    for place in (path, *path.parents):
+        try:
+            if not stat.S_ISDIR(place.stat().st_mode):
+                return f"{place} is not a folder"
+        except FileNotFoundError:
+            if place.is_symlink():
+                return f"{place} is a link to nothing"
+        except OSError as error:
+            return os_reason(error)
+        else:
+            return ""
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
     """Where a run lives and how it starts."""
@@ -59,6 +99,9 @@ class RunOptions:
         """``resume`` is one of three words or looks like a path."""
         if problem := resume_problem(self.resume, "run.resume"):
             yield "resume", problem
+        if not self.dir or "\0" in self.dir:
+            problem = folder_problem(self.dir, "run.dir")
+            yield from [("dir", problem)] if problem is not None else []
         if "://" in self.dir:
             yield (
                 "dir",

@@ -35,6 +35,7 @@ MIN_SEQ_LEN = 2  # of data.seq_len
 def write_run_record(
     run_dir: Path,
     *,
+    given_dir: Path,
     seed: int,
     model: Any,
     objective: Any,
@@ -54,6 +55,7 @@ def write_run_record(
     """Write ``config.toml`` and ``plan.json`` of a run whose code is the user's.
 
     Args:
+        given_dir: ``run_dir`` as the script gave it.
         data_kind: Name of the class of the training data as the script gave them; ``data`` is made of them.
         given_plan: The plan as the script gave it; ``plan`` is the resolved one.
         optimizer: As given. Options of ours are a section of the file, code a label; ``optimization`` describes any in words.
@@ -72,7 +74,7 @@ def write_run_record(
     if not isinstance(schedule, ScheduleOptions):
         components["schedule"] = _label(schedule)
     sections: dict[str, Any] = {
-        "run": {"dir": str(run_dir), "seed": seed},
+        "run": {"dir": str(given_dir), "seed": seed},
         "components": components,
         "data": {"seq_len": length} if (length := sequence_length(data)) >= MIN_SEQ_LEN else {},
         "loader": loader,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -10,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -42,9 +43,12 @@ from unisono.plan.rules import built_in_rules
 from unisono.plan.tp_inference import infer_rules, require_rules
 from unisono.plan.tp_trial import pairs_with_extra_parameters, runs_with_shards
 from unisono.plan.validate import validate_plan
+from unisono.storage.files import os_reason
 from unisono.train.gradient_sync import local_sgd_config
 from unisono.train.objectives import Objective, masked_token, next_token
 from unisono.train.step import input_selector
+
+_LOG: Final = logging.getLogger("unisono.train")
 
 
 def resolve_plan(plan: Plan | PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
@@ -116,13 +120,16 @@ def open_events(run_dir: Path, world: World) -> EventLog:
 
 
 def report_failure(events: EventLog, run_dir: Path, job: JobSpec, error: BaseException, step: int | None) -> None:
-    """Record the error that ends this rank, for the launcher and in the event log."""
+    """Record the error that ends this rank, for the launcher and in the event log. A disk that takes neither hides no error."""
     logs = Path(os.environ.get("UNISONO_LOGS", run_dir / "logs"))  # where the launcher looks
     newest = ""
     with suppress(OSError):  # rank 0 may be deleting an old one
         committed = [entry for entry in list_checkpoints(run_dir / "checkpoints") if entry.state == "committed"]
         newest = committed[-1].path.name if committed else ""
-    record_failure(logs, job, error, step=step, checkpoint=newest)
+    try:
+        record_failure(logs, job, error, step=step, checkpoint=newest)
+    except OSError as refused:
+        _LOG.warning("the failure of this rank could not be recorded in %s: %s", logs, os_reason(refused))
     events.emit("run_end", step=step or 0, reason="failed", error=type(error).__name__, message=str(error))
 
 

@@ -7,12 +7,13 @@ all, ``run_checkpoints`` resumes and saves.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -56,7 +57,7 @@ from unisono.train.loop import Result, SyncLoop
 from unisono.train.metrics import Metric, as_metrics
 from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective, find_objective
 from unisono.train.optimizers import OptimizerSetup
-from unisono.train.options import TrainOptions
+from unisono.train.options import TrainOptions, folder_problem
 from unisono.train.run_checkpoints import best_before
 from unisono.train.run_record import sequence_length, write_run_record
 from unisono.train.setup import (
@@ -74,6 +75,7 @@ from unisono.train.step import Step
 from unisono.train.whole_model import export_model, meta_copy
 
 COLLECTIVE_TIMEOUT_S = 300.0
+_LOG: Final = logging.getLogger("unisono.train")
 
 
 class Trainer:
@@ -191,11 +193,14 @@ class Trainer:
         self._data_kind = type(data).__qualname__
         self._given_plan = source.plan
         given_objective = find_objective(objective)
+        self._given_dir = default_run_dir() if run_dir is None else Path(run_dir)
+        if problem := folder_problem(self._given_dir if run_dir is None else run_dir, "run_dir"):
+            raise ConfigError(problem)
         self._inputs = RunInputs(
             model=model,
             eval_data=read_eval_source(eval_data, source.collate_fn),
             options=options or TrainOptions(),
-            run_dir=default_run_dir() if run_dir is None else Path(run_dir),
+            run_dir=self._given_dir.absolute(),  # the caller's loop may change the current folder
             given_objective=given_objective,
             objective=as_objective(
                 given_objective, lambda: self.events.emit("notice", step=self.state.step, **MEAN_LOSS_NOTICE)
@@ -237,7 +242,7 @@ class Trainer:
             at = f"{'open' if self._is_open else 'closed'} at step {self.state.step} of {steps}"
         else:
             at = f"not entered, {steps} steps"
-        return f"Trainer({name}, {at}, run_dir={str(self.run_dir)!r})"
+        return f"Trainer({name}, {at}, run_dir={str(self._given_dir)!r})"
 
     # --- assembling a run ------------------------------------------------------------------------------------------
 
@@ -266,6 +271,7 @@ class Trainer:
         inputs = self._inputs
         write_run_record(
             self.run_dir,
+            given_dir=self._given_dir,
             seed=inputs.seed,
             model=inputs.model,
             objective=inputs.given_objective,
@@ -370,7 +376,12 @@ class Trainer:
             step = self.state.step if hasattr(self, "state") else None
             report_failure(self.events, self.run_dir, self.world.job, error, step)
         for resource in self._resources:
-            resource.close()
+            try:
+                resource.close()
+            except Exception as closing:
+                if error is None:
+                    raise
+                _LOG.warning("%s could not be closed: %s", type(resource).__name__, closing)
         if self._stop_notice is not None:
             self._stop_notice.__exit__(None, None, None)
         if self._outputs is not None:
@@ -378,12 +389,18 @@ class Trainer:
                 preempted, best = self._loop.preempted, best_before(self.run_dir, self.state.step)
                 report = None if preempted else self._outputs.write_report()
                 commands = again() if preempted else ()
-                self._outputs.summary(RunEndFacts(report_path=report, best=best, next_commands=commands))
+                shown = None if report is None else self._as_given(report)
+                shown_best = None if best is None else (*best[:2], self._as_given(best[2]))
+                self._outputs.summary(RunEndFacts(report_path=shown, best=shown_best, next_commands=commands))
             self._outputs.close()
         if self._given_events is None:
             self.events.close()
         if self._given_world is None:
             self.world.close()
+
+    def _as_given(self, path: Path) -> Path:
+        """A path in the run's folder as it follows from the folder that was given, for texts."""
+        return self._given_dir / path.relative_to(self.run_dir)
 
     # --- training --------------------------------------------------------------------------------------------------
 

@@ -21,12 +21,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from unisono.config import check_options
 from unisono.data.loading.batch_builder import BatchBuilder
 from unisono.data.loading.loader import Loader
-from unisono.data.loading.worker_pool import usable_cores
+from unisono.data.loading.worker_pool import FunctionWorker, WorkerPool, usable_cores
 from unisono.data.loading.worker_tuning import WorkerSetting, WorkerTuner
 from unisono.data.options import LoaderOptions
-from unisono.errors import DataError
+from unisono.errors import ConfigError, DataError
 
 
 def loader(
@@ -650,3 +651,32 @@ def test_torch_has_one_thread_in_a_worker_and_all_in_the_training() -> None:
             assert later == [3]
     finally:
         torch.set_num_threads(before)
+
+
+def test_workers_have_an_upper_bound_and_a_step_too() -> None:
+    with pytest.raises(ConfigError, match=r"num_workers must be >= -1 and <= 1024"):
+        check_options(LoaderOptions(num_workers=10**6))
+    with pytest.raises(DataError) as caught:
+        loader(samples.Rows(5), global_batch=10**12)
+    (problem,) = caught.value.problems
+    assert (problem.given, problem.rule) == ("global_batch 1000000000000", "a step has at most 67108864 samples")
+    assert problem.nearest == "global_batch 5"
+
+
+def test_threads_that_cannot_be_started_leave_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, []
+
+    def start_three(thread: threading.Thread) -> None:
+        if thread.name == "limited":
+            if len(started) == 3:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_three)
+    pool: WorkerPool[int, int] = WorkerPool(lambda: FunctionWorker(lambda x: x), name="limited")
+    with pytest.raises(DataError) as caught:
+        pool.resize(5)
+    assert caught.value.problems[0].given == "5 workers (limited): can't start new thread after 3"
+    assert len(started) == 3
+    assert not any(thread.is_alive() for thread in started)

@@ -301,7 +301,7 @@ def write_zip(path: Path, members: dict[str, bytes]) -> None:
     [
         ("", "../escaped.csv"),
         ("", "../../../escaped.csv"),
-        ("", "{outside}/escaped.csv"),
+        ("", "/escaped.csv"),
         ("", "//escaped.csv"),
         ("", "x/../../escaped.csv"),
         ("x", "x/../../escaped.csv"),
@@ -312,7 +312,6 @@ def write_zip(path: Path, members: dict[str, bytes]) -> None:
 def test_no_file_of_an_archive_is_written_outside_of_the_cache_folder(
     tmp_path: Path, kind: str, folder: str, name: str
 ) -> None:
-    name = name.format(outside=tmp_path / "outside")
     cache = tmp_path / "cache" / "deep"
     cache.mkdir(parents=True)
     write = {"zip": write_zip, "tar": write_tar}[kind]

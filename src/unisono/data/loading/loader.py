@@ -50,6 +50,7 @@ _Delivered = tuple[Tensors, list[int]]  # and the ids of skipped samples
 _Job = Job[MicroBatchSpec, _Delivered]
 _Pool = WorkerPool[MicroBatchSpec, _Delivered]
 
+_MOST_SAMPLES = 1 << 26  # of a step
 _MIN_JUDGED_SAMPLES = 1000  # the share of bad samples is taken of at least this many
 
 
@@ -378,7 +379,13 @@ class _LoaderWorkers:
         if self._starter is not None:
             self._starter.expect(setting.workers)
         threads = torch.get_num_threads()
-        self.pool.resize(setting.workers)
+        try:
+            self.pool.resize(setting.workers)
+        except DataError:
+            if self._starter is not None:
+                self._starter.stop()
+                self._starter.close()
+            raise
         torch.set_num_threads(threads)  # the workers' setting is otherwise the default of later threads
         self.depth = max(prefetch_depth, setting.workers)
         self._setting = setting
@@ -503,6 +510,13 @@ def _check_sizes(samples: int, global_batch: int, micro_batch: int, rank: int, w
             consequence="no batch can be made",
             nearest=f"global_batch {max(1, global_batch)}, micro_batch {max(1, micro_batch)}, "
             f"rank {min(max(0, rank), max(0, world_size - 1))} of {max(1, world_size)}",
+        )
+    if global_batch > _MOST_SAMPLES:
+        raise DataError(
+            given=f"global_batch {global_batch}",
+            rule=f"a step has at most {_MOST_SAMPLES} samples",
+            consequence="their numbers alone would not fit into memory",
+            nearest=f"global_batch {min(max(1, samples), _MOST_SAMPLES)}",
         )
     if samples == 0:
         raise DataError(

@@ -14,6 +14,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Generic, Literal, Protocol, TypeVar
 
+from unisono.errors import DataError
+
 WorkerKind = Literal["thread", "process"]
 Request = TypeVar("Request")
 Result = TypeVar("Result")
@@ -77,12 +79,25 @@ class WorkerPool(Generic[Request, Result]):
         self.size = 0
 
     def resize(self, size: int) -> None:
-        """Have ``size`` threads, all initialized; superfluous ones end after their current job."""
+        """Have ``size`` threads, all initialized; superfluous ones end after their current job.
+
+        Raises DataError if the system starts no more threads; the pool is then closed.
+        """
         for _ in range(size, self.size):
             self._jobs.put(None)
         for _ in range(self.size, size):
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                started, self.size = len(self._threads), len(self._threads)
+                self.close()
+                raise DataError(
+                    given=f"{size} workers ({self._name}): {error} after {started}",
+                    rule="the system has a limit of threads for each user and container",
+                    consequence="the workers that had been started were ended",
+                    nearest="a smaller loader.num_workers, or -1, which finds the number that helps",
+                ) from error
             self._threads.append(thread)
             self._initialized.acquire()
         self._threads = [thread for thread in self._threads if thread.is_alive()]
