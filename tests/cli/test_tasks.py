@@ -379,6 +379,40 @@ def test_an_unchanged_run_resumes_strictly_in_another_folder(desk: Desk, tmp_pat
     assert [event["differences"] for event in resumed] == [[]]
 
 
+def test_metrics_that_do_not_fit_the_task_are_refused(desk: Desk, tmp_path: Path) -> None:
+    settings = ["--set=task.kind=table", f"--set=data.train={write_table(tmp_path / 'table.jsonl')}"]
+    settings += ['--set=task.inputs=["x","y"]', f"--set=run.dir={tmp_path / 'run'}", "--set=plan.global_batch=4"]
+    numbers = ["--set=task.target=price", "--set=task.predicts=number"]
+    done = desk.here("train", *settings, *numbers, '--set=components.metrics=["accuracy","r2"]')
+    assert done.code == 2
+    assert done.err == (
+        "unisono: --set: components.metrics: the metric 'accuracy' with task.predicts 'number'\n"
+        "  rule: accuracy compares classes, and the targets are numbers\n"
+        "  so:   its value would mean nothing, and nothing was started\n"
+        "  try:  mae, rmse, r2 or spearman:<low>:<high>\n"
+    )
+    done = desk.here("train", *settings, "--set=task.target=dear", '--set=components.metrics=["mae"]')
+    first = done.err.splitlines()[0]
+    assert (done.code, first) == (2, "unisono: --set: components.metrics: the metric 'mae' with task.kind 'table'")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_metric_of_fewer_classes_than_the_task_is_refused(desk: Desk, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"x": n / 10, "size": "SML"[n % 3]}) + "\n" for n in range(60)))
+    settings = ["--set=task.kind=table", f"--set=data.train={rows}", "--set=task.target=size"]
+    settings += ['--set=task.inputs=["x"]', f"--set=run.dir={tmp_path / 'run'}", "--set=plan.global_batch=4"]
+    done = desk.here("train", "--debug", *settings, '--set=components.metrics=["accuracy","f1:2"]')
+    assert done.code == 2
+    assert (
+        "unisono: components.metrics 'f1:2' with 3 classes\n"
+        "  rule: f1:2 counts 2 classes, and each class of the task is one of them\n"
+        "  so:   the metric would have no value, and nothing was started\n"
+        "  try:  f1:3\n"
+    ) in done.err
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
 @pytest.mark.parametrize(
     ("kind", "unit"),
     [("image", "images"), ("table", "samples"), ("language_model", "tokens"), ("sequence_labelling", "samples")],

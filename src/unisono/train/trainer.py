@@ -52,7 +52,7 @@ from unisono.train.callbacks import Every
 from unisono.train.gradient_sync import build_gradient_sync
 from unisono.train.input_pipeline import InputPipeline, build_loader, read_eval_source, read_source
 from unisono.train.loop import Result, SyncLoop
-from unisono.train.metrics import Metric, as_metrics
+from unisono.train.metrics import Metric, as_metrics, check_metric_kinds
 from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective, find_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
@@ -186,6 +186,7 @@ class Trainer:
         self._data_kind = type(data).__qualname__
         self._given_plan = source.plan
         given_objective = find_objective(objective)
+        check_metric_kinds(metrics or {}, given_objective)
         self._inputs = RunInputs(
             model=model,
             eval_data=read_eval_source(eval_data, source.collate_fn),
@@ -387,6 +388,8 @@ class Trainer:
         """Train to the end, evaluating every ``eval_every_steps`` steps and at the end."""
         loop = self._open_loop("fit() of")
         evaluator = loop.runner.evaluator
+        if self.state.step < self.options.steps:
+            evaluator.try_metrics()
         for step in loop:
             if self.eval_data is not None and loop.evaluates_after(step.index):
                 self.evaluate()
