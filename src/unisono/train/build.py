@@ -353,7 +353,7 @@ def find_objective(config: RunConfig) -> Objective:
     task = config.task
     if task.kind == "language_model":
         return OBJECTIVES["next_token"]
-    if task.kind == "masked_language_model" and not config.model.pretrained:
+    if task.kind == "masked_language_model":
         return OBJECTIVES["masked_token"]
     return OBJECTIVES["mean_squared_error" if task.has_numbers else "cross_entropy"]
 
