@@ -435,15 +435,56 @@ def test_an_unchanged_run_resumes_strictly_in_another_folder(desk: Desk, tmp_pat
     assert [event["differences"] for event in resumed] == [[]]
 
 
+def test_metrics_that_do_not_fit_the_task_are_refused(desk: Desk, tmp_path: Path) -> None:
+    settings = ["--set=task.kind=table", f"--set=data.train={write_table(tmp_path / 'table.jsonl')}"]
+    settings += ['--set=task.inputs=["x","y"]', f"--set=run.dir={tmp_path / 'run'}", "--set=plan.global_batch=4"]
+    numbers = ["--set=task.target=price", "--set=task.predicts=number"]
+    done = desk.here("train", *settings, *numbers, '--set=components.metrics=["accuracy","r2"]')
+    assert done.code == 2
+    assert done.err == (
+        "unisono: --set: components.metrics: the metric 'accuracy' with task.predicts 'number'\n"
+        "  rule: accuracy compares classes, and the targets are numbers\n"
+        "  so:   its value would mean nothing, and nothing was started\n"
+        "  try:  mae, rmse, r2 or spearman:<low>:<high>\n"
+    )
+    done = desk.here("train", *settings, "--set=task.target=dear", '--set=components.metrics=["mae"]')
+    first = done.err.splitlines()[0]
+    assert (done.code, first) == (2, "unisono: --set: components.metrics: the metric 'mae' with task.kind 'table'")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_metric_of_fewer_classes_than_the_task_is_refused(desk: Desk, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"x": n / 10, "size": "SML"[n % 3]}) + "\n" for n in range(60)))
+    settings = ["--set=task.kind=table", f"--set=data.train={rows}", "--set=task.target=size"]
+    settings += ['--set=task.inputs=["x"]', f"--set=run.dir={tmp_path / 'run'}", "--set=plan.global_batch=4"]
+    done = desk.here("train", "--debug", *settings, '--set=components.metrics=["accuracy","f1:2"]')
+    assert done.code == 2
+    assert (
+        "unisono: components.metrics 'f1:2' with 3 classes\n"
+        "  rule: f1:2 counts 2 classes, and each class of the task is one of them\n"
+        "  so:   the metric would have no value, and nothing was started\n"
+        "  try:  f1:3\n"
+    ) in done.err
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
 @pytest.mark.parametrize(
     ("kind", "unit"),
-    [("image", "images"), ("table", "samples"), ("language_model", "tokens"), ("sequence_labelling", "samples")],
+    [
+        ("image", "images"),
+        ("table", "samples"),
+        ("language_model", "tokens"),
+        ("masked_language_model", "tokens"),
+        ("sequence_labelling", "samples"),
+    ],
 )
 def test_throughput_is_named_in_what_is_counted(desk: Desk, tmp_path: Path, kind: str, unit: str) -> None:
     raw = {
         "image": lambda: write_images(tmp_path / "images", per_class=4),
         "table": lambda: write_table(tmp_path / "table.jsonl"),
         "language_model": lambda: write_lines(tmp_path / "lines.jsonl"),
+        "masked_language_model": lambda: write_lines(tmp_path / "lines.jsonl"),
         "sequence_labelling": lambda: write_tagged(tmp_path / "tagged.jsonl"),
     }[kind]()
     settings = [
@@ -465,6 +506,8 @@ def test_throughput_is_named_in_what_is_counted(desk: Desk, tmp_path: Path, kind
     if unit != "tokens":
         assert "token" not in done.out
         assert last["perf/tokens_per_s"] * last["perf/step_s"] == pytest.approx(4, rel=0.5)
+    if kind == "masked_language_model":  # all of four texts of 16 tokens, not the 15 % that are hidden
+        assert last["train/tokens_total"] == 4 * 4 * 16
     report = (tmp_path / "run" / "report.html").read_text()
     assert f"{unit}/s, all devices" in report
 
@@ -488,3 +531,49 @@ def test_the_tokenizer_of_a_pretrained_model(desk: Desk, tmp_path: Path, caplog:
     assert done.code == 0, done.err
     assert f"{folder} has no tokenizer: a token is a byte of the text" in caplog.text
     assert "5 tensors that BertForSequenceClassification does not use" in caplog.text
+
+
+@pytest.mark.full
+def test_masked_language_models_count_all_tokens(desk: Desk, tmp_path: Path) -> None:
+    """The same of our model and of a pretrained one, in events, console and report; padding does not count."""
+    transformers = pytest.importorskip(
+        "transformers", reason="NOT CHECKED: the extra 'dev' (transformers) is not installed"
+    )
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    base = transformers.BertForMaskedLM(transformers.BertConfig(max_position_embeddings=64, **sizes))
+    base.save_pretrained(tmp_path / "hf")
+    texts = ["the cat", "a dog ate", "it rains", "so long"]
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"text": texts[n % 4]}) + "\n" for n in range(40)))
+    settings = ["--set=task.kind=masked_language_model", f"--set=data.train={lines}", "--set=data.seq_len=32"]
+    settings += [
+        "--set=plan.global_batch=4",
+        "--set=plan.micro_batch=2",
+        "--set=train.steps=9",
+        "--set=data.eval_frac=0.1",
+    ]
+    totals: list[float] = []
+    for name, model in {"own": SMALL, "theirs": [f"--set=model.pretrained={tmp_path / 'hf'}"]}.items():
+        run_dir = tmp_path / name
+        own = [*settings, *model, "--set=data.seq_len=32", f"--set=run.dir={run_dir}", "--set=observe.console=plain"]
+        done = desk.here("train", "--debug", *own)
+        assert done.code == 0, done.err
+        steps = [event for event in read_events(events_path(run_dir, 0)).events if event["kind"] == "step"]
+        assert {event["unit"] for event in steps} == {"tokens"}
+        totals.append(steps[-1]["train/tokens_total"])
+        counted = steps[-1]["perf/tokens_per_s"] * steps[-1]["perf/step_s"]  # a step of four texts
+        assert 4 * 7 <= counted <= 4 * (9 + 2)
+        assert f"tokens_total={totals[-1]:.0f} " in done.out
+        assert "tokens/s" in done.out
+        report = (run_dir / "report.html").read_text()
+        assert "tokens/s, all devices" in report
+        assert "tokens trained on" in report
+    # an epoch has 36 of the 40 texts, of 7 to 9 bytes and up to two marks
+    assert totals[0] == totals[1]
+    assert 36 * 7 <= totals[0] <= 36 * (9 + 2)

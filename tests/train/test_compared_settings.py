@@ -19,6 +19,7 @@ from unisono.train.compared import (
     in_list,
 )
 from unisono.train.config import Components, RunConfig
+from unisono.train.objectives import cross_entropy, masked_token
 from unisono.train.options import TrainOptions
 from unisono.train.settings import function_name, run_settings, setting_differences
 
@@ -103,6 +104,9 @@ def test_a_setting_that_one_side_does_not_record_is_not_given_a_value() -> None:
     before, after = recorded(TrainOptions(steps=2), cosine), recorded(TrainOptions(steps=6), constant)
     assert setting_differences(before, after) == ["schedule.kind 'cosine' then, 'constant' now"]
     assert setting_differences(after, before) == ["schedule.kind 'constant' then, 'cosine' now"]
+    renamed = [recorded(TrainOptions(), objective=objective) for objective in (cross_entropy, masked_token)]
+    assert setting_differences(*renamed) == []
+    assert setting_differences(*reversed(renamed)) == ["objective 'masked_token' then, 'cross_entropy' now"]
     function = recorded(TrainOptions(steps=6), function_name)
     assert setting_differences(before, function) == ["schedule 'cosine' then, 'function_name' now"]
     assert setting_differences(function, before) == ["schedule 'function_name' then, 'cosine' now"]

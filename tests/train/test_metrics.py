@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from unisono import ObserveOptions, PlanOptions, Trainer, TrainOptions, from_map_style
 from unisono.errors import ConfigError, DataError
+from unisono.observe.events import read_events
+from unisono.train.metric_kinds import NUMBERS, metric_classes, metric_kind
 from unisono.train.metrics import AUC_BINS, METRICS, SPEARMAN_BINS, as_metrics, find_metric
 
 skm = pytest.importorskip("sklearn.metrics", reason="NOT CHECKED: the extra 'dev' (scikit-learn) is not installed")
@@ -155,3 +159,162 @@ def test_each_of_several_numbers_has_an_error_in_its_own_unit() -> None:
             multioutput="raw_values",
         )
         assert metric.value(total.tolist()) == pytest.approx({"0": expected[0], "1": expected[1]})  # type: ignore[union-attr]
+
+
+def refused(name: str, outputs: Tensor, targets: Tensor) -> str:
+    with pytest.raises(DataError) as caught:
+        value(name, outputs, targets)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "top5", "f1", "f1:3", "mcc", "confusion:2"])
+def test_metrics_of_classes_refuse_numbers(name: str) -> None:
+    assert refused(name, torch.randn(60, 1), torch.randn(60)) == (
+        "targets of float32 for a metric of classes\n"
+        "  rule: it compares the largest of the logits [B, …, C] with integer targets [B, …]\n"
+        "  so:   the metric has no value\n"
+        "  try:  mae, rmse or r2 for numbers, auc for one logit of two classes, or a Metric of your own"
+    )
+    one = refused(name, torch.randn(60, 1), torch.zeros(60, dtype=torch.int64))
+    assert one.startswith("outputs [50, 1], without a number for each class, for a metric of classes\n")
+    flat = refused(name, torch.randn(60), torch.zeros(60, dtype=torch.int64))
+    assert flat.startswith("outputs [50], without a number for each class, for a metric of classes\n")
+    several = refused(name, torch.randn(60, 2), torch.zeros(60, 3, dtype=torch.int64))
+    assert several.startswith("outputs [50, 2] and targets [50, 3] for a metric of classes\n")
+
+
+@pytest.mark.parametrize("name", ["mae", "rmse", "r2", "spearman:0:1"])
+def test_metrics_of_numbers_refuse_classes(name: str) -> None:
+    assert refused(name, torch.randn(60, 2), torch.zeros(60, dtype=torch.int64)) == (
+        "outputs [50, 2] and targets [50] for a metric of numbers\n"
+        "  rule: it compares each target with one predicted number\n"
+        "  so:   the metric has no value\n"
+        "  try:  accuracy or f1:<classes> for classes, or a Metric of your own"
+    )
+
+
+@pytest.mark.parametrize("name", ["f1", "f1:2", "mcc", "confusion:2"])
+def test_a_metric_of_fewer_classes_is_refused(name: str) -> None:
+    logits, targets, _, _ = classes(3)
+    assert refused(name, logits, targets).startswith("logits of 3 classes for a metric of 2\n")
+
+
+def test_every_built_in_metric_has_a_kind() -> None:
+    kinds = {
+        name: metric_kind(name) for name in [*METRICS, "top3", "f1:3", "mcc:3", "confusion:3", "spearman:0:1", "own"]
+    }
+    assert [name for name, kind in kinds.items() if kind == NUMBERS] == ["mae", "rmse", "r2", "spearman:0:1"]
+    assert [name for name, kind in kinds.items() if not kind] == ["bits_per_byte", "own"]
+    counts = {name: metric_classes(name) for name in kinds}
+    assert {name: count for name, count in counts.items() if count} == (
+        {"f1": 2, "mcc": 2, "auc": 2, "f1:3": 3, "mcc:3": 3, "confusion:3": 3}
+    )
+
+
+class Refuses:
+    """Runs on 12 samples with held-out data; ``fit`` must end before the first step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run(self, objective: Any, metrics: Any, *, outputs: int = 1, targets: Any = 0.5) -> Trainer:
+        data = [(torch.randn(4), targets) for _ in range(12)]
+        return Trainer(
+            torch.nn.Linear(4, outputs),
+            from_map_style([{"input": x, "targets": y} for x, y in data]),
+            PlanOptions(global_batch=4, device="cpu", precision="fp32"),
+            objective=objective,
+            metrics=metrics,
+            eval_data=[{"input": x, "targets": y} for x, y in data],
+            options=TrainOptions(steps=2),
+            run_dir=self.folder,
+            observe=ObserveOptions(console="off", trackers=(), report=False),
+        )
+
+
+@pytest.mark.parametrize(
+    ("objective", "metrics", "wrong", "takes", "targets"),
+    [
+        ("mean_squared_error", ["r2", "accuracy", "f1"], ("accuracy", "f1"), "classes", "numbers"),
+        (torch.nn.MSELoss(), {"hits": "accuracy"}, ("accuracy",), "classes", "numbers"),
+        ("cross_entropy", ["mae", "accuracy", "r2"], ("mae", "r2"), "numbers", "classes"),
+        (torch.nn.CrossEntropyLoss(), "spearman:0:1", ("spearman:0:1",), "numbers", "classes"),
+    ],
+)
+def test_metrics_of_another_kind_than_the_objective(
+    tmp_path: Path, objective: Any, metrics: Any, wrong: tuple[str, ...], takes: str, targets: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Refuses(tmp_path).run(objective, metrics)
+    name = objective if isinstance(objective, str) else type(objective).__name__
+    assert [(p.given, p.rule) for p in caught.value.problems] == [
+        (f"the metric {m!r} with the objective {name}", f"{m} compares {takes}, and the targets are {targets}")
+        for m in wrong
+    ]
+
+
+def squares(outputs: Tensor, batch: Any) -> Tensor:
+    return (outputs.squeeze(-1) - batch["targets"]).square().mean()
+
+
+def likelihood(outputs: Tensor, batch: Any) -> Tensor:
+    return torch.nn.functional.cross_entropy(outputs, batch["targets"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"objective": squares, "metrics": ["accuracy"]}, "targets of float32 for a metric of classes"),
+        (
+            {"objective": likelihood, "metrics": ["mae"], "outputs": 3, "targets": 1},
+            "outputs [4, 3] and targets [4] for a",
+        ),
+        ({"objective": "cross_entropy", "metrics": ["f1:2"], "outputs": 3, "targets": 1}, "logits of 3 classes for a"),
+        (
+            {"objective": "cross_entropy", "metrics": ["bits_per_byte"], "outputs": 3, "targets": 1},
+            "metric 'bits_per_byte' on",
+        ),
+    ],
+)
+def test_metrics_are_tried_before_the_first_step(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError) as caught, Refuses(tmp_path).run(**given) as run:
+        run.fit()
+    assert str(caught.value).startswith(said)
+    kinds = [event["kind"] for event in read_events(run.events.path).events]
+    assert "run_start" in kinds
+    assert not {"step", "eval"} & set(kinds)
+
+
+def test_trying_metrics_changes_no_bit_and_no_generator(tmp_path: Path) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.norm, self.head, self.modes = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3), []
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.modes.append(self.training)
+            noisy = input + 0.1 * torch.rand(())  # also in an evaluation
+            return self.head(torch.nn.functional.dropout(self.norm(noisy), training=self.training))
+
+    generator = torch.Generator().manual_seed(1)
+    data = [{"input": torch.randn(4, generator=generator), "targets": n % 3} for n in range(12)]
+    losses = {}
+    for name, metrics in {"with": ["accuracy"], "without": []}.items():
+        model = Net()
+        with Trainer(
+            model,
+            data,
+            PlanOptions(global_batch=4, device="cpu", precision="fp32"),
+            objective="cross_entropy",
+            metrics=metrics,
+            eval_data=data,
+            options=TrainOptions(steps=3),
+            run_dir=tmp_path / name,
+            observe=ObserveOptions(console="off", trackers=(), report=False),
+        ) as run:
+            run.fit()
+            losses[name] = [e["train/loss"] for e in read_events(run.events.path).events if e["kind"] == "step"]
+        assert model.modes[: 4 if metrics else 3] == [False] * bool(metrics) + [True] * 3
+    assert losses["with"] == losses["without"]
+    assert len(losses["with"]) == 3

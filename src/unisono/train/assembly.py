@@ -61,7 +61,7 @@ from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
 from unisono.train.settings import count_modules, run_settings
-from unisono.train.setup import find_peak, open_store, throughput_unit
+from unisono.train.setup import count_tokens, find_peak, open_store, throughput_unit
 from unisono.train.state import StageTensors, TrainState
 from unisono.train.step import Batch, ForwardBackward, TrainStep, input_selector
 
@@ -397,6 +397,7 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
         timers=parts.timers,
         stop_notice=parts.stop_notice,
         observe_gradients=GradientStats(parts.sharded.sharded, parts.events, options.gradient_stats_every_steps),
+        count_units=count_tokens(given.objective),
     )
     rates = RateMeter(steps_total=options.steps, devices=parts.world.world_size)
     return StepRunner(

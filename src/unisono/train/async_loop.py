@@ -14,7 +14,7 @@ from unisono.data.loading.loader import Loader, StepBatch, to_device
 from unisono.train.async_worker import AsyncWorker
 from unisono.train.loop import StepRunner
 from unisono.train.options import is_due
-from unisono.train.step import WEIGHT, Step
+from unisono.train.step import COUNTED, Step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class AsyncLoop:
         self.worker.start_batch_shard(batch)
         step = runner.run(replace(batch, micro_batches=micro_batches))
         with runner.timers.phase("comm_exposed"):
-            self.worker.finish_batch_shard(batch.batch_shard, float(step.stats[WEIGHT]))
+            self.worker.finish_batch_shard(batch.batch_shard, float(step.stats[COUNTED]))
             if runner.metrics_reader.stop_requested:
                 self.worker.ask_to_stop()
         return step

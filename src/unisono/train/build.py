@@ -43,6 +43,7 @@ from unisono.train.compared import compared_settings
 from unisono.train.config import AUTO, RunConfig
 from unisono.train.initialize import initialize
 from unisono.train.input_pipeline import with_steps
+from unisono.train.metric_kinds import metric_classes
 from unisono.train.metrics import METRICS, Metric, find_metric
 from unisono.train.objectives import OBJECTIVES, Objective
 from unisono.train.settings import function_name
@@ -413,7 +414,7 @@ def find_objective(config: RunConfig) -> Objective:
     task = config.task
     if task.kind == "language_model":
         return OBJECTIVES["next_token"]
-    if task.kind == "masked_language_model" and not config.model.pretrained:
+    if task.kind == "masked_language_model":
         return OBJECTIVES["masked_token"]
     return OBJECTIVES["mean_squared_error" if task.has_numbers else "cross_entropy"]
 
@@ -421,6 +422,7 @@ def find_objective(config: RunConfig) -> Objective:
 def build_metrics(config: RunConfig, data: RunData) -> dict[str, Metric]:
     """Name → metric: built-in ones, entry points (``() -> Metric``), and those of ``components.own_metrics``."""
     metrics: dict[str, Metric] = {}
+    _check_metric_classes(config)
     scale = config.task.target_std or 1.0
     for name in config.components.metrics or _default_metrics(config, data):
         metrics[name] = find_metric(name, scale=scale) or _resolve("metrics", "components.metrics", name, METRICS)()
@@ -444,6 +446,20 @@ def _callbacks(config: RunConfig) -> Sequence[Every]:
         consequence="nothing would be called",
         nearest="return [Every(steps=100, call=function)], from unisono.train import Every",
     )
+
+
+def _check_metric_classes(config: RunConfig) -> None:
+    """Raise ConfigError for a metric of fewer classes than the task has."""
+    classes = len(config.task.classes) if config.components.objective == AUTO and not has_own_data(config) else 0
+    few = [name for name in config.components.metrics if 0 < metric_classes(name) < classes]
+    if config.task.has_classes and few:
+        kind = few[0].partition(":")[0]
+        raise ConfigError(
+            given=f"components.metrics {few[0]!r} with {classes} classes",
+            rule=f"{few[0]} counts {metric_classes(few[0])} classes, and each class of the task is one of them",
+            consequence="the metric would have no value, and nothing was started",
+            nearest=f"{kind}:{classes}" if kind != "auc" else f"accuracy or f1:{classes}",
+        )
 
 
 def _default_metrics(config: RunConfig, data: RunData) -> tuple[str, ...]:

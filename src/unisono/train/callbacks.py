@@ -46,7 +46,7 @@ class Every:
         if step.index % self.steps:
             return
         before = {name: tensor._version for name, tensor in _tensors(model)}
-        with _restored(model), torch.no_grad():
+        with restored(model), torch.no_grad():
             self.call(step, model)
         changed = [name for name, tensor in _tensors(model) if tensor._version != before.get(name)]
         if changed:
@@ -64,7 +64,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Generator[None]:
+def restored(model: nn.Module) -> Generator[None]:
     """Afterwards, generators and training modes are as they were, and parameters are sharded."""
     modes = {module: module.training for module in model.modules()}
     python, numpy = random.getstate(), np.random.get_state()

@@ -20,6 +20,7 @@ from unisono.optim.options import OptimOptions, ScheduleOptions, schedule_proble
 from unisono.plan.options import PlanOptions
 from unisono.tasks.model_names import MODELS, default_model, unread_settings
 from unisono.tasks.options import LANGUAGE_MODELS, ImageOptions, LoraOptions, TaskOptions, TextOptions, inert_settings
+from unisono.train.metric_kinds import CLASSES, NUMBERS, kind_problems, objective_kind
 from unisono.train.options import RunOptions, TrainOptions
 
 Component = str | Callable[..., Any]
@@ -134,6 +135,19 @@ class RunConfig:
         """Rules that tie sections together."""
         yield from self._optimization_problems()
         yield from self._task_problems()
+        yield from (("components.metrics", problem) for problem in self._metric_problems())
+
+    def _metric_problems(self) -> Iterator[Problem]:
+        """Metrics of classes for a task that predicts numbers, and the reverse."""
+        objective, task = self.components.objective, self.task
+        if objective != AUTO:
+            kind = objective_kind(objective) if isinstance(objective, str) else ""
+            beside = f"components.objective {objective!r}"
+        elif task.has_numbers:
+            kind, beside = NUMBERS, "task.predicts 'number'"
+        else:
+            kind, beside = CLASSES, f"task.kind {task.kind!r}"
+        yield from kind_problems(self.components.metrics, kind, beside)
 
     def _optimization_problems(self) -> Iterator[tuple[str, Problem]]:
         """A schedule that does not fit the run, and settings beside an optimizer or schedule of the user's own."""

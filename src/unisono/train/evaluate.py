@@ -18,6 +18,7 @@ from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter
 from unisono.parallel.fsdp import reshard
 from unisono.plan.plan import Plan
+from unisono.train.callbacks import restored
 from unisono.train.metrics import LOSS, Metric
 from unisono.train.named_losses import sum_losses
 from unisono.train.objectives import Batch, Objective
@@ -129,6 +130,25 @@ class Evaluator:
             self.state.learning_rates.after_evaluation(values["loss"])
             self._count_without_gain(values["loss"])
         return values
+
+    def try_metrics(self) -> None:
+        """Compute the metrics of the first held-out micro-batch, so that those that cannot be computed end a run at its start.
+
+        A collective. No generator and no mode is changed. Compiled models are left out: they would be compiled once more.
+        """
+        plan = self.forward_backward.plan
+        if self.held_out is None or not self.metrics or plan.backend.compile != "off":
+            return
+        with restored(self.forward_backward.model):
+            evaluate(
+                self.forward_backward,
+                self.held_out,
+                objective=self.objective,
+                metrics=self.metrics,
+                device=self.device,
+                data_rank=self.data_rank,
+                limit=plan.batch.micro_batch * plan.mesh.dp_world_size,
+            )
 
     @property
     def current_loss(self) -> float | None:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from unisono.errors import ConfigError, DataError, Problem, nearest_name
 from unisono.models.loss import IGNORED, LazyLogits
-from unisono.train.objectives import dense_logits, find_logits, find_targets, flat_weights
+from unisono.train.metric_kinds import kind_problems, objective_kind
+from unisono.train.objectives import OBJECTIVES, dense_logits, find_logits, find_targets, flat_weights
 
 Batch = Mapping[str, Tensor]
 
@@ -58,10 +59,10 @@ def _byte_sums(_outputs: Any, batch: Batch, loss_sum: Tensor, _weight: Tensor) -
 
 def _logits(outputs: Any, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """(logits [n, C], targets [n], weights [n]) a few rows at a time; a target of -100 becomes 0, of weight 0."""
-    entry = find_targets(batch)
+    entry, logits = find_targets(batch), find_logits(outputs)
+    _check_class_targets(logits, entry)
     targets, weights = entry.flatten(), flat_weights(batch, entry).double()
     weights, targets = weights * (targets != IGNORED), targets.where(targets != IGNORED, 0)
-    logits = find_logits(outputs)
     if isinstance(logits, LazyLogits):
         for rows, part in logits.chunks():
             yield part, targets[rows], weights[rows]
@@ -88,6 +89,7 @@ def f1(classes: int) -> Metric:
     def sums(outputs: Any, batch: Batch, _loss_sum: Tensor, _weight: Tensor) -> Tensor:
         table = torch.zeros(3, classes, dtype=torch.float64, device=batch["targets"].device)  # hits, predicted, actual
         for logits, targets, weights in _logits(outputs, batch):
+            _check_classes(logits.shape[-1], classes)
             chosen = logits.argmax(-1)
             table[0].index_add_(0, targets, weights * (chosen == targets))
             table[1].index_add_(0, chosen, weights)
@@ -214,6 +216,7 @@ def spearman(low: float, high: float) -> Metric:
 
     def sums(outputs: Any, batch: Batch, _loss_sum: Tensor, _weight: Tensor) -> Tensor:
         predictions, targets = dense_logits(outputs), find_targets(batch)
+        _check_numbers(predictions, targets)
         weights = flat_weights(batch, targets).double()
         table = torch.zeros(SPEARMAN_BINS**2, dtype=torch.float64, device=targets.device)
         return table.index_add_(0, bins(targets) * SPEARMAN_BINS + bins(predictions), weights)
@@ -247,7 +250,8 @@ def _errors(value: Callable[[list[float], float], float], scale: Scale) -> Metri
 
     def sums(outputs: Any, batch: Batch, _loss_sum: Tensor, _weight: Tensor) -> Tensor:
         entry = find_targets(batch)
-        targets, predictions = entry.double().flatten(), dense_logits(outputs).double().flatten()
+        _check_numbers(dense := dense_logits(outputs), entry)
+        targets, predictions = entry.double().flatten(), dense.double().flatten()
         weights = flat_weights(batch, entry).double()
         errors = predictions - targets
         terms = (errors.abs(), errors.square(), targets, targets.square(), torch.ones_like(targets))
@@ -291,6 +295,33 @@ def _check_classes(given: int, classes: int) -> None:
             rule="the metric counts every class that the model can predict",
             consequence="the metric has no value",
             nearest=f"the metric with {given} classes, such as f1:{given} or mcc:{given}",
+        )
+
+
+def _check_class_targets(logits: LazyLogits | Tensor, targets: Tensor) -> None:
+    wrong = ""
+    if targets.is_floating_point():
+        wrong = f"targets of {targets.dtype}".replace("torch.", "")
+    elif isinstance(logits, Tensor) and (logits.dim() < 2 or logits.shape[-1] < 2):
+        wrong = f"outputs {list(logits.shape)}, without a number for each class,"
+    elif isinstance(logits, Tensor) and logits.shape[:-1].numel() != targets.numel():
+        wrong = f"outputs {list(logits.shape)} and targets {list(targets.shape)}"
+    if wrong:
+        raise DataError(
+            given=f"{wrong} for a metric of classes",
+            rule="it compares the largest of the logits [B, …, C] with integer targets [B, …]",
+            consequence="the metric has no value",
+            nearest="mae, rmse or r2 for numbers, auc for one logit of two classes, or a Metric of your own",
+        )
+
+
+def _check_numbers(predictions: Tensor, targets: Tensor) -> None:
+    if predictions.numel() != targets.numel():
+        raise DataError(
+            given=f"outputs {list(predictions.shape)} and targets {list(targets.shape)} for a metric of numbers",
+            rule="it compares each target with one predicted number",
+            consequence="the metric has no value",
+            nearest="accuracy or f1:<classes> for classes, or a Metric of your own",
         )
 
 
@@ -339,6 +370,17 @@ def find_metric(name: str, *, scale: Scale = 1.0) -> Metric | None:
             return spearman(low, high)
         case _:
             return None
+
+
+def check_metric_kinds(metrics: Mapping[str, Metric | str] | Sequence[str], objective: object) -> None:
+    """Raise ConfigError for metrics of classes, by name, with an objective of numbers, and the reverse."""
+    names = metrics.values() if isinstance(metrics, Mapping) else [metrics] if isinstance(metrics, str) else metrics
+    name = str(getattr(objective, "__name__", type(objective).__name__))
+    is_known = OBJECTIVES.get(name) is objective or type(objective).__module__.startswith("torch.nn.")
+    kind = objective_kind(name) if is_known else ""
+    problems = [*kind_problems([name for name in names if isinstance(name, str)], kind, f"the objective {name}")]
+    if problems:
+        raise ConfigError(*problems)
 
 
 def as_metrics(metrics: Mapping[str, Metric | str] | Sequence[str]) -> dict[str, Metric]:

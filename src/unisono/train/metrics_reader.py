@@ -20,7 +20,7 @@ from unisono.observe.monitor import peak_rss_bytes
 from unisono.parallel.device import memory_bytes
 from unisono.parallel.sharding import ShardedParameters
 from unisono.train.comm_stats import CommStats
-from unisono.train.step import GOOD, LOSS, NAMED, NORM, STOP, WEIGHT, Step
+from unisono.train.step import COUNTED, GOOD, LOSS, NAMED, NORM, STOP, Step
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class MetricsReader:
     """Collects steps and reads them ``every`` steps; ``flops_per_token`` 0 means no MFU is shown.
 
     ``epochs_total`` is the number of the epoch that the run ends in, None for a stream. Throughput is in ``unit``:
-    ``samples_per_step`` a step, or if that is 0 the step's weight.
+    ``samples_per_step`` a step, or if that is 0 the units that the step has counted.
     """
 
     events: EventLog
@@ -66,7 +66,7 @@ class MetricsReader:
         steps, self._pending = self._pending, []
         rows: list[list[float]] = torch.stack([step.stats for step in steps]).tolist()
         counted = (
-            self.samples_per_step * len(steps) if self.samples_per_step else round(sum(row[WEIGHT] for row in rows))
+            self.samples_per_step * len(steps) if self.samples_per_step else round(sum(row[COUNTED] for row in rows))
         )
         self.rates.step_done(steps[-1].index, tokens=counted, steps=len(steps), exclude=self.compiling)
         self.compiling = False
@@ -75,7 +75,7 @@ class MetricsReader:
         if self.comm_stats is not None:
             self.comm_stats.add(steps[-1].index, len(steps), split.seconds["comm_exposed"])
         for step, row in zip(steps, rows, strict=True):
-            self.weight_total += row[WEIGHT]
+            self.weight_total += row[COUNTED]
             self.stop_requested |= row[STOP] > 0
             fields = {
                 "step": step.index,

@@ -49,9 +49,10 @@ def next_token(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def masked_token(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats over the P tokens of each text that ``data.text.masking`` chose.
+    """Cross-entropy in nats over the tokens of each text that ``data.text.masking`` chose.
 
-    ``outputs`` are as for ``next_token``, at these tokens; ``batch`` has their targets and weights [B, P].
+    ``outputs`` are as for ``next_token``, at these P tokens, and ``batch`` has their targets and weights [B, P]. Or at all tokens
+    [B, T], with targets of -100 at the others. Throughput counts all tokens of the texts, also those that are not hidden.
     """
     return next_token(outputs, batch)
 

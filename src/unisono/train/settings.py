@@ -32,6 +32,8 @@ STRETCHED_SCHEDULES = ("linear", "cosine", "polynomial", "wsd")
 CONDITIONAL = ("train.steps", "train.eval_every_steps", "train.num_eval_samples")
 # recorded by later versions only
 LATER = ("train.loss_scale", "loader.max_bad_sample_frac")
+# earlier versions trained pretrained masked models with another name of the same objective
+RENAMED = {"objective": ("cross_entropy", "masked_token")}
 NOT_FLAT = ("model", "config", "code", "data.samples")
 MAX_SAMPLES = 64  # compared samples of data whose fingerprint does not tell their content
 SAMPLES_S, SAMPLES_BYTES = 1.0, 64 << 20  # after which no more of them is read
@@ -143,7 +145,8 @@ def setting_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) ->
             continue
         if name in LATER and name not in saved:
             continue
-        if saved.get(name) != current.get(name):
+        then_now = saved.get(name), current.get(name)
+        if then_now[0] != then_now[1] and then_now != RENAMED.get(name):
             texts.append(f"{name} {_shown(saved, name)} then, {_shown(current, name)} now")
         else:
             same.add(name)

@@ -45,7 +45,8 @@ from unisono.plan.tp_trial import pairs_with_extra_parameters, runs_with_shards
 from unisono.plan.validate import validate_plan
 from unisono.storage.files import os_reason
 from unisono.train.gradient_sync import local_sgd_config
-from unisono.train.objectives import Objective, masked_token, next_token
+from unisono.train.objectives import Batch, Objective, find_targets, masked_token, next_token
+from unisono.train.run_record import TOKEN_ENTRIES
 from unisono.train.step import input_selector
 
 _LOG: Final = logging.getLogger("unisono.train")
@@ -251,11 +252,27 @@ def find_peak(device: torch.device, plan: Plan, world: World) -> PeakFlops:
     return PeakFlops(**world.broadcast_json(asdict(peak) if peak else None))
 
 
+def count_tokens(objective: Objective) -> Callable[[Batch], Tensor] | None:
+    """The number [] of tokens of a micro-batch, for ``masked_token``, whose weight counts the hidden ones only; else None.
+
+    Padding does not count. Without an entry of tokens the result is the number of targets.
+    """
+
+    def count(batch: Batch) -> Tensor:
+        for mask in ("padding", "attention_mask"):  # true for a token of the text
+            if mask in batch:
+                return batch[mask].count_nonzero()
+        tokens = next((batch[name] for name in TOKEN_ENTRIES if name in batch), find_targets(batch))
+        return torch.tensor(tokens.numel(), device=tokens.device)
+
+    return count if objective is masked_token else None
+
+
 def throughput_unit(objective: Objective, data: Any, plan: Plan, flops_per_token: float) -> dict[str, Any]:
     """What the throughput of a run counts, as ``unit`` and ``samples_per_step`` of ``MetricsReader``.
 
-    Tokens, where the objective's weight counts them or FLOPs are given per token; else samples, which are called images if they
-    have an ``image``.
+    Tokens, where the objective's weight or ``count_tokens`` counts them, or FLOPs are given per token; else samples, which are
+    called images if they have an ``image``.
     """
     if flops_per_token or objective in (next_token, masked_token):
         return {"unit": "tokens", "samples_per_step": 0}

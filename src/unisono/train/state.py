@@ -62,8 +62,8 @@ class SyncState(Protocol):
 class TrainState:
     """Model, optimizer, and everything else a step changes.
 
-    ``step`` counts finished optimizer steps, ``weight_total`` [] float64 the tokens (or samples) in them. ``sharded`` are this
-    rank's shards of the model's parameters.
+    ``step`` counts finished optimizer steps, ``weight_total`` [] float64 the tokens (or samples) counted in them. ``sharded`` are
+    this rank's shards of the model's parameters.
     """
 
     model: nn.Module

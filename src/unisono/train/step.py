@@ -39,7 +39,7 @@ from unisono.train.objectives import Batch, Objective, counted_labels
 from unisono.train.state import TrainState
 
 # Places in ``Step.stats``
-LOSS, NORM, GOOD, WEIGHT, STOP, NAMED = range(6)
+LOSS, NORM, GOOD, WEIGHT, COUNTED, STOP, NAMED = range(7)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +48,8 @@ class Step:
 
     ``epoch`` is the epoch that it belongs to, counted from 1; that of its first sample, where it spans two.
 
-    ``stats`` [5 + n] is on the device: loss, gradient norm, 1 if the step counted, weight, number of ranks asked to stop, and
-    the n losses of ``loss_names``.
+    ``stats`` [6 + n] is on the device: loss, gradient norm, 1 if the step counted, weight, the number of tokens or samples that
+    throughput counts, number of ranks asked to stop, and the n losses of ``loss_names``.
     """
 
     index: int
@@ -96,7 +96,10 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainStep:
-    """Makes one optimizer step of a batch whose micro-batches are on the device."""
+    """Makes one optimizer step of a batch whose micro-batches are on the device.
+
+    ``count_units`` gives the number [] of tokens or samples in a micro-batch that throughput counts; None takes the weight.
+    """
 
     forward_backward: ForwardBackward
     objective: Objective
@@ -109,26 +112,28 @@ class TrainStep:
     timers: StepTimers
     stop_notice: StopNotice | None
     observe_gradients: Callable[[int, list[Tensor], Tensor], None]
+    count_units: Callable[[Batch], Tensor] | None = None
 
     def run(self, batch: StepBatch) -> Step:
         """Consume one step's micro-batches; ``state.step`` is one higher afterwards."""
         state, timers = self.state, self.timers
         loss_factor = state.loss_scaler.value / self.plan.batch.global_batch
         set_balance_loss_scale(self.forward_backward.model, loss_factor)
-        # loss sum, weight, number of ranks asked to stop
-        totals = torch.zeros(3, dtype=state.weight_total.dtype, device=state.weight_total.device)
+        # loss sum, weight, counted units, number of ranks asked to stop
+        totals = torch.zeros(4, dtype=state.weight_total.dtype, device=state.weight_total.device)
 
         def scaled_loss(outputs: Any, micro_batch: Batch) -> Tensor:
             losses, weight = self.objective(outputs, micro_batch)
             loss_sum = self.named_losses.add(losses)
             totals[0] += loss_sum.detach()
             totals[1] += weight
+            totals[2] += weight if self.count_units is None else self.count_units(micro_batch)
             return loss_sum * loss_factor
 
         frozen = state.optimizer.frozen(state.step)
         with self._without_gradients(frozen):
             self.forward_backward.train(batch.micro_batches, scaled_loss, self.sync, timers, state.step)
-        totals[2] = float(self.stop_notice is not None and self.stop_notice.requested)
+        totals[3] = float(self.stop_notice is not None and self.stop_notice.requested)
         with timers.phase("comm_exposed"):
             self.sync.wait(totals)
             state.sharded.sum_partial_grads(self.partial_grad_groups)
@@ -186,15 +191,16 @@ class TrainStep:
         state.loss_scaler.update(~norm.isfinite())
         if state.average is not None:
             state.average.update(good)
-        counted = weight.nan_to_num(nan=0.0, posinf=0.0)  # a poisoned weight must not outlive its step
+        weight_and_units = torch.stack([weight, totals[2] / self.plan.mesh.tp])
+        counted = weight_and_units.nan_to_num(nan=0.0, posinf=0.0)  # a poisoned weight must not outlive its step
         if state.sync_state is not None and state.sync_state.params_diverge:
             # the other ranks made as large a step and did not send its weight
             counted = counted * self.plan.mesh.dp_world_size
-        state.weight_total += counted
+        state.weight_total += counted[1]
         self.sync.zero_grad()
         if state.sync_state is not None:
             state.sync_state.after_step(state.step + 1, good)
-        return lr, torch.stack([loss, norm.to(loss.dtype), good.to(loss.dtype), counted, totals[2]])
+        return lr, torch.stack([loss, norm.to(loss.dtype), good.to(loss.dtype), *counted, totals[3]])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,7 +54,7 @@ from unisono.train.callbacks import Every
 from unisono.train.gradient_sync import build_gradient_sync
 from unisono.train.input_pipeline import InputPipeline, build_loader, read_eval_source, read_source
 from unisono.train.loop import Result, SyncLoop
-from unisono.train.metrics import Metric, as_metrics
+from unisono.train.metrics import Metric, as_metrics, check_metric_kinds
 from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective, find_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions, folder_problem
@@ -196,6 +196,7 @@ class Trainer:
         self._given_dir = default_run_dir() if run_dir is None else Path(run_dir)
         if problem := folder_problem(self._given_dir if run_dir is None else run_dir, "run_dir"):
             raise ConfigError(problem)
+        check_metric_kinds(metrics or {}, given_objective)
         self._inputs = RunInputs(
             model=model,
             eval_data=read_eval_source(eval_data, source.collate_fn),
@@ -431,6 +432,8 @@ class Trainer:
         evaluator = loop.runner.evaluator
         if metrics and self.eval_data is None:
             self.events.emit("notice", step=self.state.step, **inert_metrics_notice(list(metrics)))
+        if self.state.step < self.options.steps:
+            evaluator.try_metrics()
         for step in loop:
             if self.eval_data is not None and loop.evaluates_after(step.index):
                 self.evaluate()
