@@ -101,6 +101,9 @@ def test_classes_of_an_arrow_folder(tmp_path: Path) -> None:
     data: Any = open_source(tmp_path / "d" / "train")
     assert (data.classes, data.class_column) == (("cat", "dog"), "label")
     assert data.samples(np.array([0]))[0]["image"].tobytes() == b"encoded"
+    other: dict[str, object] = {**names, "names": ["tom", "rex"]}
+    write_arrow_folder(tmp_path / "e", table, {"image": {"_type": "Image"}, "label": other})
+    assert open_source(tmp_path / "e").fingerprint != data.fingerprint
     (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(DataError, match="which has the splits train, test"):
         open_source(tmp_path / "d")

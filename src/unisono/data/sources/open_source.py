@@ -141,7 +141,8 @@ class _Rows(PerSampleDataset):
             raise _unfit("a source without rows", "a source with at least one row")
         self.class_names = reader.class_names
         self.class_column, self.classes = _first_classes(reader.class_names)
-        self.fingerprint = f"{reader.fingerprint}:{self._columns}"
+        named = f":{reader.class_names}" if reader.class_names else ""
+        self.fingerprint = f"{reader.fingerprint}:{self._columns}{named}"
         self.samples(np.zeros(1, np.int64))  # an unknown column is an error here
 
     def __len__(self) -> int:
@@ -200,7 +201,10 @@ class _Selected(PerSampleDataset):
         self._base, self._columns, self.location = base, None if columns is None else dict(columns), location
         self.class_names = class_names
         self.class_column, self.classes = _first_classes(class_names)
-        self.fingerprint = base.fingerprint if columns is None else f"{base.fingerprint}:{self._columns}"
+        # the same rows with and without names of their classes are not the same data
+        chosen = "" if columns is None else f":{self._columns}"
+        named = f":{class_names}" if class_names else ""
+        self.fingerprint = f"{base.fingerprint}{chosen}{named}"
         if len(self):
             self.samples(np.zeros(1, np.int64))
 
