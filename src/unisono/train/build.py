@@ -135,8 +135,12 @@ def build_data(config: RunConfig, *, held_out_only: bool = False) -> RunData:
 
 
 def _task_data(config: RunConfig, *, held_out_only: bool) -> RunData:
-    tokenizer, task = find_tokenizer(config), config.task
     pretrained = bool(config.model.pretrained)
+    if pretrained:
+        from unisono.tasks.pretrained import check_folder
+
+        check_folder(config.model.pretrained, config.task.kind, _copies(config))  # before a corpus is prepared
+    tokenizer, task = find_tokenizer(config), config.task
     if pretrained and tokenizer is not None and tokenizer.name == BYTES:
         what = "%s has no tokenizer: a token is a byte of the text; data.tokenizer=FILE has another one"
         logging.getLogger("unisono").warning(what, config.model.pretrained)
