@@ -496,7 +496,7 @@ def test_throughput_is_named_in_what_is_counted(desk: Desk, tmp_path: Path, kind
     settings += {
         "image": ["--set=image.size=16", "--set=components.model=resnet14"],
         "table": ["--set=task.target=dear", '--set=task.inputs=["x","y","kind"]'],
-    }.get(kind, [*SMALL, "--set=data.seq_len=16"])
+    }.get(kind, [*SMALL, "--set=data.seq_len=24"])
     done = desk.here("train", "--debug", f"--set=run.dir={tmp_path / 'run'}", "--set=observe.console=plain", *settings)
     assert done.code == 0, done.err
     last = [event for event in read_events(events_path(tmp_path / "run", 0)).events if event["kind"] == "step"][-1]

@@ -46,6 +46,9 @@ def test_cut_words(tmp_path: Path) -> None:
         "cost": "25 % of the words are cut off, neither learned nor scored",
         "fix": "data.seq_len=9, the longest of them, with another run.dir",
     }
+    notice = cut(tmp_path, "sequence_labelling", 8, rows)
+    assert notice is not None
+    assert notice["cost"] == "their last words are cut short"
 
 
 @pytest.mark.parametrize(("kind", "longest"), [("text", 8), ("masked_language_model", 8), ("language_model", 7)])

@@ -60,7 +60,9 @@ def cut_notice(task: TaskOptions, train: Dataset, tokenizer: Tokenizer, seq_len:
             sum(len({word for word in tokenizer.encode_words(row, length)[1] if word >= 0}) for row in words)
             for length in (seq_len, _UNCUT)
         )
-        cost = f"{100 * (every - kept) / every:.3g} % of the words are cut off, neither learned nor scored"
+        cost = "their last words are cut short"
+        if kept < every:
+            cost = f"{100 * (every - kept) / every:.3g} % of the words are cut off, neither learned nor scored"
     return {
         "code": "texts_cut",
         "what": f"{num_cut} of the first {len(samples)} training texts have more than {seq_len} tokens",
