@@ -15,6 +15,11 @@ from pathlib import Path
 import pytest
 from certificates import Authority
 
+from unisono.dist import JobSpec
+from unisono.dist.dmlc import take_role
+from unisono.errors import LaunchError
+from unisono.kvstore.server import dmlc as server
+
 pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = """
@@ -179,3 +184,46 @@ def test_servers_end_with_a_scheduler_that_is_killed(tmp_path: Path) -> None:
         assert server.poll() is None or server.returncode == 0
         worker.kill()
         assert server.wait(30) == 0
+
+
+@pytest.mark.parametrize("role", ["server", "worker"])
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        ("UNISONO_SECRET_FILE", "none", "ENOENT, No such file or directory"),
+        ("UNISONO_SECRET_FILE", ".", "it is something else"),
+        ("UNISONO_SECRET_FILE", "/dev/zero", "it is something else"),
+        ("UNISONO_SECRET_FILE", "short", "it holds 3 bytes"),
+        ("UNISONO_TLS", "short", "it is something else"),
+        ("UNISONO_TLS", "none", "ENOENT, No such file or directory"),
+    ],
+)
+def test_bad_credentials_are_found_before_the_scheduler_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, name: str, value: str, fault: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short").write_bytes(b"abc")
+    for other in ("UNISONO_SECRET_FILE", "UNISONO_SECRET_FD", "UNISONO_TLS"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    # a port that nobody listens at: waiting for its scheduler would take two minutes
+    spec = JobSpec(source="dmlc", role=role, servers=1, world_size=1, master_addr="127.0.0.1", master_port=1)
+    began_s = time.monotonic()
+    with pytest.raises(LaunchError) as caught:
+        take_role(spec)
+    assert time.monotonic() - began_s < 5
+    (problem,) = caught.value.problems
+    assert problem.given == f"{name}={value}: {fault}"
+    assert problem.consequence.endswith("so nothing was started")
+
+
+def test_a_server_with_an_impossible_host_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret").write_bytes(bytes(32))
+    monkeypatch.setenv("UNISONO_SECRET_FILE", str(tmp_path / "secret"))
+    monkeypatch.setenv("DMLC_NODE_HOST", "300.1.1.1")
+    spec = JobSpec(source="dmlc", role="server", servers=1, world_size=1, master_addr="127.0.0.1", master_port=1)
+    with pytest.raises(LaunchError) as caught:
+        server._serve(spec)
+    (problem,) = caught.value.problems
+    assert problem.given.startswith("'300.1.1.1' is no address that is known here: ")
+    assert problem.rule == "a server listens at the name or IP address of one interface of this machine"

@@ -139,6 +139,12 @@ def test_dmlc_worker_without_a_number() -> None:
     assert "try:  DMLC_WORKER_ID=0 … 1, one for each worker" in text
 
 
+def test_dmlc_without_a_meeting_place() -> None:
+    for address in ("", "  "):
+        with pytest.raises(LaunchError, match="processes meet at the name or IP address of a host"):
+            job_from_environ(DMLC | {"DMLC_PS_ROOT_URI": address})
+
+
 def test_dmlc_servers_and_scheduler() -> None:
     # as MXNet's local tracker starts them: tasks are numbered in one row, workers first
     task = {name: value for name, value in DMLC.items() if name != "DMLC_WORKER_ID"} | {"DMLC_NUM_SERVER": "2"}

@@ -372,3 +372,70 @@ def test_a_save_that_fails_is_told_and_ends_the_loop(
     with pytest.raises(CheckpointError, match="the checkpoint of step 2, which could not be written"), checkpoints:
         pass
     assert "checkpoint_failed step=2" in capsys.readouterr().err
+
+
+def test_a_step_without_a_backward_pass_of_ours_is_an_error() -> None:
+    model = net()
+    update = made(model, alone())
+    before = leaves(update.state_dict())
+    losses(model, rows_of(0)).mean().backward()  # torch's own habit
+    with pytest.raises(ConfigError) as caught:
+        update.step()
+    (problem,) = caught.value.problems
+    assert problem.given == "step() without a backward pass of this step"
+    assert problem.nearest == "update.backward(losses.sum(), len(losses)) in place of loss.backward()"
+    assert same(before, leaves(update.state_dict()))
+    for weight in (8, 0):  # a batch of samples that all weigh nothing is skipped as before
+        update.backward(losses(model, rows_of(1)).sum(), weight)
+        assert update.step().skipped == (weight == 0)
+    with pytest.raises(ConfigError, match="without a backward pass of this step"):
+        update.step()
+
+
+def without_backward(world: World) -> tuple[float, list[str]]:
+    model = net()
+    update = made(model, world)
+    if world.rank == 0:
+        update.backward(losses(model, rows_of(0)).sum(), 8)
+    loss, said = update.step().loss, []
+    done = update.step()
+    assert done.skipped
+    assert "nan" in repr(done)
+    try:
+        said.append(str(done.loss))
+    except ConfigError as error:
+        said.append(error.problems[0].given)
+    return loss, said
+
+
+def test_a_rank_may_have_no_samples_but_not_all_of_them(pool: Pool) -> None:
+    first, second = pool.run(without_backward, ranks=2)
+    assert first == second
+    assert first[0] == pytest.approx(float(losses(net(), rows_of(0)).mean().detach()))
+    assert first[1] == ["step() without a backward pass of any rank"]
+
+
+def test_parts_that_cannot_be_saved_are_refused_at_construction(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        LoopCheckpoints(tmp_path / "loop", {"net": net(), "best": 3.5, "kind": nn.Linear}, alone())  # pyright: ignore
+    assert [problem.given for problem in caught.value.problems] == [
+        "part 'best' is float, which has no state_dict and no load_state_dict",
+        "part 'kind' is the class Linear, not an object of it",
+    ]
+    assert not (tmp_path / "loop").exists()
+
+
+def test_another_model_is_refused_with_the_path_of_the_checkpoint(tmp_path: Path) -> None:
+    world = alone()
+    with LoopCheckpoints(tmp_path, {"net": net()}, world) as checkpoints:
+        checkpoints.save(4)
+    with (
+        pytest.raises(CheckpointError) as caught,
+        LoopCheckpoints(tmp_path, {"net": nn.Linear(3, 8)}, world) as checkpoints,
+    ):
+        checkpoints.resume()
+    (problem,) = caught.value.problems
+    assert problem.given.startswith(
+        f"the state of 'net' in {tmp_path}/step-00000004 does not fit Linear: Error(s) in loading"
+    )
+    assert problem.rule.startswith("a loop continues with parts like those that it saved")

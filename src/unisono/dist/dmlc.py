@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import os
 import socket
+import stat
 import sys
 import time
 from collections.abc import Mapping
@@ -25,11 +26,13 @@ from torch.distributed import PrefixStore, Store
 from unisono.dist.jobspec import JobSpec
 from unisono.dist.rendezvous import open_store
 from unisono.errors import CommError, LaunchError
+from unisono.storage.files import os_reason
 
 LIFELINE, SERVER = "lifeline", "server/{}"
 MEET_S = 120.0
 
 _MODULE = "unisono.kvstore.server.dmlc"
+_SECRET_BYTES = 32
 _POLL_S = 0.05
 # this process's connection to the scheduler
 _LIFELINES: dict[int, socket.socket] = {}
@@ -45,6 +48,7 @@ def take_role(job: JobSpec) -> None:
         return
     if job.role == "worker":
         if job.servers:
+            check_credentials(os.environ)
             _report(job)
         return
     if job.role == "server":
@@ -65,6 +69,33 @@ def require_credentials(environ: Mapping[str, str]) -> None:
             consequence="anyone who reaches the port could change the parameters, so nothing was started",
             nearest="on every host: umask 077; head -c 32 /dev/urandom > secret (one file, copied); UNISONO_SECRET_FILE=secret",
         )
+    check_credentials(environ)
+
+
+def check_credentials(environ: Mapping[str, str]) -> None:
+    """Raise LaunchError if the secret's file or the folder of certificates is none. Their content is read when it is used."""
+    for name, kind, is_kind in (
+        ("UNISONO_SECRET_FILE", "a plain file of 32 bytes", stat.S_ISREG),
+        ("UNISONO_TLS", "a folder of certificates", stat.S_ISDIR),
+    ):
+        if not (value := environ.get(name)):
+            continue
+        fault = ""
+        try:
+            facts = os.stat(value)
+            if not is_kind(facts.st_mode):
+                fault = "it is something else"
+            elif name == "UNISONO_SECRET_FILE" and facts.st_size != _SECRET_BYTES:
+                fault = f"it holds {facts.st_size} bytes"
+        except (OSError, ValueError) as error:
+            fault = os_reason(error) if isinstance(error, OSError) else str(error)
+        if fault:
+            raise LaunchError(
+                given=f"{name}={value}: {fault}",
+                rule=f"it is {kind}, the same on all hosts",
+                consequence="this process could not prove that it belongs to the job, so nothing was started",
+                nearest="umask 077; head -c 32 /dev/urandom > secret (one file, copied); UNISONO_SECRET_FILE=secret",
+            )
 
 
 def has_credentials(environ: Mapping[str, str]) -> bool:

@@ -339,6 +339,8 @@ def _checked(job: JobSpec) -> JobSpec:
             )
         if job.server_index is not None and not 0 <= job.server_index < job.servers:
             yield f"server {job.server_index} of {job.servers}", "0 <= server index < servers"
+        if not job.master_addr.strip():
+            yield f"the address {job.master_addr!r}", "processes meet at the name or IP address of a host"
         if not 0 <= job.master_port < 2**16:
             yield f"port {job.master_port}", "a port is at most 65535"
 

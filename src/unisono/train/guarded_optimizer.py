@@ -28,18 +28,22 @@ from unisono.train.loss_scaler import LossScaler
 class Update:
     """What one step of a ``GuardedOptimizer`` did.
 
-    ``stats`` [4] is on the device: loss, gradient norm, 1 if the step counted, weight. The properties wait for it.
+    ``stats`` [5] is on the device: loss, gradient norm, 1 if the step counted, weight, number of backward passes. The properties
+    wait for it.
     """
 
     stats: Tensor
 
     def __repr__(self) -> str:
-        return f"Update(loss={self.loss:.4g}, norm={self.norm:.4g}, skipped={self.skipped})"
+        return f"Update(loss={float(self.stats[0]):.4g}, norm={self.norm:.4g}, skipped={self.skipped})"
 
     @property
     def loss(self) -> float:
-        """Sum of the losses over the sum of the weights, over all ranks."""
-        return float(self.stats[0])
+        """Sum of the losses over the sum of the weights, over all ranks. Raises ConfigError if no rank had a backward pass."""
+        stats = self.stats.tolist()
+        if not stats[4]:
+            raise _no_backward("of any rank")
+        return stats[0]
 
     @property
     def norm(self) -> float:
@@ -113,9 +117,9 @@ class GuardedOptimizer:
         self._store = create_kvstore("dist_sync", world)
         self._store.broadcast(model.state_dict())
         self._sync = self._store.gradients(parameters)
-        # loss sum, weight
-        self._totals = torch.zeros(2, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        self._sent = False
+        # loss sum, weight, backward passes
+        self._totals = torch.zeros(3, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self._sent = self._has_part = False
 
     def __repr__(self) -> str:
         count = sum(parameter.numel() for parameter in self._parameters)
@@ -140,7 +144,9 @@ class GuardedOptimizer:
                 consequence="some would be summed over the ranks without the new part, so nothing was added",
                 nearest="step() before, or last=True in the last call only",
             )
-        self._totals += torch.stack([loss_sum.detach().to(self._totals), torch.as_tensor(weight).to(self._totals)])
+        self._has_part = True
+        parts = (loss_sum.detach(), torch.as_tensor(weight), torch.ones((), device=self._totals.device))
+        self._totals += torch.stack([part.to(self._totals) for part in parts])
         if last:
             self._sent = True
             self._sync.prepare_last_backward()
@@ -150,9 +156,16 @@ class GuardedOptimizer:
     def step(self) -> Update:
         """Sum gradients over the ranks and update the parameters, or skip the step on all of them. Gradients are then zero.
 
-        A rank without samples calls it too. Raises CommError if a rank is lost.
+        A rank without samples calls it too.
+
+        Raises:
+            ConfigError: There is one rank, and ``backward`` was not called since the last step. With several ranks, reading
+                ``Update.loss`` raises it if none called it.
+            CommError: A rank is lost.
         """
-        totals, self._sent = self._totals, False
+        if self._world.world_size == 1 and not self._has_part:
+            raise _no_backward("of this step")
+        totals, self._sent, self._has_part = self._totals, False, False
         self._sync.wait(totals)
         loss, weight = totals[0] / totals[1], totals[1]
         divisor = (self.scaler.value * weight / self._expected_weight).float()
@@ -161,7 +174,7 @@ class GuardedOptimizer:
         self._optimizer.step(divisor / clip_coefficient(norm, self._clip_norm), (~good).float())
         self.scaler.update(~norm.isfinite())
         self._sync.zero_grad()
-        stats = torch.stack([value.to(totals.dtype) for value in (loss, norm, good, weight)])
+        stats = torch.stack([value.to(totals.dtype) for value in (loss, norm, good, weight, totals[2])])
         totals.zero_()
         self._share_buffers()
         return Update(stats)
@@ -238,6 +251,15 @@ def _require_same_parameters(optimizer: Optimizer, parameters: Mapping[str, nn.P
         )
     if problems or not parameters:
         raise ConfigError(*problems or [_nothing_to_train(kind)])
+
+
+def _no_backward(whose: str) -> ConfigError:
+    return ConfigError(
+        given=f"step() without a backward pass {whose}",
+        rule="the gradients of a step are those of GuardedOptimizer.backward(loss_sum, weight)",
+        consequence="there is no gradient of this step, so nothing was changed",
+        nearest="update.backward(losses.sum(), len(losses)) in place of loss.backward()",
+    )
 
 
 def _nothing_to_train(kind: str) -> Problem:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unisono.checkpoint import Checkpointer, CheckpointOptions, CheckpointReader, find_latest, open_checkpoint
 from unisono.dist import World
-from unisono.errors import CheckpointError
+from unisono.errors import CheckpointError, Problem
 from unisono.train.options import folder_problem, is_due
 from unisono.train.state import generator_states, restore_generators
 
@@ -54,7 +54,7 @@ class LoopCheckpoints:
             Default: rank 0 prints failed saves, failed uploads and quarantined checkpoints.
 
     Raises:
-        CheckpointError: The folder cannot be used; later, a state cannot be saved or does not fit, or
+        CheckpointError: The folder or a part cannot be used; later, a state cannot be saved or does not fit, or
             ``options.max_failures`` saves in a row have failed.
     """
 
@@ -70,6 +70,7 @@ class LoopCheckpoints:
     ) -> None:
         if problem := folder_problem(folder, "folder"):
             raise CheckpointError(problem)
+        _require_states(parts)
         # absolute: the loop may change the current folder
         self._given, self._root = str(folder), Path(folder).absolute()
         self._parts, self._world, self._seed = dict(parts), world, seed
@@ -101,7 +102,15 @@ class LoopCheckpoints:
             )
         states = {name: _decoded(state, reader) for name, state in saved.items()}
         for name, part in self._parts.items():
-            part.load_state_dict(states[name])
+            try:
+                part.load_state_dict(states[name])
+            except (RuntimeError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                raise CheckpointError(
+                    given=f"the state of {name!r} in {path} does not fit {type(part).__name__}: {error}",
+                    rule="a loop continues with parts like those that it saved: the same model, the same optimizer",
+                    consequence="the loop did not begin; parts before this one have their saved state",
+                    nearest="the parts as they were, or another folder for a new loop",
+                ) from error
         restore_generators(reader, rank=self._world.rank, seed=self._seed, step=reader.step)
         self._saved_step = self._resumed_step = reader.step
         return reader.step
@@ -147,6 +156,25 @@ class LoopCheckpoints:
                 self.wait()
         finally:
             self.close()
+
+
+def _require_states(parts: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for parts that cannot be saved and loaded."""
+    problems: list[Problem] = []
+    for name, part in parts.items():
+        missing = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(part, method, None))]
+        if missing or isinstance(part, type):
+            problems.append(
+                Problem(
+                    given=f"part {name!r} is {'the class ' + part.__name__ if isinstance(part, type) else type(part).__name__}"
+                    + (f", which has no {' and no '.join(missing)}" if missing else ", not an object of it"),
+                    rule="a part has state_dict() and load_state_dict(state)",
+                    consequence="it could not be saved, so nothing was started",
+                    nearest="a module, an optimizer, a scheduler, or an object of yours with these two methods",
+                )
+            )
+    if problems:
+        raise CheckpointError(*problems)
 
 
 def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

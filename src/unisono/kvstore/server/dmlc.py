@@ -134,7 +134,10 @@ def _keep_store(job: JobSpec) -> int:
 
 
 def _serve(job: JobSpec) -> int:
+    # what can be wrong on this host alone is found before the scheduler is waited for
     require_credentials(os.environ)
+    host = os.environ.get("DMLC_NODE_HOST") or choose_interface(job.interface, job.master_addr).address
+    listener = listen(host, tls=bool(os.environ.get("UNISONO_TLS")))
     store = scheduler_store(job)
     number = job.server_index if job.server_index is not None else store.add("servers", 1) - 1
     if number >= job.servers:
@@ -144,8 +147,6 @@ def _serve(job: JobSpec) -> int:
             consequence="this one was not started",
             nearest="one process with DMLC_ROLE=server less",
         )
-    host = os.environ.get("DMLC_NODE_HOST") or choose_interface(job.interface, job.master_addr).address
-    listener = listen(host, tls=bool(os.environ.get("UNISONO_TLS")))
     store.set(SERVER.format(number), f"{host}:{listener.getsockname()[1]}")
     addresses = server_addresses(job)
     line = connect_lifeline(job, f"server {number}")

@@ -58,7 +58,15 @@ class Admission:
 def listen(host: str, port: int = 0, *, tls: bool = False) -> socket.socket:
     """A listener on one address. Raises ConfigError for all interfaces at once, or a public one without TLS;
     LaunchError where the port is taken or the address is not this machine's."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError) as error:
+        raise LaunchError(
+            given=f"{host!r} is no address that is known here: {error}",
+            rule="a server listens at the name or IP address of one interface of this machine",
+            consequence="no port was opened",
+            nearest="the address of an interface, such as 127.0.0.1; ip -brief address lists them",
+        ) from error
     if str(address[0]) in ("0.0.0.0", "::"):
         raise ConfigError(
             given=f"{host or 'no host'} means every interface of this machine",
