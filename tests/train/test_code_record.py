@@ -56,6 +56,14 @@ def of(factor, kept=object()):
 def by_weight(outputs, batch, factor=1.0, call=None):
     return factor * F.cross_entropy(outputs, batch["targets"])
 
+def configured(config):
+    itself = []
+    itself.append(itself)
+    def objective(outputs, batch):
+        assert itself
+        return config["factor"] * F.cross_entropy(outputs, batch["targets"])
+    return objective
+
 class Loss:
     def __init__(self, power=2, root="/nowhere/at/all"):
         self.power, self.root, self.calls = power, root, 0
@@ -141,6 +149,11 @@ PIECES = {
         "given['objective'] = of(1.0)",
         "given['objective'] = of(2.0)",
         ["objective: `factor` of `objective` 1.0 then, 2.0 now"],
+    ),
+    "entry of a dict": (
+        "given['objective'] = configured({'factor': 1.0, 'steps': 10})",
+        "given['objective'] = configured({'factor': 2.0, 'steps': 10})",
+        ["objective: `config` of `objective` {'factor': 1.0} then, {'factor': 2.0} now"],
     ),
     "lambda": (
         SCHEDULE.format("lambda step: 0.1"),
@@ -278,6 +291,12 @@ def test_values_that_training_changes_are_not_compared(tmp_path: Path) -> None:
     assert listed(names, tmp_path, resume="strict") == []
     names["model"].alpha = 3
     assert listed(names, tmp_path) == ["model: `alpha` of `Net` 1 then, 3 now"]
+
+
+def test_entries_of_a_dict_that_a_function_does_not_read_are_not_compared(tmp_path: Path) -> None:
+    train(script("given['objective'] = configured({'factor': 1.0, 'steps': 10})"), tmp_path)
+    longer = script("given['objective'] = configured({'factor': 1.0, 'steps': 20})")
+    assert listed(longer, tmp_path, resume="strict") == []
 
 
 def test_other_versions_of_python_and_checkpoints_without_a_record() -> None:

@@ -476,9 +476,16 @@ def test_a_step_names_all_its_values(tmp_path: Path) -> None:
     run = Trainer(Line(3, 1), data, plan, objective=mean_squared_error, run_dir=tmp_path, observe=observe)
     with run:
         step = next(iter(run))
-        values = [step.loss, step.grad_norm, float(not step.skipped), step.weight, float(step.stopping)]
+        values = [
+            step.loss,
+            step.grad_norm,
+            float(not step.skipped),
+            step.weight,
+            step.num_counted,
+            float(step.stopping),
+        ]
         assert values == step.stats.tolist()
-        assert (step.weight, step.stopping) == (4.0, False)
+        assert (step.weight, step.num_counted, step.stopping) == (4.0, 4.0, False)
 
 
 def test_several_trainers_are_open_at_once(tmp_path: Path) -> None:

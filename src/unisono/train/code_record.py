@@ -31,6 +31,7 @@ _CODE, _DATA = "code:", "data:"  # how a digest begins
 _MAX_TEXT = 80  # characters of a value that is recorded as it is
 _MAX_BYTES = 64 << 20  # of a tensor or array whose content is recorded
 _MAX_DEPTH = 6
+_MAX_ITEMS = 10_000  # of a list, set or dict whose content is recorded
 _NUMBERS = (bool, int, float, complex)
 _LIBRARIES = ("torch", "unisono")
 # flags of a code object that change what it does: the kinds of its arguments, and whether it is a generator or a coroutine
@@ -167,6 +168,8 @@ class _Recorder:
                 value = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
+            if isinstance(value, Mapping):  # of a configuration, what the function reads: other entries may change
+                value = _read_entries(cast("Mapping[Any, Any]", value), code)
             if not is_library or _is_code(value):
                 self._add(f"`{variable}` of `{name}`", value, depth)
         if is_library:
@@ -186,7 +189,7 @@ class _Recorder:
         cls = type(value)
         self._add_attributes(value, depth, None)
         if isinstance(value, nn.Module):
-            for name, buffer in vars(value)["_buffers"].items() if depth == 0 or _is_loss(value) else ():
+            for name, buffer in vars(value).get("_buffers", {}).items() if depth == 0 or _is_loss(value) else ():
                 self._add(f"`{name}` of `{cls.__name__}`", buffer, depth)
             for part in value.children():
                 self.add_callable(part, depth + 1)
@@ -257,6 +260,12 @@ def _methods(cls: type, names: Iterable[str]) -> Iterator[FunctionType]:
         waiting += _names(method)
 
 
+def _read_entries(value: Mapping[Any, Any], code: CodeType) -> dict[Any, Any]:
+    """The entries whose keys are constants of the code."""
+    keys = {constant for part in _nested(code) for constant in part.co_consts if isinstance(constant, str | int)}
+    return {key: part for key, part in value.items() if isinstance(key, str | int) and key in keys}
+
+
 def _names(function: FunctionType) -> list[str]:
     return [name for code in _nested(function.__code__) for name in code.co_names]
 
@@ -315,8 +324,10 @@ def _attributes(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def _plain(value: Any) -> str:
-    """A text of a value that says all of it and is the same in every process; empty for other values, and for paths."""
+def _plain(value: Any, depth: int = 0) -> str:
+    """A text of a value that says all of it and is the same in every process; empty for other values, paths, and large ones."""
+    if depth > _MAX_DEPTH:  # it may contain itself
+        return ""
     if isinstance(value, enum.Enum):
         return str(value)
     if isinstance(value, str):
@@ -325,16 +336,16 @@ def _plain(value: Any) -> str:
         return repr(value)
     if isinstance(value, np.generic):
         return repr(value.item())
+    if not isinstance(value, Mapping | set | frozenset | tuple | list) or len(cast("list[Any]", value)) > _MAX_ITEMS:
+        return ""
+    plain = partial(_plain, depth=depth + 1)
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
-        return _joined(
-            [f"{key}: {part}" if (key := _plain(name)) and (part := _plain(v)) else "" for name, v in items], "{}"
-        )
+        parts = [f"{key}: {part}" if (key := plain(name)) and (part := plain(v)) else "" for name, v in items]
+        return _joined(parts, "{}")
     if isinstance(value, set | frozenset):
-        return _joined(sorted(map(_plain, cast("set[Any]", value))), "{}")
-    if isinstance(value, tuple | list):
-        return _joined(list(map(_plain, cast("list[Any]", value))), "()" if isinstance(value, tuple) else "[]")
-    return ""
+        return _joined(sorted(map(plain, cast("set[Any]", value))), "{}")
+    return _joined(list(map(plain, cast("list[Any]", value))), "()" if isinstance(value, tuple) else "[]")
 
 
 def _joined(parts: list[str], brackets: str) -> str:
