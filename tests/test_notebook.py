@@ -289,9 +289,9 @@ def test_processes_that_were_asked_for_run_without_the_notebooks_code(tmp_path: 
         "    print(f'{run.fit().reason} {run.world.world_size}\\n', end='')\n"
     )
     workers = (
-        "from rows import Rows as OfModule\n"
+        "from rows import Rows as FromModule\n"
         "options = LoaderOptions(num_workers=2, worker_kind='process')\n"
-        "with Loader(from_map_style(OfModule()), seed=0, global_batch=8, options=options) as loader:\n"
+        "with Loader(from_map_style(FromModule()), seed=0, global_batch=8, options=options) as loader:\n"
         "    print(sum(1 for _ in loader), len(psutil.Process().children(recursive=True)), bool(started))"
     )
     launch = "!{sys.executable} -m unisono launch -n 2 -- {sys.executable} train.py"
@@ -307,7 +307,7 @@ def test_processes_that_were_asked_for_run_without_the_notebooks_code(tmp_path: 
 def test_an_interrupted_cell_leaves_nothing_and_continues_when_it_is_run_again(tmp_path: Path) -> None:
     (tmp_path / "rows.py").write_text(ROWS)
     slow = (
-        "from pathlib import Path\nimport time\nfrom rows import Rows as OfModule\n"
+        "from pathlib import Path\nimport time\nfrom rows import Rows as FromModule\n"
         "class Slow(Net):\n"
         "    def forward(self, inputs):\n"
         "        Path('stepping').touch()\n"
@@ -316,13 +316,13 @@ def test_an_interrupted_cell_leaves_nothing_and_continues_when_it_is_run_again(t
     )
     # every run of it makes a new model and a new trainer, as a user's does
     train = (
-        "with Trainer(Slow(), OfModule(), PlanOptions(global_batch=8), objective=nn.CrossEntropyLoss(),\n"
+        "with Trainer(Slow(), FromModule(), PlanOptions(global_batch=8), objective=nn.CrossEntropyLoss(),\n"
         "        loader=LoaderOptions(num_workers=2, worker_kind='process'), options=TrainOptions(steps=200)) as run:\n"
         "    result = run.fit()\n"
         "result.reason, result.step == 200"
     )
     own_loop = (
-        "with Loader(from_map_style(OfModule()), seed=0, global_batch=8,\n"
+        "with Loader(from_map_style(FromModule()), seed=0, global_batch=8,\n"
         "        options=LoaderOptions(num_workers=2, worker_kind='process')) as loader:\n"
         "    for _ in loader:\n        Path('looping').touch()\n        time.sleep(60)"
     )
