@@ -78,6 +78,9 @@ def test_a_loop_may_change_the_current_folder(tmp_path: Path, monkeypatch: pytes
     assert [entry.step for entry in list_checkpoints(tmp_path / "runs/a/checkpoints")] == [1, 2, 3]
     assert 'dir = "runs/a"' in (tmp_path / "runs/a/config.toml").read_text()
     os.chdir(tmp_path)
+    with tiny.trainer("runs/a", steps=4):
+        (event,) = [event for event in tiny.events("runs/a") if event["kind"] == "resumed"]
+        assert event["path"] == "runs/a/checkpoints/step-00000003"
     with LoopCheckpoints("loop", {"guard": StepGuard(torch.device("cpu"))}, World(JobSpec())) as checkpoints:
         os.chdir(tmp_path / "elsewhere")
         checkpoints.save(1)

@@ -125,7 +125,10 @@ class RunCheckpoints:
             self._checkpointer.withdraw_after(reader.step)
             quarantine_after(self._root, reader.step)  # these steps are made again, and no checkpoint is overwritten
         self._world.barrier()
-        self._events.emit("resumed", step=self._state.step, path=path, differences=differences)
+        shown = (
+            path.relative_to(here) if path.is_relative_to(here := Path.cwd()) else path
+        )  # as run_dir is mostly given
+        self._events.emit("resumed", step=self._state.step, path=shown, differences=differences)
         self.saved_step = self._resumed_step = self._state.step
         return True
 
