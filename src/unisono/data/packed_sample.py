@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +30,7 @@ def unpack_sample(raw: memoryview) -> dict[str, Any]:
     sample: Batch = {}
     for name, dtype, shape in json.loads(bytes(raw[8:end])):
         end += -end % _ALIGN
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
         sample[name] = np.frombuffer(raw, dtype, count, end).reshape(shape)
         end += sample[name].nbytes
     return sample
