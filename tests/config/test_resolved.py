@@ -28,7 +28,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "optim.lr": st.floats(0, 10, exclude_min=True, exclude_max=True) | st.integers(1, 9),
     "optim.betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)),
     "optim.name": st.sampled_from(["adamw", "lamb", "sgd"]),
-    "optim.clip": st.none() | st.floats(0),
+    "optim.clip": st.none() | st.floats(0, allow_infinity=False),
     "optim.schedule.kind": st.sampled_from(["cosine", "linear"]),
     "optim.schedule.warmup_steps": st.integers(0, 2**64 - 1),
     "model.build": text.filter(lambda t: not t.startswith(CALLABLE)),

@@ -180,7 +180,7 @@ def test_arguments_of_all_legal_kinds(tmp_path: Path) -> None:
         {"optimizer": {"*": torch.optim.AdamW}},
         {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1), "clip_norm": 1},
         {"schedule": lambda step: 0.1},
-        {"metrics": "accuracy"},
+        {"metrics": "mae"},
         {"model": lambda: nn.Linear(3, 1)},
         {"data": {0: DATA[0]}},
         {"run_dir": str(tmp_path / "run")},
