@@ -142,11 +142,11 @@ WALK = {
 
 # What a user gets wrong in a cell, and the four parts that the notebook shows.
 MISTAKES = {
-    "trainer.fit()": (
-        "unisono.errors.ConfigError: fit() of a Trainer that was left\n"
+    "trainer.evaluate()": (
+        "unisono.errors.ConfigError: evaluate() of a Trainer that was left\n"
         "  rule: it works inside of a with statement, which opens and closes its files, workers and connections\n"
         "  so:   nothing was done\n"
-        "  try:  with trainer as run: run.fit()"
+        "  try:  with trainer as run: run.evaluate(data)"
     ),
     "with Trainer(Net(), Rows(), PlanOptions(tp=2), objective=nn.CrossEntropyLoss()) as run: run.fit()": (
         "unisono.errors.PlanError: dp_replicate 1 x dp_shard 1 x tp 2 on 1 ranks\n"

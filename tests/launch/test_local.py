@@ -358,6 +358,8 @@ with Trainer(torch.nn.Linear(3, 1), data, PlanOptions(device="cpu", precision="f
     count = int(starts.read_text()) if starts.exists() else 0
     starts.write_text(str(count + 1))
     for step in run:
+        if EVERY and step.index % 10 == 0:
+            run.save(wait=True)  # a save in the background may not be committed when the error comes
         if step.index >= 20 + 13 * count:
             raise ValueError("no such column")
 """
