@@ -18,7 +18,7 @@ from unisono.train.config import RunConfig
 SCRIPT = """
 import contextlib, io, json, runpy, sys
 import unisono, unisono.train.config
-from unisono.cli.main import VERBS
+from unisono.cli.main import COMMANDS
 
 def found():
     return sorted({"torch", "numpy", "plotly", "rich"} & set(sys.modules))
@@ -42,9 +42,9 @@ groups = {
 }
 print(json.dumps({
     "import": found(),
-    "verbs": sorted(VERBS),
+    "verbs": sorted(COMMANDS),
     "runs": [run(each) for each in [
-        ["--help"], ["--version"], *([verb, "--help"] for verb in VERBS),
+        ["--help"], ["--version"], *([verb, "--help"] for verb in COMMANDS),
         *([group, verb, "--help"] for group, verbs in groups.items() for verb in verbs),
         ["config", "show"], ["config", "show", "--origin"], ["config", "show", "--json"], ["config", "schema"],
         ["completion", "bash"], ["config", "explain", "optim.lr"], ["init", "run.toml"], ["init", "--python", "run.py"],

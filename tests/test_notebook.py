@@ -114,16 +114,16 @@ WALK = {
     ),
     "LossScaler": ("LossScaler(torch.device('cpu'))", r"LossScaler\(value=65536, dynamic=True\)"),
     "GuardedOptimizer": (
-        "net = Net()\nupdate = GuardedOptimizer(net, torch.optim.Adam(net.parameters()), world, clip_norm=1.0)\n"
+        "net = Net()\noptimizer = GuardedOptimizer(net, torch.optim.Adam(net.parameters()), world, clip_norm=1.0)\n"
         "part = next(iter(loader))\nloader.close()\n"
-        "update.backward(nn.functional.cross_entropy(net(part['inputs']), part['targets'], reduction='sum'), 8)\n"
-        "print(update.step())\nupdate",
+        "optimizer.backward(nn.functional.cross_entropy(net(part['inputs']), part['targets'], reduction='sum'), 8)\n"
+        "print(optimizer.step())\noptimizer",
         r"GuardedOptimizer\(Net, Adam, 22 parameters, clip_norm=1, World\(rank 0 of 1\)\)",
     ),
     "LoopCheckpoints": (
-        "with LoopCheckpoints('runs/own', {'update': update, 'loader': loader}, world) as checkpoints:\n"
+        "with LoopCheckpoints('runs/own', {'optimizer': optimizer, 'loader': loader}, world) as checkpoints:\n"
         "    checkpoints.resume()\n    checkpoints.save(1)\ncheckpoints",
-        r"LoopCheckpoints\('runs/own', parts update, loader, last of step 1\)",
+        r"LoopCheckpoints\('runs/own', parts optimizer, loader, last of step 1\)",
     ),
     "autocast": (
         "with autocast('bf16', 'cpu'):\n    outputs = net(part['inputs'])\noutputs.dtype",
@@ -230,7 +230,7 @@ def test_every_public_name_is_walked() -> None:
 def test_every_public_name_works_in_a_notebook(tmp_path: Path) -> None:
     walked = [cell for cell, _ in WALK.values()]
     report = "print(started, len(psutil.Process().children(recursive=True)))"
-    notebook = Notebook(tmp_path, [SETUP, *walked, "print(store, update.guard)", report])
+    notebook = Notebook(tmp_path, [SETUP, *walked, "print(store, optimizer.guard)", report])
     notebook.execute()
     for number, (name, (_, pattern)) in enumerate(WALK.items(), 1):
         (text,) = notebook.shown(number, "execute_result")

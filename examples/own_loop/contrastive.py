@@ -62,13 +62,13 @@ def main(folder: str, steps: int = 60) -> None:
     with closing(join_world(job, device_type=device.type, timeout_s=300)) as world:
         model = towers().to(device)
         scaler = LossScaler(device)  # in fp32 a scale of 2^16 changes no bit
-        update = GuardedOptimizer(model, adam(model), world, clip_norm=1.0, scaler=scaler, expected_weight=BATCH)
+        optimizer = GuardedOptimizer(model, adam(model), world, clip_norm=1.0, scaler=scaler, expected_weight=BATCH)
         own = rank_range(BATCH, world.rank, world.world_size)
         loader = Loader(pairs(256), seed=0, global_batch=BATCH, rank=world.rank, world_size=world.world_size)
         with (
             loader,
             LoopCheckpoints(
-                folder, {"update": update}, world, options=CheckpointOptions(every_steps=10)
+                folder, {"optimizer": optimizer}, world, options=CheckpointOptions(every_steps=10)
             ) as checkpoints,
         ):
             first = checkpoints.resume()
@@ -79,13 +79,13 @@ def main(folder: str, steps: int = 60) -> None:
                 # Each rank has the loss of the whole batch, but gradients of its own rows only, so their sum over the ranks is
                 # the gradient of that loss, once. (A learned temperature would get its whole gradient on every rank.)
                 loss = contrast(*(with_others(code.float(), own, world) for code in codes.values()))
-                update.backward(loss * BATCH, len(own), last=True)
-                skipped = update.step().skipped
+                optimizer.backward(loss * BATCH, len(own), last=True)
+                skipped = optimizer.step().skipped
                 if world.rank == 0:
                     print(f"step {batch.step + 1} {loss:.6f}{' skipped' if skipped else ''}", flush=True)
                 checkpoints.after_step(batch.step + 1)
             checkpoints.save(max(first, steps))
-        update.close()
+        optimizer.close()
 
 
 if __name__ == "__main__":

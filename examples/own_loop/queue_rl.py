@@ -111,10 +111,10 @@ def main(folder: str, steps: int = 60) -> None:
     with closing(join_world(job, device_type=device.type, timeout_s=300)) as world:
         model = models().to(device)
         behaviour = copy.deepcopy(model["policy"])  # what the next episodes are played with
-        update = GuardedOptimizer(model, adam(model), world, clip_norm=1.0)
+        optimizer = GuardedOptimizer(model, adam(model), world, clip_norm=1.0)
         actor = Actor(behaviour, rank_range(EPISODES, world.rank, world.world_size))
         actor.start()
-        parts = {"update": update, "behaviour": behaviour}
+        parts = {"optimizer": optimizer, "behaviour": behaviour}
         with (
             closing(actor),
             LoopCheckpoints(folder, parts, world, options=CheckpointOptions(every_steps=10)) as checkpoints,
@@ -126,14 +126,14 @@ def main(folder: str, steps: int = 60) -> None:
                 behaviour.load_state_dict(model["policy"].state_dict())
                 actor.send(step + 1, behaviour)  # played while the learner trains
                 values = losses(model, played)
-                update.backward(values.sum(), values.numel(), last=True)
-                done = update.step()
+                optimizer.backward(values.sum(), values.numel(), last=True)
+                done = optimizer.step()
                 reward = world.all_reduce(played["reward"].sum()) / EPISODES
                 if world.rank == 0:
                     print(f"step {step + 1} {done.loss:.6f} {reward:.6f}", flush=True)
                 checkpoints.after_step(step + 1)
             checkpoints.save(max(first, steps))
-        update.close()
+        optimizer.close()
 
 
 if __name__ == "__main__":

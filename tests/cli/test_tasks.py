@@ -114,7 +114,7 @@ def test_an_exported_classifier_is_that_of_transformers(desk: Desk, tmp_path: Pa
         tokens = torch.randint(0, 256, (3, 24))
         padding = torch.arange(24)[None] < torch.tensor([[24], [10], [3]])
         with torch.no_grad():
-            ours = model(tokens=tokens, padding=padding)
+            ours = model(tokens=tokens, attention_mask=padding)
             logits = theirs(input_ids=tokens, attention_mask=padding.long()).logits
         visible = padding if kind == "sequence_labelling" else torch.ones(3, dtype=torch.bool)
         torch.testing.assert_close(ours[visible], logits[visible], rtol=1e-5, atol=1e-5)
@@ -409,8 +409,8 @@ def test_batches_of_similar_lengths_are_padded_to_their_longest(tmp_path: Path) 
     for step in loader.iterate(0, 8):
         batch = step.micro_batches[0]
         widths.append(batch["tokens"].shape[1])
-        assert widths[-1] == batch["padding"].sum(1).max()
-        assert bool((batch["targets"][~batch["padding"]] == -100).all())
+        assert widths[-1] == batch["attention_mask"].sum(1).max()
+        assert bool((batch["targets"][batch["attention_mask"] == 0] == -100).all())
     loader.close()
     assert len(set(widths)) > 1
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from chaos import Chaos
 from faults import Worker, found, worker
-from faults_worker import sums, table
+from faults_worker import gradients, sums, table
 from nursery import Nursery
-from parameter_servers import ParameterServers, parameter_servers
+from parameter_servers import ParameterServers, parameter_servers, recipe
 from procs import wait_until
 
 from unisono.errors import CommError
@@ -247,6 +247,31 @@ def snapshot_age_s(servers: ParameterServers) -> float:
     """Since the newest of server 0 was written."""
     written = [path.stat().st_mtime for path in (servers.snapshots / "server-0").iterdir()]
     return time.time() - max(written)
+
+
+@pytest.mark.parametrize("batch_shard", [None, 7])
+def test_a_lost_push_is_said_though_nobody_waited_for_its_answer(
+    nursery: Nursery, tmp_path: Path, batch_shard: int | None
+) -> None:
+    said: list[str] = []
+    with parameter_servers(tmp_path, 2, nursery=nursery, snapshot_every_s=3600) as servers:
+        agreed = {"num_batch_shards": 120, "chunk_bytes": SMALL, "report": said.append}
+        client = servers.connect(table(), worker=0, **agreed)
+        client.set_optimizer(recipe(table()))
+        client.init(table())
+        client.snapshot()
+        refused = client.push({"count": torch.full((3000,), torch.nan)}, batch_shard=3 if batch_shard else None)
+        assert refused.wait().refused
+        pushed = client.push(gradients(1), batch_shard=batch_shard)
+        wait_until(pushed.done, "the answer to the push")
+        for server in (0, 1):
+            servers.kill(server)
+            servers.restart(server)
+        client.pull(table()).wait()
+        client.close()
+    assert sorted(said) == [
+        f"server {server} was restarted and has lost 1 acknowledged pushes of worker 0" for server in (0, 1)
+    ]
 
 
 @pytest.mark.full

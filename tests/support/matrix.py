@@ -108,7 +108,7 @@ class Masked:
             "tokens": np.where(hidden, 0, tokens),
             "targets": tokens,
             "weights": hidden.astype(np.float32),
-            "padding": self._padding[indices],
+            "attention_mask": self._padding[indices],
         }
 
 

@@ -51,7 +51,6 @@ def test_large_numbers_keep_their_deviation(tmp_path: Path) -> None:
         ImageOptions(),
         TextOptions(),
         tokenizer=None,
-        integer_padding=False,
         buckets=8,
     )
     samples = read_samples(data.held_out, np.arange(33))
@@ -152,7 +151,6 @@ def test_a_whole_number_is_one_category_in_any_file(tmp_path: Path) -> None:
             ImageOptions(),
             TextOptions(),
             tokenizer=None,
-            integer_padding=False,
             buckets=1 << 20,
         )
         found.append([int(sample["categories"][0]) for sample in read_samples(tables.held_out, np.arange(3))])

@@ -50,7 +50,6 @@ def opened(data: DataOptions, task: TaskOptions = IMAGES) -> tuple[TaskData, Tas
         ImageOptions(size=8),
         TextOptions(),
         tokenizer=load_tokenizer("bytes") if task.kind == "text" else None,
-        integer_padding=False,
         buckets=8,
     )
     return found, task

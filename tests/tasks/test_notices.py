@@ -25,9 +25,7 @@ def cut(tmp_path: Path, kind: Any, seq_len: int, rows: list[dict[str, str]]) -> 
     data = DataOptions(train=address, eval=address, seq_len=seq_len, cache_dir=str(tmp_path / "cache"))
     task = resolve_task(TaskOptions(kind=kind), data)
     if kind in ("text", "sequence_labelling"):
-        found = predictor_data(
-            task, data, ImageOptions(), TextOptions(), tokenizer=BYTES, integer_padding=False, buckets=8
-        )
+        found = predictor_data(task, data, ImageOptions(), TextOptions(), tokenizer=BYTES, buckets=8)
     else:
         found = language_data(
             task, data, tokens=None, tokenizer=BYTES, places_targets=False, mask=BYTES.mask, vocab_size=258

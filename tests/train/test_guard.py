@@ -96,6 +96,14 @@ def test_a_run_of_skipped_steps_alone_is_not_finished(tmp_path: Path, steps: int
     )
 
 
+def test_an_overflow_in_every_step_names_the_loss_scale(tmp_path: Path) -> None:
+    with (
+        pytest.raises(NumericsError, match=r"a lower train\.loss_scale, or more steps, in which it is halved"),
+        tiny.trainer(tmp_path / "run", steps=2, precision="fp16", loss_scale=2.0**30) as run,
+    ):
+        run.fit()
+
+
 def test_fp16_overflow_halves_the_scale_and_training_goes_on(tmp_path: Path) -> None:
     with tiny.trainer(tmp_path / "run", steps=12, precision="fp16", loss_scale=2.0**24) as run:
         skipped = [step.skipped for step in run]

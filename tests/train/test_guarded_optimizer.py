@@ -86,7 +86,7 @@ def our_loop(world: World, steps: int, **options: Any) -> list[tuple[float, floa
             update.backward(values.sum(), len(values), last=part is parts[-1] and step % 2 == 0)
         done = update.step()
         assert not done.skipped
-        seen.append((done.loss, done.norm))
+        seen.append((done.loss, done.grad_norm))
     update.close()
     return seen
 
@@ -181,7 +181,7 @@ def test_a_backward_pass_through_another_model_leaves_it_alone() -> None:
     before = leaves(judge.state_dict())
     updates[1].backward(judge(maker(torch.ones(4, 2))).sum(), 4)
     assert all(parameter.grad is None for parameter in judge.parameters())
-    assert updates[1].step().norm > 0
+    assert updates[1].step().grad_norm > 0
     assert same(before, leaves(judge.state_dict()))
 
 
@@ -383,7 +383,7 @@ def test_a_step_without_a_backward_pass_of_ours_is_an_error() -> None:
         update.step()
     (problem,) = caught.value.problems
     assert problem.given == "step() without a backward pass of this step"
-    assert problem.nearest == "update.backward(losses.sum(), len(losses)) in place of loss.backward()"
+    assert problem.nearest == "optimizer.backward(losses.sum(), len(losses)) in place of loss.backward()"
     assert same(before, leaves(update.state_dict()))
     for weight in (8, 0):  # a batch of samples that all weigh nothing is skipped as before
         update.backward(losses(model, rows_of(1)).sum(), weight)

@@ -206,7 +206,7 @@ def reported(settings: list[str], ranks: int = 1) -> str:
 
 
 def test_each_option_is_known_to_act_always_or_names_its_condition() -> None:
-    conditional = {key for key, leaf in LEAVES.items() if leaf.spec.acts}
+    conditional = {key for key, leaf in LEAVES.items() if leaf.spec.applies_with}
     assert conditional == CASES.keys() | OF_SERVERS
     assert sorted(set(LEAVES) - conditional) == sorted(ALWAYS)
 
@@ -238,7 +238,7 @@ def test_a_resolved_file_with_all_defaults_loads(tmp_path: Path) -> None:
 
 
 def test_explain_names_the_condition() -> None:
-    assert "  acts with plan.pp above 1\n" in explain(RunConfig, "plan.schedule")
+    assert "  applies with plan.pp above 1\n" in explain(RunConfig, "plan.schedule")
 
 
 def test_texts_of_errors() -> None:

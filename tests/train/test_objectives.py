@@ -39,6 +39,17 @@ def text(exception: pytest.ExceptionInfo[Any]) -> list[str]:
 LOGITS, TARGETS = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0)), torch.arange(12).reshape(3, 4) % 5
 
 
+def test_class_without_a_logit_is_named() -> None:
+    with pytest.raises(DataError) as caught:
+        cross_entropy(torch.zeros(3, 5), {"targets": torch.tensor([4, -100, 7])})
+    assert str(caught.value) == (
+        "a target of 7 for logits of 5 classes\n"
+        "  rule: classes are 0 to 4; -100 does not count\n"
+        "  so:   there is no logit of that class\n"
+        "  try:  a model with 8 outputs, or targets that count from 0"
+    )
+
+
 @pytest.mark.parametrize(
     "outputs", [LOGITS, SimpleNamespace(logits=LOGITS), {"logits": LOGITS, "hidden": None}], ids=type
 )

@@ -61,18 +61,18 @@ def main(folder):
     schedule = torch.optim.lr_scheduler.StepLR(adam, step_size=6, gamma=0.5)
     train = pictures(160, seed=0)
     with closing(join_world(job, device_type=device.type, timeout_s=300)) as world:
-        update = GuardedOptimizer(net, adam, world)
+        optimizer = GuardedOptimizer(net, adam, world)
         place = {"rank": world.rank, "world_size": world.world_size}
         with Loader(train, seed=0, global_batch=BATCH, shuffle=False, device=device, **place) as loader:
             for batch in loader.iterate(0, EPOCHS * len(train) // BATCH):
                 rows = batch.micro_batches[0]
                 loss = cross_entropy(net(rows["inputs"]), rows["targets"], reduction="sum")
-                update.backward(loss, len(rows["targets"]), last=True)
-                done = update.step()
+                optimizer.backward(loss, len(rows["targets"]), last=True)
+                done = optimizer.step()
                 schedule.step()
                 if world.rank == 0:
                     print(f"step {batch.step + 1} loss {done.loss:.7g}", flush=True)
-        update.close()
+        optimizer.close()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class CheckpointOptions:
     keep_every_steps: int = option(
         0,
         "Checkpoints whose step is a multiple of this stay for good; 0 = none do.",
-        acts="checkpoint.every_steps above 0",
+        applies_with="checkpoint.every_steps above 0",
         ge=0,
     )
     keep_best: int = option(1, "Checkpoints with the lowest evaluation loss that stay.", ge=0)

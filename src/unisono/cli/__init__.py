@@ -1,1 +1,1 @@
-"""The command line: one file per verb, each loaded only when it is called."""
+"""The command line: one file per command, each loaded only when it is called."""

@@ -1,4 +1,4 @@
-"""Options that all verbs share, and loading of a run's configuration."""
+"""Options that all commands share, and loading of a run's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``unisono completion``: prints the script that lets a shell complete verbs, options and paths."""
+"""``unisono completion``: prints the script that lets a shell complete commands, options and paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command group. A verb's module is imported when the verb runs or shows its help; none imports torch at module level.
+"""The command group. A command's module is imported when the command runs or shows its help; none imports torch at module level.
 
 Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted with the state saved (start again to continue).
 """
@@ -18,7 +18,7 @@ import click
 
 from unisono.errors import USER_ERROR, Problem, UnisonoError, nearest_name
 
-VERBS = {
+COMMANDS = {
     "train": "Train a model; without arguments a small GPT on the standard library's source.",
     "launch": "Run any command as one job: here, on other hosts over ssh, by mpirun or srun.",
     "init": "Write a commented starter configuration.",
@@ -34,19 +34,19 @@ VERBS = {
 
 
 class _LazyGroup(click.Group):
-    """Command group that lists ``VERBS`` and imports only the module of the called verb."""
+    """Command group that lists ``COMMANDS`` and imports only the module of the called command."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
-            ctx.fail(f"no verb {cmd_name!r}; {nearest_name(cmd_name, VERBS)}")
+        if cmd_name not in COMMANDS:
+            ctx.fail(f"no command {cmd_name!r}; {nearest_name(cmd_name, COMMANDS)}")
         return import_module(f"unisono.cli.{cmd_name}").command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Verbs"):
-            formatter.write_dl(list(VERBS.items()))
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 def _show_version(context: click.Context, _option: click.Parameter, value: bool) -> None:

@@ -29,7 +29,7 @@ class Spec:
     """The arguments of ``option`` for one field, apart from its default."""
 
     help: str = ""
-    acts: str = ""
+    applies_with: str = ""
     instead_of: str = ""
     choices: tuple[Any, ...] | None = None
     ge: float | None = None
@@ -43,7 +43,7 @@ def option(
     default: D,
     help: str,
     *,
-    acts: str = "",
+    applies_with: str = "",
     instead_of: str = "",
     choices: Sequence[Any] | None = None,
     ge: float | None = None,
@@ -59,7 +59,7 @@ def option(
     Args:
         default: Value if no layer sets the option; dicts and lists are copied for every instance.
         help: One sentence for ``unisono config explain``, the starter file and the JSON schema.
-        acts: Condition under which the option acts, in words, such as "plan.pp above 1"; empty means always. Outside of it a
+        applies_with: Condition under which the option applies, in words: "plan.pp above 1"; empty means always. Outside of it a
             value other than the default is reported, as an error or a notice.
         instead_of: Name of an option of the same section that this one replaces: a layer that sets one of the two unsets what
             lower layers say of the other.
@@ -73,7 +73,9 @@ def option(
     """
     allowed = None if choices is None else tuple(choices)
     limits: dict[str, Any] = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-    spec = Spec(help=help, acts=acts, instead_of=instead_of, choices=allowed, python_only=python_only, **limits)
+    spec = Spec(
+        help=help, applies_with=applies_with, instead_of=instead_of, choices=allowed, python_only=python_only, **limits
+    )
     metadata = {_SPEC: spec}
     if isinstance(default, dict | list):
         mutable = cast("dict[Any, Any] | list[Any]", default)

@@ -60,7 +60,7 @@ def _explain_leaf(leaf: Leaf) -> str:
         ("type", type_words(leaf)),
         *python,
         *_limits(leaf),
-        *([("acts with", leaf.spec.acts)] if leaf.spec.acts else []),
+        *([("applies with", leaf.spec.applies_with)] if leaf.spec.applies_with else []),
         ("default", toml_value(encode(leaf.default))),
         ("TOML", "\n            ".join([*header, f"{leaf.name} = {toml_value(encode(leaf.default))}"])),
         ("--set", assignment(SET, leaf.key, leaf.default)),

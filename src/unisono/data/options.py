@@ -31,54 +31,56 @@ class DataOptions:
         " image folders or Hugging Face datasets. Empty = corpus.",
     )
     eval: str | tuple[str, ...] = option(
-        "", "Held-out samples, like train; empty = eval_frac of them.", acts="data.train"
+        "", "Held-out samples, like train; empty = eval_frac of them.", applies_with="data.train"
     )
     weights: tuple[float, ...] = option(
         (),
         "Shares in which several data.train are mixed; empty = all samples of all of them.",
-        acts="data.train",
+        applies_with="data.train",
         gt=0.0,
     )
-    cache_gib: float = option(0.0, "Samples kept on the local disk, in GiB; 0 = none.", acts="data.train", ge=0.0)
+    cache_gib: float = option(
+        0.0, "Samples kept on the local disk, in GiB; 0 = none.", applies_with="data.train", ge=0.0
+    )
     bucket_batches: int = option(
         0,
         "Global batches whose texts are regrouped by length, for less padding; 0 = none.",
-        acts="data.train of texts",
+        applies_with="data.train of texts",
         ge=0,
     )
     corpus: str = option(
         "stdlib",
         "stdlib = the running Python's own library source; or a folder, file or address of text, or of tables with text_column.",
-        acts="a language model without data.train",
+        applies_with="a language model without data.train",
     )
     text_column: str = option(
         "",
         "Column of the corpus' tables (.jsonl, .csv, .parquet …) whose text in each row is a document; empty = plain text.",
-        acts="data.corpus of tables",
+        applies_with="data.corpus of tables",
     )
     tokenizer: str = option(
         "bytes",
         "bytes = one token per UTF-8 byte; or a Hugging Face tokenizer.json or its folder, or the address of one.",
-        acts="tasks of text",
+        applies_with="tasks of text",
     )
-    seq_len: int = option(256, "Tokens of one sample.", acts="tasks of text", ge=2)
+    seq_len: int = option(256, "Tokens of one sample.", applies_with="tasks of text", ge=2)
     eval_frac: float = option(
         0.05,
         "Share held out: files of a corpus by hash of their path, samples of data.train at random.",
-        acts="data.eval empty",
+        applies_with="data.eval empty",
         gt=0.0,
         le=0.5,
     )
     boundaries: Literal["mask", "ignore"] = option(
         "mask",
         "Several documents in one sample: mask = never predict or attend across them; ignore = one stream.",
-        acts="task.kind language_model",
+        applies_with="task.kind language_model",
     )
     packing: Literal["stream", "sliding", "best_fit"] = option(
         "stream",
         "Training samples: stream = windows side by side; sliding = a window begins at each token, so they overlap; best_fit ="
         " whole documents, some padding.",
-        acts="task.kind language_model or masked_language_model",
+        applies_with="task.kind language_model or masked_language_model",
     )
     cache_dir: str = option("", "Where prepared data is kept; empty = unisono/ in the user's cache folder.")
 
@@ -143,7 +145,7 @@ class LoaderOptions:
         "auto",
         "thread suits decoders that release the interpreter lock; process suits Python code; auto = by trial, in a"
         " notebook threads.",
-        acts="loader.num_workers other than 0",
+        applies_with="loader.num_workers other than 0",
     )
     last_batch: LastBatch = option(
         "rollover",
@@ -156,7 +158,7 @@ class LoaderOptions:
     timeout_s: float = option(
         600.0,
         "How long a step may wait for its data before the sample is named.",
-        acts="loader.num_workers other than 0",
+        applies_with="loader.num_workers other than 0",
         gt=0.0,
     )
 

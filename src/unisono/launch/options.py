@@ -30,24 +30,24 @@ class LaunchOptions:
     num_servers: int = option(
         1,
         "Parameter servers, in addition to the processes (plan.sync=dist_async).",
-        acts="plan.sync = dist_async",
+        applies_with="plan.sync = dist_async",
         ge=1,
         le=MAX_PROCESSES,
     )
     num_replicas: int = option(
         1,
         "2 = each server keeps a copy of another's parameters; no acknowledged push is lost.",
-        acts="plan.sync = dist_async",
+        applies_with="plan.sync = dist_async",
         ge=1,
         le=2,
     )
     snapshot_every_s: float = option(
-        60.0, "Seconds between two snapshots of a server, for its restart.", acts="plan.sync = dist_async", gt=0
+        60.0, "Seconds between two snapshots of a server, for its restart.", applies_with="plan.sync = dist_async", gt=0
     )
     tls: str = option(
         "",
         "Folder with certificate.pem, key.pem, authority.pem: encrypts what goes to servers.",
-        acts="plan.sync = dist_async",
+        applies_with="plan.sync = dist_async",
     )
     max_restarts: int = option(3, "Restarts from the newest checkpoint after a crash.", ge=0)
     timeout_s: float = option(300.0, "Seconds a rank waits for its peers in one collective.", gt=0)

@@ -218,7 +218,7 @@ class BERT(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        padding: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         segments: Tensor | None = None,
         predicted: Tensor | None = None,
         positions: Tensor | None = None,
@@ -227,7 +227,7 @@ class BERT(nn.Module):
 
         Args:
             tokens: [B, T] int64.
-            padding: [B, T] bool, true at real tokens and false at padding; None if there is no padding.
+            attention_mask: [B, T] int64 or bool, 1 at real tokens and 0 at padding; None if there is no padding.
             segments: [B, T] int64; default 0.
             predicted: [B, P] int64, places in the text whose logits are returned.
             positions: [B or 1, T] int64, places of the tokens in their text; default 0 to T - 1.
@@ -252,12 +252,13 @@ class BERT(nn.Module):
         x = self.embedding(tokens) + self.positions(places) + self.segments(kinds)  # [B, T, D]
         x = self.dropout(self.norm(x))
         mask = None
-        if padding is not None:
+        if attention_mask is not None:
+            real = attention_mask.bool()
             # in a text without any token all are visible: attention to nothing is NaN in some kernels and 0 in others
             if positions is None:
-                mask = padding | ~padding.any(1, keepdim=True)  # [B, T]
+                mask = real | ~real.any(1, keepdim=True)  # [B, T]
             else:  # other ranks may have the text's tokens: the score hides padding next to them, and nothing alone
-                mask = x.new_zeros(padding.shape).masked_fill(~padding, PADDING_SCORE)
+                mask = x.new_zeros(real.shape).masked_fill(~real, PADDING_SCORE)
             mask = mask[:, None, None]  # [B, 1, 1, T]
         for block in self.blocks:
             x = block(x, mask)

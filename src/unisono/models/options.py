@@ -23,56 +23,60 @@ class ModelOptions:
         "",
         "A Hugging Face folder (config.json and safetensors), or its address, to fine-tune or go on from; empty = a new model.",
     )
-    num_layers: int = option(4, "Number of blocks.", acts="a built-in model other than resnet", ge=1)
-    dim: int = option(128, "Width of the hidden states.", acts="a built-in model other than resnet", ge=2)
-    num_heads: int = option(4, "Number of query heads.", acts="components.model gpt, moe or bert", ge=1)
+    num_layers: int = option(4, "Number of blocks.", applies_with="a built-in model other than resnet", ge=1)
+    dim: int = option(128, "Width of the hidden states.", applies_with="a built-in model other than resnet", ge=2)
+    num_heads: int = option(4, "Number of query heads.", applies_with="components.model gpt, moe or bert", ge=1)
     num_kv_heads: int = option(
         2,
         "Number of key/value heads (grouped-query attention); divides num_heads.",
-        acts="components.model gpt or moe",
+        applies_with="components.model gpt or moe",
         ge=1,
     )
     ffn_dim: int = option(
         0,
         "Width of the feed-forward layer; 0 = 8/3 of dim, rounded up to a multiple of 32 (gpt), or 4 times dim (bert).",
-        acts="components.model gpt, moe or bert",
+        applies_with="components.model gpt, moe or bert",
         ge=0,
     )
     vocab_size: int = option(
         0,
         "Token ids; 0 = the tokenizer's, rounded up to a multiple of 64. In an mlp the rows of its table of texts; 0 = 4096.",
-        acts="a built-in model other than resnet",
+        applies_with="a built-in model other than resnet",
         ge=0,
     )
     num_experts: int = option(
         0,
         "Experts in each feed-forward layer, of which a token goes to a few; ffn_dim is the width of one. 0 = none.",
-        acts="components.model gpt or moe",
+        applies_with="components.model gpt or moe",
         ge=0,
     )
-    num_experts_per_token: int = option(2, "Experts that each token goes to.", acts="model.num_experts above 0", ge=1)
+    num_experts_per_token: int = option(
+        2, "Experts that each token goes to.", applies_with="model.num_experts above 0", ge=1
+    )
     capacity_factor: float = option(
         0.0,
         "In training an expert takes at most this times its equal share of a micro-batch; 0 = no token is dropped.",
-        acts="model.num_experts above 0",
+        applies_with="model.num_experts above 0",
         ge=0.0,
     )
     balance: Balance = option(
         "bias",
         "How tokens are distributed over experts: a bias on the choice, an extra loss, or not at all.",
-        acts="model.num_experts above 0",
+        applies_with="model.num_experts above 0",
     )
     dropout: float = option(
         0.0,
         "Dropout probability after attention and feed-forward.",
-        acts="a built-in model other than resnet",
+        applies_with="a built-in model other than resnet",
         ge=0.0,
         lt=1.0,
     )
-    tied: bool = option(True, "Share the token embedding with the output head.", acts="components.model gpt or moe")
-    norm_eps: float = option(1e-5, "Epsilon inside RMSNorm.", acts="components.model gpt, moe or bert", gt=0.0)
+    tied: bool = option(
+        True, "Share the token embedding with the output head.", applies_with="components.model gpt or moe"
+    )
+    norm_eps: float = option(1e-5, "Epsilon inside RMSNorm.", applies_with="components.model gpt, moe or bert", gt=0.0)
     rope_theta: float = option(
-        10000.0, "Base of the rotary position frequencies.", acts="components.model gpt or moe", gt=0.0
+        10000.0, "Base of the rotary position frequencies.", applies_with="components.model gpt or moe", gt=0.0
     )
 
     @property

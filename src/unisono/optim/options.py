@@ -38,51 +38,55 @@ class OptimOptions:
 
     __repr__ = options_repr
 
-    kind: str = option("adamw", "Optimizer.", acts="no components.optimizer", choices=tuple(OPTIMIZER_FIELDS))
-    lr: float = option(2e-3, "Peak learning rate; the schedule multiplies it.", acts="no components.optimizer", gt=0)
+    kind: str = option("adamw", "Optimizer.", applies_with="no components.optimizer", choices=tuple(OPTIMIZER_FIELDS))
+    lr: float = option(
+        2e-3, "Peak learning rate; the schedule multiplies it.", applies_with="no components.optimizer", gt=0
+    )
     weight_decay: float | None = option(
         None,
         "Decay of weight matrices; unset: adamw 0.1, lamb 0.01, sgd and lars 1e-4, adam 0.",
-        acts="no components.optimizer",
+        applies_with="no components.optimizer",
         ge=0,
     )
     decay_exclude: tuple[str, ...] = option(
-        (), "More parameters without decay: patterns of names such as '*.pos'.", acts="a weight decay above 0"
+        (), "More parameters without decay: patterns of names such as '*.pos'.", applies_with="a weight decay above 0"
     )
     groups: tuple[dict[str, str | float], ...] = option(
         (),
         "Groups of parameters, the first match wins: tables of match (a pattern of names), lr_scale, weight_decay and "
         "frozen_until_step (the number of first steps in which the group is not trained).",
-        acts="no components.optimizer",
+        applies_with="no components.optimizer",
     )
     freeze: tuple[str, ...] = option(
-        (), "Parameters that are not trained: patterns of names such as 'encoder.*'.", acts="no components.optimizer"
+        (),
+        "Parameters that are not trained: patterns of names such as 'encoder.*'.",
+        applies_with="no components.optimizer",
     )
     clip_norm: float = option(1.0, "Largest global gradient norm; 0 turns clipping off.", ge=0)
     beta1: float = option(
         0.9,
         "Decay of the gradient's running mean (adam, adamw, lamb).",
-        acts="optim.kind = adam, adamw or lamb",
+        applies_with="optim.kind = adam, adamw or lamb",
         ge=0,
         lt=1,
     )
     beta2: float = option(
         0.95,
         "Decay of the squared gradient's running mean (adam, adamw, lamb).",
-        acts="optim.kind = adam, adamw or lamb",
+        applies_with="optim.kind = adam, adamw or lamb",
         ge=0,
         lt=1,
     )
     eps: float = option(
         1e-8,
         "Added to the root of the second moment (adam, adamw, lamb).",
-        acts="optim.kind = adam, adamw or lamb",
+        applies_with="optim.kind = adam, adamw or lamb",
         gt=0,
     )
-    momentum: float = option(0.9, "Momentum (sgd, lars).", acts="optim.kind = sgd or lars", ge=0, lt=1)
-    nesterov: bool = option(False, "Nesterov's look-ahead (sgd).", acts="optim.kind = sgd")
+    momentum: float = option(0.9, "Momentum (sgd, lars).", applies_with="optim.kind = sgd or lars", ge=0, lt=1)
+    nesterov: bool = option(False, "Nesterov's look-ahead (sgd).", applies_with="optim.kind = sgd")
     trust_coefficient: float = option(
-        1e-3, "Layer step relative to the layer's norm (lars).", acts="optim.kind = lars", gt=0
+        1e-3, "Layer step relative to the layer's norm (lars).", applies_with="optim.kind = lars", gt=0
     )
 
     @property
@@ -125,27 +129,31 @@ class ScheduleOptions:
     kind: str = option(
         "cosine",
         "Shape of the learning rate after warm-up.",
-        acts="no components.schedule",
+        applies_with="no components.schedule",
         choices=tuple(SCHEDULE_FIELDS),
     )
     warmup_steps: int = option(
-        0, "Steps of linear rise; step 0 has lr/warmup_steps, never 0.", acts="no components.schedule", ge=0
+        0, "Steps of linear rise; step 0 has lr/warmup_steps, never 0.", applies_with="no components.schedule", ge=0
     )
     final_lr_frac: float = option(
         0.1,
         "Fraction of lr where the decay ends (linear, cosine, polynomial, wsd).",
-        acts="schedule.kind = linear, cosine, polynomial or wsd",
+        applies_with="schedule.kind = linear, cosine, polynomial or wsd",
         ge=0,
         le=1,
     )
-    power: float = option(2.0, "Exponent (polynomial).", acts="schedule.kind = polynomial", gt=0)
+    power: float = option(2.0, "Exponent (polynomial).", applies_with="schedule.kind = polynomial", gt=0)
     decay_frac: float = option(
-        0.2, "Fraction of all steps spent in the final linear decay (wsd).", acts="schedule.kind = wsd", gt=0, le=1
+        0.2,
+        "Fraction of all steps spent in the final linear decay (wsd).",
+        applies_with="schedule.kind = wsd",
+        gt=0,
+        le=1,
     )
     step_every_steps: int = option(
-        1000, "Steps between two drops, counted from step 0 (step).", acts="schedule.kind = step", ge=1
+        1000, "Steps between two drops, counted from step 0 (step).", applies_with="schedule.kind = step", ge=1
     )
-    step_factor: float = option(0.1, "Factor of each drop (step).", acts="schedule.kind = step", gt=0, le=1)
+    step_factor: float = option(0.1, "Factor of each drop (step).", applies_with="schedule.kind = step", gt=0, le=1)
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Fields that ``kind`` does not read, by field name."""

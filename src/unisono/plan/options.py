@@ -41,7 +41,7 @@ class PlanOptions:
     zero: Zero = option(
         3,
         "What dp_shard shards: 1 = optimizer state, 2 = gradients too, 3 = parameters too.",
-        acts="plan.dp_shard or plan.cp above 1",
+        applies_with="plan.dp_shard or plan.cp above 1",
     )
     tp: int = option(
         1, "Ranks that share each block's linear layers (tensor parallel); next to each other.", ge=1, le=MOST_RANKS
@@ -49,7 +49,7 @@ class PlanOptions:
     sequence_parallel: bool = option(
         False,
         "With tp, shard activations between tensor-parallel layers along the sequence (Megatron-LM).",
-        acts="plan.tp above 1",
+        applies_with="plan.tp above 1",
     )
     cp: int = option(
         1, "Ranks that share each sequence (context parallel); they share the state too.", ge=1, le=MOST_RANKS
@@ -58,7 +58,7 @@ class PlanOptions:
     schedule: Schedule = option(
         "1f1b",
         "Order of a pipeline's forward and backward passes; interleaved and zbv give a rank two stages.",
-        acts="plan.pp above 1",
+        applies_with="plan.pp above 1",
     )
     ep: int = option(1, "Ranks among those of dp_shard x cp that share the experts of a layer.", ge=1, le=MOST_RANKS)
     precision: Precision = option(
@@ -68,7 +68,9 @@ class PlanOptions:
     )
     recompute: Recompute = option("none", "Activations dropped in forward and computed again in backward.")
     offload: bool = option(
-        False, "Keep activations of blocks in pinned host memory until the backward pass.", acts="an accelerator"
+        False,
+        "Keep activations of blocks in pinned host memory until the backward pass.",
+        applies_with="an accelerator",
     )
     compile: Compile = option("off", "torch.compile: the whole model, or each distinct block once (regional).")
     sync: Literal["auto", "local", "dist_sync", "dist_async", "dist_local"] = option(
@@ -79,46 +81,49 @@ class PlanOptions:
     compression: str = option(
         "none",
         "Codec of what ranks send: none, auto, fp16, bf16, int8, 1bit, 2bit:0.5, topk:0.01, powersgd:2, an entry point.",
-        acts="two ranks or more that send gradients or parameters",
+        applies_with="two ranks or more that send gradients or parameters",
     )
     staleness: int | None = option(
         None,
         "Steps a rank may be ahead of the slowest (dist_async); none = no bound, 0 = wait for all.",
-        acts="plan.sync = dist_async",
+        applies_with="plan.sync = dist_async",
         ge=0,
     )
     staleness_lr_decay: bool = option(
         False,
         "Divide the learning rate of a late gradient by 1 + its lateness (dist_async).",
-        acts="plan.sync = dist_async",
+        applies_with="plan.sync = dist_async",
     )
     local_steps: int = option(
-        16, "Steps of each rank between two averages (dist_local).", acts="plan.sync = dist_local", ge=1
+        16, "Steps of each rank between two averages (dist_local).", applies_with="plan.sync = dist_local", ge=1
     )
     outer_lr: float = option(
         0.7,
         "Step along the mean change of a round; 1 with outer_momentum 0 = plain mean (dist_local).",
-        acts="plan.sync = dist_local",
+        applies_with="plan.sync = dist_local",
         gt=0,
     )
     outer_momentum: float = option(
-        0.9, "Nesterov momentum of that step (dist_local).", acts="plan.sync = dist_local", ge=0, lt=1
+        0.9, "Nesterov momentum of that step (dist_local).", applies_with="plan.sync = dist_local", ge=0, lt=1
     )
     num_fragments: int = option(
         1,
         "Parts of the model that are averaged at different steps of a round (dist_local).",
-        acts="plan.sync = dist_local",
+        applies_with="plan.sync = dist_local",
         ge=1,
     )
     outer_delay_steps: int = option(
-        0, "Steps an average may be under way before it is applied (dist_local).", acts="plan.sync = dist_local", ge=0
+        0,
+        "Steps an average may be under way before it is applied (dist_local).",
+        applies_with="plan.sync = dist_local",
+        ge=0,
     )
-    tf32: bool = option(False, "Allow TF32 matrix products where the device has them.", acts="a CUDA device")
+    tf32: bool = option(False, "Allow TF32 matrix products where the device has them.", applies_with="a CUDA device")
     autotune: bool = option(
         False,
         "Let convolution and compile kernels be chosen by timing (not reproducible across runs).",
-        acts="a CUDA device",
+        applies_with="a CUDA device",
     )
     channels_last: bool = option(
-        False, "Lay 4-D parameters and inputs out as NHWC.", acts="a model with 4-D parameters"
+        False, "Lay 4-D parameters and inputs out as NHWC.", applies_with="a model with 4-D parameters"
     )

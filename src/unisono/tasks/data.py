@@ -194,7 +194,7 @@ def _lines(
             vocab_size=vocab_size,
             rate=task.mask_frac,
             special=tuple(sorted({*marks, tokenizer.end_of_document})),
-            before=EncodeText(tokenizer=tokenizer, length=data.seq_len, fixed=fixed, padding_entry="mask"),
+            before=EncodeText(tokenizer=tokenizer, length=data.seq_len, fixed=fixed),
         )
         encode = PlaceTargets(before=encode) if places_targets else encode
     parts, held_out = _parts(data, {"text": column}, task, held_out_only)
@@ -214,7 +214,6 @@ def predictor_data(
     text: TextOptions,
     *,
     tokenizer: Tokenizer | None,
-    integer_padding: bool,
     buckets: int,
     held_out_only: bool = False,
 ) -> TaskData:
@@ -226,7 +225,6 @@ def predictor_data(
         image: Decoding and augmentation of images.
         text: Augmentation of texts.
         tokenizer: Encodes texts; None for images and tables.
-        integer_padding: See ``EncodeText``.
         buckets: See ``EncodeRow``.
         held_out_only: Do not open ``data.train`` where there is ``data.eval``.
     """
@@ -260,7 +258,7 @@ def predictor_data(
         held_out = mapped(held_out, encode)
     else:
         assert tokenizer is not None
-        common: dict[str, Any] = {"tokenizer": tokenizer, "length": data.seq_len, "integer_padding": integer_padding}
+        common: dict[str, Any] = {"tokenizer": tokenizer, "length": data.seq_len}
         common["fixed"] = not data.bucket_batches
         encode = EncodeWords(**common) if several else EncodeText(**common, augment=text_augment(text))
         held_out = mapped(held_out, EncodeWords(**common) if several else EncodeText(**common))

@@ -67,26 +67,22 @@ def text_augment(options: TextOptions) -> TextAugment | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeText:
-    """Replaces ``text``, and optionally ``text_pair``, by ``tokens``, ``segments`` and ``padding``, each [length].
+    """Replaces ``text``, and optionally ``text_pair``, by ``tokens``, ``segments`` and ``attention_mask``, each [length].
 
     ``tokens`` int64 are the tokens with the tokenizer's special tokens, padded; a text that is too long is cut. ``segments``
-    int64 is 1 at the tokens of the pair. ``padding`` is true (1) at tokens and false (0) at padding.
+    int64 is 1 at the tokens of the pair. ``attention_mask`` int64 is 1 at tokens and 0 at padding.
 
     Attributes:
         tokenizer: Encodes the texts.
         length: Tokens of every sample.
         augment: Random edits of training texts. By default none.
-        integer_padding: ``padding`` as int64, as models of transformers take it, and not bool.
         fixed: Pad every sample to ``length``; else ``PadBatch`` pads a micro-batch to its longest sample.
-        padding_entry: Name of the entry ``padding``; "mask" for ``MaskTokens``.
     """
 
     tokenizer: Tokenizer
     length: int
     augment: TextAugment | None = None
-    integer_padding: bool = False
     fixed: bool = True
-    padding_entry: str = "padding"
 
     def __call__(self, sample: Batch, rng: np.random.Generator | None = None) -> Batch:
         texts = [text_of(sample[name]) for name in ("text", "text_pair") if name in sample]
@@ -99,13 +95,13 @@ class EncodeText:
             **rest,
             "tokens": _padded(ids, size, self.tokenizer.padding),
             "segments": _padded(segments, size, 0),
-            self.padding_entry: _visible(len(ids), size, integer=self.integer_padding),
+            "attention_mask": _padded([1] * len(ids), size, 0),
         }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeWords:
-    """Replaces ``words`` by ``tokens`` and ``padding``, and ``targets`` of words by those of tokens, each [length].
+    """Replaces ``words`` by ``tokens`` and ``attention_mask``, and ``targets`` of words by those of tokens, each [length].
 
     The first token of a word has the word's target; other tokens and padding have -100, which does not count. Attributes as for
     ``EncodeText``; there is no augmentation.
@@ -116,7 +112,6 @@ class EncodeWords:
 
     tokenizer: Tokenizer
     length: int
-    integer_padding: bool = False
     fixed: bool = True
 
     def __call__(self, sample: Batch, rng: np.random.Generator | None = None) -> Batch:
@@ -141,7 +136,7 @@ class EncodeWords:
         return {
             **rest,
             "tokens": _padded(ids, size, self.tokenizer.padding),
-            "padding": _visible(len(ids), size, integer=self.integer_padding),
+            "attention_mask": _padded([1] * len(ids), size, 0),
             "targets": targets,
         }
 
@@ -184,7 +179,7 @@ class PlaceTargets:
         targets = np.full(sample["tokens"].size, IGNORED, np.int64)
         targets[sample["predicted"][counted]] = sample["targets"][counted]
         rest = {name: value for name, value in sample.items() if name not in ("predicted", "weights")}
-        return {**rest, "targets": targets, "padding": sample["padding"].astype(np.int64)}
+        return {**rest, "targets": targets}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,7 +250,3 @@ def _padded(ids: list[int], length: int, filler: int) -> Any:
     values = np.full(length, filler, np.int64)
     values[: len(ids)] = ids
     return values
-
-
-def _visible(count: int, length: int, *, integer: bool) -> Any:
-    return (np.arange(length) < count).astype(np.int64 if integer else np.bool_)

@@ -32,49 +32,49 @@ class TaskOptions:
     predicts: Literal["class", "number"] = option(
         "class",
         "The target of a sample: one of several classes, or a number (or several).",
-        acts="task.kind image, text or table",
+        applies_with="task.kind image, text or table",
     )
     inputs: tuple[str, ...] = option(
         (),
         "Columns that the model sees; empty = image, text or words, and for tables all but the target.",
-        acts="data.train",
+        applies_with="data.train",
     )
     target: str = option(
         "",
         "Column to predict; empty = the first of targets, target, label, labels, tags, ner_tags and cls.",
-        acts="task.kind image, text, table or sequence_labelling",
+        applies_with="task.kind image, text, table or sequence_labelling",
     )
     classes: tuple[str, ...] = option(
         (),
         "Names of the classes in the order of their numbers; empty = those of the training data, sorted.",
-        acts=_CLASSES,
+        applies_with=_CLASSES,
     )
     target_mean: float | tuple[float, ...] | None = option(
         None,
         "Mean of the number to predict, or of each of several, which the model learns standardised; none = of the training data.",
-        acts=_NUMBER,
+        applies_with=_NUMBER,
     )
     target_std: float | tuple[float, ...] | None = option(
         None,
         "Standard deviation of the number to predict, or of each of several; none = of the training data.",
-        acts=_NUMBER,
+        applies_with=_NUMBER,
         gt=0.0,
     )
     categories: tuple[str, ...] = option(
-        (), "Columns of inputs that are categories; empty = those with text.", acts="task.kind table"
+        (), "Columns of inputs that are categories; empty = those with text.", applies_with="task.kind table"
     )
     input_mean: tuple[float, ...] = option(
-        (), "Mean of each input column of numbers; empty = of the training data.", acts="task.kind table"
+        (), "Mean of each input column of numbers; empty = of the training data.", applies_with="task.kind table"
     )
     input_std: tuple[float, ...] = option(
         (),
         "Standard deviation of each input column of numbers; empty = of the training data.",
-        acts="task.kind table",
+        applies_with="task.kind table",
         gt=0.0,
     )
-    balance: bool = option(False, "Read each class equally often.", acts="task.predicts class")
+    balance: bool = option(False, "Read each class equally often.", applies_with="task.predicts class")
     mask_frac: float = option(
-        0.15, "Share of the tokens that are hidden.", acts="task.kind masked_language_model", gt=0.0, lt=1.0
+        0.15, "Share of the tokens that are hidden.", applies_with="task.kind masked_language_model", gt=0.0, lt=1.0
     )
 
     @property
@@ -151,56 +151,58 @@ class ImageOptions:
 
     __repr__ = options_repr
 
-    size: int = option(224, "Height and width of the model's images in pixels.", acts="task.kind image", ge=8)
-    color: Literal["rgb", "gray"] = option("rgb", "rgb = 3 channels, gray = 1.", acts="task.kind image")
+    size: int = option(224, "Height and width of the model's images in pixels.", applies_with="task.kind image", ge=8)
+    color: Literal["rgb", "gray"] = option("rgb", "rgb = 3 channels, gray = 1.", applies_with="task.kind image")
     crop: Literal["random", "center"] = option(
         "random",
         "Training images: random = a box of random size and place, center = as in evaluation.",
-        acts="task.kind image",
+        applies_with="task.kind image",
     )
     min_crop_frac: float = option(
         0.08,
         "Smallest area of a random crop, as a share of the image.",
-        acts="task.kind image with image.crop random",
+        applies_with="task.kind image with image.crop random",
         gt=0.0,
         le=1.0,
     )
     center_frac: float = option(
         0.875,
         "Side of the centre crop, as a share of the image's shorter side.",
-        acts="task.kind image",
+        applies_with="task.kind image",
         gt=0.0,
         le=1.0,
     )
-    flip: float = option(0.5, "Probability of a left-right flip.", acts="task.kind image", ge=0.0, le=1.0)
+    flip: float = option(0.5, "Probability of a left-right flip.", applies_with="task.kind image", ge=0.0, le=1.0)
     rotate_degrees: float = option(
-        0.0, "Largest random rotation in degrees; 0 = none.", acts="task.kind image", ge=0.0, le=180.0
+        0.0, "Largest random rotation in degrees; 0 = none.", applies_with="task.kind image", ge=0.0, le=180.0
     )
     jitter: float = option(
         0.0,
         "Largest random change of brightness, contrast and saturation; 0 = none.",
-        acts="task.kind image",
+        applies_with="task.kind image",
         ge=0.0,
         le=1.0,
     )
     erase: float = option(
-        0.0, "Probability that a random box is set to the mean colour.", acts="task.kind image", ge=0.0, le=1.0
+        0.0, "Probability that a random box is set to the mean colour.", applies_with="task.kind image", ge=0.0, le=1.0
     )
     mixup_alpha: float = option(
         0.0,
         "Mixup of two images and their classes with this alpha; 0 = none.",
-        acts="task.kind image with task.predicts class",
+        applies_with="task.kind image with task.predicts class",
         ge=0.0,
     )
     cutmix_alpha: float = option(
         0.0,
         "CutMix of two images and their classes with this alpha; 0 = none.",
-        acts="task.kind image with task.predicts class",
+        applies_with="task.kind image with task.predicts class",
         ge=0.0,
     )
-    mean: tuple[float, ...] = option((), "Mean of each channel, of 0 to 1; empty = ImageNet's.", acts="task.kind image")
+    mean: tuple[float, ...] = option(
+        (), "Mean of each channel, of 0 to 1; empty = ImageNet's.", applies_with="task.kind image"
+    )
     std: tuple[float, ...] = option(
-        (), "Standard deviation of each channel; empty = ImageNet's.", acts="task.kind image", gt=0.0
+        (), "Standard deviation of each channel; empty = ImageNet's.", applies_with="task.kind image", gt=0.0
     )
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
@@ -236,13 +238,13 @@ class TextOptions:
     __repr__ = options_repr
 
     synonyms: str = option(
-        "", "A .json or .tsv file of synonyms; empty = none.", acts="task.kind text with text.replace above 0"
+        "", "A .json or .tsv file of synonyms; empty = none.", applies_with="task.kind text with text.replace above 0"
     )
     replace: float = option(
-        0.0, "Share of the words that are replaced by a synonym.", acts="task.kind text", ge=0.0, le=1.0
+        0.0, "Share of the words that are replaced by a synonym.", applies_with="task.kind text", ge=0.0, le=1.0
     )
-    swap: float = option(0.0, "Share of the words that change places.", acts="task.kind text", ge=0.0, le=1.0)
-    delete: float = option(0.0, "Probability that a word is deleted.", acts="task.kind text", ge=0.0, lt=1.0)
+    swap: float = option(0.0, "Share of the words that change places.", applies_with="task.kind text", ge=0.0, le=1.0)
+    delete: float = option(0.0, "Probability that a word is deleted.", applies_with="task.kind text", ge=0.0, lt=1.0)
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Problems between two fields, by field name."""
@@ -264,13 +266,19 @@ class LoraOptions:
 
     __repr__ = options_repr
 
-    rank: int = option(0, "Rank of the adapters; 0 = none, all weights are trained.", acts="model.pretrained", ge=0)
-    alpha: float = option(16.0, "The adapters are multiplied by alpha / rank.", acts="lora.rank above 0", gt=0.0)
-    dropout: float = option(0.0, "Dropout probability before each adapter.", acts="lora.rank above 0", ge=0.0, lt=1.0)
+    rank: int = option(
+        0, "Rank of the adapters; 0 = none, all weights are trained.", applies_with="model.pretrained", ge=0
+    )
+    alpha: float = option(
+        16.0, "The adapters are multiplied by alpha / rank.", applies_with="lora.rank above 0", gt=0.0
+    )
+    dropout: float = option(
+        0.0, "Dropout probability before each adapter.", applies_with="lora.rank above 0", ge=0.0, lt=1.0
+    )
     modules: tuple[str, ...] = option(
         (),
         "Names of the linear layers that get adapters; empty = peft's choice for the model.",
-        acts="lora.rank above 0",
+        applies_with="lora.rank above 0",
     )
 
     def problems(self) -> Iterator[tuple[str, Problem]]:

@@ -6,7 +6,7 @@ from .config import Components as Components
 from .config import RunConfig as RunConfig
 from .guard import StepGuard as StepGuard
 from .guarded_optimizer import GuardedOptimizer as GuardedOptimizer
-from .guarded_optimizer import Update as Update
+from .guarded_optimizer import StepResult as StepResult
 from .initialize import initialize as initialize
 from .load import load_model as load_model
 from .loop import Result as Result

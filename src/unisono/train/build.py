@@ -165,7 +165,6 @@ def _task_data(config: RunConfig, *, held_out_only: bool) -> RunData:
             config.image,
             config.text,
             tokenizer=tokenizer,
-            integer_padding=pretrained,
             buckets=config.model.vocab_size or DEFAULT_BUCKETS,
             held_out_only=held_out_only,
         )

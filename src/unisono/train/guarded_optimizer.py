@@ -25,7 +25,7 @@ from unisono.train.loss_scaler import LossScaler
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class StepResult:
     """What one step of a ``GuardedOptimizer`` did.
 
     ``stats`` [5] is on the device: loss, gradient norm, 1 if the step counted, weight, number of backward passes. The properties
@@ -35,7 +35,7 @@ class Update:
     stats: Tensor
 
     def __repr__(self) -> str:
-        return f"Update(loss={float(self.stats[0]):.4g}, norm={self.norm:.4g}, skipped={self.skipped})"
+        return f"StepResult(loss={float(self.stats[0]):.4g}, grad_norm={self.grad_norm:.4g}, skipped={self.skipped})"
 
     @property
     def loss(self) -> float:
@@ -46,7 +46,7 @@ class Update:
         return stats[0]
 
     @property
-    def norm(self) -> float:
+    def grad_norm(self) -> float:
         """Global norm of the gradient of that loss, before clipping."""
         return float(self.stats[1])
 
@@ -65,12 +65,12 @@ class GuardedOptimizer:
 
     Example::
 
-        update = GuardedOptimizer(net, torch.optim.Adam(net.parameters()), world, clip_norm=1.0)
+        optimizer = GuardedOptimizer(net, torch.optim.Adam(net.parameters()), world, clip_norm=1.0)
         for batch in loader.iterate(0, 100):
             for part in batch.micro_batches:
                 losses = torch.nn.functional.cross_entropy(net(part["inputs"]), part["targets"], reduction="none")
-                update.backward(losses.sum(), len(losses))
-            update.step()
+                optimizer.backward(losses.sum(), len(losses))
+            optimizer.step()
 
     Args:
         model: The module whose parameters the optimizer has, on its device; several as an ``nn.ModuleDict``. Rank 0's parameters
@@ -153,14 +153,14 @@ class GuardedOptimizer:
         self.scaler.scale(loss_sum / self._expected_weight).backward(inputs=self._parameters)
 
     @torch.no_grad()
-    def step(self) -> Update:
+    def step(self) -> StepResult:
         """Sum gradients over the ranks and update the parameters, or skip the step on all of them. Gradients are then zero.
 
         A rank without samples calls it too.
 
         Raises:
             ConfigError: There is one rank, and ``backward`` was not called since the last step. With several ranks, reading
-                ``Update.loss`` raises it if none called it.
+                ``StepResult.loss`` raises it if none called it.
             CommError: A rank is lost.
         """
         if self._world.world_size == 1 and not self._has_part:
@@ -177,7 +177,7 @@ class GuardedOptimizer:
         stats = torch.stack([value.to(totals.dtype) for value in (loss, norm, good, weight, totals[2])])
         totals.zero_()
         self._share_buffers()
-        return Update(stats)
+        return StepResult(stats)
 
     def state_dict(self) -> dict[str, Any]:
         """The live state of the model, the optimizer, the guard and the loss scale."""
@@ -258,7 +258,7 @@ def _no_backward(whose: str) -> ConfigError:
         given=f"step() without a backward pass {whose}",
         rule="the gradients of a step are those of GuardedOptimizer.backward(loss_sum, weight)",
         consequence="there is no gradient of this step, so nothing was changed",
-        nearest="update.backward(losses.sum(), len(losses)) in place of loss.backward()",
+        nearest="optimizer.backward(losses.sum(), len(losses)) in place of loss.backward()",
     )
 
 

@@ -6,6 +6,7 @@ whether any rank was asked to stop, and whether too many steps in a row were ski
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -123,12 +124,14 @@ class MetricsReader:
 
     def _give_up(self, step: Step, row: list[float]) -> None:
         if self.skipped_total >= step.index:
+            overflow = "; a finite loss under fp16: a lower train.loss_scale, or more steps, in which it is halved"
             raise NumericsError(
                 given=f"all {step.index} steps of the run were skipped, the last one with loss {row[LOSS]:g} and gradient norm "
                 f"{row[NORM]:g}",
                 rule="a step counts if its loss and gradient norm are finite",
                 consequence="the run ends; no parameter has changed since its start",
-                nearest="look at the model's outputs on the samples of the first skipped_step event, or plan.precision='fp32'",
+                nearest="look at the model's outputs on the samples of the first skipped_step event, or plan.precision='fp32'"
+                + (overflow if math.isfinite(row[LOSS]) else ""),
             )
         raise NumericsError(
             given=f"{self._skips_in_a_row} steps in a row were skipped, the last one step {step.index} "

@@ -72,7 +72,16 @@ def cross_entropy(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         return (losses * weights).sum(), weights.sum()
     _check_shape(logits.shape[:-1], targets, logits)
     flat = targets.flatten()
-    losses = F.cross_entropy(logits.float().flatten(0, -2), flat, reduction="none")  # [N]
+    try:
+        losses = F.cross_entropy(logits.float().flatten(0, -2), flat, reduction="none")  # [N]
+    except IndexError as error:  # an accelerator has no error that can be caught
+        outside = flat[(flat != IGNORED) & ((flat < 0) | (flat >= logits.shape[-1]))]
+        raise DataError(
+            given=f"a target of {int(outside[0])} for logits of {logits.shape[-1]} classes",
+            rule=f"classes are 0 to {logits.shape[-1] - 1}; {IGNORED} does not count",
+            consequence="there is no logit of that class",
+            nearest=f"a model with {int(flat.max()) + 1} outputs, or targets that count from 0",
+        ) from error
     weights = flat_weights(batch, targets).to(losses.dtype) * (flat != IGNORED)
     return (losses * weights).sum(), weights.sum()
 

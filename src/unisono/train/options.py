@@ -153,7 +153,7 @@ class TrainOptions:
     early_stop_patience: int = option(
         0,
         "Evaluations without a better loss before the run ends; 0 = never.",
-        acts="train.eval_every_steps above 0",
+        applies_with="train.eval_every_steps above 0",
         ge=0,
     )
     ema_decay: float = option(
@@ -166,7 +166,7 @@ class TrainOptions:
     loss_scale: float = option(
         4096.0,
         "First loss scale under fp16; multiplies the loss summed over a step / global_batch.",
-        acts="plan.precision = fp16",
+        applies_with="plan.precision = fp16",
         gt=0.0,
     )
     gradient_stats_every_steps: int = option(0, "Steps between per-layer gradient statistics; 0 = never.", ge=0)

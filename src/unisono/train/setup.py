@@ -259,9 +259,8 @@ def count_tokens(objective: Objective) -> Callable[[Batch], Tensor] | None:
     """
 
     def count(batch: Batch) -> Tensor:
-        for mask in ("padding", "attention_mask"):  # true for a token of the text
-            if mask in batch:
-                return batch[mask].count_nonzero()
+        if "attention_mask" in batch:
+            return batch["attention_mask"].count_nonzero()
         tokens = next((batch[name] for name in TOKEN_ENTRIES if name in batch), find_targets(batch))
         return torch.tensor(tokens.numel(), device=tokens.device)
 

@@ -358,7 +358,6 @@ def input_selector(model: nn.Module) -> Callable[[Batch], dict[str, Tensor]]:
 _TOKEN_NAMES = {
     "tokens": "input_ids",
     "input_ids": "tokens",
-    "attention_mask": "padding",
     "token_type_ids": "segments",
     "pixel_values": "image",
 }

@@ -258,6 +258,17 @@ def test_even_an_exit_in_the_thread_reaches_the_consumer() -> None:
         next(loader(data, prefetch_depth=2).iterate(0, 5))
 
 
+def test_a_held_out_sample_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(DataError) as caught:
+        list(eval_batches(Numbers(100, broken=6), 4, 0, 1))
+    assert str(caught.value) == (
+        "reading sample 6 of the held-out data failed with ValueError: sample 6 is rotten\n"
+        "  rule: every held-out sample is readable\n"
+        "  so:   the model cannot be evaluated\n"
+        "  try:  repair or leave out what is named"
+    )
+
+
 def test_a_read_of_the_wrong_length() -> None:
     class Short(Numbers):
         def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:

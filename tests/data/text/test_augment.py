@@ -189,10 +189,10 @@ def test_texts_become_tokens_of_one_length() -> None:
     assert {name: (v.dtype.name, v.tolist()) for name, v in short.items()} == {
         "label": ("int64", 3),
         "tokens": ("int64", [65, 195, 169, 256, 256]),
-        "mask": ("bool", [True, True, True, False, False]),
+        "attention_mask": ("int64", [1, 1, 1, 0, 0]),
     }
     assert transform({"text": encoded("abcdefgh")}, rng())["tokens"].tolist() == list(b"abcde")
-    assert not transform({"text": encoded("")}, rng())["mask"].any()
+    assert not transform({"text": encoded("")}, rng())["attention_mask"].any()
     augmented = TextTransform(tokenizer=ByteTokenizer(), length=5, augment=TextAugment(delete=1.0))
     assert augmented({"text": encoded("abc abc")}, rng())["tokens"].tolist() == [*b"abc", 256, 256]
 
@@ -224,7 +224,7 @@ def test_a_loader_augments_texts_of_any_length_alike_on_any_rank() -> None:
     def tokens(rank: int, world: int, step: int) -> list[list[int]]:
         loader = Loader(data, seed=1, global_batch=10, micro_batch=10, rank=rank, world_size=world, transform=transform)
         (micro_batch,) = loader.batch(step).micro_batches
-        assert micro_batch["mask"].shape == (10 // world, 40)
+        assert micro_batch["attention_mask"].shape == (10 // world, 40)
         return micro_batch["tokens"].tolist()
 
     for step in (0, 1, 2):

@@ -19,11 +19,11 @@ def rng(seed: int = 0) -> np.random.Generator:
 def test_chosen_tokens_are_the_targets_and_the_rest_stays() -> None:
     tokens = rng().integers(0, 256, 40)
     tokens[[0, 5]] = 256
-    sample = {"tokens": tokens, "mask": np.arange(40) < 30, "label": np.array(3)}
+    sample = {"tokens": tokens, "attention_mask": (np.arange(40) < 30).astype(np.int64), "label": np.array(3)}
     out = MASKING(sample, rng(1))
     assert {name: (v.dtype.name, v.shape) for name, v in out.items()} == {
         "tokens": ("int64", (40,)),
-        "padding": ("bool", (40,)),
+        "attention_mask": ("int64", (40,)),
         "predicted": ("int64", (6,)),
         "targets": ("int64", (6,)),
         "weights": ("float32", (6,)),
@@ -37,7 +37,7 @@ def test_chosen_tokens_are_the_targets_and_the_rest_stays() -> None:
     assert (out["targets"][:4] == tokens[chosen]).all()
     assert (np.delete(out["tokens"], chosen) == np.delete(tokens, chosen)).all()
     assert (tokens < 257).all(), "the sample given is left as it was"
-    assert (out["padding"] == sample["mask"]).all()
+    assert (out["attention_mask"] == sample["attention_mask"]).all()
 
 
 def test_shares_are_the_papers() -> None:
@@ -54,9 +54,9 @@ def test_shares_are_the_papers() -> None:
 
 
 def test_a_short_text_has_one_target_and_an_empty_one_none() -> None:
-    one = MASKING({"tokens": np.array([256, 7, 256]), "mask": np.array([True, True, False])}, rng())
+    one = MASKING({"tokens": np.array([256, 7, 256]), "attention_mask": np.array([True, True, False])}, rng())
     assert (one["predicted"].tolist(), one["targets"].tolist(), one["weights"].tolist()) == ([1], [7], [1])
-    none = MASKING({"tokens": np.array([256, 7]), "mask": np.array([True, False])}, rng())
+    none = MASKING({"tokens": np.array([256, 7]), "attention_mask": np.array([True, False])}, rng())
     assert none["weights"].tolist() == [0]
     assert none["tokens"].tolist() == [256, 7]
 
@@ -73,7 +73,7 @@ def test_texts_are_masked_alike_on_any_rank_and_anew_in_each_epoch() -> None:
         assert micro(0, 2, 0)[name] + micro(1, 2, 0)[name] == rows, name
     first, second = micro(0, 1, 0), micro(0, 1, 1)
     assert sorted(first["predicted"]) != sorted(second["predicted"])
-    assert sum(map(sum, first["padding"])) == 10 * len("text 0 of ten")
+    assert sum(map(sum, first["attention_mask"])) == 10 * len("text 0 of ten")
 
 
 def test_settings_and_samples_that_make_no_sense() -> None:

@@ -238,17 +238,35 @@ def unreadable_error(
     """
     ids = spec.sample_ids[: spec.num_rows]
     shown = ", ".join(map(str, ids[:8].tolist())) + (f", … ({ids.size} in all)" if ids.size > 8 else "")
-    reason = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
-    where = "" if sample is None else location_of(dataset, sample)
     who = f"samples {shown}" if sample is None else f"sample {sample}"
+    where = "" if sample is None else location_of(dataset, sample)
     return DataError(
-        given=f"reading {who} of step {spec.step}{where and f', {where},'} failed with {type(error).__name__}: {reason}",
+        given=_failed_read(who, f"step {spec.step}", where, error),
         rule="every sample of a step is readable",
         consequence=f"step {spec.step} cannot run",
         nearest="repair or leave out what is named; loader.max_bad_sample_frac lets some bad samples weigh 0 instead"
         if sample is not None
         else f"loader.batch({spec.step}) raises the same error in the calling thread",
     )
+
+
+def check_held_out_samples(dataset: Dataset, ids: NDArray[np.int64]) -> None:
+    """Raise DataError with the first of ``ids`` that cannot be read alone."""
+    for sample in ids.tolist():
+        try:
+            dataset.read(np.array([sample]))
+        except Exception as error:
+            raise DataError(
+                given=_failed_read(f"sample {sample}", "the held-out data", location_of(dataset, sample), error),
+                rule="every held-out sample is readable",
+                consequence="the model cannot be evaluated",
+                nearest="repair or leave out what is named",
+            ) from error
+
+
+def _failed_read(who: str, of: str, where: str, error: Exception) -> str:
+    reason = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
+    return f"reading {who} of {of}{where and f', {where},'} failed with {type(error).__name__}: {reason}"
 
 
 def not_numbers_error(name: str, array: NDArray[Any]) -> DataError:

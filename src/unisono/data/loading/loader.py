@@ -31,6 +31,7 @@ from unisono.data.loading.batch_builder import (
     PairTransform,
     ThreadProgress,
     Transform,
+    check_held_out_samples,
     not_numbers_error,
 )
 from unisono.data.loading.micro_batch_specs import SpecSource, rank_range
@@ -428,7 +429,12 @@ def eval_batches(
     for low in range(share.start, share.stop, micro_batch):
         places = np.arange(low, min(low + micro_batch, share.stop), dtype=np.int64)
         ids = places * len(dataset) // total
-        yield {name: _tensor(name, array) for name, array in check_batch(dataset.read(ids), ids.size).items()}
+        try:
+            batch = dataset.read(ids)
+        except Exception:
+            check_held_out_samples(dataset, ids)
+            raise
+        yield {name: _tensor(name, array) for name, array in check_batch(batch, ids.size).items()}
 
 
 def to_device(micro_batch: Mapping[str, torch.Tensor], device: torch.device) -> Tensors:

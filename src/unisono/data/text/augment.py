@@ -112,10 +112,10 @@ class TextAugment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextTransform:
-    """A loader's transform for texts: ``text``, uint8 [bytes] of UTF-8, becomes ``tokens`` and ``mask``.
+    """A loader's transform for texts: ``text``, uint8 [bytes] of UTF-8, becomes ``tokens`` and ``attention_mask``.
 
-    ``tokens`` int64 [length]: the text's first ``length`` token ids, padded with the end-of-document id. ``mask`` bool
-    [length]: true for ids of the text. Other entries of the sample are unchanged.
+    ``tokens`` int64 [length]: the text's first ``length`` token ids, padded with the end-of-document id. ``attention_mask``
+    int64 [length]: 1 at ids of the text, 0 at padding. Other entries of the sample are unchanged.
 
     Attributes:
         tokenizer: Encodes the text.
@@ -147,7 +147,7 @@ class TextTransform:
         tokens = np.full(self.length, self.tokenizer.end_of_document, np.int64)
         tokens[: ids.size] = ids
         rest = {name: value for name, value in sample.items() if name != "text"}
-        return {**rest, "tokens": tokens, "mask": np.arange(self.length) < ids.size}
+        return {**rest, "tokens": tokens, "attention_mask": (np.arange(self.length) < ids.size).astype(np.int64)}
 
 
 def load_synonyms(path: Path | str) -> dict[str, list[str]]:

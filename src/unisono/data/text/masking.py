@@ -24,13 +24,13 @@ class MaskTokens:
 
     Of a text's n eligible tokens it chooses max(1, round(rate · n)) at random. Of 20 chosen tokens about 16 become
     ``mask_id``, 2 become a random id of the vocabulary, and 2 stay. A sample has ``tokens`` int64 [T] and, if padded,
-    ``mask`` bool [T], true for tokens of the text. The result has the sample's other entries, without ``mask``, and::
+    ``attention_mask`` int64 [T], 1 at tokens of the text. The result has the sample's other entries, and::
 
-        tokens     int64    [T]  with the chosen ones hidden
-        padding    bool     [T]  true for a token of the text, false for padding
-        predicted  int64    [P]  positions of the chosen tokens, in order; P = max(1, round(rate · T)) for any text
-        targets    int64    [P]  the original tokens
-        weights    float32  [P]  1, or 0 where fewer tokens were chosen
+        tokens          int64    [T]  with the chosen ones hidden
+        attention_mask  int64    [T]  1 at a token of the text, 0 at padding
+        predicted       int64    [P]  positions of the chosen tokens, in order; P = max(1, round(rate · T)) for any text
+        targets         int64    [P]  the original tokens
+        weights         float32  [P]  1, or 0 where fewer tokens were chosen
 
     ``mapped(data, MaskTokens(…))`` is a data set for evaluation: it hides the same tokens of a sample each time.
 
@@ -95,8 +95,8 @@ class MaskTokens:
                 consequence="there is nothing to hide",
                 nearest="before=TextTransform(…) for samples with 'text'",
             )
-        padding = sample["mask"] if "mask" in sample else np.ones(tokens.size, np.bool_)
-        eligible = np.flatnonzero(padding & ~np.isin(tokens, self.special))
+        attention_mask = sample["attention_mask"] if "attention_mask" in sample else np.ones(tokens.size, np.int64)
+        eligible = np.flatnonzero(attention_mask.astype(np.bool_) & ~np.isin(tokens, self.special))
         max_chosen = self._share(tokens.size)
         chosen = np.sort(rng.permutation(eligible)[: self._share(eligible.size)])
         hidden = tokens.copy()
@@ -106,11 +106,10 @@ class MaskTokens:
         hidden[randomized] = rng.integers(0, self.vocab_size, randomized.size)
         predicted, targets = np.zeros(max_chosen, np.int64), np.zeros(max_chosen, np.int64)
         predicted[: chosen.size], targets[: chosen.size] = chosen, tokens[chosen]
-        rest = {name: value for name, value in sample.items() if name != "mask"}
         return {
-            **rest,
+            **sample,
             "tokens": hidden,
-            "padding": padding,
+            "attention_mask": attention_mask,
             "predicted": predicted,
             "targets": targets,
             "weights": (np.arange(max_chosen) < chosen.size).astype(np.float32),

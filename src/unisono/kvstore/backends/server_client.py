@@ -26,6 +26,7 @@ from unisono.dist import job_from_environ
 from unisono.dist.dmlc import require_credentials
 from unisono.dist.dmlc import server_addresses as dmlc_servers
 from unisono.errors import CommError, ConfigError
+from unisono.kvstore.backends.acknowledged import AcknowledgedPushes
 from unisono.kvstore.compression import Codec, ErrorFeedback
 from unisono.kvstore.compression.codec import can_compress_values
 from unisono.kvstore.keys import Future, nothing_sent
@@ -35,7 +36,6 @@ from unisono.kvstore.server.chunk_state import decode_chunk_state, encode_chunk_
 from unisono.kvstore.server.placement import Chunk
 from unisono.kvstore.server.process import server_addresses
 from unisono.kvstore.server.pull_compression import PullDecoder
-from unisono.kvstore.server.range_set import RangeSet
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.work_queue import WorkItem
 from unisono.kvstore.wire.auth import Peer
@@ -157,9 +157,7 @@ class ServerClient:
         self._groups = cache(self._grouped)
         self._versions = [0] * len(config.addresses)
         # by server, what it has acknowledged: one more than the last push of this worker's own stream; batch shards
-        self._acknowledged = [0] * len(config.addresses)
-        self._acknowledged_shards = [RangeSet() for _ in config.addresses]
-        self._acknowledging = threading.Lock()
+        self._acknowledged = AcknowledgedPushes(len(config.addresses))
         me = Peer("worker", worker, config.worker_restart_count, run_spec.job, "")
         connect = partial(Connection, me=me, facts=run_spec.to_json(), limits=PEER_LIMITS, deadline_s=deadline_s)
         slot_bytes = SLOT_BYTES if shared_memory else 0
@@ -389,17 +387,14 @@ class ServerClient:
         """The answers (server, number of chunks, answer) to a push: number ``seq`` of this worker's stream, or
         ``batch_shard``. ``targets``: where the answers' values go."""
 
+        self._acknowledged.watch([(server, answer) for server, _, answer in answers], seq, batch_shard)
+
         def finish() -> PushResult:
             duplicates, refused = 0, False
             for server, chunks, answer in answers:
                 reply = answer.result()
                 refused |= bool(reply.flags & REFUSED)
                 duplicates += chunks - reply.entries if reply.op is Op.ACK and not reply.flags & REFUSED else 0
-                with self._acknowledging:
-                    if batch_shard is None:
-                        self._acknowledged[server] = max(self._acknowledged[server], seq + 1)
-                    elif not reply.flags & REFUSED:
-                        self._acknowledged_shards[server].add(batch_shard)
                 if targets:
                     self._versions[server] = reply.clock
             if targets:
@@ -491,18 +486,7 @@ class ServerClient:
 
     def _report_losses(self, server: int, hello: dict[str, Any]) -> None:
         """Compare what a restarted server has applied with what it had acknowledged."""
-        with self._acknowledging:
-            num_lost = max(self._acknowledged[server] - int(hello["seq"]), 0)
-            self._acknowledged[server] -= num_lost  # reported once
-            applied = [RangeSet(spans) for spans in hello["units"]]
-            acknowledged = self._acknowledged_shards[server].to_json()
-            shards = [shard for first, end in acknowledged for shard in range(first, end)]
-            present = [shard for shard in shards if all(shard in numbers for numbers in applied)]
-            if len(present) < len(shards):
-                num_lost += len(shards) - len(present)
-                self._acknowledged_shards[server] = RangeSet()
-                for shard in present:
-                    self._acknowledged_shards[server].add(shard)
+        num_lost = self._acknowledged.take_lost(server, hello)
         if num_lost > 0:
             self._report(
                 f"server {server} was restarted and has lost {num_lost} acknowledged pushes of worker {self.worker}"
