@@ -65,7 +65,7 @@ class Desk:
 
     @property
     def environ(self) -> dict[str, str]:
-        return {"XDG_CACHE_HOME": str(self.cache), "OMP_NUM_THREADS": "1"}
+        return {"XDG_CACHE_HOME": str(self.cache), "XDG_STATE_HOME": str(self.cache / "state"), "OMP_NUM_THREADS": "1"}
 
     def here(self, *arguments: str) -> Outcome:
         """``unisono ARGUMENTS`` in this process, in the working folder."""

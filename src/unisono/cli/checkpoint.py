@@ -6,10 +6,18 @@ from pathlib import Path
 
 import click
 
-from unisono.cli.common import chosen_checkpoint, every_verb, load_run, print_result, require_run, takes_checkpoint
+from unisono.cli.common import (
+    chosen_checkpoint,
+    every_verb,
+    load_run,
+    print_result,
+    require_run,
+    takes_checkpoint,
+    trusts_python,
+)
 from unisono.cli.own_code import read_code, takes_model
+from unisono.config.trust import RUN_FILE
 from unisono.errors import CheckpointError
-from unisono.train.options import RUN_FILE
 
 
 @click.group("checkpoint")
@@ -116,6 +124,7 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
     show_default=True,
     help="Most GiB of tensors in one file; above it there are several, and an index.",
 )
+@trusts_python
 @every_verb
 def export_model(
     run_dir: str,

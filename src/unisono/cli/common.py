@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +18,12 @@ import click
 from unisono.config import Resolved, load_config
 from unisono.config.fields import BASE
 from unisono.config.renames import announce
+from unisono.config.trust import RUN_FILE, record_python
 from unisono.config.values import CALLABLE
 from unisono.errors import CheckpointError, ConfigError
 from unisono.tasks.options import PREDICTORS
 from unisono.train.config import RunConfig
-from unisono.train.options import PLAN_FILE, RUN_FILE, two_lengths
+from unisono.train.options import PLAN_FILE, two_lengths
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,6 +31,7 @@ LOG = logging.getLogger("unisono")
 LEVELS = ("debug", "info", "warning", "error")
 
 _LEVEL = "unisono.log_level"
+_TRUST = "unisono.trust_python"
 
 
 def every_verb(function: F) -> F:
@@ -47,8 +49,20 @@ def every_verb(function: F) -> F:
     )(function)
 
 
+def trusts_python(function: F) -> F:
+    """Decorator that adds ``--trust-python``, which the functions below that load a run's configuration read."""
+    return click.option(
+        "--trust-python",
+        is_flag=True,
+        expose_value=False,
+        callback=_set_trust,
+        help="Run the Python file that a run's folder names, also one that you have not run before.",
+    )(function)
+
+
 def takes_config(function: F) -> F:
-    """Decorator that adds the arguments CONFIG and ``--set``."""
+    """Decorator that adds the arguments CONFIG and ``--set``, and ``--trust-python``."""
+    function = trusts_python(function)
     function = click.argument("config", nargs=-1, type=click.Path())(function)
     return click.option(
         "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set one value; wins over every file."
@@ -82,6 +96,11 @@ def chosen_checkpoint(run_dir: str, checkpoint: str | None, *, best: bool) -> st
     return str(find_best(Path(run_dir) / "checkpoints"))
 
 
+def is_python_trusted() -> bool:
+    """Whether this command line has ``--trust-python``."""
+    return bool(click.get_current_context().meta.get(_TRUST))
+
+
 def log_level() -> str | None:
     """The log level of this command line, for processes that it starts; None if it has none."""
     return click.get_current_context().meta.get(_LEVEL)
@@ -108,7 +127,7 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str], *, is_shown:
             nearest=f"run the script again; to evaluate it: unisono eval {of_script.parent} --model SCRIPT.py:NAME",
         )
     try:
-        resolved = load_config(RunConfig, sources, overrides=overrides, environ=os.environ)
+        resolved = _load(sources, overrides)
     except ConfigError as error:
         if run_file is not None:
             _require_task_of_run(run_file, overrides, error)
@@ -116,7 +135,7 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str], *, is_shown:
     one_time = resolved.value.run.resume not in ("auto", "strict")
     if run_file is not None and one_time and resolved.origins["run.resume"].startswith(f"{run_file}:"):
         # "never" and a path applied to that one start; starting the folder again continues the run
-        resolved = load_config(RunConfig, [run_file], overrides=["run.resume=auto", *overrides], environ=os.environ)
+        resolved = _load([run_file], ["run.resume=auto", *overrides])
         resolved = replace(resolved, origins=resolved.origins | {"run.resume": "default"})
     train, origin = resolved.value.train, resolved.origins["train.steps"]
     # a file may list all options with their defaults; a command line or variable that gives one means it
@@ -125,6 +144,19 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str], *, is_shown:
         raise ConfigError(replace(problem, given=f"{origin}: train.steps: {problem.given}"))
     announce("the configuration", resolved.renamed)
     LOG.info("configuration %s from %s", resolved.hash, run_file or ", ".join(files) or "defaults")
+    return resolved
+
+
+def _load(
+    sources: Sequence[str | Path], overrides: Sequence[str], planned: Mapping[str, Any] | None = None
+) -> Resolved[RunConfig]:
+    """Load a configuration, and record that the user runs its Python file."""
+    trust = is_python_trusted()
+    resolved = load_config(
+        RunConfig, sources, overrides=overrides, environ=os.environ, planned=planned or {}, trust_python=trust
+    )
+    if resolved.python is not None:
+        record_python(resolved.python.path, resolved.python.digest, os.environ)
     return resolved
 
 
@@ -144,7 +176,7 @@ def _require_task_of_run(run_file: Path, overrides: Sequence[str], error: Config
     chosen = [text for text in overrides if text.partition("=")[0].strip() in ("task.kind", "task.predicts")]
     if not chosen or not any(problem.given.startswith(f"{run_file}:") for problem in error.problems):
         return
-    task = load_config(RunConfig, [run_file]).value.task
+    task = load_config(RunConfig, [run_file], trust_python=is_python_trusted()).value.task
     predicts = f" with task.predicts={task.predicts}" if task.kind in PREDICTORS else ""
     raise ConfigError(
         given=f"{' '.join(chosen)} for {run_file.parent}, a run of task.kind={task.kind}{predicts}",
@@ -186,7 +218,7 @@ def load_run(run_dir: str, **code: Any) -> Resolved[RunConfig]:
     missing = {name: _Missing(run_dir, name, label) for name, label in labels.items() if name not in code}
     overrides = [f"run.dir={json.dumps(run_dir)}"]
     planned = code_stands(run_file)
-    resolved = load_config(RunConfig, [run_file], overrides=overrides, environ=os.environ, planned=planned)
+    resolved = _load([run_file], overrides, planned)
     announce(str(run_file), resolved.renamed)
     config = resolved.value
     return replace(resolved, value=replace(config, components=replace(config.components, **missing, **code)))
@@ -262,6 +294,10 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in cast("list[Any]", value)]
     return value
+
+
+def _set_trust(context: click.Context, _option: click.Parameter, value: bool) -> None:
+    context.meta[_TRUST] = value
 
 
 def _set_level(context: click.Context, _option: click.Parameter, value: str | bool | None) -> None:

@@ -6,7 +6,15 @@ import os
 
 import click
 
-from unisono.cli.common import chosen_checkpoint, every_verb, load_run, print_result, require_run, takes_checkpoint
+from unisono.cli.common import (
+    chosen_checkpoint,
+    every_verb,
+    load_run,
+    print_result,
+    require_run,
+    takes_checkpoint,
+    trusts_python,
+)
 from unisono.cli.own_code import read_code, takes_evaluation, takes_model
 
 
@@ -16,6 +24,7 @@ from unisono.cli.own_code import read_code, takes_evaluation, takes_model
 @takes_model
 @takes_evaluation
 @click.option("--samples", type=click.IntRange(min=0), default=0, show_default=True, help="Samples to use; 0 = all.")
+@trusts_python
 @every_verb
 def command(
     run_dir: str,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from unisono.cli.common import chosen_checkpoint, every_verb, load_run, print_result, takes_checkpoint
+from unisono.cli.common import chosen_checkpoint, every_verb, load_run, print_result, takes_checkpoint, trusts_python
 from unisono.errors import ConfigError
 
 
@@ -23,6 +23,7 @@ from unisono.errors import ConfigError
     "--seed", type=click.IntRange(min=0, max=2**63 - 1), default=0, show_default=True, help="Seed of the sampling."
 )
 @takes_checkpoint
+@trusts_python
 @every_verb
 def command(
     run_dir: str,

@@ -19,15 +19,15 @@ from typing import NoReturn
 
 import click
 
-from unisono.cli.common import LOG, every_verb, load_run_config, log_level, print_json, takes_config
+from unisono.cli.common import LOG, every_verb, is_python_trusted, load_run_config, log_level, print_json, takes_config
 from unisono.config import Resolved
+from unisono.config.trust import RUN_FILE
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.jobspec import idle_role
 from unisono.errors import REQUEUE, USER_ERROR, CommError, ConfigError, LaunchError, UnisonoError
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import with_strategy_file
 from unisono.train.config import RunConfig
-from unisono.train.options import RUN_FILE
 
 
 @click.command("train")
@@ -107,6 +107,7 @@ def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json:
 
     level = log_level()
     flags = [*(["--json"] if as_json else []), *([f"--log-level={level}"] if level else [])]
+    flags += ["--trust-python"] if is_python_trusted() else []
     run_dir, options = Path(resolved.value.run.dir), resolved.value.launch
     command_line = [sys.executable, "-m", "unisono", "train", *flags, *arguments]
     if (sync := _sync(resolved.value.plan)) != "dist_async":

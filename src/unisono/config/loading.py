@@ -41,12 +41,14 @@ def load_config(
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] = _NOTHING,
     planned: Mapping[str, Any] = _NOTHING,
+    trust_python: bool = False,
 ) -> Resolved[T]:
     """Build ``cls`` from ``.toml`` and ``.py`` files, ``UNISONO__SECTION__FIELD`` variables, ``key=value`` overrides.
 
     Later layers win: defaults, ``planned``, files, environment, overrides. A ``.toml`` file may name the layer beneath it
     with a top-level ``base``; a ``.py`` file gives every value and must be the lowest layer. Only a value that differs from
-    the default counts as set by it. Naming a ``.py`` file, also through ``base``, runs it.
+    the default counts as set by it. Naming a ``.py`` file, also through ``base``, runs it. The one that a run's folder names in
+    its ``config.toml`` runs if this user has run it before (``config.trust``), or with ``trust_python``.
 
     Args:
         cls: Options class to build, such as ``RunConfig``.
@@ -54,6 +56,7 @@ def load_config(
         overrides: ``section.field=value`` texts, as after ``--set``; values are TOML or plain strings.
         environ: Environment variables, such as ``os.environ``; other names are ignored. Default: none.
         planned: Values by dotted key that replace defaults.
+        trust_python: Run the Python file that a run's folder names, whoever wrote it.
 
     Returns:
         The options object with the origin of each value.
@@ -62,7 +65,9 @@ def load_config(
         ConfigError: A file, key or value is wrong; it holds all problems at once.
     """
     layout = option_tree(cls)
-    reading = read_files(sources, layout)
+    reading = read_files(sources, layout, trust_python=trust_python)
+    if reading.refused is not None:  # other problems would be those of the missing code
+        raise ConfigError(reading.refused)
     walk = _Walk(layout=layout, problems=reading.problems, renamed=reading.renamed, unread=bool(reading.problems))
     walk.defaults()
     walk.take([fixed(key, raw, "planned") for key, raw in planned.items()])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,9 +35,13 @@ class PythonFile:
     digest: str
 
 
-def run_python(path: Path, cls: type) -> tuple[object, PythonFile]:
-    """Call the file's ``config()``, which returns an instance of ``cls``. Any exception inside becomes a ConfigError."""
+def run_python(path: Path, cls: type, check: Callable[[str], None]) -> tuple[object, PythonFile]:
+    """Call the file's ``config()``, which returns an instance of ``cls``. Any exception inside becomes a ConfigError.
+
+    ``check`` is called with the digest of the content before the file is executed, and may raise.
+    """
     source = path.read_bytes()
+    check(_digest(source))
     with _running(path, f"{FUNCTION}() returns a {cls.__name__} without raising"):
         module, digest = _execute(path, source)
         function = getattr(module, FUNCTION, None)
@@ -115,6 +119,10 @@ def refuse_in_file(action: str) -> None:
         )
 
 
+def _digest(source: bytes) -> str:
+    return blake2b(source, digest_size=16).hexdigest()
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -127,7 +135,7 @@ def _read(path: Path) -> bytes:
 
 def _execute(path: Path, source: bytes) -> tuple[ModuleType, str]:
     """Run the file as a new module; also returns the digest of its content."""
-    digest = blake2b(source, digest_size=16).hexdigest()
+    digest = _digest(source)
     module = ModuleType(f"unisono_config_{digest[:12]}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses and inspect look classes up through their module

@@ -2,11 +2,12 @@
 
 Each source becomes a list of entries in order of precedence; only the layering key ``base`` is interpreted here.
 A TOML file is data: no value of it is imported, called or constructed. Only ``base`` may name a Python file,
-and that file then runs.
+and that file then runs; one that is named by a run's folder, if ``config.trust`` allows it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -16,6 +17,7 @@ from typing import Any
 from unisono.config.fields import BASE, OptionTree
 from unisono.config.python_file import PythonFile, run_python
 from unisono.config.toml_file import KeyPath, config_problem, read_toml
+from unisono.config.trust import RUN_FILE, python_problem
 from unisono.config.values import ENV, SET, literal, shown
 from unisono.errors import ConfigError, Problem
 
@@ -53,15 +55,20 @@ class Reading:
     problems: list[Problem] = field(default_factory=list[Problem])
     renamed: list[str] = field(default_factory=list[str])  # "old → new" of each key or value of an earlier version
     cause: BaseException | None = None  # exception of a Python file, for its traceback
+    trust_python: bool = False  # run the Python file of a run's folder, whoever wrote it
+    refused: Problem | None = None  # the Python file of a run's folder, which did not run
 
-    def layer(self, path: Path, *, named: str = "", above: tuple[Path, ...] = ()) -> None:
-        """Read one file after the layers beneath it; ``named`` is the line that names it, ``above`` the files above it."""
+    def layer(self, path: Path, *, named: str = "", above: tuple[Path, ...] = (), of_run: bool = False) -> None:
+        """Read one file after the layers beneath it.
+
+        ``named`` is the line that names it, ``above`` the files above it, and ``of_run`` tells whether one of them is a run's.
+        """
         try:
             self._check(path, named, above)
             if path.suffix == ".py":
-                self._python(path, named)
+                self._python(path, named, of_run=of_run)
             else:
-                self._toml(path, above)
+                self._toml(path, above, of_run=of_run or path.name == RUN_FILE)
             self.files.append(path)
         except ConfigError as error:
             self.problems.extend(error.problems)
@@ -80,25 +87,32 @@ class Reading:
                 config_problem(f"{named}comes back to {path}", "the layers beneath a file end somewhere", nearest)
             )
 
-    def _toml(self, path: Path, above: tuple[Path, ...]) -> None:
+    def _toml(self, path: Path, above: tuple[Path, ...], *, of_run: bool) -> None:
         read = read_toml(path)
         base = read.values.pop(BASE, None)
         if isinstance(base, str):
             named = f"{read.where((BASE,))}: {BASE} = {shown(base)}: "
-            self.layer(path.parent / base, named=named, above=(*above, path.resolve()))
+            self.layer(path.parent / base, named=named, above=(*above, path.resolve()), of_run=of_run)
         elif base is not None:
             given = f"{read.where((BASE,))}: {BASE} = {shown(base)}"
             rule = f"{BASE} names one file, as a string, relative to this one"
             self.problems.append(config_problem(given, rule, f'{BASE} = "other.toml"'))
         self.layers.append([SourceEntry(path=(key,), raw=raw, origin=read.where) for key, raw in read.values.items()])
 
-    def _python(self, path: Path, named: str) -> None:
+    def _python(self, path: Path, named: str, *, of_run: bool) -> None:
         if self.files:
             rule = "a Python file gives every value, so it can only be the lowest layer"
             given = f"{named}{path} comes after {self.files[-1]}"
             raise ConfigError(config_problem(given, rule, f"name {path.name} first"))
+
+        def check(digest: str) -> None:
+            if of_run and not self.trust_python:
+                self.refused = python_problem(path, digest, named, os.environ)
+            if self.refused is not None:
+                raise ConfigError(self.refused)
+
         with self.layout.renames.keywords(self.layout.sections, self.renamed):
-            value, self.python = run_python(path, self.layout.cls)
+            value, self.python = run_python(path, self.layout.cls, check)
         objects: dict[str, object] = {}
         entries: list[SourceEntry] = []
         for section, expected in self.layout.sections.items():  # parents come before what they hold
@@ -127,9 +141,9 @@ def fixed(key: str, raw: Any, origin: str) -> SourceEntry:
     return SourceEntry(path=tuple(key.split(".")), raw=raw, origin=lambda _: origin)
 
 
-def read_files(paths: Sequence[str | Path], layout: OptionTree) -> Reading:
+def read_files(paths: Sequence[str | Path], layout: OptionTree, *, trust_python: bool) -> Reading:
     """Entries of all files; every file is read even where another one is at fault."""
-    reading = Reading(layout=layout)
+    reading = Reading(layout=layout, trust_python=trust_python)
     for path in paths:
         reading.layer(Path(path))
     return reading
