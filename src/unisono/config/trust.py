@@ -32,7 +32,7 @@ def python_problem(path: Path, digest: str, named: str, environ: Mapping[str, st
     """Why a Python file that a run's folder names may not run; None if it may. ``named`` is the line that names it."""
     path = path.resolve()
     record = _records(environ) / _record(path, digest)
-    foreign = foreign_reason(path)
+    foreign = foreign_reason(path) or foreign_reason(path.parent)
     if not foreign and record.is_file() and not foreign_reason(record):
         return None
     return config_problem(

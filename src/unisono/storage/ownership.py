@@ -1,4 +1,4 @@
-"""Who could have written a file: code and journals of other users of the host are not used."""
+"""Who could have written a file: code, journals and caches of other users of the host are not used."""
 
 from __future__ import annotations
 
@@ -8,27 +8,24 @@ from pathlib import Path
 
 
 def foreign_reason(path: Path) -> str:
-    """Why another user of the host may have written ``path`` or put it there; empty if only the caller or root can have.
+    """Why another user of the host may have written what is at ``path``; empty if only the caller or root can have.
 
-    Looks at ``path`` itself, without following a link, and at its folder. Both belong to the caller or root and cannot be written
-    by others, except for a folder with the sticky bit, such as ``/tmp``, where others cannot replace a file. A path that does
-    not exist was written by nobody.
+    It belongs to the caller or root, and others cannot write to it; a folder with the sticky bit, such as ``/tmp``, is one where
+    others cannot replace what they do not own. Of a link both the link and what it leads to are looked at. A path that does not
+    exist was written by nobody.
     """
-    for each in (path, path.absolute().parent):
-        try:
-            found = os.lstat(each)
-        except FileNotFoundError:
-            continue
-        if found.st_uid not in (os.geteuid(), 0):
-            return f"{each} belongs to {_user(found.st_uid)}"
-        is_folder = stat.S_ISDIR(found.st_mode)
-        if (
-            stat.S_ISLNK(found.st_mode)
-            or not found.st_mode & stat.S_IWOTH
-            or (is_folder and found.st_mode & stat.S_ISVTX)
-        ):
-            continue
-        return f"{each} can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+    try:
+        found = [os.lstat(path)]
+        if stat.S_ISLNK(found[0].st_mode):
+            found.append(os.stat(path))
+    except FileNotFoundError:
+        return ""
+    for each in found:
+        if each.st_uid not in (os.geteuid(), 0):
+            return f"{path} belongs to {_user(each.st_uid)}"
+        shared = stat.S_ISLNK(each.st_mode) or (stat.S_ISDIR(each.st_mode) and each.st_mode & stat.S_ISVTX)
+        if each.st_mode & stat.S_IWOTH and not shared:
+            return f"{path} can be written by others (mode {stat.S_IMODE(each.st_mode):o})"
     return ""
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import os
 import re
 import shutil
 import time
@@ -31,11 +32,14 @@ from unisono.data.convert.formats.table import unwritable_error
 from unisono.data.convert.table_files import files_of
 from unisono.errors import DataError
 from unisono.storage.files import file_digest, sync_folder, write_atomically
+from unisono.storage.ownership import foreign_reason
 
 UNSPLIT: Final = "all"  # the series of inputs without a split
 OnError = Literal["fail", "skip"]
 _PROGRESS_S = 5.0
 _SHOWN = 20
+_JOB = re.compile(rb"[0-9a-f]{32} of .*\n", re.DOTALL)  # content of job.json
+_MAX_JOB_BYTES = 1 << 20
 _LOG = logging.getLogger("unisono")
 
 
@@ -132,7 +136,8 @@ def run_pack_job(job: PackJob, series: Sequence[ShardSeries], *, numbered: bool 
         raise bad_inputs_error(job.bad)
     identity = xxhash.xxh3_128_hexdigest(msgspec.json.encode({**job.identity, "on_error": job.on_error}))
     with open_partial_target(part, f"{identity} of {job.source}\n".encode()) as partial:
-        plan = partial.planned()
+        plan = partial.planned(names)
+        resumed = plan is not None
         if plan is None:
             _refuse_existing(job.target, names)
             try:
@@ -140,13 +145,16 @@ def run_pack_job(job: PackJob, series: Sequence[ShardSeries], *, numbered: bool 
             except BadInputError as error:
                 _write_report(job, [error.bad], None)
                 raise bad_inputs_error([error.bad]) from None
-            plan = CommitPlan(journals=journals, moves=_moves(job.target, journals, numbered))
+            plan = CommitPlan(journals=journals)
             partial.plan(plan)
-        result = _result(job, plan)
+        moves = _moves(job.target, plan.journals, numbered)
+        if resumed:
+            partial.check_moves(moves, job.target)
+        result = _result(job, plan, moves)
         for suffix, text in job.side_files.items():
             write_atomically(job.target.with_name(job.target.name + suffix), text.encode())
         _write_report(job, result.bad, result)
-        partial.commit(plan, job.target.parent)
+        partial.commit(moves, job.target.parent)
     return result
 
 
@@ -213,10 +221,10 @@ def _moves(target: Path, journals: Mapping[str, list[ShardJournal]], numbered: b
     return moves
 
 
-def _result(job: PackJob, plan: CommitPlan) -> PackResult:
+def _result(job: PackJob, plan: CommitPlan, moves: Mapping[str, str]) -> PackResult:
     shards = [journal for journals in plan.journals.values() for journal in journals]
     return PackResult(
-        files=tuple(job.target.with_name(name) for name in plan.moves.values() if name.endswith(job.target.suffix)),
+        files=tuple(job.target.with_name(name) for name in moves.values() if name.endswith(job.target.suffix)),
         num_inputs=sum(journal.stop - journal.start for journal in shards) + len(job.bad),
         num_records=sum(journal.records for journal in shards),
         num_empty=sum(journal.empty for journal in shards),
@@ -280,10 +288,9 @@ class ShardJournal(msgspec.Struct):
 
 
 class CommitPlan(msgspec.Struct, frozen=True):
-    """Finished shards by series, and the final names of their files: SERIES-NNNNN/FILE → name beside the target."""
+    """Finished shards by series. Their files' final names follow from it (``_moves``)."""
 
     journals: dict[str, list[ShardJournal]]
-    moves: dict[str, str]
 
 
 ShardCut = Callable[[int, int], bool]  # (inputs of the series so far, bytes of the shard) -> whether the shard ends
@@ -370,20 +377,32 @@ class PartialTarget:
             outcomes.close()
         return done
 
-    def planned(self) -> CommitPlan | None:
-        """The commit plan of an interrupted commit, if there was one."""
+    def planned(self, series: Sequence[str]) -> CommitPlan | None:
+        """The commit plan of an interrupted commit, if there was one. Raises DataError for one of other files than these series'."""
         try:
-            return msgspec.json.decode((self.folder / "ending.json").read_bytes(), type=CommitPlan)
+            plan = msgspec.json.decode((self.folder / "ending.json").read_bytes(), type=CommitPlan)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
+        files = [file for shards in plan.journals.values() for journal in shards for file in journal.files]
+        if set(plan.journals) != set(series) or not all(map(_is_plain, files)):
+            raise _foreign_folder(self.folder, "its ending.json names other files than those of this job")
+        return plan
 
     def plan(self, plan: CommitPlan) -> None:
         """Store the plan: all shards are finished, and their files may be moved."""
         _write_json(self.folder / "ending.json", plan)
 
-    def commit(self, plan: CommitPlan, folder: Path) -> None:
+    def check_moves(self, moves: Mapping[str, str], target: Path) -> None:
+        """Raise DataError if a move would not be one of this target's files, or would overwrite a file."""
+        for old, new in moves.items():
+            if not new.startswith(target.stem):
+                raise _foreign_folder(self.folder, f"its file {new} is not named after {target.name}")
+            if os.path.lexists(self.folder / old) and os.path.lexists(target.with_name(new)):
+                raise _foreign_folder(self.folder, f"{target.with_name(new)} exists and is not of this job")
+
+    def commit(self, moves: Mapping[str, str], folder: Path) -> None:
         """Move the remaining files to their names in ``folder`` and remove this folder."""
-        for old, new in plan.moves.items():
+        for old, new in moves.items():
             if (self.folder / old).exists():
                 (self.folder / old).replace(folder / new)
         sync_folder(folder)
@@ -401,7 +420,7 @@ class PartialTarget:
         try:
             journal = msgspec.json.decode((self.folder / f"{name}.json").read_bytes(), type=ShardJournal)
             valid = journal.start == start and all(
-                Path(file).name == file and file_digest(self.folder / name / file) == digest
+                _is_plain(file) and file_digest(self.folder / name / file) == digest
                 for file, digest in journal.files.items()
             )
         except (FileNotFoundError, msgspec.DecodeError):
@@ -432,9 +451,17 @@ def _shard_records(
 
 @contextmanager
 def open_partial_target(folder: Path, job: bytes) -> Generator[PartialTarget]:
-    """Open ``folder`` for ``job``, exclusively. Files of another job are deleted, with a warning. Raises DataError while another
-    process has it open."""
+    """Open ``folder`` for ``job``, exclusively. Files of another job are deleted, with a warning.
+
+    Raises DataError while another process has it open, and for a folder that another user can have written or that no job made.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_symlink():
+        raise _foreign_folder(folder, "it is a link")
+    if reason := foreign_reason(folder):
+        raise _foreign_folder(folder, reason)
+    if any(entry.name != "lock" for entry in folder.iterdir()) and not _JOB.fullmatch(_content(folder / "job.json")):
+        raise _foreign_folder(folder, "it has no job.json of a packing job")
     with (folder / "lock").open("ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -472,6 +499,26 @@ def bad_inputs_error(bad: Sequence[BadInput]) -> DataError:
         rule="every input is packed, unless --on-error skip",
         consequence="the target was not written; finished shards, if any, are kept for a next run",
         nearest="repair or remove them; or --on-error skip packs the rest and lists them in the report",
+    )
+
+
+def _is_plain(name: str) -> bool:
+    return Path(name).name == name and name not in ("", ".", "..")
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()[:_MAX_JOB_BYTES]
+    except OSError:
+        return b""
+
+
+def _foreign_folder(folder: Path, reason: str) -> DataError:
+    return DataError(
+        given=f"{folder}, which is not a job's that was interrupted: {reason}",
+        rule="a job is continued from a folder that only its own user can have written",
+        consequence="nothing was read from it, moved or deleted",
+        nearest="look at what is in it and remove it, or another target",
     )
 
 
