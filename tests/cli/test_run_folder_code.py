@@ -64,7 +64,7 @@ def test_python_of_a_strangers_run_folder_does_not_run(desk: Desk, script: Path,
         done = desk.here(*command)
         assert done.code == 2, (command, done.out, done.err)
         assert done.err == (
-            f"unisono: {stranger}/config.toml:2: base = \"evil.py\": {evil}, a file that you have not run in this form\n"
+            f'unisono: {stranger}/config.toml:2: base = "evil.py": {evil}, a file that you have not run in this form\n'
             "  rule: the folder of a run can be anybody's: its Python file runs if you have run that file with this content "
             "before, and nobody else can write to it\n"
             "  so:   nothing was started\n"

@@ -29,16 +29,26 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def temporary_name(path: Path) -> Path:
+    """A name beside ``path`` that nobody can foresee, for a file until it is complete."""
+    return path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def open_new(path: Path, *, mode: int = 0o666, buffering: int = -1) -> IO[Any]:
+    """Open a new binary file for writing. Raises FileExistsError, also for a link; ``mode`` is before the umask."""
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, mode)
+    return open(fd, "wb", buffering=buffering)
+
+
 @contextmanager
 def new_file(path: Path, *, mode: int = 0o666) -> Generator[IO[Any]]:
     """Open a binary file under a temporary name; when the block ends normally it is synced and renamed to ``path``.
 
     ``mode`` are the permissions of the new file, before the umask.
     """
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    temporary = temporary_name(path)
     try:
-        fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, mode)
-        with open(fd, "wb") as file:
+        with open_new(temporary, mode=mode) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -57,11 +67,10 @@ def write_atomically(path: Path, *parts: Any, mode: int = 0o666) -> None:
 
 def create_file(path: Path, data: bytes) -> None:
     """Write and sync a new file that only its owner can read. Raises FileExistsError, also for a link."""
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    with open(fd, "wb") as file:
+    with open_new(path, mode=0o600) as file:
         file.write(data)
         file.flush()
-        os.fsync(fd)
+        os.fsync(file.fileno())
 
 
 @contextmanager

@@ -6,6 +6,8 @@ import os
 import stat
 from pathlib import Path
 
+from unisono.errors import DataError
+
 
 def foreign_reason(path: Path) -> str:
     """Why another user of the host may have written what is at ``path``; empty if only the caller or root can have.
@@ -27,6 +29,26 @@ def foreign_reason(path: Path) -> str:
         if each.st_mode & stat.S_IWOTH and not shared:
             return f"{path} can be written by others (mode {stat.S_IMODE(each.st_mode):o})"
     return ""
+
+
+def make_own_folder(path: Path, *, mode: int = 0o755) -> None:
+    """Create a folder of copies and prepared data, unless it is there.
+
+    Raises:
+        DataError: Another user of the host can have written into it; so they can into one with the sticky bit.
+        OSError: It cannot be created.
+    """
+    path.mkdir(mode=mode, parents=True, exist_ok=True)  # no matter the umask, others cannot write to it
+    reason = foreign_reason(path)
+    if not reason and (found := stat.S_IMODE(path.stat().st_mode)) & stat.S_IWOTH:
+        reason = f"{path} can be written by others (mode {found:o})"
+    if reason:
+        raise DataError(
+            given=f"a folder of prepared data that is not this user's alone: {reason}",
+            rule="prepared data and copies are read only from a folder that this user or root alone can have written",
+            consequence="nothing was read from it or written to it",
+            nearest=f"data.cache_dir={path / f'unisono-{os.geteuid()}'}, or chmod o-w {path} if it is yours",
+        )
 
 
 def _user(uid: int) -> str:

@@ -18,6 +18,7 @@ from unisono.data.tokens.shards import TokenSet
 from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.data.tokens.windows import TokenWindows
 from unisono.errors import ConfigError, DataError
+from unisono.storage.ownership import make_own_folder
 from unisono.tasks.columns import number_columns
 from unisono.tasks.inputs import (
     EncodeLine,
@@ -351,7 +352,7 @@ def _cached(dataset: Dataset, data: DataOptions, shares: int) -> Dataset:
     if not data.cache_gib:
         return dataset
     folder = cache_folder(data) / "samples"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_own_folder(folder)
     return cached(dataset, budget_bytes=int(data.cache_gib * 2**30 / shares), folder=folder)
 
 

@@ -3,9 +3,10 @@
 Samples are added until the budget is used up and never evicted: under a shuffle each sample is equally likely to be read next, so
 eviction gains nothing (CoorDL, Mohan et al. 2021). Cache before a random transform: the cache holds what the data set returned.
 
-Each data set has one file, in /dev/shm or in a folder: a header, a table with a row per sample, then the samples. Space is
-reserved before it is written, so a full file system only ends the growth. The table row is written last and has a checksum. The
-last process that uses a file in memory removes it; files of killed processes are removed when the next cache is opened.
+Each data set has one file, in a folder of this user in /dev/shm or in a given one: a header, a table with a row per sample, then
+the samples. Space is reserved before it is written, so a full file system only ends the growth. The table row is written last
+and has a checksum. The last process that uses a file in memory removes it; files of killed processes are removed when the next
+cache is opened.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ import xxhash
 from unisono.data.dataset import Batch, Dataset, Ids, MapStyle, PerSampleDataset, as_dataset, location_of, read_samples
 from unisono.data.packed_sample import pack_sample, unpack_sample
 from unisono.errors import DataError
+from unisono.storage.ownership import make_own_folder
 
-_MEMORY: Final = Path("/dev/shm")
+_MEMORY: Final = Path(f"/dev/shm/unisono-{os.getuid()}")
 _PREFIX: Final = "unisono-cache-"
 _ROW: Final = np.dtype([("offset", "<u8"), ("length", "<u8"), ("digest", "<u8")])  # offset 0: not there
 _HEAD_BYTES: Final = 64  # the end of what is used, u64
@@ -99,6 +101,7 @@ class _SampleStore:
         self._size = begin + budget_bytes
         try:
             if self._temporary:
+                make_own_folder(folder, mode=0o700)
                 _remove_stale(folder)
             self._file = self._open(begin)
         except OSError as error:
@@ -153,7 +156,10 @@ class _SampleStore:
 
     def _open(self, begin: int) -> int:
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            if os.fstat(file).st_uid != os.geteuid():
+                os.close(file)
+                raise PermissionError(errno.EPERM, "it belongs to another user")
             fcntl.flock(file, fcntl.LOCK_SH)  # for as long as it is used
             try:
                 if os.stat(self._path).st_ino != os.fstat(file).st_ino:
@@ -200,7 +206,7 @@ def _remove_stale(folder: Path) -> None:
     """Remove the files of killed processes."""
     for path in folder.glob(f"{_PREFIX}{os.getuid()}-*"):
         try:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             continue
         try:

@@ -21,6 +21,7 @@ from unisono.data.sidecar import map_array
 from unisono.errors import DataError, UnisonoError
 from unisono.storage.address import open_address
 from unisono.storage.files import write_atomically
+from unisono.storage.ownership import make_own_folder
 
 BLOCK_BYTES: Final = 1 << 20
 _BLOCKS_AT_ONCE: Final = 64  # per request: limits the memory of fetched blocks
@@ -46,7 +47,8 @@ class RemoteFile:
             raise _unreachable(url, error) from error
         self.size = int(info["size"])
         self.folder = cache_dir / xxhash.xxh3_128(key.encode()).hexdigest()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_own_folder(cache_dir)
+        make_own_folder(self.folder)
         self.path = self.folder / "data.rec"
         count = -(-self.size // BLOCK_BYTES)
         self._data = _sparse(self.path, self.size)

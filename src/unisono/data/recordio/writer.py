@@ -16,7 +16,7 @@ from unisono.data.recordio.framing import frame_payload
 from unisono.data.recordio.index import WRITTEN, encode_side_columns, map_file, text_index_path, write_index
 from unisono.data.sidecar import PayloadInfo
 from unisono.errors import DataError
-from unisono.storage.files import sync_folder, write_atomically
+from unisono.storage.files import open_new, sync_folder, temporary_name, write_atomically
 
 SideValues = float | NDArray[Any]
 
@@ -42,8 +42,8 @@ class RecordWriter:
             raise _refused(f"{self.path} as the name of a RecordIO file", "its indexes would overwrite it")
         if self.path.exists() and not overwrite:
             raise _refused(f"{self.path}, which exists", "it was left as it is")
-        self._temporary = self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")
-        self._file = self._temporary.open("wb", buffering=1 << 20)
+        self._temporary = temporary_name(self.path)
+        self._file = open_new(self._temporary, buffering=1 << 20)
         self._hash = xxhash.xxh3_128()
         self._bytes = 0
         self._offsets, self._lengths, self._digests = array("Q"), array("I"), array("Q")

@@ -17,6 +17,7 @@ from unisono.data.recordio.remote_file import is_url
 from unisono.errors import DataError, UnisonoError
 from unisono.storage.address import open_address
 from unisono.storage.files import file_lock, os_reason, sync_folder
+from unisono.storage.ownership import make_own_folder
 
 _LOG: Final = logging.getLogger("unisono.data")
 _ATTEMPTS: Final = 3
@@ -124,7 +125,8 @@ def _copy(filesystem: Any, name: str, cache: Path, target: Path | None = None) -
             if beside != name and filesystem.exists(beside):
                 _copy(filesystem, beside, cache, target.parent / beside.rsplit("/", 1)[-1])
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_own_folder(cache)
+        make_own_folder(target.parent)
         lock = target.with_name(f".{target.name}.lock")  # hidden, as not to be taken for one of the files of its folder
         with file_lock(lock):
             if not target.exists():

@@ -30,7 +30,7 @@ from unisono.data.sidecar import (
     write_sidecar,
 )
 from unisono.errors import DataError, Problem
-from unisono.storage.files import sync_folder
+from unisono.storage.files import open_new, sync_folder
 
 _KIND = "tokens"
 _SHARD_TOKENS = 1 << 28
@@ -237,7 +237,8 @@ class _UnfinishedShard:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.temporary = path.with_name(path.name + ".tmp")
-        self.file: BinaryIO = self.temporary.open("wb")
+        self.temporary.unlink(missing_ok=True)  # of a process that was killed
+        self.file: BinaryIO = open_new(self.temporary)
         self.hash = xxhash.xxh3_128()
         self.starts: list[int] = []
         self.token_bytes: list[NDArray[np.uint32]] = []

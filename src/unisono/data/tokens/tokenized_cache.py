@@ -51,6 +51,7 @@ from unisono.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from unisono.errors import DataError
 from unisono.storage.directory import commit_directory
 from unisono.storage.files import file_lock, write_atomically
+from unisono.storage.ownership import make_own_folder
 
 _FORMAT = 1
 _SPLITS = ("train", "eval")
@@ -158,7 +159,7 @@ def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> Prepa
         corpus = replace(corpus, name=options.corpus)
     check_text_column(corpus, options.text_column)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        make_own_folder(cache)
         inputs = _Inputs(
             corpus=corpus,
             digests=_digests(corpus, cache),

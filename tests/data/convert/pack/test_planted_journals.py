@@ -50,7 +50,9 @@ def change(file: Path, edit: Callable[[Any], None]) -> None:
 def test_the_plan_cannot_name_files_elsewhere(album: Path, interrupted: Path, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    change(interrupted / "ending.json", lambda plan: plan["journals"]["all"][0]["files"].update({"../../precious": "0"}))
+    change(
+        interrupted / "ending.json", lambda plan: plan["journals"]["all"][0]["files"].update({"../../precious": "0"})
+    )
     assert again(album, interrupted) == "its ending.json names other files than those of this job"
     assert precious.read_text() == "mine"
 

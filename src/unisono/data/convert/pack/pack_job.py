@@ -378,7 +378,7 @@ class PartialTarget:
         return done
 
     def planned(self, series: Sequence[str]) -> CommitPlan | None:
-        """The commit plan of an interrupted commit, if there was one. Raises DataError for one of other files than these series'."""
+        """The commit plan of an interrupted commit, if there was one. Raises DataError for one that names other files."""
         try:
             plan = msgspec.json.decode((self.folder / "ending.json").read_bytes(), type=CommitPlan)
         except (FileNotFoundError, msgspec.DecodeError):

@@ -1,0 +1,66 @@
+"""Files and folders that other users of the host can have written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from unisono.errors import DataError
+from unisono.storage.ownership import foreign_reason, make_own_folder
+
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644, 0o664, 0o755])
+def test_own_files(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "file").chmod(mode)
+    assert foreign_reason(tmp_path / "file") == ""
+    assert foreign_reason(tmp_path / "absent") == ""
+    assert foreign_reason(Path("/tmp")) == ""
+
+
+def test_files_that_others_can_write(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "file").chmod(0o666)
+    (tmp_path / "link").symlink_to("file")
+    assert foreign_reason(tmp_path / "file") == f"{tmp_path}/file can be written by others (mode 666)"
+    assert foreign_reason(tmp_path / "link") == f"{tmp_path}/link can be written by others (mode 666)"
+    (tmp_path / "file").chmod(0o600)
+    assert foreign_reason(tmp_path / "link") == ""
+
+
+@ROOT
+def test_files_of_others(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    os.chown(tmp_path / "link", 65534, 65534, follow_symlinks=False)
+    assert foreign_reason(tmp_path / "link") == f"{tmp_path}/link belongs to the user nobody"
+    os.chown(tmp_path / "file", 54321, 54321)
+    assert foreign_reason(tmp_path / "file") == f"{tmp_path}/file belongs to the user 54321"
+
+
+def test_a_made_folder_is_ones_own_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        make_own_folder(tmp_path / "cache")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o755
+    make_own_folder(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_folder_in_which_others_can_make_files_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(mode)
+    with pytest.raises(DataError) as caught:
+        make_own_folder(tmp_path / "cache")
+    assert str(caught.value) == (
+        f"a folder of prepared data that is not this user's alone: {tmp_path}/cache can be written by others (mode {mode:o})\n"
+        "  rule: prepared data and copies are read only from a folder that this user or root alone can have written\n"
+        "  so:   nothing was read from it or written to it\n"
+        f"  try:  data.cache_dir={tmp_path}/cache/unisono-{os.geteuid()}, or chmod o-w {tmp_path}/cache if it is yours"
+    )
