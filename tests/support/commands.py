@@ -92,13 +92,17 @@ class Desk:
         assert isinstance(code, int)
         return Outcome(code, out.getvalue(), err.getvalue())
 
+    def child_environ(self, **environ: str) -> dict[str, str]:
+        """The environment of a process of this desk."""
+        path = os.pathsep.join(filter(None, [environ.pop("PYTHONPATH", ""), *sys.path]))
+        return os.environ | self.environ | {"PYTHONPATH": path} | environ
+
     def process(self, *arguments: str, python: list[str] | None = None, **environ: str) -> Outcome:
         """The same in a process of its own. Nothing it started is left when this returns."""
-        path = os.pathsep.join(filter(None, [environ.pop("PYTHONPATH", ""), *sys.path]))
         done = subprocess.run(
             [sys.executable, *(python or ["-m", "unisono"]), *arguments],
             cwd=self.folder,
-            env=os.environ | self.environ | {"PYTHONPATH": path} | environ,
+            env=self.child_environ(**environ),
             capture_output=True,
             text=True,
             timeout=150,

@@ -22,8 +22,8 @@ from unisono.launch.options import LaunchOptions
 from unisono.launch.process_layout import ProcessSlot
 from unisono.launch.supervise import (
     StopSignals,
-    begin_record,
     print_message,
+    recorded_job,
     would_repeat,
     write_record,
 )
@@ -64,12 +64,11 @@ def supervise_elastic(
     goes on while it has workers, and whose servers wait for those that others have joined to it. Call it on the main
     thread. Raises LaunchError if a process cannot be started.
     """
-    first = begin_record(run_dir, record)
     logs = run_dir / "logs"
     states: list[_SlotState] = []
     shown: list[Failure] = []
     verdict: int | None = None
-    with StopSignals() as signals:
+    with recorded_job(run_dir, record) as first, StopSignals() as signals:
         stop = _WorkerStop(options.grace_s)
         try:
             for slot in sorted(slots, key=lambda slot: slot.role != "server"):

@@ -21,7 +21,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -34,6 +35,7 @@ from unisono.launch.options import LaunchOptions
 from unisono.launch.workers import WorkerProcess, unwritable
 from unisono.observe.sanitize import printable
 from unisono.storage.files import write_atomically
+from unisono.storage.folder_lock import FolderLock
 
 _POLL_S = 0.05
 # a failing rank ends its peers' collectives: time for peers to report that themselves, then time to end on SIGTERM
@@ -61,9 +63,8 @@ def supervise(start: Start, options: LaunchOptions, *, run_dir: Path, record: Ma
     Raises LaunchError if nothing can be started: unwritable folder, unknown command.
     """
     logs = run_dir / "logs"
-    first = begin_record(run_dir, record)
     history: list[Attempt] = []
-    with StopSignals() as signals:
+    with recorded_job(run_dir, record) as first, StopSignals() as signals:
         while True:
             number = first + len(history)
             write_record(run_dir, record, number, history)
@@ -91,15 +92,25 @@ def make_folders(run_dir: Path) -> None:
         raise LaunchError(unwritable(run_dir, error)) from error
 
 
-def begin_record(run_dir: Path, record: Mapping[str, Any]) -> int:
-    """Create the run's folder and its record; returns the number of the next attempt. Raises LaunchError."""
+@contextmanager
+def recorded_job(run_dir: Path, record: Mapping[str, Any]) -> Generator[int]:
+    """Create the run's folder and its record, and keep other launches out of it; yields the number of the next attempt.
+
+    Raises:
+        LaunchError: The folder cannot be written.
+        ConfigError: Another launch uses it.
+    """
     make_folders(run_dir)
     try:
+        lock = FolderLock(
+            run_dir / "launch.lock", work="runs a job", nearest="wait until it has ended, or another folder"
+        )
         first = _next_attempt(run_dir)
         write_record(run_dir, record, first, [])
     except OSError as error:
         raise LaunchError(unwritable(run_dir, error)) from error
-    return first
+    with closing(lock):
+        yield first
 
 
 def _verdict(history: Sequence[Attempt], options: LaunchOptions) -> int | None:

@@ -24,6 +24,7 @@ from typing import Any, Final, cast
 
 from unisono.errors import ConfigError
 from unisono.observe.sanitize import is_secret, redact
+from unisono.storage.folder_lock import FolderLock
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -53,6 +54,7 @@ class EventLog:
         rank: Rank that writes, a field of every event.
         run_id: Name of the run, the field ``run`` of every event.
         attempt: Number of this process among those that worked on the run, from 1; see ``next_attempt``.
+        lock: The writer's exclusive use of the folder, given up by ``close``.
         wall_clock: Seconds since 1970.
         monotonic_clock: Seconds since an arbitrary start.
 
@@ -67,6 +69,7 @@ class EventLog:
         rank: int,
         run_id: str,
         attempt: int,
+        lock: FolderLock | None = None,
         wall_clock: Callable[[], float] = time.time,
         monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,6 +83,7 @@ class EventLog:
         self._listeners: list[tuple[str, Listener]] = []
         self._plain_names: set[str] = set()
         self._lost_lines = 0
+        self._folder_lock = lock
         self._fd, self._line_open = _open_for_append(path)
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -127,6 +131,8 @@ class EventLog:
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
+            if self._folder_lock is not None:
+                self._folder_lock.close()
 
     def __enter__(self) -> EventLog:
         return self

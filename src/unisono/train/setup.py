@@ -24,7 +24,7 @@ from unisono.data.options import default_cache_dir
 from unisono.dist import JobSpec, World, agree, job_from_environ, join_world, record_failure, rendezvous
 from unisono.dist.dmlc import take_role
 from unisono.dist.notebook import in_notebook, notebook_name
-from unisono.dist.world import MEET_S
+from unisono.dist.world import MEET_S, on_first_rank
 from unisono.errors import PlanError, Problem
 from unisono.kvstore import KVStore, create_kvstore
 from unisono.measure.ceiling import PeakFlops, peak_flops
@@ -44,6 +44,7 @@ from unisono.plan.tp_inference import infer_rules, require_rules
 from unisono.plan.tp_trial import pairs_with_extra_parameters, runs_with_shards
 from unisono.plan.validate import validate_plan
 from unisono.storage.files import os_reason
+from unisono.storage.folder_lock import FolderLock
 from unisono.train.gradient_sync import local_sgd_config
 from unisono.train.objectives import Batch, Objective, find_targets, masked_token, next_token
 from unisono.train.run_record import TOKEN_ENTRIES
@@ -113,11 +114,30 @@ def default_run_dir() -> Path:
 
 
 def open_events(run_dir: Path, world: World) -> EventLog:
-    """Open this rank's event log in the run's folder, with the same attempt number on all ranks. Raises ConfigError."""
+    """Open this rank's event log in the run's folder, with the same attempt number on all ranks.
+
+    Raises ConfigError on all ranks if another run works in the folder.
+    """
     rank = world.job.rank  # also of a world of one: asynchronous workers have a log each
     path = events_path(run_dir, rank)
-    attempt = max(world.gather_json(next_attempt(path)))
-    return EventLog(path, rank=rank, run_id=run_dir.absolute().name, attempt=attempt)
+    lock: FolderLock | None = None
+
+    def take_folder() -> None:
+        nonlocal lock
+        with suppress(OSError):  # a folder that cannot be written is the log's error
+            run_dir.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(
+                run_dir / "run.lock", work="is training", nearest="wait until it has ended, or another run.dir"
+            )
+
+    on_first_rank(world, take_folder if rank == 0 else lambda: None)
+    try:
+        attempt = max(world.gather_json(next_attempt(path)))
+        return EventLog(path, rank=rank, run_id=run_dir.absolute().name, attempt=attempt, lock=lock)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        raise
 
 
 def report_failure(events: EventLog, run_dir: Path, job: JobSpec, error: BaseException, step: int | None) -> None:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -238,7 +238,7 @@ class _UnfinishedShard:
         self.path = path
         self.temporary = path.with_name(path.name + ".tmp")
         self.temporary.unlink(missing_ok=True)  # of a process that was killed
-        self.file: BinaryIO = open_new(self.temporary)
+        self.file: IO[Any] = open_new(self.temporary)
         self.hash = xxhash.xxh3_128()
         self.starts: list[int] = []
         self.token_bytes: list[NDArray[np.uint32]] = []

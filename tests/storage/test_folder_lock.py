@@ -1,0 +1,119 @@
+"""One process at a time works in a folder; the lock ends with its process, however that ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.errors import ConfigError
+from unisono.storage import folder_lock
+from unisono.storage.folder_lock import FolderLock
+
+HOLD = """
+import os, sys, time
+sys.path[:] = {path!r}
+from pathlib import Path
+from unisono.storage.folder_lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]), work="is training", nearest="wait")
+child = os.fork()
+if child:
+    print("held", child, flush=True)
+time.sleep(60)
+"""
+
+
+def lock(path: Path) -> FolderLock:
+    return FolderLock(path, work="is training", nearest="wait")
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        lock(path)
+    return str(caught.value)
+
+
+def test_another_process_is_named_and_its_kill_frees_the_folder(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD.format(path=sys.path), str(path)], stdout=subprocess.PIPE, text=True
+    )
+    child = 0
+    try:
+        assert holder.stdout is not None
+        word, child_text = holder.stdout.readline().split()
+        assert word == "held"
+        child = int(child_text)
+        said = refusal(path)
+        assert re.fullmatch(
+            rf"{tmp_path}, in which process {holder.pid} on \S+, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d, is training\n"
+            "  rule: one process at a time works in a folder: two would mix their events, settings and checkpoints\n"
+            "  so:   nothing was started\n"
+            "  try:  wait",
+            said,
+        ), said
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(20)
+        os.kill(child, 0)  # what it had forked lives on
+        lock(path).close()
+    finally:
+        holder.kill()
+        if child:
+            os.kill(child, signal.SIGKILL)
+        holder.communicate()
+
+
+def test_the_same_process(tmp_path: Path) -> None:
+    held = lock(tmp_path / "run.lock")
+    assert f"process {os.getpid()} on " in refusal(tmp_path / "run.lock")
+    held.close()
+    held.close()
+
+
+def test_a_record_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    held = lock(path)
+    for text in ("", "[" * 3000, json.dumps({"pid": 1, "host": "\x1b[2J", "since": "now"}), json.dumps([1])):
+        path.write_text(text)
+        assert f"{tmp_path}, in which another process is training\n" in refusal(path)
+    held.close()
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run.lock").symlink_to("mine")
+    with pytest.raises(OSError, match="symbolic links"):
+        lock(tmp_path / "run.lock")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_without_locks_of_the_file_system_a_heartbeat_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(folder_lock, "_HEARTBEAT_S", 0.05)
+    path = tmp_path / "run.lock"
+    held = lock(path)
+    os.utime(path, (1, 1))
+    until = time.monotonic() + 20
+    while path.stat().st_mtime < 2:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert "is training" in refusal(path)
+    held.close()
+    lock(path).close()
+    killed = lock(path)
+    killed._stop.set()  # no heartbeat any more, and no close
+    os.utime(path, (1, 1))
+    lock(path).close()
