@@ -258,3 +258,47 @@ def test_changed_initial_values_are_told_on_resume(desk: Desk, tmp_path: Path) -
     assert auto.code == 0, auto.err
     (resumed,) = [event for event in events_of(run_dir) if event["kind"] == "resumed"]
     assert resumed["differences"][0].startswith("components.init 'default' then")
+
+
+POINTS = """
+import neighbour
+import numpy as np
+import torch
+from unisono import RunConfig
+from unisono.train import Components
+
+
+class Points:
+    def __init__(self, change):
+        self.change = change
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        x = self.change(np.array([index], np.float32))
+        return x, 2 * x
+
+
+def model(run):
+    return torch.nn.Linear(1, 1)
+
+
+def data(run):
+    return Points(neighbour.half), Points(neighbour.half)
+
+
+def config():
+    return RunConfig(components=Components(model=model, data=data, objective="mean_squared_error"))
+"""
+
+
+def test_worker_processes_have_the_data_set_of_the_configuration(desk: Desk, tmp_path: Path) -> None:
+    (desk.folder / "neighbour.py").write_text("def half(values):\n    return values / 2\n")
+    path, run_dir = desk.folder / "points.py", tmp_path / "run"
+    path.write_text(POINTS)
+    more = ["--set=loader.worker_kind=process", "--set=loader.num_workers=1", "--set=train.steps=3"]
+    more += ["--set=plan.global_batch=4", "--set=plan.device=cpu"]
+    done = desk.process("train", str(path), f"--set=run.dir={run_dir}", *more)
+    assert done.code == 0, done.err
+    assert [event["step"] for event in events_of(run_dir) if event["kind"] == "step"][-1] == 3

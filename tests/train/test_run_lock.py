@@ -23,7 +23,7 @@ def desk(tmp_path: Path) -> Desk:
 def test_two_trainers_of_one_process(tmp_path: Path) -> None:
     with tiny.trainer(tmp_path / "run", steps=2) as run:
         before = (tmp_path / "run/events.jsonl").read_text() if (tmp_path / "run/events.jsonl").exists() else ""
-        with pytest.raises(ConfigError, match="in which process .* is training"):
+        with pytest.raises(ConfigError, match=r"in which process .* is training"):
             tiny.trainer(tmp_path / "run", steps=2).__enter__()
         with tiny.trainer(tmp_path / "other", steps=2) as other:
             assert other.fit().step == 2

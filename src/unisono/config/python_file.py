@@ -24,6 +24,7 @@ from unisono.config.toml_file import config_problem
 from unisono.errors import ConfigError, Problem, nearest_name
 
 FUNCTION = "config"
+_PREFIX = "unisono_config_"  # of the name of the module that a file becomes
 _RUNNING: ContextVar[Path | None] = ContextVar("_RUNNING", default=None)
 
 
@@ -33,6 +34,27 @@ class PythonFile:
 
     path: Path
     digest: str
+
+
+_EXECUTED: dict[str, PythonFile] = {}
+
+
+def executed_files() -> dict[str, PythonFile]:
+    """The files that were executed in this process, by the names of their modules."""
+    return {name: file for name, file in _EXECUTED.items() if name in sys.modules}
+
+
+def execute_again(file: PythonFile) -> None:
+    """Make the module of a file that another process executed, for what that process pickled.
+
+    Raises ConfigError if it has another content now, or for any exception inside.
+    """
+    source = _read(file.path)
+    if _digest(source) != file.digest:
+        given = f"{file.path}, which has changed since the run began"
+        raise ConfigError(config_problem(given, "all processes of a run have the same code", "start the run again"))
+    with _blamed_on(file.path, "the file defines names and raises nothing"):
+        _execute(file.path, source)
 
 
 def run_python(path: Path, cls: type, check: Callable[[str], None]) -> tuple[object, PythonFile]:
@@ -136,8 +158,9 @@ def _read(path: Path) -> bytes:
 def _execute(path: Path, source: bytes) -> tuple[ModuleType, str]:
     """Run the file as a new module; also returns the digest of its content."""
     digest = _digest(source)
-    module = ModuleType(f"unisono_config_{digest[:12]}")
+    module = ModuleType(_PREFIX + digest[:12])
     module.__file__ = str(path)
+    _EXECUTED[module.__name__] = PythonFile(path=path.resolve(), digest=digest)
     sys.modules[module.__name__] = module  # dataclasses and inspect look classes up through their module
     try:
         exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)

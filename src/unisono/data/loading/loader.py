@@ -8,6 +8,7 @@ Not here: streams without a computable order (``stream_loader``).
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
@@ -37,7 +38,7 @@ from unisono.data.loading.batch_builder import (
 from unisono.data.loading.micro_batch_specs import SpecSource, rank_range
 from unisono.data.loading.worker_pool import Job, PoolWorker, WorkerPool, usable_cores
 from unisono.data.loading.worker_process import ProcessWorker, worker_starter
-from unisono.data.loading.worker_start import WorkerStarter
+from unisono.data.loading.worker_start import WorkerStarter, WorkerStartError
 from unisono.data.loading.worker_tuning import WorkerSetting, WorkerTuner
 from unisono.data.nested import leaves, map_leaves
 from unisono.data.options import LoaderOptions
@@ -53,6 +54,7 @@ _Pool = WorkerPool[MicroBatchSpec, _Delivered]
 
 _MOST_SAMPLES = 1 << 26  # of a step
 _MIN_JUDGED_SAMPLES = 1000  # the share of bad samples is taken of at least this many
+_LOG = logging.getLogger("unisono")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,14 +220,19 @@ class Loader:
     def _iterate(self, claim: Callable[[bool], int | None], stride: int) -> Generator[StepBatch, None, None]:
         """Build the shards that ``claim`` returns. ``stride``: distance between them, as ``SpecSource`` takes it."""
         pending: deque[tuple[int, list[_Job]]] = deque()
+        again: deque[int] = deque()  # shards of processes that could not be started
+
+        def next_shard(wait: bool) -> int | None:
+            return again.popleft() if again else claim(wait)
+
         try:
             while True:
                 begin = time.perf_counter()
                 if self._tuner.setting.workers > 0:
-                    self._submit(pending, claim, stride)
+                    self._submit(pending, next_shard, stride)
                 elif not pending:
                     self.close()  # workers of an earlier setting
-                    if (claimed := claim(True)) is None:
+                    if (claimed := next_shard(True)) is None:
                         return
                     batch = self._build(claimed, stride)
                     self._tuner.record_wait(batch.wait_s)
@@ -234,7 +241,16 @@ class Loader:
                 if not pending:
                     return
                 batch_shard, jobs = pending.popleft()
-                delivered = [self._wait(job) for job in jobs]
+                try:
+                    delivered = [self._wait(job) for job in jobs]
+                except WorkerStartError as error:
+                    if not self._tuner.leave_processes_out():
+                        raise
+                    _LOG.warning("worker processes are not tried, threads go on: %s", error.problems[0].given)
+                    again.extend([batch_shard, *(shard for shard, _ in pending)])
+                    pending.clear()
+                    self.close()
+                    continue
                 wait_s = time.perf_counter() - begin
                 self._tuner.record_wait(wait_s)
                 yield self._step_batch(batch_shard, stride, delivered, wait_s)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.config.python_file import PythonFile, execute_again, executed_files
 from unisono.data.loading.batch_builder import BatchBuilder, BuiltBatch, MicroBatchSpec, not_numbers_error
 from unisono.data.loading.subprocess_map import serve_requests
 from unisono.data.loading.worker_pool import PoolWorker
@@ -177,7 +179,16 @@ def worker_starter(builder: BatchBuilder) -> WorkerStarter:
     """What starts the processes for ``builder``. Raises DataError where there can be none."""
     if sys.platform != "linux":
         raise cannot_start("worker processes on this system", "their shared memory needs Linux")
-    return WorkerStarter(_BOOT, lambda: json.dumps(sys.path).encode() + b"\n" + pickle_builder(builder))
+    return WorkerStarter(_BOOT, lambda: _load_request(builder))
+
+
+def _load_request(builder: BatchBuilder) -> bytes:
+    """The builder with what its classes are imported from: the parent's path, and the configuration files that it executed."""
+    raw = pickle_builder(builder)
+    executed = executed_files()
+    folders = list(dict.fromkeys(str(file.path.parent) for file in executed.values()))
+    needed = [[str(file.path), file.digest] for name, file in executed.items() if name.encode() in raw]
+    return json.dumps([[*folders, *sys.path], needed]).encode() + b"\n" + raw
 
 
 def main(*arguments: int) -> None:
@@ -208,8 +219,10 @@ def main(*arguments: int) -> None:
 
 
 def _load(request: bytes) -> BatchBuilder:
-    path, _, builder = request.partition(b"\n")
-    sys.path[:] = json.loads(path)
+    head, _, builder = request.partition(b"\n")
+    sys.path[:], files = json.loads(head)
+    for path, digest in files:
+        execute_again(PythonFile(path=Path(path), digest=digest))
     loaded = _unpickle_builder(builder)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)  # the cores are for the workers, one each

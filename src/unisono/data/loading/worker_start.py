@@ -225,9 +225,13 @@ def fork_workers(pairs: Sequence[tuple[int, int]], known: set[int]) -> tuple[lis
     return forked, None
 
 
-def cannot_start(given: str, rule: str) -> DataError:
+class WorkerStartError(DataError):
+    """No worker process can be started for this data set and these transforms."""
+
+
+def cannot_start(given: str, rule: str) -> WorkerStartError:
     """The error for a data set or transform that cannot be brought to a process."""
-    return DataError(
+    return WorkerStartError(
         given=given,
         rule=rule,
         consequence="no worker process was started",

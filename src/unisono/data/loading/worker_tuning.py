@@ -57,6 +57,7 @@ class WorkerTuner:
         self._tunes = options.num_workers == -1 or (options.num_workers > 0 and options.worker_kind == "auto")
         # a notebook's cells define most data sets, and no process starts there that was not asked for
         tried: tuple[WorkerKind, ...] = ("thread",) if in_notebook() else ("thread", "process")
+        self._processes_only = options.worker_kind == "process"
         kinds = tried if options.worker_kind == "auto" else (options.worker_kind,)
         self._start = WorkerSetting(kind=kinds[0], workers=1 if options.num_workers == -1 else options.num_workers)
         counts = {kind: [options.num_workers] if options.num_workers > 0 else _counts(kind, limit) for kind in kinds}
@@ -90,6 +91,15 @@ class WorkerTuner:
             elif not self._done:
                 self._judge(self._steps / elapsed, self._waited_s / elapsed)
         self._begin_window(settling=self._settling)
+
+    def leave_processes_out(self) -> bool:
+        """Go on with threads, as processes cannot be started. False where processes were asked for."""
+        if self._processes_only:
+            return False
+        self._settings = [setting for setting in self._settings if setting.kind != "process"]
+        self._restart(self._start)
+        self._begin_window(settling=_SETTLING_STEPS)
+        return True
 
     def _restart(self, setting: WorkerSetting) -> None:
         """Use ``setting``, and judge the others against it."""

@@ -128,6 +128,7 @@ class Connection:
         self._last: Exception | None = None
         self.hello: dict[str, Any] = {}
         self._channel = self._connect(first=True)
+        self._lost_since_s = None  # the server has answered the hello
         self._thread = threading.Thread(target=self._run, name="unisono-wire-send", daemon=True)
         self._thread.start()
 
