@@ -23,6 +23,7 @@ from unisono.checkpoint.manifest import (
 from unisono.checkpoint.safetensors_format import dtype_code
 from unisono.checkpoint.shard_assignment import ShardFileLayout, TensorSpecs
 from unisono.errors import CheckpointError, Problem, UnisonoError
+from unisono.observe.run_summary import format_gib
 from unisono.storage.directory import commit_directory
 from unisono.storage.files import os_reason
 
@@ -94,10 +95,10 @@ def create_temporary_directory(root: Path, step: int, temporary: Path, need_byte
     # some network file systems report no sizes at all
     if space.f_blocks and free < _HEADROOM * need_bytes:
         raise CheckpointError(
-            given=f"{root} has {_gib(free)} free, a checkpoint of step {step} takes {_gib(need_bytes)}",
+            given=f"{root} has {format_gib(free)} free, a checkpoint of step {step} takes {format_gib(need_bytes)}",
             rule=f"{_HEADROOM} times its size is free before a checkpoint is begun",
             consequence=f"step {step} was not saved; earlier checkpoints are untouched",
-            nearest=f"free {_gib(_HEADROOM * need_bytes - free)} there, or keep fewer with checkpoint.keep_last",
+            nearest=f"free {format_gib(_HEADROOM * need_bytes - free)} there, or keep fewer with checkpoint.keep_last",
         )
     if final.exists():
         remove(final)  # renamed but not committed: an earlier attempt died in between
@@ -132,7 +133,3 @@ def shard_entries(reports: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:
         shard_name(rank, len(reports)): FileEntry(bytes=report["bytes"], digest=report["digest"])
         for rank, report in enumerate(reports)
     }
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"

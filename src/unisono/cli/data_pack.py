@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -139,7 +140,15 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
         workers=options["workers"],
         on_error=options["on_error"],
     )
-    packed = _PACK[kind](source, target, options, settings)
+    try:
+        packed = _PACK[kind](source, target, options, settings)
+    except KeyboardInterrupt:
+        kept = f"{target}.part"
+        more = (
+            f"; finished shards are kept in {kept}, and the same command goes on there" if Path(kept).exists() else ""
+        )
+        print(f"unisono: packing was interrupted{more}", file=sys.stderr)
+        sys.exit(1)
     value = {
         "files": [str(path) for path in packed.files],
         "inputs": packed.num_inputs,

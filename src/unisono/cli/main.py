@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 
 import click
 
-from unisono.errors import USER_ERROR, Problem, UnisonoError, nearest_name
+from unisono.errors import REQUEUE, USER_ERROR, Problem, UnisonoError, nearest_name
 
 COMMANDS = {
     "train": "Train a model; without arguments a small GPT on the standard library's source.",
@@ -76,12 +77,15 @@ def cli() -> None:
 def entry() -> NoReturn:
     """Run the command line and exit with its code; a ``UnisonoError`` prints its four parts without a traceback,
     any other error its traceback from the user's code on."""
+    _end_early_on_sigterm()
+    _open_standard_descriptors()
     try:
         result: Any = cli.main(standalone_mode=False)
     except click.ClickException as error:
         show_usage_error(error)
         sys.exit(USER_ERROR)
     except click.Abort:
+        print("unisono: interrupted", file=sys.stderr)
         sys.exit(1)
     except UnisonoError as error:
         logging.getLogger("unisono").debug("the error below was raised here", exc_info=error)
@@ -95,6 +99,22 @@ def entry() -> NoReturn:
         _show_exception(error)
         sys.exit(1)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _open_standard_descriptors() -> None:
+    """Open what is closed of standard input, output and error as ``/dev/null``.
+
+    Otherwise a socket or file of this process would get such a number, and a child would take it for its standard input.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def _end_early_on_sigterm() -> None:
+    """Until a run listens for stop signals itself, SIGTERM ends ``train`` as preempted: nothing has changed since the start."""
+    if sys.argv[1:2] in (["train"], ["launch"]):
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(REQUEUE))
 
 
 def show_error(error: UnisonoError) -> None:

@@ -172,6 +172,19 @@ def test_after_a_loss_what_was_not_answered_is_sent_again_in_order(
     assert len(counting.left) == 1
 
 
+def test_the_clock_of_an_idle_connection_starts_when_the_server_is_lost(
+    wires: Any, counting: Any, another_counting: Any
+) -> None:
+    server = wires.serve(counting, restart_count=1)
+    (host, port), *_ = server.addresses
+    connection = wires.connect((host, port), deadline_s=2.0)
+    time.sleep(2.5)  # longer than the deadline, and nothing was asked
+    server.close(timeout_s=5)
+    time.sleep(0.3)  # the connection finds nobody
+    wires.serve(another_counting(), port=port, restart_count=2)
+    assert connection.request(Frame(Op.PUSH, seq=0)).result(20).op is Op.ACK
+
+
 def test_when_the_server_stays_away_everything_that_waits_fails(wires: Any, counting: Any) -> None:
     server = wires.serve(counting)
     connection = wires.connect(server.addresses[0], deadline_s=1.0)

@@ -413,6 +413,19 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(many: Path, tmp_pa
     assert not part.exists()
 
 
+def test_ctrl_c_says_what_is_kept(many: Path, tmp_path: Path) -> None:
+    process = start(many, tmp_path / "x.rec", "--shards", "24", "--workers", "1", stderr=subprocess.PIPE)
+    wait_for(tmp_path / "x.rec.part/all-00002.json", process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    part = tmp_path / "x.rec.part"
+    assert said.decode().splitlines() == [
+        f"unisono: packing was interrupted; finished shards are kept in {part}, and the same command goes on there"
+    ]
+    assert start(many, tmp_path / "x.rec", "--shards", "24", "--workers", "1").wait(60) == 0
+
+
 def test_other_options_do_not_take_over(many: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     process = start(many, tmp_path / "x.rec", "--shards", "24", "--workers", "1")
     wait_for(tmp_path / "x.rec.part/all-00002.json", process)

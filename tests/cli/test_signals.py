@@ -1,0 +1,70 @@
+"""Signals before a run listens for them, and processes that are started without standard input."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import Desk, events_of, make_desk
+
+from unisono.errors import REQUEUE
+
+
+@pytest.mark.parametrize(("command", "code"), [("train", REQUEUE), ("launch", REQUEUE), ("eval", -15)])
+def test_sigterm_before_anything_was_started(command: str, code: int) -> None:
+    program = (
+        f"import os, signal, sys; sys.path[:] = {sys.path!r}; sys.argv = ['unisono', {command!r}]\n"
+        "from unisono.cli import main\n"
+        "main.cli.main = lambda **_: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "main.entry()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+@pytest.mark.full
+def test_two_processes_without_standard_input(tmp_path: Path) -> None:
+    desk = make_desk(tmp_path / "desk", tmp_path / "cache")
+    run_dir = tmp_path / "run"
+    more = ["--set=launch.num_processes=2", f"--set=run.dir={run_dir}", *desk.settings]
+    done = subprocess.run(
+        ["bash", "-c", 'exec "$@" <&-', "bash", sys.executable, "-m", "unisono", "train", *more],
+        cwd=desk.folder,
+        env=desk.child_environ(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [event["step"] for event in events_of(run_dir) if event["kind"] == "step"][-1] >= 2
+
+
+def test_what_is_closed_is_opened_as_nothing() -> None:
+    program = (
+        f"import os, sys; sys.path[:] = {sys.path!r}; os.close(0); os.close(2)\n"
+        "from unisono.cli import main\n"
+        "main._open_standard_descriptors()\n"
+        "print([os.readlink(f'/proc/self/fd/{fd}') for fd in (0, 2)], os.open('/dev/zero', os.O_RDONLY) > 2)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert done.stdout == f"{[os.devnull] * 2} True\n"
+
+
+def test_ctrl_c_is_said(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, tmp_path / "cache")
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}; sys.argv = ['unisono', 'plan']\n"
+        "from unisono.cli import main\n"
+        "import click\n"
+        "def stop(**_):\n    raise click.Abort\n"
+        "main.cli.main = stop\n"
+        "main.entry()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=desk.child_environ(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "unisono: interrupted\n")
