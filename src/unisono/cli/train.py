@@ -101,6 +101,7 @@ def _take_role(job: JobSpec, sync: str) -> None:
 
 def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json: bool) -> int:
     """Start this command line in every process of this host; return the exit code of the job."""
+    from unisono.dist.interpreter import module_command
     from unisono.launch import LaunchOptions, launch_local
     from unisono.launch.job import run_job, with_servers
     from unisono.launch.options import SERVER_OPTIONS
@@ -108,7 +109,7 @@ def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json:
     level = log_level()
     flags = [*(["--json"] if as_json else []), *([f"--log-level={level}"] if level else [])]
     run_dir, options = Path(resolved.value.run.dir), resolved.value.launch
-    command_line = [sys.executable, "-m", "unisono", "train", *flags, *arguments]
+    command_line = module_command("unisono", "train", *flags, *arguments)
     if (sync := _sync(resolved.value.plan)) != "dist_async":
         if any(getattr(options, name) != getattr(LaunchOptions(), name) for name in SERVER_OPTIONS):
             LOG.warning("no servers are started: plan.sync %r all-reduces gradients among the ranks", sync)

@@ -17,7 +17,6 @@ import selectors
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from unisono.dist import Failure
+from unisono.dist.interpreter import module_command
 from unisono.errors import LaunchError, Problem
 from unisono.launch.hostfile import Host
 from unisono.launch.workers import WorkerProcess, open_log
@@ -37,12 +37,13 @@ _END_S = 10.0
 _READ_BYTES = 2**20
 _HELLO = b'{"event": "hello"}'
 LOST = 255
+_AGENT = "unisono.launch.host_agent"
 
 
 def agent_command(host: Host) -> list[str]:
     """The command, run here, that starts an agent on ``host``."""
     if host.here:
-        return [sys.executable, "-m", "unisono.launch.host_agent"]
+        return module_command(_AGENT)
     settings = ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=5", "ServerAliveCountMax=3")
     flags = [part for setting in settings for part in ("-o", setting)]
     port = [] if host.port is None else ["-p", str(host.port)]
@@ -52,7 +53,7 @@ def agent_command(host: Host) -> list[str]:
 def agent_script(environ: Mapping[str, str]) -> str:
     """The script for the remote shell: change to the launcher's folder, set variables, become the agent."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(environ.items())]
-    command = shlex.join([sys.executable, "-m", "unisono.launch.host_agent"])
+    command = shlex.join(module_command(_AGENT))
     return "\n".join([f"cd {shlex.quote(os.getcwd())} || exit", *exports, f"exec {command}", ""])
 
 
@@ -291,13 +292,13 @@ class HostAgentClient:
     def _unreachable(self, reason: str) -> LaunchError:
         self.cut()
         over = "" if self.host.here else " over ssh"
+        version = shlex.join(module_command("unisono", "--version"))
+        by_hand = module_command(_AGENT) if self.host.here else [*agent_command(self.host)[:-1], version]
         return LaunchError(
             given=f"{self.host.name} has no agent of this launch{over}: {reason}",
             rule="every host lets this user log in without a prompt, and has this folder, Python and unisono at the same paths",
             consequence="nothing is running",
-            nearest=f"try by hand: {shlex.join([*agent_command(self.host)[:-1], f'{sys.executable} -m unisono --version'])}"
-            if not self.host.here
-            else f"try by hand: {sys.executable} -m unisono.launch.host_agent",
+            nearest=f"try by hand: {shlex.join(by_hand)}",
         )
 
 
