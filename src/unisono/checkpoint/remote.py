@@ -26,7 +26,7 @@ from unisono.checkpoint.integrity import verify
 from unisono.checkpoint.manifest import COMMIT, MANIFEST, decode, encode_commit_marker
 from unisono.checkpoint.options import CheckpointOptions
 from unisono.errors import CheckpointError, UnisonoError
-from unisono.storage.address import is_within, local_path, open_address
+from unisono.storage.address import is_within, local_path, open_address, public_cause
 from unisono.storage.directory import commit_directory, quarantine_directory
 from unisono.storage.files import create_file
 
@@ -57,7 +57,7 @@ class RemoteCheckpoints:
                 rule="an address begins with the name of a filesystem that fsspec has, and that can be reached",
                 consequence="nothing was started",
                 nearest="an address such as s3://bucket/folder",
-            ) from error
+            ) from public_cause(error)
         self._local = local_path(self._files, path)
         self._path: str = path.rstrip("/")
 

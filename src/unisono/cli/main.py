@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import click
 
+from unisono.cli.terminal import clean_log_messages, show_click_error, shown
 from unisono.errors import USER_ERROR, Problem, UnisonoError, nearest_name
 
 COMMANDS = {
@@ -76,6 +77,7 @@ def cli() -> None:
 def entry() -> NoReturn:
     """Run the command line and exit with its code; a ``UnisonoError`` prints its four parts without a traceback,
     any other error its traceback from the user's code on."""
+    clean_log_messages()
     try:
         result: Any = cli.main(standalone_mode=False)
     except click.ClickException as error:
@@ -103,7 +105,7 @@ def show_error(error: UnisonoError) -> None:
     if "--json" in sys.argv and rank == 0:
         _print_error(type(error).__name__, error.problems)
     else:
-        print(f"unisono: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
+        print(shown(f"unisono: {f'rank {rank}: ' if rank else ''}{error}"), file=sys.stderr)
 
 
 def _show_exception(error: Exception) -> None:
@@ -111,6 +113,7 @@ def _show_exception(error: Exception) -> None:
     from unisono.dist import job_from_environ, read_failure, record_failure, user_traceback
     from unisono.dist.failure import TRACEBACKS
     from unisono.errors import LaunchError
+    from unisono.sanitize import redact_text
 
     logs, is_recorded = os.environ.get("UNISONO_LOGS"), False
     if logs is not None:
@@ -121,13 +124,13 @@ def _show_exception(error: Exception) -> None:
                 record_failure(Path(logs), job, error, step=None)
             is_recorded = True
     if not (is_recorded and os.environ.get(TRACEBACKS) == "record"):
-        print(user_traceback(error), end="", file=sys.stderr)
+        print(shown(redact_text(user_traceback(error))), end="", file=sys.stderr)
 
 
 def show_usage_error(error: click.ClickException) -> None:
     """Print click's error about a wrong command line."""
     if "--json" not in sys.argv:
-        error.show()
+        show_click_error(error)
         return
     context = error.ctx if isinstance(error, click.UsageError) else None
     problem = Problem(

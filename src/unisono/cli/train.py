@@ -26,6 +26,7 @@ from unisono.dist.jobspec import idle_role
 from unisono.errors import REQUEUE, USER_ERROR, CommError, ConfigError, LaunchError, UnisonoError
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import with_strategy_file
+from unisono.storage import directory
 from unisono.train.config import RunConfig
 from unisono.train.options import RUN_FILE
 
@@ -179,7 +180,7 @@ def make_folder(run_dir: Path) -> list[Path]:
     missing = [folder for folder in (run_dir, *run_dir.parents) if not os.path.lexists(folder)]
     new_folders = list(reversed(missing))
     try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.make_folder(run_dir)
         # ranks of several hosts create it at the same time, and in containers each may be process 1
         probe = run_dir / f".writable-{secrets.token_hex(8)}"
         probe.touch()

@@ -5,7 +5,7 @@ So neither variables nor the job's secret show in ``ps`` or can be taken for an 
 user's ssh is configured; a password prompt is an error (BatchMode). If the connection ends, the host counts as lost,
 with all its processes.
 
-Output of a host is shown here as plain text, without control characters; its log keeps every byte.
+Output of a host is shown here as plain text, its control characters as ``\\x1b``; its log keeps every byte.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from typing import IO, Any, TextIO
 from unisono.dist import Failure
 from unisono.dist.interpreter import module_command
 from unisono.errors import LaunchError, Problem
+from unisono.launch.forwarded_env import require_names
 from unisono.launch.hostfile import Host
 from unisono.launch.workers import WorkerProcess, open_log
-from unisono.observe.sanitize import printable
+from unisono.sanitize import printable
 from unisono.storage.files import write_atomically
 
 # the longest wait for an answer; starting Python on the host takes seconds
@@ -51,8 +52,8 @@ def agent_command(host: Host) -> list[str]:
 
 
 def agent_script(environ: Mapping[str, str]) -> str:
-    """The script for the remote shell: change to the launcher's folder, set variables, become the agent."""
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(environ.items())]
+    """The script for the remote shell: change to the launcher's folder, set variables, become the agent. Raises LaunchError."""
+    exports = [f"export {name}={shlex.quote(environ[name])}" for name in require_names(environ)]
     command = shlex.join(module_command(_AGENT))
     return "\n".join([f"cd {shlex.quote(os.getcwd())} || exit", *exports, f"exec {command}", ""])
 
@@ -287,7 +288,7 @@ class HostAgentClient:
 
     def _save_failure(self, failure: Failure, age_s: float) -> None:
         record = replace(failure, at_monotonic_s=time.monotonic() - age_s).to_json()
-        write_atomically(self._failures / f"failure-rank-{failure.rank}.json", json.dumps(record).encode())
+        write_atomically(self._failures / f"failure-rank-{failure.rank}.json", json.dumps(record).encode(), mode=0o600)
 
     def _unreachable(self, reason: str) -> LaunchError:
         self.cut()
@@ -303,5 +304,5 @@ class HostAgentClient:
 
 
 def _terminal_text(line: str) -> str:
-    """The final text of ``line`` on a terminal: the part after the last carriage return, without control characters."""
+    """The final text of ``line`` on a terminal: the part after the last carriage return, control characters as text."""
     return printable(line.rstrip("\r").rpartition("\r")[2])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.errors import ExtraError, missing_extra
+from unisono.errors import ConfigError, ExtraError, missing_extra
+from unisono.sanitize import REDACTED, without_credentials
 
 # what to install for a module whose package has another name
 _PACKAGES: Final = {"smbclient": "smbprotocol", "lakefs_spec": "lakefs-spec", "yarl": "aiohttp"}
@@ -23,8 +25,17 @@ def open_address(address: str, purpose: str, **options: Any) -> tuple[Any, str]:
         options: Further arguments of the filesystem.
 
     Raises:
+        ConfigError: The address was read from a run's folder, which keeps no credentials.
         ExtraError: fsspec, or the package of the filesystem, is not installed.
     """
+    if f"{REDACTED}@" in address or f"={REDACTED}" in address:
+        raise ConfigError(
+            given=f"{purpose}, which had credentials when the run was started",
+            rule="files of a run keep no credentials of addresses",
+            consequence="nothing was opened",
+            nearest="the full address again, by --set or a variable UNISONO__SECTION__NAME; or credentials in the environment, "
+            "as the filesystem's package reads them",
+        )
     try:
         fsspec: Any = importlib.import_module("fsspec.core")
     except ImportError as error:
@@ -32,7 +43,13 @@ def open_address(address: str, purpose: str, **options: Any) -> tuple[Any, str]:
     try:
         return fsspec.url_to_fs(address, **options)
     except ImportError as error:
-        raise _missing_package(error, address, purpose) from error
+        raise _missing_package(error, address, purpose) from public_cause(error)
+
+
+def public_cause(error: BaseException) -> BaseException | None:
+    """``error`` as the cause of another one; None if it quotes credentials, since Python prints causes as they are."""
+    text = "".join(traceback.format_exception(error))
+    return error if without_credentials(text) == text else None
 
 
 def local_path(filesystem: Any, path: str) -> Path | None:

@@ -30,10 +30,10 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def new_file(path: Path, *, mode: int = 0o666) -> Generator[IO[Any]]:
+def new_file(path: Path, *, mode: int = 0o664) -> Generator[IO[Any]]:
     """Open a binary file under a temporary name; when the block ends normally it is synced and renamed to ``path``.
 
-    ``mode`` are the permissions of the new file, before the umask.
+    ``mode`` are the permissions of the new file, before the umask; others may never write to it by default.
     """
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
@@ -48,7 +48,7 @@ def new_file(path: Path, *, mode: int = 0o666) -> Generator[IO[Any]]:
     sync_folder(path.parent)
 
 
-def write_atomically(path: Path, *parts: Any, mode: int = 0o666) -> None:
+def write_atomically(path: Path, *parts: Any, mode: int = 0o664) -> None:
     """Write the parts (bytes-like) so that ``path`` holds either its old content or all of the new."""
     with new_file(path, mode=mode) as file:
         for part in parts:

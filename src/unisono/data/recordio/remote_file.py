@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from unisono.data.sidecar import map_array
 from unisono.errors import DataError, UnisonoError
-from unisono.storage.address import open_address
+from unisono.sanitize import without_credentials
+from unisono.storage.address import open_address, public_cause
 from unisono.storage.files import write_atomically
 
 BLOCK_BYTES: Final = 1 << 20
@@ -41,9 +42,9 @@ class RemoteFile:
         self._connect()
         try:
             info = self._fs.info(self._path)
-            key = f"{url}\0{self._fs.ukey(self._path)}\0{info['size']}"
+            key = f"{without_credentials(url)}\0{self._fs.ukey(self._path)}\0{info['size']}"
         except Exception as error:  # every store has its own errors
-            raise _unreachable(url, error) from error
+            raise _unreachable(url, error) from public_cause(error)
         self.size = int(info["size"])
         self.folder = cache_dir / xxhash.xxh3_128(key.encode()).hexdigest()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +73,7 @@ class RemoteFile:
         try:
             contents = self._fs.cat_ranges([self._path] * len(missing), starts, stops, on_error="raise")
         except Exception as error:
-            raise _unreachable(self.url, error) from error
+            raise _unreachable(self.url, error) from public_cause(error)
         for block, start, stop, content in zip(missing, starts, stops, contents, strict=True):
             if len(content) != stop - start:
                 raise _unreachable(self.url, EOFError(f"bytes {start} to {stop}: {len(content)} came"))
@@ -94,7 +95,7 @@ class RemoteFile:
             except FileNotFoundError:
                 return None
             except Exception as error:
-                raise _unreachable(url, error) from error
+                raise _unreachable(url, error) from public_cause(error)
             write_atomically(target, content, mode=0o600)
         return target
 
@@ -105,7 +106,7 @@ class RemoteFile:
         except UnisonoError:
             raise
         except Exception as error:  # every store has its own errors
-            raise _unreachable(self.url, error) from error
+            raise _unreachable(self.url, error) from public_cause(error)
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
