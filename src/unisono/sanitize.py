@@ -11,8 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
+from urllib.parse import unquote
 
 REDACTED = "[redacted]"
+_LEAST_SECRET = 4  # characters: "me" stands in many words
 
 _SECRET_WORD = re.compile(r"secrets?|passw(?:or)?d|passphrase|credentials?|apikey|authorization|cookie|bearer")
 _KEY_OWNER = re.compile(r"api|access|private|secret|auth|encryption|signing|ssh|hmac")
@@ -61,6 +63,20 @@ def without_credentials(text: str) -> str:
         return text
     text = _URL_USERINFO.sub(f"{REDACTED}@", text)
     return _URL_PARAMETER.sub(_clean_parameter, text) if "=" in text else text
+
+
+def without_credentials_of(address: str, text: str) -> str:
+    """``text`` without the credentials of its own URLs and of ``address``, which it may quote in pieces.
+
+    Libraries report a user, a password or both apart from the address that had them.
+    """
+    for match in _URL_USERINFO.finditer(address):
+        login = match[0].removesuffix("@")
+        password = login.partition(":")[2] or login
+        for secret in (login, password, unquote(password)):
+            if len(secret) >= _LEAST_SECRET:
+                text = text.replace(secret, REDACTED)
+    return without_credentials(text)
 
 
 def _clean_parameter(match: re.Match[str]) -> str:

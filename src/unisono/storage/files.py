@@ -29,6 +29,11 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def opener(path: str, flags: int) -> int:
+    """For ``open(path, "wb", opener=opener)``: a new file has the permissions that the umask leaves, but others cannot write."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o664)
+
+
 @contextmanager
 def new_file(path: Path, *, mode: int = 0o664) -> Generator[IO[Any]]:
     """Open a binary file under a temporary name; when the block ends normally it is synced and renamed to ``path``.
