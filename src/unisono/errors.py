@@ -1,8 +1,8 @@
 """Errors a user can act on.
 
 Every problem has four parts: what was given, the rule it breaks, what follows from that, and the nearest thing that
-works. Several problems travel in one exception, because users should see all of them at once. This module imports
-nothing else of unisono.
+works. Several problems travel in one exception, because users should see all of them at once. Of unisono this module imports
+only ``sanitize``, for texts that need it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,13 @@ class Problem:
     rule: str
     consequence: str
     nearest: str
+
+    def __post_init__(self) -> None:
+        # names and texts of files, peers and addresses are quoted: neither passwords nor terminal sequences leave with them
+        for part in ("given", "rule", "consequence", "nearest"):
+            text = getattr(self, part)
+            if "://" in text or not text.isprintable():
+                object.__setattr__(self, part, _clean(text))
 
     def __str__(self) -> str:
         return f"{self.given}\n  rule: {self.rule}\n  so:   {self.consequence}\n  try:  {self.nearest}"
@@ -117,6 +124,12 @@ class NumericsError(UnisonoError):
 
 class CommError(UnisonoError):
     """Ranks lost each other, or disagree."""
+
+
+def _clean(text: str) -> str:
+    from unisono.sanitize import printable, without_credentials  # its patterns take time to compile
+
+    return printable(without_credentials(text), newlines=True)
 
 
 def _keep_frames_of_user(error: traceback.TracebackException) -> None:

@@ -120,7 +120,7 @@ def test_a_dry_run_over_ssh_contacts_nobody(tmp_path: Path) -> None:
         *(("server 0", "n1"), ("rank 0", "n1"), ("rank 1", "n2"), ("rank 2", "n2"))
     ]
     server, first, *_ = told["processes"]
-    assert server["command"][1:] == ["-m", "unisono.kvstore.server"]
+    assert server["command"][1:] == ["-P", "-m", "unisono.kvstore.server"]
     assert server["environ"]["UNISONO_ROLE"] == "server"
     assert (server["environ"]["UNISONO_SERVER"], server["environ"]["UNISONO_SERVERS"]) == ("0", "1")
     assert server["environ"]["UNISONO_SERVER_ADDRESSES"] == first["environ"]["UNISONO_SERVER_ADDRESSES"]

@@ -244,7 +244,7 @@ def test_one_wrong_line(run, text: str, problem: tuple[str, str, str]):
             "optim.lr.peak=3",
             ("--set: unknown key optim.lr.peak", "optim.lr is one option and takes a number", "--set optim.lr=0.001"),
         ),
-        ("name=\udcff", ('--set: name = "\udcff"', "name is Unicode text", "--set 'name=\"run\"' (the default)")),
+        ("name=\udcff", ('--set: name = "\\udcff"', "name is Unicode text", "--set 'name=\"run\"' (the default)")),
         (
             "seed=" + "0x" + "f" * 5000,
             ("--set: seed = thousands of digits", "seed fits in 64 bits", "--set seed=1 (the default)"),

@@ -86,11 +86,11 @@ def test_what_another_host_prints_cannot_drive_this_terminal(sshd: Sshd, tmp_pat
     assert launched.process.returncode == 1
     for name in ("rank 0 127.0.0.1", "rank 1 127.0.0.2"):
         lines = [line.partition("] ")[2] for line in out.splitlines() if line.startswith(f"[{name}] ")]
-        assert lines[:3] == ["red \ufffd2Jgone \ufffd\ufffd", "done", " tab"]
-    assert "[rank 1 127.0.0.2] from standard error\n" in out
-    assert "launch: ValueError: bad sample\n" in said
-    assert "launch: 127.0.0.1: Welcome back\n" in said
-    assert "launch: 127.0.0.1: a complaint\n" in said
+        assert lines[:3] == ["\\x1b[31mred\\x1b[0m \\x1b]0;title\\x07\ufffd2Jgone \\u202e\ufffd", "done", " tab"]
+    assert r"[rank 1 127.0.0.2] \x1b[2Jfrom standard error" in out.splitlines()
+    assert r"launch: ValueError: bad \x1b[8msample" in said.splitlines()
+    assert r"launch: 127.0.0.1: Wel\x1b[2Jcome back" in said.splitlines()
+    assert r"launch: 127.0.0.1: \x1b[8ma complaint" in said.splitlines()
     assert not [char for char in out + said if char != "\n" and not char.isprintable()]
     # the log has it as it came, but for bytes that are no text
     log = launched.run_dir / "logs" / "rank-1.attempt-0.log"

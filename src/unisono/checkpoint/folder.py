@@ -26,6 +26,7 @@ from unisono.errors import CheckpointError
 from unisono.storage.directory import (
     QUARANTINE,
     has_marker,
+    make_folder,
     number_of,
     numbered_directories,
     numbered_name,
@@ -84,7 +85,7 @@ def is_committed(path: Path) -> bool:
 def open_root(root: Path) -> None:
     """Create ``root`` if needed and check that it can be written. Raises CheckpointError if not."""
     try:
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(root, mode=0o700)
         if root.is_symlink() or not root.is_dir():
             raise CheckpointError(
                 given=f"{root} is {'a link' if root.is_symlink() else 'no directory'}",

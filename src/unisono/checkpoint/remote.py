@@ -26,7 +26,8 @@ from unisono.checkpoint.integrity import verify
 from unisono.checkpoint.manifest import COMMIT, MANIFEST, decode, encode_commit_marker
 from unisono.checkpoint.options import CheckpointOptions
 from unisono.errors import CheckpointError, UnisonoError
-from unisono.storage.address import is_within, local_path, open_address
+from unisono.sanitize import without_credentials_of
+from unisono.storage.address import failure_text, is_within, local_path, open_address, public_cause
 from unisono.storage.directory import commit_directory, quarantine_directory
 from unisono.storage.files import create_file
 
@@ -53,11 +54,11 @@ class RemoteCheckpoints:
             raise
         except Exception as error:  # some filesystems connect here, and raise errors of their own
             raise CheckpointError(
-                given=f"checkpoint.upload_to {address!r}: {error}",
+                given=f"checkpoint.upload_to {address!r}: {without_credentials_of(address, str(error))}",
                 rule="an address begins with the name of a filesystem that fsspec has, and that can be reached",
                 consequence="nothing was started",
                 nearest="an address such as s3://bucket/folder",
-            ) from error
+            ) from public_cause(error, address)
         self._local = local_path(self._files, path)
         self._path: str = path.rstrip("/")
 
@@ -241,7 +242,7 @@ class Uploader:
                 if not path.exists():
                     del self._missing[step]
                     continue
-                self._missing[step] = f"{type(error).__name__}: {error}"
+                self._missing[step] = failure_text(error, self._remote.address)
                 if report:
                     self._report_failure(step)
                 continue
@@ -254,7 +255,7 @@ class Uploader:
             try:
                 self._remote.prune(self._options)
             except Exception as error:
-                fields["retention_problem"] = f"{type(error).__name__}: {error}"
+                fields["retention_problem"] = failure_text(error, self._remote.address)
             self._reports.put(("checkpoint_uploaded", fields))
 
     def _report_failure(self, step: int) -> None:
@@ -306,9 +307,9 @@ def fetch_newest(root: Path, remote: RemoteCheckpoints, emit: Callable[..., None
         raise
     except Exception as error:  # filesystems raise errors of their own
         raise CheckpointError(
-            given=f"checkpoint.upload_to {remote.address}: {type(error).__name__}: {error}",
+            given=f"checkpoint.upload_to {remote.address}: {failure_text(error, remote.address)}",
             rule="a run resumes from the newest checkpoint, in its folder or at this address",
             consequence="nothing was loaded, and no new run was begun",
             nearest="the address, its credentials in the environment and the network; without checkpoint.upload_to the run "
             "continues from its folder",
-        ) from error
+        ) from public_cause(error, remote.address)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from unisono.cli.terminal import TextFormatter, echo
 from unisono.config import Resolved, load_config
 from unisono.config.fields import BASE
 from unisono.config.renames import announce
@@ -278,7 +279,7 @@ def print_result(as_json: bool, value: dict[str, Any], lines: str | Iterable[str
         print_json(value)
         return
     for line in (lines,) if isinstance(lines, str) else lines:
-        click.echo(line)
+        echo(line)
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -305,6 +306,8 @@ def _set_level(context: click.Context, _option: click.Parameter, value: str | bo
     if not value:
         return
     level = value if isinstance(value, str) else "debug"
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
+    handler = logging.StreamHandler()
+    handler.setFormatter(TextFormatter("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     LOG.setLevel(level.upper())
     context.meta[_LEVEL] = level

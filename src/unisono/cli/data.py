@@ -13,6 +13,7 @@ import click
 
 from unisono.cli.common import every_verb, print_json, print_result
 from unisono.cli.data_pack import pack
+from unisono.cli.terminal import echo
 from unisono.errors import DataError
 
 if TYPE_CHECKING:
@@ -244,7 +245,9 @@ def bench(file: Path, seconds: float, size: int, as_json: bool) -> None:
 @click.option("--index", "number", type=int, required=True, help="Which record, from 0; negative from the end.")
 @every_verb
 def cat_record(file: Path, number: int, as_json: bool) -> None:
-    """Write one record's payload to standard output as it is, with --json in base64.
+    """Write one record's payload to standard output, with --json in base64.
+
+    A file or pipe gets its bytes as they are; a terminal its text, with control characters as \\x1b.
 
     Of a token shard the ids of a document, of other formats the row, as JSON.
     """
@@ -265,6 +268,8 @@ def cat_record(file: Path, number: int, as_json: bool) -> None:
         import base64
 
         print_json({"index": number, "bytes": len(payload), "base64": base64.b64encode(payload).decode()})
+    elif sys.stdout.isatty():
+        echo(payload.decode(errors="backslashreplace"))
     else:
         sys.stdout.buffer.write(payload)
 

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from unisono.cli.common import every_verb, print_result
+from unisono.cli.terminal import echo
 from unisono.errors import ConfigError, Problem
 from unisono.launch import LaunchOptions
 from unisono.launch.forwarded_env import forwarded, parse_settings
@@ -70,7 +71,7 @@ def command(command: tuple[str, ...], as_json: bool, **options: Any) -> int:
     )
     for host in job.hosts:
         if host.role == "scheduler":
-            click.echo(f"launch: {host.name} runs nothing: this launcher is the scheduler", err=True)
+            echo(f"launch: {host.name} runs nothing: this launcher is the scheduler", err=True)
     if not arguments.dry_run:
         return run_job(job, folder)
     described = describe_launch(job)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import click
 
+from unisono.cli.terminal import clean_log_messages, show_click_error, shown
 from unisono.errors import REQUEUE, USER_ERROR, Problem, UnisonoError, nearest_name
 
 COMMANDS = {
@@ -79,6 +80,7 @@ def entry() -> NoReturn:
     any other error its traceback from the user's code on."""
     _end_early_on_sigterm()
     _open_standard_descriptors()
+    clean_log_messages()
     try:
         result: Any = cli.main(standalone_mode=False)
     except click.ClickException as error:
@@ -123,7 +125,7 @@ def show_error(error: UnisonoError) -> None:
     if "--json" in sys.argv and rank == 0:
         _print_error(type(error).__name__, error.problems)
     else:
-        print(f"unisono: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
+        print(shown(f"unisono: {f'rank {rank}: ' if rank else ''}{error}"), file=sys.stderr)
 
 
 def _show_exception(error: Exception) -> None:
@@ -131,6 +133,7 @@ def _show_exception(error: Exception) -> None:
     from unisono.dist import job_from_environ, read_failure, record_failure, user_traceback
     from unisono.dist.failure import TRACEBACKS
     from unisono.errors import LaunchError
+    from unisono.sanitize import redact_text
 
     logs, is_recorded = os.environ.get("UNISONO_LOGS"), False
     if logs is not None:
@@ -141,13 +144,13 @@ def _show_exception(error: Exception) -> None:
                 record_failure(Path(logs), job, error, step=None)
             is_recorded = True
     if not (is_recorded and os.environ.get(TRACEBACKS) == "record"):
-        print(user_traceback(error), end="", file=sys.stderr)
+        print(shown(redact_text(user_traceback(error))), end="", file=sys.stderr)
 
 
 def show_usage_error(error: click.ClickException) -> None:
     """Print click's error about a wrong command line."""
     if "--json" not in sys.argv:
-        error.show()
+        show_click_error(error)
         return
     context = error.ctx if isinstance(error, click.UsageError) else None
     problem = Problem(

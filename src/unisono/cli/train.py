@@ -27,6 +27,7 @@ from unisono.dist.jobspec import idle_role
 from unisono.errors import REQUEUE, USER_ERROR, CommError, ConfigError, LaunchError, UnisonoError
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import with_strategy_file
+from unisono.storage import directory
 from unisono.train.config import RunConfig
 
 
@@ -101,6 +102,7 @@ def _take_role(job: JobSpec, sync: str) -> None:
 
 def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json: bool) -> int:
     """Start this command line in every process of this host; return the exit code of the job."""
+    from unisono.dist.interpreter import module_command
     from unisono.launch import LaunchOptions, launch_local
     from unisono.launch.job import run_job, with_servers
     from unisono.launch.options import SERVER_OPTIONS
@@ -109,7 +111,7 @@ def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json:
     flags = [*(["--json"] if as_json else []), *([f"--log-level={level}"] if level else [])]
     flags += ["--trust-python"] if is_python_trusted() else []
     run_dir, options = Path(resolved.value.run.dir), resolved.value.launch
-    command_line = [sys.executable, "-m", "unisono", "train", *flags, *arguments]
+    command_line = module_command("unisono", "train", *flags, *arguments)
     if (sync := _sync(resolved.value.plan)) != "dist_async":
         if any(getattr(options, name) != getattr(LaunchOptions(), name) for name in SERVER_OPTIONS):
             LOG.warning("no servers are started: plan.sync %r all-reduces gradients among the ranks", sync)
@@ -179,7 +181,7 @@ def make_folder(run_dir: Path) -> list[Path]:
     missing = [folder for folder in (run_dir, *run_dir.parents) if not os.path.lexists(folder)]
     new_folders = list(reversed(missing))
     try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.make_folder(run_dir)
         # ranks of several hosts create it at the same time, and in containers each may be process 1
         probe = run_dir / f".writable-{secrets.token_hex(8)}"
         probe.touch()

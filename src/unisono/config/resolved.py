@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from unisono.config.fields import BASE, OptionTree
 from unisono.config.python_file import PythonFile
 from unisono.config.values import CALLABLE, encode, is_code, toml_value
+from unisono.sanitize import without_credentials
 
 T = TypeVar("T")
 
@@ -66,14 +67,17 @@ class Resolved(Generic[T]):
         return f"Resolved({self.value!r}, hash={self.hash!r}, {given} of {len(self.origins)} values given)"
 
     def to_toml(self) -> str:
-        """A complete file: every option, and ``base`` where callables need their Python file. Same hash on reload."""
+        """A complete file: every option, and ``base`` where callables need their Python file. Same hash on reload.
+
+        Credentials in addresses are left out; such a file tells only those who have them where the data is.
+        """
         lines = [f"# resolved configuration {self.hash}"]
         if self.python:
             lines.append(f"{BASE} = {toml_value(str(self.python.path))}")
         for section in self.layout.sections:
             leaves = self.layout.leaves_of(section)
             lines += ["", f"[{section}]"] if section and leaves else []
-            lines += [f"{leaf.name} = {toml_value(self.encoded[leaf.key])}" for leaf in leaves]
+            lines += [f"{leaf.name} = {without_credentials(toml_value(self.encoded[leaf.key]))}" for leaf in leaves]
         return "\n".join(lines) + "\n"
 
     def updated(self, value: T, keys: Iterable[str], origin: str) -> Resolved[T]:
@@ -83,8 +87,8 @@ class Resolved(Generic[T]):
         return resolve(value, values, origins, self.layout, self.python, self.renamed)
 
     def shown(self, key: str) -> str:
-        """The value as TOML; a callable with the digest of its file."""
-        text = toml_value(self.encoded[key])
+        """The value as TOML, without credentials in addresses; a callable with the digest of its file."""
+        text = without_credentials(toml_value(self.encoded[key]))
         return f"{text} @{self.python.digest[:12]}" if self.python and self._is_callable(key) else text
 
     def _is_callable(self, key: str) -> bool:
@@ -131,7 +135,7 @@ def diff(a: Resolved[T], b: Resolved[T]) -> list[Difference]:
             key=key, left=a.shown(key), right=b.shown(key), left_origin=a.origins[key], right_origin=b.origins[key]
         )
         for key in a.layout.leaves
-        if a.shown(key) != b.shown(key)
+        if a.shown(key) != b.shown(key) or a.encoded[key] != b.encoded[key]
     ]
 
 

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from torch.distributed import PrefixStore, Store
 
+from unisono.dist.interpreter import module_command, module_path
 from unisono.dist.jobspec import JobSpec
 from unisono.dist.rendezvous import open_store
 from unisono.errors import CommError, LaunchError
@@ -56,8 +57,8 @@ def take_role(job: JobSpec) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     # a new program of the same process: nothing of the script is left to become rank 0
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    os.execve(sys.executable, [sys.executable, "-m", _MODULE], environ)
+    command = module_command(_MODULE)
+    os.execve(command[0], command, os.environ | {"PYTHONPATH": module_path()})
 
 
 def require_credentials(environ: Mapping[str, str]) -> None:

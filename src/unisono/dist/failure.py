@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.dist.jobspec import JobSpec
+from unisono.sanitize import redact_text
+from unisono.storage.directory import make_folder
 from unisono.storage.files import write_atomically
 
 
@@ -113,7 +115,7 @@ def record_failure(
     script_s: float | None = None,
     checkpoint: str = "",
 ) -> Path:
-    """Write the failure of this rank as ``failure-rank-N.json``, atomically.
+    """Write the failure of this rank as ``failure-rank-N.json``, atomically, without secrets.
 
     Args:
         folder: Folder of the record; created for its owner only if it is missing.
@@ -131,15 +133,15 @@ def record_failure(
         restart_count=job.restart_count,
         step=step,
         type=type(error).__name__,
-        message=str(error),
-        traceback=user_traceback(error),
+        message=redact_text(str(error)),
+        traceback=redact_text(user_traceback(error)),
         at_monotonic_s=time.monotonic(),
         script_s=script_s,
         checkpoint=checkpoint,
     )
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(folder, mode=0o700)
     path = folder / f"failure-rank-{job.rank}.json"
-    write_atomically(path, json.dumps(failure.to_json(), indent=1).encode() + b"\n")
+    write_atomically(path, json.dumps(failure.to_json(), indent=1).encode() + b"\n", mode=0o600)
     return path
 
 

@@ -32,6 +32,7 @@ from unisono.interop.bert import bert_config, bert_tensors
 from unisono.interop.exported_tensor import ExportedTensor
 from unisono.models.bert import BERT
 from unisono.models.gpt import GPT
+from unisono.storage.files import opener
 
 _WEIGHTS, _CONFIG, _GENERATION = "model.safetensors", "config.json", "generation_config.json"
 _INDEX = "model.safetensors.index.json"
@@ -92,9 +93,9 @@ def export(
         for name, content in _configs(model, max_length, end_of_document).items():
             if name == _CONFIG and task and task.get("classes"):
                 content |= _labels(task["classes"])
-            (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            _write_json(partial / name, content)
         if task:
-            (partial / _TASK).write_text(json.dumps(task, indent=2) + "\n", encoding="utf-8")
+            _write_json(partial / _TASK, task)
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, partial)
         if target.exists():
@@ -152,7 +153,7 @@ def write_weights(
         ordered = sorted(members, key=lambda entry: -views[entry.key].dtype.itemsize)
         layout = [(entry.key, views[entry.key].dtype, tuple(views[entry.key].shape)) for entry in ordered]
         header, _ = build_header(layout, {**_FORMAT, **tied})
-        with (folder / file_name).open("wb") as file:
+        with open(folder / file_name, "wb", opener=opener) as file:
             file.write(header)
             for entry in ordered:
                 if loaded[0] != entry.name:
@@ -165,7 +166,7 @@ def write_weights(
             "metadata": {"total_size": sum(view.nbytes for view in views.values())},
             "weight_map": {entry.key: name for name, members in zip(names, files, strict=True) for entry in members},
         }
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _write_json(folder / _INDEX, index)
 
 
 def _values(name: str, tensor: Tensor, read: Callable[[str, Tensor], None] | None) -> Tensor:
@@ -298,3 +299,8 @@ def _own_names(model: nn.Module) -> tuple[list[ExportedTensor], dict[str, str]]:
         else:
             tied[name] = first_name
     return named, tied
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8", opener=opener) as file:
+        file.write(json.dumps(content, indent=2) + "\n")

@@ -7,7 +7,7 @@ forwarded (dmlc's tracker put AWS keys on the remote command line).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from unisono.dist.jobspec import OWN_VARIABLES
 from unisono.errors import LaunchError, Problem
@@ -17,16 +17,24 @@ _PREFIXES = ("UNISONO_", "NCCL_", "GLOO_", "OMP_", "MKL_", "MALLOC_")
 _CREDENTIAL = re.compile(
     r"AWS_.*|.*(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS)|UNISONO_SECRET_.*", flags=re.IGNORECASE
 )
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", flags=re.ASCII)
+_NAME_RULE = "a variable's name has letters, digits and _"
 # each process gets its own place in the job
 _PLACES = OWN_VARIABLES | {"UNISONO_LAUNCH", "UNISONO_LOGS"}
 
 
 def forwarded(environ: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ``environ`` to forward, updated by ``extra``."""
+    """The variables of ``environ`` to forward, updated by ``extra``.
+
+    A name that no shell would take, which a program can still set, is not forwarded.
+    """
     chosen = {
         name: value
         for name, value in environ.items()
-        if (name in _NAMES or name.startswith(_PREFIXES)) and not _CREDENTIAL.fullmatch(name) and name not in _PLACES
+        if (name in _NAMES or name.startswith(_PREFIXES))
+        and _NAME.fullmatch(name)
+        and not _CREDENTIAL.fullmatch(name)
+        and name not in _PLACES
     }
     return chosen | dict(extra)
 
@@ -37,8 +45,8 @@ def parse_settings(settings: Sequence[str], environ: Mapping[str, str]) -> dict[
     problems: list[Problem] = []
     for text in settings:
         name, separator, value = text.partition("=")
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, flags=re.ASCII):
-            problems.append(_wrong(name, "a variable's name has letters, digits and _", "--env NAME=VALUE"))
+        if not _NAME.fullmatch(name):
+            problems.append(_wrong(name, _NAME_RULE, "--env NAME=VALUE"))
         elif _CREDENTIAL.fullmatch(name):
             problems.append(
                 _wrong(name, "credentials are never forwarded", "a file on every host that its owner alone reads")
@@ -54,6 +62,19 @@ def parse_settings(settings: Sequence[str], environ: Mapping[str, str]) -> dict[
     if problems:
         raise LaunchError(*problems)
     return variables
+
+
+def require_names(names: Iterable[str]) -> list[str]:
+    """``names`` sorted, for a remote shell, ``--export`` or ``-x``. Raises LaunchError for one that could mean more there."""
+    names = sorted(names)
+    if wrong := [name for name in names if not _NAME.fullmatch(name)]:
+        raise LaunchError(
+            given=f"environment variable {wrong[0]!r}",
+            rule=_NAME_RULE,
+            consequence="a remote shell could read it as a command, so nothing was started",
+            nearest="a name such as MY_VARIABLE",
+        )
+    return names
 
 
 def _wrong(name: str, rule: str, nearest: str) -> Problem:

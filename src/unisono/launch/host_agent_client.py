@@ -5,7 +5,7 @@ So neither variables nor the job's secret show in ``ps`` or can be taken for an 
 user's ssh is configured; a password prompt is an error (BatchMode). If the connection ends, the host counts as lost,
 with all its processes.
 
-Output of a host is shown here as plain text, without control characters; its log keeps every byte.
+Output of a host is shown here as plain text, its control characters as ``\\x1b``; its log keeps every byte.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import selectors
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,10 +24,12 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from unisono.dist import Failure
+from unisono.dist.interpreter import module_command
 from unisono.errors import LaunchError, Problem
+from unisono.launch.forwarded_env import require_names
 from unisono.launch.hostfile import Host
 from unisono.launch.workers import WorkerProcess, open_log
-from unisono.observe.sanitize import printable
+from unisono.sanitize import printable
 from unisono.storage.files import write_atomically
 
 # the longest wait for an answer; starting Python on the host takes seconds
@@ -37,12 +38,13 @@ _END_S = 10.0
 _READ_BYTES = 2**20
 _HELLO = b'{"event": "hello"}'
 LOST = 255
+_AGENT = "unisono.launch.host_agent"
 
 
 def agent_command(host: Host) -> list[str]:
     """The command, run here, that starts an agent on ``host``."""
     if host.here:
-        return [sys.executable, "-m", "unisono.launch.host_agent"]
+        return module_command(_AGENT)
     settings = ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=5", "ServerAliveCountMax=3")
     flags = [part for setting in settings for part in ("-o", setting)]
     port = [] if host.port is None else ["-p", str(host.port)]
@@ -50,9 +52,9 @@ def agent_command(host: Host) -> list[str]:
 
 
 def agent_script(environ: Mapping[str, str]) -> str:
-    """The script for the remote shell: change to the launcher's folder, set variables, become the agent."""
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(environ.items())]
-    command = shlex.join([sys.executable, "-m", "unisono.launch.host_agent"])
+    """The script for the remote shell: change to the launcher's folder, set variables, become the agent. Raises LaunchError."""
+    exports = [f"export {name}={shlex.quote(environ[name])}" for name in require_names(environ)]
+    command = shlex.join(module_command(_AGENT))
     return "\n".join([f"cd {shlex.quote(os.getcwd())} || exit", *exports, f"exec {command}", ""])
 
 
@@ -286,21 +288,21 @@ class HostAgentClient:
 
     def _save_failure(self, failure: Failure, age_s: float) -> None:
         record = replace(failure, at_monotonic_s=time.monotonic() - age_s).to_json()
-        write_atomically(self._failures / f"failure-rank-{failure.rank}.json", json.dumps(record).encode())
+        write_atomically(self._failures / f"failure-rank-{failure.rank}.json", json.dumps(record).encode(), mode=0o600)
 
     def _unreachable(self, reason: str) -> LaunchError:
         self.cut()
         over = "" if self.host.here else " over ssh"
+        version = shlex.join(module_command("unisono", "--version"))
+        by_hand = module_command(_AGENT) if self.host.here else [*agent_command(self.host)[:-1], version]
         return LaunchError(
             given=f"{self.host.name} has no agent of this launch{over}: {reason}",
             rule="every host lets this user log in without a prompt, and has this folder, Python and unisono at the same paths",
             consequence="nothing is running",
-            nearest=f"try by hand: {shlex.join([*agent_command(self.host)[:-1], f'{sys.executable} -m unisono --version'])}"
-            if not self.host.here
-            else f"try by hand: {sys.executable} -m unisono.launch.host_agent",
+            nearest=f"try by hand: {shlex.join(by_hand)}",
         )
 
 
 def _terminal_text(line: str) -> str:
-    """The final text of ``line`` on a terminal: the part after the last carriage return, without control characters."""
+    """The final text of ``line`` on a terminal: the part after the last carriage return, control characters as text."""
     return printable(line.rstrip("\r").rpartition("\r")[2])

@@ -9,7 +9,6 @@ import secrets
 import shlex
 import shutil
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.dist import JobSpec, job_from_environ
+from unisono.dist.interpreter import module_command
 from unisono.dist.jobspec import LOOPBACK
 from unisono.errors import LaunchError
 from unisono.launch.elastic import supervise_elastic
@@ -31,7 +31,7 @@ from unisono.launch.resources import count_accelerators, divide_host
 from unisono.launch.supervise import make_folders, print_message, supervise
 from unisono.launch.workers import Reaper, Worker, WorkerSpec, open_log, start_worker
 
-SERVER = (sys.executable, "-m", "unisono.kvstore.server")
+SERVER = tuple(module_command("unisono.kvstore.server"))
 
 
 def launch_local(

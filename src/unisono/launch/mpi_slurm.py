@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unisono.errors import LaunchError
+from unisono.launch.forwarded_env import require_names
 from unisono.launch.hostfile import read_hostfile
 from unisono.launch.network_interface import interface_by_name
 from unisono.launch.options import LaunchOptions
@@ -64,7 +65,7 @@ def mpirun(
         environ |= divide_host(most, {**os.environ, **environ}).environ()
         environ.setdefault("MASTER_ADDR", hosts[0].name)
         where = ["--hostfile", str(hostfile), *(["-n", str(processes)] if processes else [])]
-    names = [part for name in sorted(environ) for part in ("-x", name)]
+    names = [part for name in require_names(environ) for part in ("-x", name)]
     return ExecCommand(argv=["mpirun", *where, "--bind-to", "none", *names, *command], environ=environ)
 
 
@@ -83,7 +84,7 @@ def srun(
     if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
         environ |= {"OMP_NUM_THREADS": cpus, "MKL_NUM_THREADS": cpus}
     count = ["--ntasks", str(processes)] if processes else []
-    export = ["--export", ",".join(sorted(environ)) or "NONE"]
+    export = ["--export", ",".join(require_names(environ)) or "NONE"]
     return ExecCommand(argv=["srun", *count, "--kill-on-bad-exit=1", *export, "--", *command], environ=environ)
 
 

@@ -13,7 +13,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from unisono.dist.interpreter import code_command
 from unisono.launch.options import LaunchOptions
 
 _SYSFS = Path("/sys/devices/system")
@@ -213,7 +213,7 @@ def count_accelerators() -> int:
     if not is_hinted:
         return 0
     question = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
-    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
+    answer = subprocess.run(code_command(question), capture_output=True, text=True, check=False)
     last = answer.stdout.strip().splitlines()[-1:]
     return int(last[0]) if answer.returncode == 0 and last and last[0].isdigit() else 0
 

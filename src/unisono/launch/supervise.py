@@ -33,7 +33,8 @@ from unisono.errors import FATAL, REQUEUE, USER_ERROR, LaunchError, Problem
 from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
 from unisono.launch.workers import WorkerProcess, unwritable
-from unisono.observe.sanitize import printable
+from unisono.sanitize import printable, redact, redact_text
+from unisono.storage.directory import make_folder
 from unisono.storage.files import write_atomically
 from unisono.storage.folder_lock import FolderLock
 
@@ -87,7 +88,7 @@ def supervise(start: Start, options: LaunchOptions, *, run_dir: Path, record: Ma
 def make_folders(run_dir: Path) -> None:
     """Create the run's folder and its logs folder. Raises LaunchError if they cannot be created."""
     try:
-        (run_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(run_dir / "logs", mode=0o700)
     except OSError as error:
         raise LaunchError(unwritable(run_dir, error)) from error
 
@@ -354,12 +355,12 @@ def _next_attempt(run_dir: Path) -> int:
 
 
 def write_record(run_dir: Path, record: Mapping[str, Any], number: int, history: Sequence[Attempt]) -> None:
-    """Replace ``launch.json`` atomically; ``number`` is the current attempt."""
+    """Replace ``launch.json`` atomically; ``number`` is the current attempt. Its owner alone reads it; it has no secrets."""
     content = {**record, "attempt": number, "attempts": [attempt.record() for attempt in history]}
-    write_atomically(run_dir / "launch.json", json.dumps(content, indent=1).encode() + b"\n")
+    write_atomically(run_dir / "launch.json", json.dumps(redact(content), indent=1).encode() + b"\n", mode=0o600)
 
 
 def print_message(text: str) -> None:
-    """Print to standard error. Control characters in ``text``, which may come from another host, are removed."""
-    lines = printable(text, newlines=True).splitlines()
+    """Print to standard error, without secrets. ``text`` may come from another host: control characters are shown as text."""
+    lines = printable(redact_text(text), newlines=True).splitlines()
     print("\n".join(f"launch: {line}" for line in lines), file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ processes that worked on this run, from 1. ``step`` in an event counts finished 
 
 Non-finite numbers are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` (as in protobuf's JSON mapping);
 ``number`` converts them back. Secrets are redacted before an event is written or passed to listeners. There is no rotation,
-buffering or locking between processes: one process writes one file. Needs the standard library only.
+buffering or locking between processes: one process writes one file. No torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from unisono.errors import ConfigError
-from unisono.observe.sanitize import is_secret, redact
+from unisono.sanitize import is_secret, redact
+from unisono.storage.directory import make_folder
 from unisono.storage.folder_lock import FolderLock
 
 Event = dict[str, Any]
@@ -185,7 +186,7 @@ def _open_for_append(path: Path) -> tuple[int, bool]:
     """Return an append descriptor of a regular file with mode 0600, and whether its last line lacks a newline."""
     nofollow = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking: opening a FIFO must not hang
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(path.parent, mode=0o700)
         try:
             return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | nofollow, 0o600), False
         except FileExistsError:

@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 from unisono.observe.events import number
 from unisono.observe.run_summary import RunSummary, duration, format_gib, short_number, short_time, sparkline
-from unisono.observe.sanitize import printable
+from unisono.sanitize import printable
 
 Fields = Mapping[str, Any]
 
@@ -413,7 +413,7 @@ def summary_lines(
         values = [loss for _, loss in summary.losses]
         ends = f"  {values[0]:.4g} -> {values[-1]:.4g}"
         rows.append(("loss", sparkline(values, max(8, min(60, width - 10 - len(ends))), ascii_only=ascii_only) + ends))
-    sample = printable(facts.sample_text, newlines=True).strip("\n")
+    sample = printable(facts.sample_text, newlines=True).expandtabs(4).strip("\n")
     rows += [("sample", f"| {line}") for line in sample.split("\n")] if sample else []
     for label, path in (("report", facts.report_path), ("export", facts.export_path)):
         if path is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from unisono.errors import ConfigError
 from unisono.observe.events import ENVELOPE, EventLog
-from unisono.observe.sanitize import is_secret
+from unisono.sanitize import is_secret
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*(/[\w.-]+)*", re.ASCII)
 # first parts of names of a run's own numbers, and names that rows and events have

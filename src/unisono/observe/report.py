@@ -45,7 +45,7 @@ from unisono.observe.run_summary import (
     short_time,
     summarise,
 )
-from unisono.observe.sanitize import printable
+from unisono.sanitize import printable
 from unisono.storage.files import write_atomically
 
 _POINTS: Final = 2000  # per curve

@@ -27,6 +27,7 @@ from typing import Any, Final, Protocol, cast
 from unisono.errors import ConfigError, missing_extra, nearest_name
 from unisono.observe.events import SERIES, Event, EventLog, RewindFilter, number
 from unisono.observe.options import BUILT_IN_SINKS, SINK_GROUP
+from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file
 
 _NOT_SERIES: Final = frozenset({"t", "m", "rank", "attempt", "step", "steps_total", "epochs_total", "eta_s"})
@@ -170,7 +171,7 @@ class CsvSink:
         self._columns: list[str] = list(self._FIXED)
         self._seen: set[str] = set()  # field names seen before: the common row needs no search for new columns
         self._last_step = -1
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(path.parent, mode=0o700)
         if path.exists() and path.stat().st_size > 0:
             self._drop_torn_row()
             self._read_existing()
@@ -271,7 +272,7 @@ class TensorBoardSink:
     name = "tensorboard"
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder, mode=0o700)
         records: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
         self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.errors import ExtraError, missing_extra
+from unisono.errors import ConfigError, ExtraError, missing_extra
+from unisono.sanitize import REDACTED, without_credentials_of
 
 # what to install for a module whose package has another name
 _PACKAGES: Final = {"smbclient": "smbprotocol", "lakefs_spec": "lakefs-spec", "yarl": "aiohttp"}
@@ -23,8 +25,17 @@ def open_address(address: str, purpose: str, **options: Any) -> tuple[Any, str]:
         options: Further arguments of the filesystem.
 
     Raises:
+        ConfigError: The address was read from a run's folder, which keeps no credentials.
         ExtraError: fsspec, or the package of the filesystem, is not installed.
     """
+    if f"{REDACTED}@" in address or f"={REDACTED}" in address:
+        raise ConfigError(
+            given=f"{purpose}, which had credentials when the run was started",
+            rule="files of a run keep no credentials of addresses",
+            consequence="nothing was opened",
+            nearest="the full address again, by --set or a variable UNISONO__SECTION__NAME; or credentials in the environment, "
+            "as the filesystem's package reads them",
+        )
     try:
         fsspec: Any = importlib.import_module("fsspec.core")
     except ImportError as error:
@@ -32,7 +43,18 @@ def open_address(address: str, purpose: str, **options: Any) -> tuple[Any, str]:
     try:
         return fsspec.url_to_fs(address, **options)
     except ImportError as error:
-        raise _missing_package(error, address, purpose) from error
+        raise _missing_package(error, address, purpose) from public_cause(error, address)
+
+
+def failure_text(error: BaseException, address: str) -> str:
+    """Class and text of an error about ``address``, without its credentials."""
+    return without_credentials_of(address, f"{type(error).__name__}: {error}")
+
+
+def public_cause(error: BaseException, address: str) -> BaseException | None:
+    """``error`` as the cause of another one; None if it quotes credentials, since Python prints causes as they are."""
+    text = "".join(traceback.format_exception(error))
+    return error if without_credentials_of(address, text) == text else None
 
 
 def local_path(filesystem: Any, path: str) -> Path | None:
@@ -58,6 +80,7 @@ def is_within(inner: Path, outer: Path) -> bool:
 
 
 def _missing_package(error: ImportError, address: str, purpose: str) -> ExtraError:
+    said = without_credentials_of(address, str(error))
     # fsspec replaces the error of the import by one that has a text of its own and no name
     module = next(
         (e.name for e in (error, error.__cause__, error.__context__) if isinstance(e, ImportError) and e.name), ""
@@ -66,8 +89,8 @@ def _missing_package(error: ImportError, address: str, purpose: str) -> ExtraErr
     return ExtraError(
         given=f"{purpose} needs the package {package!r}, which is not installed"
         if package
-        else f"{purpose} needs a package that is not installed: {error}",
-        rule=f"fsspec reads {address.split('://', 1)[0]}:// through a package of its own; it says {str(error)!r}",
+        else f"{purpose} needs a package that is not installed: {said}",
+        rule=f"fsspec reads {address.split('://', 1)[0]}:// through a package of its own; it says {said!r}",
         consequence="nothing was started",
         nearest=f"pip install {package}" if package else "install it",
     )

@@ -26,6 +26,17 @@ QUARANTINE = "quarantine"
 REASON = "reason.txt"
 
 
+def make_folder(folder: Path, *, mode: int = 0o775) -> None:
+    """Create a folder with the permissions ``mode`` less the umask, and those above it likewise; none for others to write.
+
+    A folder that exists is left as it is. Raises OSError, also where the name is that of a file.
+    """
+    for path in reversed(folder.parents):
+        if not os.path.lexists(path):
+            path.mkdir(mode=0o775, exist_ok=True)  # another rank may make it at the same time
+    folder.mkdir(mode=mode, exist_ok=True)
+
+
 def numbered_name(prefix: str, number: int) -> str:
     """The directory name for ``number``, such as ``step-00000120``."""
     return f"{prefix}-{number:08d}"

@@ -34,17 +34,22 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def open_new(path: Path, *, mode: int = 0o666, buffering: int = -1) -> IO[Any]:
+def open_new(path: Path, *, mode: int = 0o664, buffering: int = -1) -> IO[Any]:
     """Open a new binary file for writing. Raises FileExistsError, also for a link; ``mode`` is before the umask."""
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, mode)
     return open(fd, "wb", buffering=buffering)
 
 
+def opener(path: str, flags: int) -> int:
+    """For ``open(path, "wb", opener=opener)``: a new file has the permissions that the umask leaves, but others cannot write."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o664)
+
+
 @contextmanager
-def new_file(path: Path, *, mode: int = 0o666) -> Generator[IO[Any]]:
+def new_file(path: Path, *, mode: int = 0o664) -> Generator[IO[Any]]:
     """Open a binary file under a temporary name; when the block ends normally it is synced and renamed to ``path``.
 
-    ``mode`` are the permissions of the new file, before the umask.
+    ``mode`` are the permissions of the new file, before the umask; others may never write to it by default.
     """
     temporary = temporary_name(path)
     try:
@@ -58,7 +63,7 @@ def new_file(path: Path, *, mode: int = 0o666) -> Generator[IO[Any]]:
     sync_folder(path.parent)
 
 
-def write_atomically(path: Path, *parts: Any, mode: int = 0o666) -> None:
+def write_atomically(path: Path, *parts: Any, mode: int = 0o664) -> None:
     """Write the parts (bytes-like) so that ``path`` holds either its old content or all of the new."""
     with new_file(path, mode=mode) as file:
         for part in parts:

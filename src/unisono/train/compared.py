@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from unisono.config.fields import option_tree
+from unisono.sanitize import without_credentials
 from unisono.train.config import RunConfig
 
 # Sections and options that the trainer records from what it was given: optimizer, schedule and options of the loop in the
@@ -45,7 +46,10 @@ def in_list(key: str, names: tuple[str, ...]) -> bool:
 
 
 def compared_settings(config: RunConfig, name_of: Callable[[Any], str]) -> dict[str, Any]:
-    """The options of ``BY_CONFIGURATION`` that are not their defaults, as JSON by key; ``name_of`` names a function."""
+    """The options of ``BY_CONFIGURATION`` that are not their defaults, as JSON by key; ``name_of`` names a function.
+
+    A new password of an address is no other setting.
+    """
     settings: dict[str, Any] = {}
     for key, leaf in option_tree(RunConfig).leaves.items():
         section, _, name = key.partition(".")
@@ -58,4 +62,4 @@ def compared_settings(config: RunConfig, name_of: Callable[[Any], str]) -> dict[
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item) for item in cast("tuple[Any, ...]", value)]
-    return value
+    return without_credentials(value) if isinstance(value, str) else value

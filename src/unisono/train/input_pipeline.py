@@ -22,6 +22,7 @@ from unisono.errors import DataError
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.plan.resolve import with_strategy_file
+from unisono.sanitize import printable
 from unisono.train.options import TrainOptions
 
 
@@ -85,7 +86,7 @@ def read_source(
         job = job_from_environ(os.environ)
         source, lines = _take_over(cast("DataLoader[Any]", data), plan, loader, collate_fn, world_size=job.world_size)
         if job.rank == 0:
-            print("\n  ".join(["Loader replaces DataLoader:", *lines]), flush=True)
+            print("\n  ".join(["Loader replaces DataLoader:", *map(printable, lines)]), flush=True)
         return source
     return Source(
         data=data if is_stream(data) else _sized(data, "data"),

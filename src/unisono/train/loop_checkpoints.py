@@ -16,6 +16,7 @@ from torch import Tensor
 from unisono.checkpoint import Checkpointer, CheckpointOptions, CheckpointReader, find_latest, open_checkpoint
 from unisono.dist import World
 from unisono.errors import CheckpointError, Problem
+from unisono.sanitize import printable, redact_text
 from unisono.train.options import folder_problem, is_due
 from unisono.train.state import generator_states, restore_generators
 
@@ -218,7 +219,8 @@ def _decoded(value: Any, reader: CheckpointReader) -> Any:
 
 def _print_failures(kind: str, **fields: Any) -> None:
     if kind in ("checkpoint_failed", "checkpoint_quarantined", "checkpoint_upload_failed"):
-        print(kind, *(f"{name}={value}" for name, value in fields.items()), file=sys.stderr, flush=True)
+        text = " ".join([kind, *(f"{name}={value}" for name, value in fields.items())])
+        print(printable(redact_text(text)), file=sys.stderr, flush=True)
 
 
 def _print_nothing(kind: str, **fields: Any) -> None: ...

@@ -24,6 +24,7 @@ from unisono.observe.options import ObserveOptions
 from unisono.optim import OptimOptions, ScheduleOptions
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.sanitize import without_credentials
 from unisono.storage.files import write_atomically
 from unisono.train.metrics import METRICS, Metric
 from unisono.train.objectives import OBJECTIVES
@@ -95,7 +96,7 @@ def write_run_record(
         if not isinstance(values, dict):
             values = {field.name: getattr(values, field.name) for field in fields(values)}
         if values:
-            lines += ["", f"[{section}]", *(f"{name} = {toml_value(encode(value))}" for name, value in values.items())]
+            lines += ["", f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in values.items())]
     write_atomically(run_dir / RUN_FILE, ("\n".join(lines) + "\n").encode())
 
 
@@ -106,6 +107,10 @@ def sequence_length(data: Any) -> int:
     samples = read_samples(data, np.array([0, len(data) - 1]))
     lengths = {len(sample[name]) for sample in samples for name in TOKEN_ENTRIES if np.ndim(sample.get(name, 0))}
     return lengths.pop() if len(lengths) == 1 else 0
+
+
+def _toml(value: Any) -> str:
+    return without_credentials(toml_value(encode(value)))
 
 
 def _label(code: Any) -> str:

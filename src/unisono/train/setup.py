@@ -43,6 +43,7 @@ from unisono.plan.rules import built_in_rules
 from unisono.plan.tp_inference import infer_rules, require_rules
 from unisono.plan.tp_trial import pairs_with_extra_parameters, runs_with_shards
 from unisono.plan.validate import validate_plan
+from unisono.storage.directory import make_folder
 from unisono.storage.files import os_reason
 from unisono.storage.folder_lock import FolderLock
 from unisono.train.gradient_sync import local_sgd_config
@@ -125,7 +126,7 @@ def open_events(run_dir: Path, world: World) -> EventLog:
     def take_folder() -> None:
         nonlocal lock
         with suppress(OSError):  # a folder that cannot be written is the log's error
-            run_dir.mkdir(parents=True, exist_ok=True)
+            make_folder(run_dir)
             lock = FolderLock(
                 run_dir / "run.lock", work="is training", nearest="wait until it has ended, or another run.dir"
             )

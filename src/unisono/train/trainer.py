@@ -38,6 +38,7 @@ from unisono.optim.run_optimizer import GivenOptimizer
 from unisono.parallel.batch_norm import batch_norms
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.sanitize import redact
 from unisono.train.argument_checks import check_arguments, check_without_eval_data, inert_metrics_notice
 from unisono.train.assembly import (
     RunInputs,
@@ -225,7 +226,7 @@ class Trainer:
             ),
             flops_per_token=flops_per_token,
             callbacks=tuple(callbacks),
-            provenance=dict(provenance or {}),
+            provenance=redact(provenance or {}),
         )
         self.data, self.eval_data = source.data, self._inputs.eval_data
         self.options, self.run_dir = self._inputs.options, self._inputs.run_dir

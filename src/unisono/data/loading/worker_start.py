@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from unisono.data.loading.subprocess_map import Subprocess
+from unisono.dist.interpreter import code_command
 from unisono.errors import DataError
 
 HEADER_BYTES = 64  # of a worker's memory: the sample it is at, int64, alone on a cache line
@@ -112,7 +113,7 @@ class WorkerStarter:
         ]
         try:
             process = Subprocess(
-                [sys.executable, "-c", self._boot, *map(str, [memories[0], *theirs])],
+                code_command(self._boot, *map(str, [memories[0], *theirs])),
                 pass_fds=[memories[0], *theirs],
                 # the cores are for the workers, one each; and a process with threads of OpenBLAS cannot fork
                 environ={"OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1")},

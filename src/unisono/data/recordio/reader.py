@@ -20,6 +20,7 @@ from unisono.data.recordio.index import ENDS_BYTES, SideColumn, map_file, open_i
 from unisono.data.recordio.remote_file import RemoteFile, is_url
 from unisono.data.sidecar import view_of
 from unisono.errors import DataError, UnisonoError
+from unisono.sanitize import without_credentials
 
 ChecksumPolicy = Literal["first", "always", "never"]
 _LOG: Final = logging.getLogger("unisono.data")
@@ -264,7 +265,8 @@ def _fetch_index(remote: RemoteFile) -> None:
     stem = remote.url.removesuffix(".rec")
     if remote.fetch_small_file(f"{stem}.uidx", sidecar_path(remote.path).name) is None:
         remote.fetch_small_file(f"{stem}.idx", text_index_path(remote.path).name)
-        _LOG.info("%s has no sidecar: fetching all %s bytes of it once to make one", remote.url, f"{remote.size:,}")
+        url, size = without_credentials(remote.url), f"{remote.size:,}"
+        _LOG.info("%s has no sidecar: fetching all %s bytes of it once to make one", url, size)
         remote.ensure([0], [remote.size])
     remote.ensure([0, max(0, remote.size - ENDS_BYTES)], [min(ENDS_BYTES, remote.size), remote.size])
 

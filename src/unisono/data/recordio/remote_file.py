@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from unisono.data.sidecar import map_array
 from unisono.errors import DataError, UnisonoError
-from unisono.storage.address import open_address
+from unisono.sanitize import without_credentials
+from unisono.storage.address import failure_text, open_address, public_cause
 from unisono.storage.files import write_atomically
 from unisono.storage.ownership import make_own_folder
 
@@ -42,9 +43,9 @@ class RemoteFile:
         self._connect()
         try:
             info = self._fs.info(self._path)
-            key = f"{url}\0{self._fs.ukey(self._path)}\0{info['size']}"
+            key = f"{without_credentials(url)}\0{self._fs.ukey(self._path)}\0{info['size']}"
         except Exception as error:  # every store has its own errors
-            raise _unreachable(url, error) from error
+            raise _unreachable(url, error) from public_cause(error, url)
         self.size = int(info["size"])
         self.folder = cache_dir / xxhash.xxh3_128(key.encode()).hexdigest()
         make_own_folder(cache_dir)
@@ -74,7 +75,7 @@ class RemoteFile:
         try:
             contents = self._fs.cat_ranges([self._path] * len(missing), starts, stops, on_error="raise")
         except Exception as error:
-            raise _unreachable(self.url, error) from error
+            raise _unreachable(self.url, error) from public_cause(error, self.url)
         for block, start, stop, content in zip(missing, starts, stops, contents, strict=True):
             if len(content) != stop - start:
                 raise _unreachable(self.url, EOFError(f"bytes {start} to {stop}: {len(content)} came"))
@@ -96,7 +97,7 @@ class RemoteFile:
             except FileNotFoundError:
                 return None
             except Exception as error:
-                raise _unreachable(url, error) from error
+                raise _unreachable(url, error) from public_cause(error, url)
             write_atomically(target, content, mode=0o600)
         return target
 
@@ -107,7 +108,7 @@ class RemoteFile:
         except UnisonoError:
             raise
         except Exception as error:  # every store has its own errors
-            raise _unreachable(self.url, error) from error
+            raise _unreachable(self.url, error) from public_cause(error, self.url)
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
@@ -136,7 +137,7 @@ def _write(handle: int, content: bytes, offset: int) -> None:
 
 def _unreachable(url: str, error: Exception) -> DataError:
     return DataError(
-        given=f"{url}: {type(error).__name__}: {error}",
+        given=f"{url}: {failure_text(error, url)}",
         rule="a file behind a URL is read in ranges through fsspec",
         consequence="the records asked for are not there",
         nearest="check address, access rights and network",

@@ -15,7 +15,8 @@ import xxhash
 
 from unisono.data.recordio.remote_file import is_url
 from unisono.errors import DataError, UnisonoError
-from unisono.storage.address import open_address
+from unisono.sanitize import without_credentials
+from unisono.storage.address import failure_text, open_address, public_cause
 from unisono.storage.files import file_lock, os_reason, sync_folder
 from unisono.storage.ownership import make_own_folder
 
@@ -73,7 +74,7 @@ def local_copies(url: str, cache: Path) -> list[Path]:
     except DataError:
         raise
     except Exception as error:  # filesystems raise errors of their own
-        raise _failed(url, error, _CHECK) from error
+        raise _failed(url, error, _CHECK) from public_cause(error, url)
 
 
 def matching_urls(url: str) -> list[str]:
@@ -84,7 +85,7 @@ def matching_urls(url: str) -> list[str]:
     try:
         return [filesystem.unstrip_protocol(name) for name in sorted(filesystem.glob(path))]
     except Exception as error:
-        raise _failed(url, error, _CHECK) from error
+        raise _failed(url, error, _CHECK) from public_cause(error, url)
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
@@ -94,9 +95,9 @@ def _filesystem(url: str) -> tuple[Any, str]:
     except UnisonoError:
         raise
     except ValueError as error:
-        raise _failed(url, error, "an address such as s3://bucket/file.parquet") from error
+        raise _failed(url, error, "an address such as s3://bucket/file.parquet") from public_cause(error, url)
     except Exception as error:  # filesystems that connect, or open an archive, raise errors of their own
-        raise _failed(url, error, _CHECK) from error
+        raise _failed(url, error, _CHECK) from public_cause(error, url)
 
 
 def _is_glob(path: str) -> bool:
@@ -150,7 +151,7 @@ def _download(filesystem: Any, name: str, target: Path) -> None:
     temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     try:
         for attempt in range(1, _ATTEMPTS + 1):
-            _LOG.info("%s is copied to %s", name, target)
+            _LOG.info("%s is copied to %s", without_credentials(name), target)
             filesystem.get_file(name, str(temporary))
             if (got := temporary.stat().st_size) == size:
                 break
@@ -174,7 +175,7 @@ def _digest(filesystem: Any, names: list[str]) -> str:
 
 def _failed(url: str, error: BaseException, nearest: str) -> DataError:
     return DataError(
-        given=f"{url}: {type(error).__name__}: {error}",
+        given=f"{url}: {failure_text(error, url)}",
         rule="the data at an address can be listed and read",
         consequence="nothing was opened",
         nearest=nearest,

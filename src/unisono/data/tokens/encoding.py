@@ -20,6 +20,7 @@ import numpy as np
 from unisono.data.loading.subprocess_map import serve_requests, subprocess_map
 from unisono.data.loading.worker_pool import allowed_cores
 from unisono.data.tokens.tokenizer import BYTES, Encoded, Tokenizer, load_tokenizer
+from unisono.dist.interpreter import module_command
 from unisono.errors import UnisonoError
 
 Document = tuple[str, str]  # (label, text)
@@ -45,7 +46,7 @@ def encode_documents(
         (batch, msgspec.msgpack.encode((tokenizer.fingerprint, [text for _, text in batch])))
         for batch in _batches(documents, _REQUEST_CHARS)
     )
-    command = [sys.executable, "-m", "unisono.data.tokens.encoding", tokenizer.name]
+    command = module_command("unisono.data.tokens.encoding", tokenizer.name)
     environ = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     answers = subprocess_map(requests, command, workers=workers, ahead=2, ended=_ended_at, environ=environ)
     with closing(answers):

@@ -49,6 +49,7 @@ from unisono.data.tokens.shards import TokenSet, TokenWriter, open_tokens, shard
 from unisono.data.tokens.table_texts import check_text_column, row_texts
 from unisono.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from unisono.errors import DataError
+from unisono.sanitize import without_credentials
 from unisono.storage.directory import commit_directory
 from unisono.storage.files import file_lock, write_atomically
 from unisono.storage.ownership import make_own_folder
@@ -156,7 +157,7 @@ def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> Prepa
     tokenizer = load_tokenizer(local_path(options.tokenizer, cache / "sources"))
     corpus = find_corpus(local_path(options.corpus, cache / "sources"))
     if is_url(options.corpus):
-        corpus = replace(corpus, name=options.corpus)
+        corpus = replace(corpus, name=without_credentials(options.corpus))
     check_text_column(corpus, options.text_column)
     try:
         make_own_folder(cache)

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from unisono.dist import JobSpec, job_from_environ
+from unisono.dist.interpreter import module_command
 from unisono.errors import CommError, UnisonoError
 from unisono.kvstore.bench.settings import BenchSettings
 from unisono.kvstore.server.child_servers import child_environ, exit_with_parent, kill_process
@@ -46,7 +47,7 @@ def measure_on_this_host(settings: BenchSettings, workers: int, *, timeout_s: fl
                 listen_fd=listener.fileno() if rank == 0 else None,
             )
             process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE],
+                module_command(_MODULE),
                 env=child_environ() | spec.environ(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -19,6 +19,7 @@ from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from unisono.dist.interpreter import module_command, module_path
 from unisono.errors import FATAL, USER_ERROR, LaunchError
 from unisono.launch.resources import TUNED_ALLOCATOR
 from unisono.launch.secret import secret_pipe
@@ -83,7 +84,7 @@ def child_environ() -> dict[str, str]:
         name: value for name, value in os.environ.items() if not name.startswith("UNISONO_") and name not in numbers
     }
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return {**TUNED_ALLOCATOR, **inherited, **threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return {**TUNED_ALLOCATOR, **inherited, **threads, "PYTHONPATH": module_path()}
 
 
 def exit_with_parent() -> None:
@@ -171,7 +172,7 @@ class _Child:
         identity = {"UNISONO_SERVER": str(self.server), "UNISONO_EPOCH": str(self._restart_count)}
         passed = {"UNISONO_LISTEN_FD": str(listener), "UNISONO_SECRET_FD": str(secret), _WORD: str(word)}
         process = subprocess.Popen(
-            [sys.executable, "-m", _MODULE],
+            module_command(_MODULE),
             env=child_environ() | identity | passed | dict(self._environ),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

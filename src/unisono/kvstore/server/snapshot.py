@@ -28,6 +28,7 @@ from unisono.errors import CommError
 from unisono.storage.directory import (
     QUARANTINE,
     commit_directory,
+    make_folder,
     numbered_directories,
     numbered_name,
     quarantine_directory,
@@ -57,7 +58,7 @@ def write_snapshot(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str,
     ``after``: the newest snapshot that this server knows, 0 for none. Raises CommError where there is a newer one:
     another server has taken this one's place, and this one's state is out of date. OSError where the disk fails.
     """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder(folder, mode=0o700)
     if (newer := latest_snapshot_number(folder)) > after:
         raise newer_snapshot_error(folder, newer, after)
     for entry in folder.iterdir():

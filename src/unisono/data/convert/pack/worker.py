@@ -25,6 +25,7 @@ from unisono.data.convert.pack.pack_job import RecordAnswer
 from unisono.data.convert.pack.record_schema import RecordSchema, rows_of
 from unisono.data.loading.subprocess_map import serve_requests, subprocess_map
 from unisono.data.loading.worker_pool import allowed_cores
+from unisono.dist.interpreter import module_command
 from unisono.errors import DataError, UnisonoError
 
 _MIN_INPUTS_PER_WORKER = 64  # fewer are not worth the start of another process
@@ -46,7 +47,7 @@ def make_records(
         for source, request in requests:
             yield source, RecordAnswer() if request is None else make(request)
         return
-    command = [sys.executable, "-m", "unisono.data.convert.pack.worker", *arguments]
+    command = module_command("unisono.data.convert.pack.worker", *arguments)
     for source, answer in subprocess_map(requests, command, workers=workers, ahead=4, ended=_ended):
         yield source, msgspec.msgpack.decode(answer, type=RecordAnswer) if answer else RecordAnswer()
 
@@ -98,10 +99,13 @@ def _function_maker(name: str, schema: RecordSchema) -> RecordMaker:
 
 
 def find_function(name: str) -> Callable[..., Any]:
-    """Import ``module:function``, also from the working folder. Raises DataError if there is none."""
+    """Import ``module:function``, also from the working folder. Raises DataError if there is none.
+
+    The working folder comes last in the module path, so that its files take the place of no installed module.
+    """
     module, _, attribute = name.partition(":")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+        sys.path.append(str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module), attribute) if module and attribute else None
     except (ImportError, AttributeError) as error:
@@ -119,7 +123,7 @@ def given_parts(error: DataError) -> str:
 def _no_function(given: str) -> DataError:
     return DataError(
         given=given,
-        rule="it is module:function, the module found by Python or in the working folder",
+        rule="it is module:function; Python looks for the module in its own path first, then in the working folder",
         consequence="nothing was packed",
         nearest="python -c 'from MODULE import FUNCTION' says whether it can be found",
     )

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.observe.sanitize import REDACTED, is_secret, printable, redact, redact_text
+from unisono.errors import DataError
+from unisono.sanitize import REDACTED, is_secret, printable, redact, redact_text, without_credentials
 
 CANARY = "hunter2canary"
 
@@ -109,10 +110,66 @@ def test_redact_walks_mappings_and_argument_lists() -> None:
     assert cleaned["nested"][1] == [1, 2]
 
 
-def test_printable_removes_what_drives_a_terminal() -> None:
-    wild = "a\x1b[31mb\x1b]0;title\x07c\x1b(Bd\x00e\x9bf\u202eg\rh"
-    assert printable(wild) == "abcd\ufffde\ufffdf\ufffdg\ufffdh"
+def test_printable_shows_what_would_drive_a_terminal() -> None:
+    wild = "a\x1b[31mb\x1b]0;title\x07c\x00d\x9be\u202ef\rg\x7f\u2066\u061c"
+    assert printable(wild) == r"a\x1b[31mb\x1b]0;title\x07c\x00d\x9be\u202ef\x0dg\x7f\u2066\u061c"
     assert printable("a\tb\nc") == "a b c"
-    assert printable("a\tb\nc", newlines=True) == "a   b\nc"
+    assert printable("a\tb\nc", newlines=True) == "a\tb\nc"
     assert printable("grüße 漢字 ▁█") == "grüße 漢字 ▁█"
-    assert printable("\ud800").isprintable()
+    assert printable("\ud800\udcff") == r"\ud800\udcff"  # of a file name that is not UTF-8
+    assert printable("\u0645\u06cc\u200c\u062e 👩\u200d💻") == "\u0645\u06cc\u200c\u062e 👩\u200d💻"
+
+
+@pytest.mark.parametrize("code", [*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)])
+def test_no_control_character_passes(code: int) -> None:
+    kept = {0x0A, 0x09}
+    assert (chr(code) in printable(f"a{chr(code)}b", newlines=True)) == (code in kept)
+    assert chr(code) not in printable(f"a{chr(code)}b")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"ftp://user:{CANARY}@host:21/a/b?c#d",
+        f"ftp://{CANARY}@host/a",
+        f"ftp://user:pass/{CANARY}@host/a",
+        f"ftp://user:pass#{CANARY}?x@host/a",
+        f"ftp://user:pass@{CANARY}@host/a",
+        f"simplecache::zip://a.rec::ftp://user:{CANARY}@host/a.zip",
+        f"https://host/a?sv=1&sig={CANARY}&x=1",
+        f"https://host/a?X-Amz-Signature={CANARY}",
+        f"https://host/a?X-Amz-Credential={CANARY}&X-Amz-Security-Token={CANARY}",
+        f"https://host/a?access_token={CANARY}",
+        f'["ftp://user:{CANARY}@host/a", "ftp://user:{CANARY}@host/b"]',
+    ],
+)
+def test_addresses_without_credentials(url: str) -> None:
+    cleaned = without_credentials(f"given {url!r}: not found")
+    assert CANARY not in cleaned
+    assert "host" in cleaned
+    assert without_credentials(cleaned) == cleaned
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://localhost:6006/a@b",
+        "http://[::1]:8080/a@b",
+        "s3://bucket/a:b@c",
+        "file:///home/me@work/a",
+        "('http://host:80', 'a@b')",
+        "zip://*.csv::/data/a@b.zip",
+        "https://host/a?page=1&seed=2",
+        "user@host: no address",
+    ],
+)
+def test_addresses_that_have_none_stay(text: str) -> None:
+    assert without_credentials(text) == text
+
+
+def test_a_problem_quotes_neither_credentials_nor_terminal_sequences() -> None:
+    part = f"ftp://user:{CANARY}@host/\x1b[2J\u202e\n\tline"
+    error = DataError(given=part, rule=part, consequence=part, nearest=part)
+    assert str(error).count(r"ftp://[redacted]@host/\x1b[2J\u202e") == 4
+    assert CANARY not in repr(error) + "".join(error._render_traceback_())
+    assert error.problems[0].given == "ftp://[redacted]@host/\\x1b[2J\\u202e\n\tline"

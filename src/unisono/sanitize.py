@@ -1,8 +1,8 @@
-"""Cleaning of text before it is stored or shown: redacts secrets, removes control characters.
+"""Cleaning of text before it is stored or shown: redacts secrets, shows control characters as text.
 
-Redaction works on names (``hf_token``, ``AWS_SECRET_ACCESS_KEY``), on ``user:password@`` in URLs, and on
+Redaction works on names (``hf_token``, ``AWS_SECRET_ACCESS_KEY``), on ``user:password@`` and signatures in URLs, and on
 ``name=value``, ``--name value`` and ``"name": "value"`` inside any text. A secret under an innocent name is not
-recognised. Standard library only.
+recognised. Standard library only; imports nothing else of unisono.
 """
 
 from __future__ import annotations
@@ -11,22 +11,32 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
+from urllib.parse import unquote
 
 REDACTED = "[redacted]"
+_LEAST_SECRET = 4  # characters: "me" stands in many words
 
 _SECRET_WORD = re.compile(r"secrets?|passw(?:or)?d|passphrase|credentials?|apikey|authorization|cookie|bearer")
 _KEY_OWNER = re.compile(r"api|access|private|secret|auth|encryption|signing|ssh|hmac")
 _VOCABULARY = re.compile(r"eos|bos|pad|unk|sep|cls|mask|start|end|special")
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_URL_USERINFO = re.compile(r"(?<=://)[^/\s?#]*@")
-_NAME_BEFORE_VALUE = re.compile(r"(--?)?\b([A-Za-z][\w.-]*)(=|[\"']\s*:\s*|\s+)(?=\S)")
+# The second alternative is a password with one of / ? # in it, which a URL must not have but people type. What follows the
+# colon of HOST:PORT is a number alone. Bounded repeats: the text may be hostile, and long.
+_URL_USERINFO = re.compile(
+    r"(?<=://)(?:[^/\s?#]{0,1024}@|[^/\s?#:@\[]{0,256}:(?!:|\d{0,5}(?:[/?#\s'\",)\]}>]|$))[^\s'\"]{0,1024}@)"
+)
+_URL_PARAMETER = re.compile(r"([?&]([\w.-]{1,128})=)[^&#\s'\"]+")
+_SIGNATURE = re.compile(r"sig|(?:[\w.-]*-)?signature", flags=re.IGNORECASE)  # of addresses that are signed for a time
+_NAME_BEFORE_VALUE = re.compile(r"(--?)?\b([A-Za-z][\w.-]{0,127})(=|[\"']\s*:\s*|\s+)(?=\S)")
 _VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s,;&)}\]]+")
 _BEARER = re.compile(r"(?i)\b(bearer\s+|authorization:\s*\w+\s+)[\w.~+/=-]{16,}")
 
-_ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
-# C0 and C1 controls, and the marks that reorder or hide text (Trojan Source, CVE-2021-42574)
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+# C0 and C1 controls, and the marks that reorder or hide text (Trojan Source, CVE-2021-42574). The joiners U+200C and U+200D do
+# neither: Persian and emoji need them.
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+)
 
 
 @lru_cache(maxsize=4096)
@@ -47,10 +57,36 @@ def is_secret(name: str) -> bool:
     return any(_SECRET_WORD.fullmatch(word) for word in words)
 
 
+def without_credentials(text: str) -> str:
+    """Replace ``user:password@`` and the values of signatures and secret-like parameters in the URLs of ``text``."""
+    if "://" not in text:
+        return text
+    text = _URL_USERINFO.sub(f"{REDACTED}@", text)
+    return _URL_PARAMETER.sub(_clean_parameter, text) if "=" in text else text
+
+
+def without_credentials_of(address: str, text: str) -> str:
+    """``text`` without the credentials of its own URLs and of ``address``, which it may quote in pieces.
+
+    Libraries report a user, a password or both apart from the address that had them.
+    """
+    for match in _URL_USERINFO.finditer(address):
+        login = match[0].removesuffix("@")
+        password = login.partition(":")[2] or login
+        for secret in (login, password, unquote(password)):
+            if len(secret) >= _LEAST_SECRET:
+                text = text.replace(secret, REDACTED)
+    return without_credentials(text)
+
+
+def _clean_parameter(match: re.Match[str]) -> str:
+    is_credential = is_secret(match[2]) or _SIGNATURE.fullmatch(match[2]) is not None
+    return match[1] + REDACTED if is_credential else match[0]
+
+
 def redact_text(text: str) -> str:
-    """Replace URL user information, bearer credentials and the values of secret-like assignments in ``text``."""
-    if "://" in text:
-        text = _URL_USERINFO.sub(f"{REDACTED}@", text)
+    """Replace credentials of URLs, bearer credentials and the values of secret-like assignments in ``text``."""
+    text = without_credentials(text)
     if len(text) >= 24:  # shorter than any bearer credential; the usual strings skip the search
         text = _BEARER.sub(rf"\1{REDACTED}", text)
     if "=" in text or ":" in text or "--" in text:
@@ -97,6 +133,16 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def printable(text: str, *, newlines: bool = False) -> str:
-    """Remove escape sequences and control characters; newlines and tabs become spaces unless ``newlines``."""
-    text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", _ESCAPE_SEQUENCE.sub("", text))
-    return text.expandtabs(4) if newlines else text.replace("\n", " ").replace("\t", " ")
+    """Show control characters and marks that reorder text as ``\\x1b`` or ``\\u202e``, so that none reaches a terminal.
+
+    Newlines and tabs become spaces, or stay with ``newlines``.
+    """
+    if text.isprintable():
+        return text
+    text = _CONTROL.sub(_escape, text)
+    return text if newlines else text.replace("\n", " ").replace("\t", " ")
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

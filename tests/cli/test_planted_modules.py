@@ -1,0 +1,212 @@
+"""A working folder full of modules with the names of others': no command and no process that one starts imports them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import Desk
+from PIL import Image
+
+MAIN = [
+    "-P",
+    "-m",
+    "unisono",
+]  # as the console script: the working folder is not importable in the command's own process
+SMALL = ["--set=run.dir=run", "--set=train.steps=2", "--set=checkpoint.asynchronous=false"]
+
+
+class Hostile:
+    """A folder with a module for each top-level name of Python and of the installed packages."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.ran = folder, folder.parent / "ran"
+        folder.mkdir()
+        names = {name for name in sys.stdlib_module_names if not name.startswith("_")}
+        names |= {name for name in metadata.packages_distributions() if name.isidentifier()} | {"unisono"}
+        assert {"json", "torch", "msgspec", "numpy", "unisono", "xxhash"} <= names
+        code = f"open({str(self.ran)!r}, 'a').write(__name__ + ' ' + __import__('sys').argv[0] + chr(10))\n"
+        for name in names:
+            (folder / f"{name}.py").write_text(code)
+
+    def run(self, desk: Desk, command: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
+        """Run Python in the folder, and assert that nothing planted was imported."""
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=self.folder,
+            env=self.environ(desk) | environ,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+        assert not self.ran.exists(), f"{command}: {self.ran.read_text()}\n{done.stderr}"
+        return done
+
+    def environ(self, desk: Desk) -> dict[str, str]:
+        path = [entry for entry in sys.path if entry and Path(entry).is_absolute()]
+        return os.environ | desk.environ | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Hostile:
+    return Hostile(tmp_path / "hostile")
+
+
+def test_what_is_planted_runs_where_the_working_folder_is_importable(hostile: Hostile, desk: Desk) -> None:
+    environ = hostile.environ(desk)
+    subprocess.run([sys.executable, "-c", "import colorsys"], cwd=hostile.folder, env=environ, check=True)
+    assert hostile.ran.read_text().split()[0] == "colorsys"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["config", "show"], ["config", "schema"], ["completion", "bash"], ["init", "new.toml"]],
+    ids=" ".join,
+)
+def test_commands_without_children(hostile: Hostile, desk: Desk, arguments: list[str]) -> None:
+    assert hostile.run(desk, [*MAIN, *arguments]).returncode == 0
+
+
+def test_packing_images_in_processes(hostile: Hostile, desk: Desk, tmp_path: Path) -> None:
+    for number in range(4):
+        folder = tmp_path / "album" / f"class{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8, 3), number, np.uint8)).save(folder / f"{number}.png")
+    command = ["data", "pack", str(tmp_path / "album"), str(tmp_path / "a.rec"), "--workers", "2"]
+    done = hostile.run(desk, [*MAIN, *command])
+    assert done.returncode == 0, done.stderr
+    inspected = hostile.run(desk, [*MAIN, "data", "inspect", str(tmp_path / "a.rec")])
+    assert "4 records" in inspected.stdout, inspected.stderr
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_function_of_the_working_folder_and_its_neighbour_are_found(
+    hostile: Hostile, desk: Desk, tmp_path: Path, workers: str
+) -> None:
+    (hostile.folder / "my_rows.py").write_text("import my_neighbour, colorsys\nrow = my_neighbour.row\n")
+    (hostile.folder / "my_neighbour.py").write_text("def row(item): return {'x': int(item)}\n")
+    (tmp_path / "items.txt").write_text("1\n2\n3\n")
+    command = ["data", "pack", str(tmp_path / "items.txt"), str(tmp_path / "a.jsonl"), "--function", "my_rows:row"]
+    done = hostile.run(desk, [*MAIN, *command, "--schema", "x=int64", "--workers", workers])
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a.jsonl").read_text().splitlines() == ['{"x": 1}', '{"x": 2}', '{"x": 3}']
+
+
+def test_processes_of_a_tokenizer(hostile: Hostile, desk: Desk) -> None:
+    program = """
+    from unisono.data.tokens.encoding import encode_documents
+    from unisono.data.tokens.tokenizer import load_tokenizer
+    documents = [("train", "text")] * 3
+    print([each.ids.size for _, each in encode_documents(documents, load_tokenizer("bytes"), workers=2)])
+    """
+    assert hostile.run(desk, ["-P", "-c", textwrap.dedent(program)]).stdout == "[4, 4, 4]\n"
+
+
+def test_data_workers_of_a_script_import_its_neighbours_and_nothing_of_the_working_folder(
+    hostile: Hostile, desk: Desk, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/my_data.py").write_text(
+        textwrap.dedent("""
+        import numpy as np
+        class Squares:
+            def __len__(self): return 8
+            def __getitem__(self, number): return {"x": np.array([number**2])}
+        """)
+    )
+    script = tmp_path / "mine/script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import my_data
+        from unisono.data import Loader, LoaderOptions, as_dataset
+        options = LoaderOptions(num_workers=2, worker_kind="process")
+        with Loader(as_dataset(my_data.Squares()), seed=0, global_batch=4, options=options, shuffle=False) as loader:
+            steps = loader.iterate(0, 2)
+            print([int(x) for step in steps for batch in step.micro_batches for x in batch["x"].flatten()])
+        """)
+    )
+    done = hostile.run(desk, [str(script)])
+    assert done.stdout == "[0, 1, 4, 9, 16, 25, 36, 49]\n", done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sync", ["dist_sync", "dist_async"])
+def test_ranks_and_servers_of_a_run(hostile: Hostile, desk: Desk, sync: str) -> None:
+    settings = [*desk.settings, *SMALL, f"--set=plan.sync={sync}", "--set=launch.num_processes=2"]
+    settings += ["--set=loader.num_workers=1", "--set=loader.worker_kind=process"]
+    if sync == "dist_async":
+        settings += ["--set=launch.num_servers=1"]
+    done = hostile.run(desk, [*MAIN, "train", *settings])
+    assert done.returncode == 0, done.stderr
+    assert list((hostile.folder / "run/checkpoints").glob("step-*")), done.stderr
+
+
+@pytest.mark.full
+def test_a_launch_of_this_host_with_servers_and_of_a_script(hostile: Hostile, desk: Desk, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/neighbour.py").write_text("WORD = 'imported'\n")
+    script = tmp_path / "mine/script.py"
+    script.write_text("import neighbour, os\nprint('neighbour', neighbour.WORD, os.environ['UNISONO_RANK'])\n")
+    launch = [
+        "launch",
+        "-n",
+        "2",
+        "--servers",
+        "1",
+        "--dir",
+        str(tmp_path / "launch"),
+        "--",
+        sys.executable,
+        str(script),
+    ]
+    done = hostile.run(desk, [*MAIN, *launch])
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.partition("neighbour")[2] for line in done.stdout.splitlines()) == [" imported 0", " imported 1"]
+
+
+@pytest.mark.full
+def test_a_python_configuration_and_its_neighbours(hostile: Hostile, desk: Desk, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/neighbour.py").write_text("STEPS = 2\n")
+    config = tmp_path / "mine/run.py"
+    config.write_text(
+        textwrap.dedent("""
+        import neighbour
+        from unisono.train import RunConfig, TrainOptions
+        def config():
+            return RunConfig(train=TrainOptions(steps=neighbour.STEPS))
+        """)
+    )
+    settings = [text for text in [*desk.settings, *SMALL] if "train.steps" not in text]
+    done = hostile.run(desk, [*MAIN, "train", str(config), *settings, "--set=launch.num_processes=2"])
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (hostile.folder / "run/checkpoints").glob("step-*")] == ["step-00000002"]
+
+
+@pytest.mark.full
+def test_the_benchmark_of_stores(hostile: Hostile, desk: Desk) -> None:
+    sizes = ["--size", "1KB", "--rounds", "1"]
+    done = hostile.run(desk, [*MAIN, "kvstore", "bench", "--kind", "dist_async", *sizes])
+    assert done.returncode == 0, done.stderr
+
+
+def interpreter_lines() -> Iterator[tuple[str, str]]:
+    root = Path(__file__).parents[2] / "src" / "unisono"
+    for path in sorted(root.rglob("*.py")):
+        for line in path.read_text().splitlines():
+            if "sys.executable" in line:
+                yield path.relative_to(root).as_posix(), line.strip()
+
+
+def test_one_function_makes_the_command_lines_of_our_own_processes() -> None:
+    """The others are a comparison, a text for people, and the reaper of a launch, which has ``-I -S``."""
+    others = {file for file, line in interpreter_lines() if '[sys.executable, "-I", "-S", ' not in line}
+    assert others == {"dist/interpreter.py", "launch/script_hook/sitecustomize.py", "launch/workers.py"}
