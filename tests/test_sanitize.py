@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 
 from unisono.errors import DataError
-from unisono.sanitize import REDACTED, is_secret, printable, redact, redact_text, without_credentials
+from unisono.sanitize import (
+    REDACTED,
+    is_secret,
+    printable,
+    redact,
+    redact_text,
+    without_credentials,
+    without_credentials_of,
+)
 
 CANARY = "hunter2canary"
 
@@ -173,3 +181,12 @@ def test_a_problem_quotes_neither_credentials_nor_terminal_sequences() -> None:
     assert str(error).count(r"ftp://[redacted]@host/\x1b[2J\u202e") == 4
     assert CANARY not in repr(error) + "".join(error._render_traceback_())
     assert error.problems[0].given == "ftp://[redacted]@host/\\x1b[2J\\u202e\n\tline"
+
+
+def test_what_a_library_says_of_an_address_in_pieces() -> None:
+    address = f"ftp://someone:{CANARY}%2F@host/a"
+    told = f"login someone:{CANARY}%2F failed: user 'me', password {CANARY}/ at {address}"
+    assert without_credentials_of(address, told) == (
+        "login [redacted] failed: user 'me', password [redacted] at ftp://[redacted]@host/a"
+    )
+    assert without_credentials_of("ftp://a:b@host", "a library and b") == "a library and b"

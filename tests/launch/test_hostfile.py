@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from unisono.errors import LaunchError
 from unisono.launch import LaunchOptions
 from unisono.launch.forwarded_env import forwarded, parse_settings
+from unisono.launch.host_agent_client import agent_script
 from unisono.launch.hostfile import Host, read_hostfile
+from unisono.launch.mpi_slurm import mpirun, srun
 from unisono.launch.network_interface import interface_by_name, interface_towards
 from unisono.launch.process_layout import JobLayout, ProcessSlot, assign_processes
 
@@ -188,3 +191,27 @@ def test_interfaces() -> None:
     assert "lo" in str(caught.value).rpartition("one of: ")[2].split(", ")
     with pytest.raises(LaunchError, match=r"does not reach 'no-such-host\.invalid'"):
         interface_towards("no-such-host.invalid")
+
+
+@pytest.mark.parametrize(
+    "name", ["NCCL_X;touch canary", "NCCL_X,PATH", "NCCL_X=1", "NCCL_$(id)", "NCCL_X\nid", "NCCL_É", ""]
+)
+def test_names_of_variables_that_mean_more_to_a_shell(name: str) -> None:
+    assert forwarded({name: "1", "NCCL_DEBUG": "INFO"}, {}) == {"NCCL_DEBUG": "INFO"}
+    with pytest.raises(LaunchError, match="a variable's name has letters, digits and _") as caught:
+        agent_script({name: "1"})
+    assert str(caught.value).startswith(f"environment variable {name!r}\n  rule:")
+    options = {"processes": 1, "interface": None, "forwarded": {name: "1"}}
+    with pytest.raises(LaunchError, match="environment variable"):
+        srun(["true"], **options)
+    with pytest.raises(LaunchError, match="environment variable"):
+        mpirun(["true"], hostfile=None, options=LaunchOptions(), **options)
+
+
+def test_a_remote_shell_runs_no_name_and_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    environ = forwarded({"NCCL_X;touch canary;": "1", "NCCL_DEBUG": "$(touch canary)'; touch canary; '"}, {})
+    script = agent_script(environ).replace("exec ", 'printf %s "$NCCL_DEBUG"; exit; ')
+    done = subprocess.run(["/bin/sh", "-s"], input=script, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "$(touch canary)'; touch canary; '"
+    assert list(tmp_path.iterdir()) == []

@@ -19,6 +19,7 @@ from unisono.kvstore.wire.frame import PEER_LIMITS
 from unisono.kvstore.wire.frame_server import Admission, FrameServer, listen
 from unisono.kvstore.wire.secret import read_secret
 from unisono.kvstore.wire.tls import TLSContexts, read_tls
+from unisono.sanitize import printable
 
 _OTHER_FILES = 64  # in addition to connections: snapshots, logs, libraries
 
@@ -118,7 +119,7 @@ def leave(reason: str) -> None:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text, newlines=True), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
