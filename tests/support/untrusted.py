@@ -201,11 +201,16 @@ def _events(path: Path) -> Iterable[Any]:
 def _strategy(path: Path) -> Iterable[Any]:
     from unisono.errors import PlanError
     from unisono.plan.plan import Plan, load_fields
+    from unisono.plan.rules import match_modules, module_patterns
 
     try:
-        return [Plan.load(path).to_json()]
+        plan = Plan.load(path)
     except PlanError:
         return [load_fields(path)]
+    names = [f"model.layers.{n}.attention.{part}" for n in range(20) for part in ("query", "key")]
+    patterns = [pattern for rule in plan.tensor_parallel.rules for pattern in module_patterns(rule)]
+    patterns += plan.fsdp.ignored_modules
+    return [plan.to_json(), plan.hash, plan.describe(), [match_modules(pattern, names) for pattern in patterns]]
 
 
 READERS: dict[str, Callable[..., Iterable[Any]]] = {
@@ -267,8 +272,11 @@ def _answer(kind: str, path: str, options: dict[str, Any]) -> dict[str, Any]:
             answer["bad"] = f"an error without four parts: {error}"
         elif len(str(error)) > 1 << 16:
             answer["bad"] = f"an error of {len(str(error)):,} characters: {str(error)[:200]}"
-    except BaseException:
-        answer["bad"] = traceback.format_exc(limit=-8)[-3000:]
+    except BaseException as error:
+        frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)[-6:]
+        traceback.clear_frames(error.__traceback__)  # what it was about to read may fill the memory
+        places = " ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
+        answer["bad"] = f"{type(error).__name__}: {str(error)[:500]} at {places}"
     return answer
 
 

@@ -27,7 +27,7 @@ MAX_FREE_BYTES: Final = 16 << 20
 MAX_ROWS_PER_BYTE: Final = 1_000
 MAX_FREE_ROWS: Final = 1 << 20
 MAX_PARQUET_EXPANSION: Final = 10_000
-MAX_FREE_PARQUET_BYTES: Final = 1 << 30
+MAX_FREE_PARQUET_BYTES: Final = 1 << 28
 # JSON: lists and objects inside each other, and in all; values in all; bytes of a file of metadata, and of a plan
 MAX_JSON_DEPTH: Final = 100
 MAX_JSON_LISTS: Final = 1 << 22

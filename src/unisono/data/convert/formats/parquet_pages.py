@@ -31,7 +31,7 @@ from unisono.storage.limits import (
 )
 
 BATCH_ROWS: Final = 256
-BATCH_BYTES: Final = 64 << 20  # of the values of a column that are decoded at once, where one row has less
+BATCH_BYTES: Final = 32 << 20  # of the values of a column that are decoded at once, where one row has less
 # schema elements: type, type_length, repetition, name, children; num_rows; row groups: columns, num_rows
 _COLUMN: Final[Wanted] = {3: {1: I32, 4: I32, 5: I64, 7: I64, 9: I64, 11: I64}}
 _FOOTER: Final[Wanted] = {2: [{1: I32, 2: I32, 3: I32, 4: BINARY, 5: I32}], 3: I64, 4: [{1: [_COLUMN], 3: I64}]}
