@@ -21,12 +21,11 @@ import xxhash
 from unisono.checkpoint.coverage_check import MOST_DIMS, first_coverage_error
 from unisono.checkpoint.safetensors_format import dtype_from_code
 from unisono.errors import CheckpointError
+from unisono.storage.limits import decode_json, num_elements
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
-# A larger metadata file is refused before it is read.
-MAX_JSON_BYTES = 256 * 2**20
 _NON_FINITE: Final = "float"
 
 _SHARD = re.compile(r"shard-(\d{5,})-of-(\d{5,})\.safetensors")
@@ -144,34 +143,39 @@ def encode_commit_marker(manifest: bytes, step: int) -> bytes:
 
 def decode(data: bytes) -> Manifest:
     """Decode and check a manifest. Raises ValueError if it is damaged, CheckpointError if a newer unisono wrote it."""
-    try:
-        schema = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("schema")
-        number = msgspec.json.decode(schema, type=int) if schema is not None else 0
-        if number > SCHEMA:
-            raise CheckpointError(
-                given=f"a checkpoint of schema {number}",
-                rule=f"this unisono reads schema {SCHEMA}",
-                consequence="it was not loaded, and left as it is",
-                nearest="install the unisono that wrote it, or a newer one",
-            )
-        manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.DecodeError as error:
-        raise ValueError(str(error)) from error
+    manifest: Manifest = decode_json(data, _decode_known_schema)
     for name in manifest.files:
         if not _SHARD.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a shard file")
+    files_bytes = manifest.bytes
     for name, tensor in manifest.tensors.items():
-        fault = _fault(tensor, manifest)
+        fault = _fault(tensor, manifest, files_bytes)
         if fault:
             raise ValueError(f"tensor {name!r}: {fault}")
     return manifest
 
 
-def _fault(tensor: TensorEntry, manifest: Manifest) -> str:
+def _decode_known_schema(data: bytes) -> Manifest:
+    schema = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("schema")
+    number = msgspec.json.decode(schema, type=int) if schema is not None else 0
+    if number > SCHEMA:
+        raise CheckpointError(
+            given=f"a checkpoint of schema {number}",
+            rule=f"this unisono reads schema {SCHEMA}",
+            consequence="it was not loaded, and left as it is",
+            nearest="install the unisono that wrote it, or a newer one",
+        )
+    return msgspec.json.decode(data, type=Manifest)
+
+
+def _fault(tensor: TensorEntry, manifest: Manifest, files_bytes: int) -> str:
     try:
-        dtype_from_code(tensor.dtype)
+        item_bytes = dtype_from_code(tensor.dtype).itemsize
+        size = num_elements(tensor.shape, item_bytes) * item_bytes
     except ValueError as error:
         return str(error)
+    if size > files_bytes:  # before memory is allocated for it
+        return f"its {size:,} bytes are more than the {files_bytes:,} of all files"
     for piece in tensor.pieces:
         if piece.file not in manifest.files:
             return f"its file {piece.file!r} is not listed"

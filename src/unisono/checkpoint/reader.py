@@ -22,7 +22,6 @@ from unisono.checkpoint.host_snapshot import BLOCK_BYTES, Bytes
 from unisono.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
-    MAX_JSON_BYTES,
     FileEntry,
     Manifest,
     PieceEntry,
@@ -34,6 +33,7 @@ from unisono.checkpoint.manifest import (
 from unisono.checkpoint.safetensors_format import TensorExtent, dtype_from_code, header_length, num_bytes, parse_header
 from unisono.errors import CheckpointError, nearest_name
 from unisono.storage.files import os_reason
+from unisono.storage.limits import MAX_JSON_BYTES
 
 
 class CheckpointDamage(ValueError):

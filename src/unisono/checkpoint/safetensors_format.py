@@ -16,6 +16,8 @@ from typing import Any, cast
 
 import torch
 
+from unisono.storage.limits import decode_json, num_elements
+
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -102,7 +104,7 @@ def parse_header(text: bytes, file_bytes: int) -> dict[str, TensorExtent]:
 
     Raises ValueError unless they fill the file exactly, without gap or overlap, and each has the size of its shape.
     """
-    header: Any = json.loads(text)
+    header = decode_json(text, max_bytes=_MAX_HEADER_BYTES)
     if not isinstance(header, dict):
         raise ValueError("the header is no JSON object")
     start = 8 + len(text)
@@ -128,6 +130,7 @@ def _extent(key: str, value: Any, start: int) -> TensorExtent:
         numbers = (*shape, begin, end)
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError("sizes are whole numbers from 0")
+        num_elements(shape, dtype.itemsize)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"entry {key!r} is malformed: {error}") from error
     if end - begin != num_bytes(dtype, shape):

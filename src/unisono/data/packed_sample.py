@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any, Final
 
 import numpy as np
 
 from unisono.data.dataset import Batch
+from unisono.storage.limits import decode_json, num_elements
 
 _ALIGN: Final = 64
 
@@ -28,9 +28,9 @@ def unpack_sample(raw: memoryview) -> dict[str, Any]:
     """The sample that ``pack_sample`` wrote; its arrays are views of ``raw``."""
     end = 8 + int.from_bytes(raw[:8], "little")
     sample: Batch = {}
-    for name, dtype, shape in json.loads(bytes(raw[8:end])):
+    for name, dtype, shape in decode_json(raw[8:end]):
         end += -end % _ALIGN
-        count = math.prod(shape)
+        count = num_elements(shape)
         sample[name] = np.frombuffer(raw, dtype, count, end).reshape(shape)
         end += sample[name].nbytes
     return sample

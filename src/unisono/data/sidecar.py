@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from unisono.errors import DataError, Problem
 from unisono.storage.files import write_atomically
+from unisono.storage.limits import check_columns_number, decode_json
 
 MAGIC: Final = b"unisidx\n"
 VERSION: Final = 1
@@ -70,6 +71,9 @@ class SidecarHeader:
     payload: PayloadInfo
     columns: dict[str, ColumnInfo]
     facts: dict[str, str | int]
+
+
+_HEADER: Final = msgspec.json.Decoder(SidecarHeader)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,20 +141,28 @@ def open_sidecar(path: Path, *, kind: str) -> Sidecar:
     if xxhash.xxh3_128(fixed[:24] + raw).digest() != digest:
         raise damaged_sidecar_error(path, "its head does not match the head's digest")
     try:
-        head = msgspec.json.decode(raw, type=SidecarHeader)
-    except msgspec.DecodeError as error:
+        head: SidecarHeader = decode_json(raw, _HEADER.decode, max_bytes=_MAX_HEAD_BYTES)
+        check_columns_number(len(head.columns))
+    except ValueError as error:
         raise damaged_sidecar_error(path, f"its head is not understood: {error}") from error
     if head.kind != kind:
         raise damaged_sidecar_error(path, f"it describes {head.kind!r}, not {kind!r}")
     for name, column in head.columns.items():
         if not _fits(column, size):
             raise damaged_sidecar_error(path, f"column {name!r} lies outside the file or has an unknown dtype")
-    if head.payload.dtype not in COLUMN_DTYPES or head.payload.bytes % np.dtype(head.payload.dtype).itemsize:
+    if (
+        head.payload.dtype not in COLUMN_DTYPES
+        or head.payload.bytes < 0
+        or head.payload.bytes % np.dtype(head.payload.dtype).itemsize
+    ):
         raise damaged_sidecar_error(
             path, f"payload dtype {head.payload.dtype!r} does not fit {head.payload.bytes} bytes"
         )
-    columns = {
-        name: map_array(path, column.dtype, count=column.count, offset=column.offset)
+    content = map_array(path, "|u1", count=size)  # mapped once: a process has few thousand mappings
+    columns: dict[str, NDArray[Any]] = {
+        name: np.frombuffer(content, column.dtype, count=column.count, offset=column.offset)
+        if column.count
+        else np.empty(0, column.dtype)
         for name, column in head.columns.items()
     }
     return Sidecar(path=path, head=head, digest=digest.hex(), columns=columns)

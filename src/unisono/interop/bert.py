@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from unisono.errors import CheckpointError
 from unisono.interop.exported_tensor import ExportedTensor
 from unisono.models.bert import BERT, BertOptions, ClassHead, TokenClassHead
+from unisono.storage.limits import read_json
 
 _NAMES = {
     "embedding": "bert.embeddings.word_embeddings",
@@ -102,7 +102,7 @@ def load_bert(folder: Path | str) -> BERT:
     folder = Path(folder)
     library: Any = safetensors.torch  # partly typed
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+        config: dict[str, Any] = read_json(folder / "config.json")
         stored: Mapping[str, Tensor] = library.load_file(folder / "model.safetensors")
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise _mismatch(folder, f"{type(error).__name__}: {error}") from error

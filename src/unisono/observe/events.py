@@ -17,15 +17,16 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, BinaryIO, Final, cast
 
 from unisono.errors import ConfigError
 from unisono.sanitize import is_secret, redact
 from unisono.storage.directory import make_folder
 from unisono.storage.folder_lock import FolderLock
+from unisono.storage.limits import MAX_EVENT_BYTES, decode_json
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -310,7 +311,7 @@ def read_events(path: Path) -> EventHistory:
     damaged: list[int] = []
     last_line, complete = 0, True
     with open(path, "rb") as file:
-        for last_line, line in enumerate(file, start=1):
+        for last_line, line in enumerate(_lines(file), start=1):
             complete = line.endswith(b"\n")
             event = _decode(line)
             if event is None:
@@ -321,9 +322,17 @@ def read_events(path: Path) -> EventHistory:
     return EventHistory(path=path, events=tuple(events), damaged_lines=tuple(damaged), torn_tail=torn_tail)
 
 
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; of one that no event has, the first bytes."""
+    while line := file.readline(MAX_EVENT_BYTES + 1):
+        yield line
+        while len(line) > MAX_EVENT_BYTES and not line.endswith(b"\n"):
+            line = file.readline(MAX_EVENT_BYTES + 1)
+
+
 def _decode(line: bytes) -> Event | None:
     try:
-        event = json.loads(line)
+        event = decode_json(line, max_bytes=MAX_EVENT_BYTES)
     except ValueError:
         return None
     return cast(Event, event) if isinstance(event, dict) and "kind" in event else None

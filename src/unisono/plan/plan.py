@@ -23,8 +23,8 @@ from unisono.errors import PlanError, Problem, nearest_name
 from unisono.plan.options import Compile, PlanOptions, Recompute, Schedule, Sync, Zero
 from unisono.plan.rules import DtypeRule, ParameterPlacement, Rule, match_modules
 from unisono.storage.files import write_atomically
+from unisono.storage.limits import MAX_PLAN_BYTES, decode_json
 
-_MAX_FILE_BYTES = 1 << 20
 VERSION = 3
 # default size of the gradients summed by one all-reduce
 BUCKET_BYTES = 4 * 2**20
@@ -305,13 +305,13 @@ def read_strategy_file(path: Path) -> dict[str, Any]:
     """The JSON object of a strategy file, not checked further. Raises PlanError."""
     try:
         with path.open("rb") as file:
-            data: Any = json.loads(file.read(_MAX_FILE_BYTES))
+            data: Any = decode_json(file.read(MAX_PLAN_BYTES + 1), max_bytes=MAX_PLAN_BYTES)
         if not isinstance(data, dict):
             raise ValueError("it holds no object")
     except (OSError, ValueError) as error:
         raise PlanError(
             given=f"strategy file {path}: {error.strerror if isinstance(error, OSError) else error}",
-            rule=f"a strategy file is a JSON object of at most {_MAX_FILE_BYTES >> 20} MiB",
+            rule=f"a strategy file is a JSON object of at most {MAX_PLAN_BYTES >> 20} MiB",
             consequence="there is no plan",
             nearest="the plan.json that a run keeps in its folder",
         ) from error

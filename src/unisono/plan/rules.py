@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from operator import attrgetter
 from typing import Literal
 
 from msgspec import Struct
+
+from unisono.errors import PlanError
+from unisono.storage.limits import MAX_PATTERN
 
 
 class ColwiseRowwise(
@@ -215,12 +219,39 @@ BUILT_IN_RULES: Mapping[str, tuple[Rule, ...]] = {
 
 
 def match_modules(pattern: str, names: Collection[str]) -> list[str]:
-    """The names that match ``pattern``, in order."""
-    regular = "".join(_WILDCARDS.get(token, re.escape(token)) for token in re.split(r"(\*\*\.|\*)", pattern))
-    return [name for name in names if re.fullmatch(regular, name)]
+    """The names that match ``pattern``, in order. Raises PlanError for a pattern of more than ``MAX_PATTERN`` characters."""
+    regular = _regular_expression(pattern)
+    return [name for name in names if regular.fullmatch(name)]
 
 
-_WILDCARDS = {"**.": r"(?:[^.]+\.)*", "*": r"[^.]+"}
+@lru_cache
+def _regular_expression(pattern: str) -> re.Pattern[str]:
+    """The pattern as a regular expression that never tries the same characters in more than two ways.
+
+    Between two ``**`` the first match is as good as any, and likewise between two ``*`` of a component: what it matched is
+    not given up again (``(?>…)``). Only the last ``**`` of the pattern and the last ``*`` of each component go back.
+    """
+    if len(pattern) > MAX_PATTERN:
+        raise PlanError(
+            given=f"a pattern of {len(pattern):,} characters, {pattern[:40]}…",
+            rule=f"a pattern of module names has at most {MAX_PATTERN:,}",
+            consequence="it was not compared with the model",
+            nearest="several patterns, or ** in place of components",
+        )
+    first, *others = [_components(part) for part in re.split(r"(?:\*\*\.)+", pattern)]
+    inner = "".join(rf"(?>(?:[^.]+\.)*?{part})" for part in others[:-1])
+    return re.compile(first + inner + "".join(rf"(?:[^.]+\.)*{part}" for part in others[-1:]))
+
+
+def _components(pattern: str) -> str:
+    """Components of a name; in each, ``*`` is one or more characters."""
+    return r"\.".join(map(_component, pattern.split(".")))
+
+
+def _component(pattern: str) -> str:
+    first, *others = map(re.escape, pattern.split("*"))
+    inner = "".join(f"(?>[^.]+?{part})" if part else "[^.]" for part in others[:-1])
+    return first + inner + "".join(f"[^.]+{part}" for part in others[-1:])
 
 
 def built_in_rules(names: Collection[str]) -> tuple[Rule, ...]:

@@ -8,12 +8,14 @@ import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
 from safetensors import SafetensorError, safe_open
 
 from unisono.errors import ConfigError
+from unisono.storage.limits import read_json
 
 _CONFIG, _GENERATION, _ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -144,8 +146,9 @@ def _read_json(path: Path, name: str, folder: str) -> dict[str, Any]:
                 raise ValueError(f"{name} has {size} bytes, at most {_MAX_JSON_BYTES} are read")
         elif file.exists():  # reading a pipe would wait
             raise OSError(f"{name} is not a file")
-        content: Any = json.loads(file.read_bytes(), parse_constant=lambda text: _constant(name, text))
-    except (OSError, ValueError, RecursionError) as error:
+        decode = partial(json.loads, parse_constant=lambda text: _constant(name, text))
+        content = read_json(file, decode, max_bytes=_MAX_JSON_BYTES)
+    except (OSError, ValueError) as error:
         raise unusable(f"{given}: {type(error).__name__}: {error}", FOLDER_RULE, SAVE) from error
     if not isinstance(content, dict):
         raise unusable(

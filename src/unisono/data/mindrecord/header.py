@@ -24,6 +24,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from unisono.errors import DataError
+from unisono.storage.limits import MAX_RECORD_BYTES, check_columns_number, decode_json, num_elements
 
 LENGTH: Final = struct.Struct("<Q")
 LENGTH_BYTES: Final = LENGTH.size
@@ -31,7 +32,7 @@ VERSION: Final = "3.0"
 VERSIONS: Final = ("2.0", VERSION)
 BLOB, RAW = "BLOB_DATA", "RAW_DATA"
 MAX_HEADER_BYTES: Final = 128 << 20
-MAX_PAGE_BYTES: Final = 256 << 20
+MAX_PAGE_BYTES: Final = MAX_RECORD_BYTES
 MAX_SHARDS: Final = 4096
 ARRAY_TYPES: Final = ("int32", "int64", "float32", "float64")
 SCALAR_TYPES: Final = (*ARRAY_TYPES, "string")
@@ -134,6 +135,9 @@ class MindRecordHeader(Struct, frozen=True):
         return [entry.index_field for entry in self.index_fields or ()]
 
 
+_HEADER: Final = msgspec.json.Decoder(MindRecordHeader)
+
+
 def has_packed_integers(fields: dict[str, FieldType]) -> bool:
     """Whether version 3.0 packs integers for these fields: if any is an integer array."""
     return any(field.shape is not None and field.type in _INTEGERS for field in fields.values())
@@ -176,8 +180,8 @@ def read_header(path: Path, data: memoryview) -> MindRecordHeader:
     if length > min(len(data), MAX_HEADER_BYTES) - LENGTH_BYTES:
         raise damaged_error(path, 0, f"the header says {length} bytes, and the file has {len(data)}")
     try:
-        head = msgspec.json.decode(data[LENGTH_BYTES : LENGTH_BYTES + length], type=MindRecordHeader)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        head: MindRecordHeader = decode_json(data[LENGTH_BYTES : LENGTH_BYTES + length], _HEADER.decode)
+    except ValueError as error:
         raise damaged_error(path, LENGTH_BYTES, f"the header is not understood: {error}") from error
     contradiction = _contradiction(head, length)
     if contradiction:
@@ -202,6 +206,12 @@ def _contradiction(head: MindRecordHeader, length: int) -> str:
         return "the header has no fields"
     if len(set(blobs)) != len(blobs) or not fields.keys() >= set(blobs):
         return f"the header has blob fields {blobs} of the fields {list(fields)}"
+    try:
+        check_columns_number(len(fields), "fields")
+        for field in fields.values():
+            num_elements([max(1, dim) for dim in field.shape or ()], 8)
+    except ValueError as error:
+        return f"the header has {error}"
     for name, field in fields.items():
         if field.shape is not None and (field.shape.count(-1) > 1 or any(dim < 1 and dim != -1 for dim in field.shape)):
             return f"field {name!r} has shape {list(field.shape)}"

@@ -28,6 +28,7 @@ from unisono.data.mindrecord.header import LENGTH, LENGTH_BYTES, MindRecordHeade
 from unisono.data.mindrecord.row_values import decode_scalars
 from unisono.data.sidecar import view_of
 from unisono.errors import DataError
+from unisono.storage.limits import MAX_COLUMNS, MAX_FREE_SQL_STEPS, MAX_SQL_BYTES, MAX_SQL_STEPS_PER_ROW
 
 _LOG: Final = logging.getLogger("unisono.data")
 _COLUMNS: Final = (
@@ -40,7 +41,9 @@ _COLUMNS: Final = (
     "PAGE_OFFSET_BLOB",
     "PAGE_OFFSET_BLOB_END",
 )
+_TABLES: Final = ("INDEXES", "SHARD_NAME")
 _STRETCH: Final = 1 << 16  # rows fetched at once
+_STEPS: Final = 1 << 16  # of SQLite's machine, between two looks at their limit
 _SQL_TYPES: Final = {"string": "TEXT", "int32": "INTEGER", "int64": "INTEGER"}
 
 
@@ -72,9 +75,7 @@ def locate_rows(
         return scan_rows(path, head, groups, data)
     try:
         with closing(_open(index_file, decrypted)) as index:
-            query = "SELECT name, type FROM sqlite_master WHERE name IN ('INDEXES', 'SHARD_NAME') LIMIT 3"
-            if sorted(index.execute(query)) != [("INDEXES", "table"), ("SHARD_NAME", "table")]:
-                raise ValueError("it has no tables INDEXES and SHARD_NAME")  # a view could compute forever
+            _confine(index, groups.total_rows)
             names = [row[0] for row in index.execute("SELECT NAME FROM SHARD_NAME LIMIT 2")]
             table = _table(index, groups.total_rows) if names == [path.name] else None
     except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
@@ -95,12 +96,49 @@ def _open(path: Path, decrypted: memoryview | None) -> sqlite3.Connection:
     return connection
 
 
+def _confine(index: sqlite3.Connection, rows: int) -> None:
+    """Let the index run no code of its own: refuse everything but plain tables, and limit steps and sizes.
+
+    Raises:
+        ValueError: It has a view, a trigger, a virtual table or a computed column, or lacks a table.
+        sqlite3.Error: It is damaged, or exceeds a limit.
+    """
+    index.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_SQL_BYTES)
+    index.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+    index.setlimit(sqlite3.SQLITE_LIMIT_EXPR_DEPTH, 100)
+    steps_left = [MAX_FREE_SQL_STEPS + MAX_SQL_STEPS_PER_ROW * rows]
+
+    def stop() -> bool:
+        steps_left[0] -= _STEPS
+        return steps_left[0] < 0
+
+    index.set_progress_handler(stop, _STEPS)
+    index.execute("PRAGMA trusted_schema = OFF")
+    index.execute("PRAGMA mmap_size = 0")
+    entries = index.execute("SELECT type, name, rootpage FROM sqlite_master LIMIT ?", (MAX_COLUMNS,)).fetchall()
+    for kind, name, page in entries:
+        # a view, a trigger or a virtual table has no page of its own
+        if kind not in ("table", "index") or not page:
+            raise ValueError(f"it has the {kind} {str(name)[:40]!r}, and an index has plain tables only")
+    if sorted(name for kind, name, _ in entries if kind == "table" and name in _TABLES) != list(_TABLES):
+        raise ValueError("it has no tables INDEXES and SHARD_NAME")
+    for table in _TABLES:
+        columns = index.execute(f"PRAGMA table_xinfo({table})").fetchall()
+        if computed := [column[1] for column in columns if column[6]]:
+            raise ValueError(f"table {table} has the column {computed[0][:40]!r}, which is computed, not stored")
+
+
 def _table(index: sqlite3.Connection, rows: int) -> NDArray[np.int64]:
     """The index as an array [rows, columns], sorted by row."""
-    cursor = index.execute(f"SELECT {', '.join(_COLUMNS)} FROM INDEXES NOT INDEXED LIMIT {rows + 1}")
+    # no text is fetched, however long it is
+    columns = ", ".join(f"iif(typeof({name}) = 'integer', {name}, NULL)" for name in _COLUMNS)
+    cursor = index.execute(f"SELECT {columns} FROM INDEXES NOT INDEXED LIMIT {rows + 1}")
     chunks = [np.empty((0, len(_COLUMNS)), np.int64)]
     while lines := cursor.fetchmany(_STRETCH):
-        chunks.append(np.array(lines, np.int64))
+        try:
+            chunks.append(np.array(lines, np.int64))
+        except TypeError:
+            raise ValueError("it has a location that is no integer") from None
     table = np.concatenate(chunks)
     if len(table) != rows:
         raise ValueError(f"it has {'more' if len(table) > rows else len(table)} rows where the data file has {rows}")

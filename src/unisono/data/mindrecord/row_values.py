@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.mindrecord.header import FieldType
+from unisono.storage.limits import check_columns_number
 
 Value = int | float | str | bytes | NDArray[Any]
 NO_BLOBS: Final = bytes(4)
@@ -30,6 +31,7 @@ _BIG_COUNT: Final = struct.Struct(">I")
 _DTYPES: Final = {"int32": "<i4", "int64": "<i8", "float32": "<f4", "float64": "<f8"}
 _SHIFTS: Final = np.array([6, 4, 2, 0], np.uint8)
 _MAPS: Final = msgspec.msgpack.Decoder(dict[str, int | float | str])
+_LARGE_BYTES: Final = 1 << 20
 _FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
 INT_LIMITS: Final = {"int32": 1 << 31, "int64": 1 << 63}
 
@@ -41,8 +43,10 @@ class FieldTypeError(ValueError):
 def decode_scalars(fields: Mapping[str, FieldType], data: memoryview, *, check: bool) -> dict[str, Any]:
     """Decode the scalars of a row. ``check``: accept only values of their field's type and range."""
     try:
+        if len(data) > _LARGE_BYTES and data[0] == 0xDF:  # a map whose number of entries has four bytes
+            check_columns_number(int.from_bytes(data[1:5]), "scalars")
         scalars = _MAPS.decode(data)
-    except msgspec.DecodeError as error:
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"its scalars are not understood: {error}") from error
     values: dict[str, Any] = {}
     for name, field in fields.items():
@@ -63,8 +67,13 @@ def _checked(name: str, kind: str, value: Any) -> Any:
     else:
         fits = not isinstance(value, str) and (kind == "float64" or fits_float32(value))
     if not fits:
-        raise FieldTypeError(f"field {name!r} has {value!r}, which is no {kind}")
+        raise FieldTypeError(f"field {name!r} has {_shown(value)}, which is no {kind}")
     return float(value) if kind.startswith("float") else value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value[:40] if isinstance(value, str) else value)
+    return text if len(text) <= 60 else text[:60] + "…"
 
 
 def fits_float32(value: float) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, cast
 
 from unisono.data.convert.formats.table import Row
 from unisono.errors import DataError, missing_extra
+from unisono.storage.limits import read_json
 
 STATE: Final = "state.json"
 _SPLITS: Final = "dataset_dict.json"
@@ -84,8 +84,8 @@ def _encoded(value: Any, file: Path) -> Any:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json(path)
+    except (OSError, ValueError) as error:
         raise _unreadable(
             f"{path}: {type(error).__name__}: {error}", "a whole file, as save_to_disk wrote it"
         ) from error

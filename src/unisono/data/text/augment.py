@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from unisono.data.dataset import Batch
 from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.errors import DataError, Problem
+from unisono.storage.limits import decode_json
 
 _WORD = re.compile(r"\w+(?:['’-]\w+)*")
 
@@ -171,7 +172,8 @@ def load_synonyms(path: Path | str) -> dict[str, list[str]]:
     try:
         raw = path.read_bytes()
         if path.suffix == ".json":
-            rows = list(msgspec.json.decode(raw, type=dict[str, list[str]]).items())
+            words: dict[str, list[str]] = decode_json(raw, msgspec.json.Decoder(dict[str, list[str]]).decode)
+            rows = list(words.items())
         elif path.suffix == ".tsv":
             rows = [
                 _row(path, number, line) for number, line in enumerate(raw.decode().splitlines(), 1) if line.strip()
@@ -180,7 +182,7 @@ def load_synonyms(path: Path | str) -> dict[str, list[str]]:
             raise _no_lexicon(f"{path}: a lexicon with the suffix {path.suffix!r}")
     except OSError as error:
         raise _no_lexicon(f"{path} cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, msgspec.DecodeError) as error:
+    except ValueError as error:
         raise _no_lexicon(f"{path}: {error}") from error
     lexicon: dict[str, list[str]] = {}
     for word, synonyms in rows:

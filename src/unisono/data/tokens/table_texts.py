@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from unisono.data.convert.formats.table import shorten
 from unisono.data.convert.table_files import open_file, read_formats
 from unisono.data.tokens.corpus import Corpus
 from unisono.errors import DataError
+from unisono.storage.limits import decode_json
 
 _SHOWN = 5
 _FIRST_LINE_BYTES = 1 << 24
@@ -78,7 +78,7 @@ def _columns(path: Path, kind: str) -> list[str]:
     """The columns of a table; of one without a schema, those of its first row."""
     if kind == ".jsonl":  # values of any kind
         with path.open("rb") as file, suppress(ValueError):
-            row: Any = json.loads(file.readline(_FIRST_LINE_BYTES))
+            row = decode_json(file.readline(_FIRST_LINE_BYTES))
             return list(cast("dict[str, Any]", row)) if isinstance(row, dict) else []
         return []
     table = open_file(path, kind)

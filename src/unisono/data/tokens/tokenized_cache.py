@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import xxhash
@@ -52,6 +53,7 @@ from unisono.errors import DataError
 from unisono.sanitize import without_credentials
 from unisono.storage.directory import commit_directory
 from unisono.storage.files import file_lock, write_atomically
+from unisono.storage.limits import decode_json, read_json
 from unisono.storage.ownership import make_own_folder
 
 _FORMAT = 1
@@ -136,6 +138,10 @@ class _FileDigest:
     digest: str
 
 
+_SET: Final = msgspec.json.Decoder(_StoredSet)
+_LISTING: Final = msgspec.json.Decoder(list[_FileDigest])
+
+
 def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> PreparedCorpus:
     """Tokenize ``options.corpus`` into token sets; the first call builds them, later ones find them in the cache.
 
@@ -214,8 +220,8 @@ def _digests(corpus: Corpus, cache: Path) -> dict[str, str]:
     """xxh3-128 of every file by path; taken from the listing of an earlier run if size and times are unchanged."""
     path = cache / f"listing-{xxhash.xxh3_64_hexdigest(os.fsencode(corpus.root.absolute()))}.json"
     earlier: dict[str, _FileDigest] = {}
-    with suppress(FileNotFoundError, msgspec.DecodeError):  # no listing, or not one of ours: take every digest anew
-        earlier = {entry.file.path: entry for entry in msgspec.json.decode(path.read_bytes(), type=list[_FileDigest])}
+    with suppress(FileNotFoundError, ValueError):  # no listing, or not one of ours: take every digest anew
+        earlier = {entry.file.path: entry for entry in read_json(path, _LISTING.decode)}
     settled_ns = time.time_ns() - _FRESH_NS
     entries: list[_FileDigest] = []
     for file in corpus.files:
@@ -366,9 +372,9 @@ def _open(folder: Path, inputs: _Inputs, *, from_cache: bool, rebuild_reason: st
         digest, _, content = path.read_bytes().partition(b"\n")
         if xxhash.xxh3_128_hexdigest(content).encode() != digest:
             raise _damaged(f"{path} does not match its digest")
-        stored = msgspec.json.decode(content, type=_StoredSet)
+        stored: _StoredSet = decode_json(content, _SET.decode)
         sets = {split: open_tokens([folder / name for name in stored.shards[split]]) for split in _SPLITS}
-    except (FileNotFoundError, msgspec.DecodeError, KeyError) as error:
+    except (FileNotFoundError, ValueError, KeyError) as error:
         raise _damaged(f"{path}: {error}") from error
     if {split: sets[split].fingerprint for split in _SPLITS} != stored.fingerprints:
         raise _damaged(f"{folder} holds shards of another set")

@@ -8,10 +8,9 @@ import zlib
 from pathlib import Path
 from typing import Final
 
-from unisono.data.convert.formats.table import MAX_RECORD_BYTES, damaged_error, open_source, unreadable_error
+from unisono.data.convert.formats.table import damaged_error, open_source, unreadable_error
+from unisono.storage.limits import MAX_EXPANSION, MAX_FREE_BYTES, MAX_RECORD_BYTES
 
-MAX_EXPANSION: Final = 200  # of gzip: real data stays far below, decompression bombs come near 1,000
-_FREE_BYTES: Final = 16 << 20  # a small file may expand to this much in any case
 _PIECE_BYTES: Final = 1 << 20
 
 
@@ -66,10 +65,10 @@ class ByteSource:
             piece = self._unpacked.read(count)
         except (OSError, EOFError, zlib.error) as error:
             raise damaged_error(self.path, self.offset, f"its gzip is damaged or cut: {error}") from error
-        if self.offset + len(piece) > _FREE_BYTES + MAX_EXPANSION * self._raw.tell():
+        if self.offset + len(piece) > MAX_FREE_BYTES + MAX_EXPANSION * self._raw.tell():
             raise unreadable_error(
                 f"{self.path}: {self._raw.tell():,} bytes of gzip, which are more than {self.offset:,} bytes unpacked",
-                f"a file expands {MAX_EXPANSION} times at most, or to {_FREE_BYTES >> 20} MiB",
+                f"a file expands {MAX_EXPANSION} times at most, or to {MAX_FREE_BYTES >> 20} MiB",
                 "gunzip it by hand, if this is its real content",
             )
         return piece

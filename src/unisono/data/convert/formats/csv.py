@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from unisono.data.convert.formats.table import (
-    MAX_RECORD_BYTES,
     Row,
     Table,
     check_rows,
@@ -29,6 +28,7 @@ from unisono.data.convert.formats.table import (
 )
 from unisono.data.mindrecord import FieldType
 from unisono.storage.files import new_file
+from unisono.storage.limits import MAX_COLUMNS, MAX_RECORD_BYTES
 
 _CELL: Final = re.compile(r'(?:"((?:[^"]++|"")*+)"|([^",\r\n]*+))(,|\Z)')
 _PLAIN: Final = re.compile(r"[^\",\r\n\ufeff]+")
@@ -169,16 +169,18 @@ def _records(path: Path) -> Iterator[tuple[int, int, list[_Cell]]]:
         if file.read(len(_BOM)) != _BOM:
             offset = file.seek(0)
         while line := file.readline(MAX_RECORD_BYTES + 1):
-            lines = [line]
-            quotes, size = line.count(b'"'), len(line)
-            while quotes % 2 and size <= MAX_RECORD_BYTES and (more := file.readline(MAX_RECORD_BYTES + 1)):
-                lines.append(more)
-                quotes, size = quotes + more.count(b'"'), size + len(more)
+            record, lines = line, 1
+            quotes = line.count(b'"')
+            if quotes % 2:
+                record = bytearray(line)  # a list of short lines would take 20 times their size
+                while quotes % 2 and len(record) <= MAX_RECORD_BYTES and (more := file.readline(MAX_RECORD_BYTES + 1)):
+                    record += more
+                    quotes, lines = quotes + more.count(b'"'), lines + 1
+            size = len(record)
             if size > MAX_RECORD_BYTES:
                 raise damaged_error(path, offset, f"line {number} has more than {MAX_RECORD_BYTES:,} bytes")
             if quotes % 2:
                 raise damaged_error(path, offset, f"line {number} has a quote that nothing closes")
-            record = b"".join(lines)
             if not record.endswith(b"\n"):
                 raise damaged_error(
                     path, offset, f"line {number} has no line end, as in a truncated file: a line ends with \\n"
@@ -187,11 +189,13 @@ def _records(path: Path) -> Iterator[tuple[int, int, list[_Cell]]]:
                 yield number, offset, _cells(record.decode().removesuffix("\n").removesuffix("\r"))
             except ValueError as error:
                 raise damaged_error(path, offset, f"line {number}: {error}") from error
-            offset, number = offset + size, number + len(lines)
+            offset, number = offset + size, number + lines
 
 
 def _cells(record: str) -> list[_Cell]:
     if '"' not in record and "\r" not in record:
+        if record.count(",") >= MAX_COLUMNS:
+            raise _too_many_fields()
         return [(text, False) for text in record.split(",")]
     cells: list[_Cell] = []
     at = 0
@@ -199,11 +203,17 @@ def _cells(record: str) -> list[_Cell]:
         match = _CELL.match(record, at)
         if match is None:
             raise ValueError(f"field {len(cells) + 1} has a quote or a line end where none can be")
+        if len(cells) == MAX_COLUMNS:
+            raise _too_many_fields()
         inside, plain, end = match.groups()
         cells.append((plain, False) if inside is None else (inside.replace('""', '"'), True))
         if not end:
             return cells
         at = match.end()
+
+
+def _too_many_fields() -> ValueError:
+    return ValueError(f"more than {MAX_COLUMNS:,} fields")
 
 
 def _text(value: Any, number: int, name: str) -> str:

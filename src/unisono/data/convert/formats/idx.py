@@ -14,8 +14,9 @@ from typing import Final
 import numpy as np
 
 from unisono.data.convert.formats.byte_source import ByteSource
-from unisono.data.convert.formats.table import MAX_RECORD_BYTES, Row, Table, damaged_error, unreadable_error
+from unisono.data.convert.formats.table import Row, Table, damaged_error, unreadable_error
 from unisono.data.mindrecord import FieldType
+from unisono.storage.limits import MAX_RECORD_BYTES
 
 NAME: Final = re.compile(r"(.*)(images|labels)([-.]idx)([13])(-ubyte(?:\.gz)?)")
 _STRETCH: Final = 1 << 10  # labels read at once

@@ -9,13 +9,13 @@ import base64
 import binascii
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
 from unisono.data.convert.formats.table import (
-    MAX_RECORD_BYTES,
     Row,
     Table,
     check_columns,
@@ -24,6 +24,7 @@ from unisono.data.convert.formats.table import (
     unwritable_error,
 )
 from unisono.storage.files import new_file
+from unisono.storage.limits import MAX_RECORD_BYTES, decode_json
 
 
 def read(path: Path, columns: Sequence[str] | None = None) -> Table:
@@ -74,14 +75,14 @@ def row_of_line(line: bytes, path: Path, number: int, offset: int, columns: Sequ
     try:
         if len(line) > MAX_RECORD_BYTES:
             raise ValueError(f"it has more than {MAX_RECORD_BYTES:,} bytes")
-        row: Any = json.loads(line, object_pairs_hook=_object)
+        row = decode_json(line, _decode, max_bytes=MAX_RECORD_BYTES)
         if not isinstance(row, dict):
             raise ValueError("it is no object")
         values = cast("dict[str, Any]", row)
         if columns is not None:
             check_columns(columns, values, f"line {number} of {path}")
         return {name: _from_json(values[name]) for name in (values if columns is None else columns)}
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise unreadable_error(
             f"{path}: line {number} at offset {offset}: {error}",
             'a line is one JSON object of numbers, strings, lists of numbers or of strings, and bytes as {"base64": …}',
@@ -94,6 +95,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) != len(pairs):
         raise ValueError("it has a name twice")
     return values
+
+
+_decode: Final = partial(json.loads, object_pairs_hook=_object)
 
 
 def _from_json(value: Any) -> Any:

@@ -7,6 +7,7 @@ written, and verified if a file has them; Parquet has none for its footer.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any, Final
 
 import numpy as np
 
+from unisono.data.convert.formats.parquet_pages import ParquetLimits
 from unisono.data.convert.formats.table import (
     Row,
     Table,
     check_columns,
     check_rows,
     infer_schema,
+    open_source,
     row_bytes,
     unreadable_error,
     unwritable_error,
@@ -27,8 +30,8 @@ from unisono.data.convert.formats.table import (
 from unisono.data.mindrecord import FieldType
 from unisono.errors import missing_extra
 from unisono.storage.files import new_file
+from unisono.storage.limits import MAX_FREE_PARQUET_BYTES, MAX_PARQUET_EXPANSION, LimitError
 
-_READ_ROWS: Final = 256  # in memory at once, besides their pages
 _BUFFER_BYTES: Final = 1 << 20  # of a column at once; without it, a row group's whole column
 _GROUP_ROWS: Final = 1 << 12
 _GROUP_BYTES: Final = 32 << 20
@@ -42,6 +45,13 @@ _BYTES: Final = ("binary", "large_binary", "binary_view")
 def read(path: Path, columns: Sequence[str] | None = None) -> Table:
     """The rows, with only these columns if given. Raises DataError for columns and cells that no row can hold."""
     pa, pq = _pyarrow()
+    try:
+        with open_source(path) as source:
+            ParquetLimits(source.fileno())
+    except LimitError as error:
+        raise _too_large(path, error) from error
+    except ValueError as error:
+        raise _damaged(path, error) from error
     try:
         file = pq.ParquetFile(
             path,
@@ -66,7 +76,7 @@ def read(path: Path, columns: Sequence[str] | None = None) -> Table:
 
 def _rows(path: Path, file: Any, schema: dict[str, FieldType], pa: Any) -> Iterator[Row]:
     at = 0
-    batches = file.iter_batches(batch_size=_READ_ROWS, columns=list(schema), use_threads=False)
+    batches = _batches(path, file, list(schema), pa)
     while True:
         try:
             batch = next(batches, None)
@@ -81,6 +91,25 @@ def _rows(path: Path, file: Any, schema: dict[str, FieldType], pa: Any) -> Itera
         at += batch.num_rows
     if at != file.metadata.num_rows:
         raise _damaged(path, f"it holds {at} rows, and its footer says {file.metadata.num_rows}")
+
+
+def _batches(path: Path, file: Any, columns: list[str], pa: Any) -> Iterator[Any]:
+    """Record batches in bounded memory: each row group's pages are checked before pyarrow reads them."""
+    expanded = 0
+    with open_source(path) as source:
+        size = os.fstat(source.fileno()).st_size
+        limits = ParquetLimits(source.fileno())
+        most = MAX_FREE_PARQUET_BYTES + MAX_PARQUET_EXPANSION * size
+        for group in range(file.metadata.num_row_groups):
+            try:
+                rows = limits.rows_at_once(pa, group, columns)
+            except ValueError as error:
+                raise _too_large(path, error) from error
+            for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=columns, use_threads=False):
+                expanded += batch.nbytes
+                if expanded > most:
+                    raise _too_large(path, f"its {size:,} bytes are more than {most:,} bytes of values")
+                yield batch
 
 
 def write(path: Path, table: Table) -> int:
@@ -224,6 +253,14 @@ def _damaged(path: Path, error: object) -> Exception:
     reason = str(error).strip().replace("\n", "; ")
     return unreadable_error(
         f"{path}: {reason}", "pyarrow can read the file, every page of it", "a whole copy of the file"
+    )
+
+
+def _too_large(path: Path, reason: object) -> Exception:
+    return unreadable_error(
+        f"{path}: {reason}",
+        "what a file expands to is bounded by its own size (unisono.storage.limits)",
+        "a whole copy of the file; if it is real, the same table written with less compression, or with smaller row groups",
     )
 
 

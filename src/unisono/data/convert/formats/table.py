@@ -21,7 +21,6 @@ from unisono.data.mindrecord import FieldType
 from unisono.errors import DataError, nearest_name
 
 Row = Mapping[str, Any]
-MAX_RECORD_BYTES: Final = 1 << 28  # of one record, line, member or array: limits what a length in a file can allocate
 _SCALARS: Final[dict[type, str]] = {bool: "bool", int: "int64", float: "float64", str: "string", bytes: "bytes"}
 
 

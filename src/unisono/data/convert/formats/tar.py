@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from unisono.data.convert.formats.byte_source import ByteSource
 from unisono.data.convert.formats.table import (
-    MAX_RECORD_BYTES,
     Row,
     Table,
     damaged_error,
@@ -32,6 +31,7 @@ from unisono.data.convert.formats.table import (
     unwritable_error,
 )
 from unisono.storage.files import new_file
+from unisono.storage.limits import MAX_RECORD_BYTES
 
 KEY: Final = "__key__"
 _BLOCK: Final = 512

@@ -18,6 +18,7 @@ from unisono.data.convert.formats.crc32c import crc32c, masked_crc32c
 from unisono.data.convert.formats.table import Row, Table, damaged_error, unreadable_error
 from unisono.data.convert.formats.tf_example import FeatureValues, read_example
 from unisono.data.mindrecord import FieldType
+from unisono.storage.limits import LimitError
 
 _LOG: Final = logging.getLogger("unisono.data")
 _HEAD: Final = struct.Struct("<QI")
@@ -36,6 +37,8 @@ def read(path: Path, arrays: Collection[str] = ()) -> Table:
         return Table(rows=[], schema=None)
     try:
         example = read_example(first[1])
+    except LimitError as error:
+        raise damaged_error(path, first[0], str(error), record=0) from error
     except ValueError:
         example = {}
     if not example:

@@ -20,8 +20,9 @@ from typing import Final
 
 import xxhash
 
-from unisono.data.convert.formats.table import MAX_RECORD_BYTES, unreadable_error
+from unisono.data.convert.formats.table import unreadable_error
 from unisono.data.convert.pack.pack_job import BadInput
+from unisono.storage.limits import MAX_RECORD_BYTES
 
 IMAGE_SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm"})
 _BEGINNINGS: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"RIFF", b"BM", b"P")

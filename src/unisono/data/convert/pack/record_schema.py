@@ -26,9 +26,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.convert.formats.table import MAX_RECORD_BYTES, shorten
+from unisono.data.convert.formats.table import shorten
 from unisono.data.mindrecord import FieldType
 from unisono.errors import DataError
+from unisono.storage.limits import MAX_RECORD_BYTES
 
 _NUMBERS: Final = frozenset(
     {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"}

@@ -1,0 +1,145 @@
+"""Limits on what a file from a stranger may make its reader do: one table, and bounded decoding of JSON.
+
+Sizes in a file are compared with the file's own size first. These limits come after that, and are far above real data: what a few
+bytes can ask for (a compressed page, a run of zeros, a list in a list in a list) has no other bound. Functions raise LimitError,
+a ValueError that names the limit; each reader adds the file and makes its own four-part error of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+# one value, line, record, page, member or array, in bytes
+MAX_RECORD_BYTES: Final = 1 << 28
+# columns of a table, fields of a record, features of an example, side columns of a record file
+MAX_COLUMNS: Final = 1 << 16
+# dims of an array: NumPy and torch have no more
+MAX_DIMS: Final = 64
+# compressed data: it becomes this many times its size, or this many bytes in any case
+MAX_EXPANSION: Final = 200
+MAX_FREE_BYTES: Final = 16 << 20
+# Parquet, whose runs of equal values take no space: rows for each byte of the file, and in any case; the same for bytes of values
+MAX_ROWS_PER_BYTE: Final = 1_000
+MAX_FREE_ROWS: Final = 1 << 20
+MAX_PARQUET_EXPANSION: Final = 10_000
+MAX_FREE_PARQUET_BYTES: Final = 1 << 28
+# JSON: lists and objects inside each other, and in all; values in all; bytes of a file of metadata, and of a plan
+MAX_JSON_DEPTH: Final = 100
+MAX_JSON_LISTS: Final = 1 << 22
+MAX_JSON_VALUES: Final = 1 << 24
+MAX_JSON_BYTES: Final = 1 << 28
+MAX_PLAN_BYTES: Final = 1 << 20
+# one event of a run
+MAX_EVENT_BYTES: Final = 1 << 24
+# a pattern of module names, in characters
+MAX_PATTERN: Final = 1_000
+# a MindRecord file's SQLite index: bytes of a text in its schema; steps of SQLite's machine for each row, and in any case
+MAX_SQL_BYTES: Final = 1 << 20
+MAX_SQL_STEPS_PER_ROW: Final = 100
+MAX_FREE_SQL_STEPS: Final = 1 << 20
+
+
+class LimitError(ValueError):
+    """A limit of this module is exceeded; the message names it."""
+
+
+_PIECE_BYTES: Final = 1 << 20
+_ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
+_NOT_STRUCTURE: Final = bytes(set(range(256)) - set(b'"[]{}'))
+
+
+def decode_json(
+    data: bytes | memoryview,
+    decode: Callable[[bytes], Any] = json.loads,
+    *,
+    max_bytes: int = MAX_JSON_BYTES,
+) -> Any:
+    """Decode JSON whose size, number of values and depth are within their limits.
+
+    Args:
+        data: The text, UTF-8.
+        decode: The decoder, such as ``json.loads`` or that of ``msgspec``. It runs after the limits are checked.
+        max_bytes: Most bytes of the text.
+
+    Raises:
+        LimitError: A limit is exceeded.
+        ValueError: The decoder refuses the text (``msgspec.DecodeError`` is a ValueError too).
+    """
+    if len(data) > max_bytes:
+        raise LimitError(f"more than {max_bytes:,} bytes of JSON")
+    text = bytes(data)
+    lists = text.count(b"[") + text.count(b"{")
+    if lists > MAX_JSON_LISTS:
+        raise LimitError(f"JSON of more than {MAX_JSON_LISTS:,} lists and objects")
+    if text.count(b",") > MAX_JSON_VALUES:
+        raise LimitError(f"JSON of more than {MAX_JSON_VALUES:,} values")
+    # within strings too: so nothing is deeper, and most files need no closer look
+    if lists > MAX_JSON_DEPTH and _is_deeper(text, MAX_JSON_DEPTH):
+        raise LimitError(f"JSON with more than {MAX_JSON_DEPTH} lists and objects inside each other")
+    try:
+        return decode(text)
+    except (RecursionError, UnicodeDecodeError) as error:  # the caller may be near Python's own limit
+        raise ValueError(str(error)) from error
+
+
+def read_json(path: Path, decode: Callable[[bytes], Any] = json.loads, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The content of a JSON file, by ``decode_json``. No more than ``max_bytes`` are read.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: As ``decode_json``.
+    """
+    with path.open("rb") as file:
+        return decode_json(file.read(max_bytes + 1), decode, max_bytes=max_bytes)
+
+
+def _is_deeper(text: bytes, limit: int) -> bool:
+    """Whether lists and objects are nested more than ``limit`` deep, strings left out; exact for valid JSON."""
+    import numpy as np  # not for the command line's start
+
+    steps = np.zeros(256, np.int8)
+    steps[[ord("["), ord("{")]] = 1
+    steps[[ord("]"), ord("}")]] = -1
+    depth, in_string, begin = 0, 0, 0
+    while begin < len(text):
+        end = min(begin + _PIECE_BYTES, len(text))
+        piece = text[begin:end]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2 and end < len(text):  # an escape goes on in the next piece
+            end += 1
+            piece = text[begin:end]
+        if b"\\" in piece:
+            piece = _ESCAPE.sub(b"", piece)
+        structure = np.frombuffer(piece.translate(None, _NOT_STRUCTURE), np.uint8)
+        quotes = np.cumsum(structure == ord('"')) + in_string
+        depths = np.cumsum(np.where(quotes % 2, 0, steps[structure]), dtype=np.int64) + depth
+        if depths.size:
+            if int(depths.max()) > limit:
+                return True
+            depth, in_string = int(depths[-1]), int(quotes[-1] % 2)
+        begin = end
+    return False
+
+
+def num_elements(shape: Sequence[int], item_bytes: int = 1) -> int:
+    """The number of elements of an array of ``shape``.
+
+    Raises:
+        LimitError: It has more dims than arrays can have, a negative one, or its bytes (of ``item_bytes`` for an element,
+            empty dims counted as 1) are not an int64.
+    """
+    if len(shape) > MAX_DIMS:
+        raise LimitError(f"a shape of {len(shape):,} dims, where {MAX_DIMS} are the most")
+    if any(dim < 0 or dim >> 63 for dim in shape) or math.prod(max(1, dim) for dim in shape) * item_bytes >> 63:
+        raise LimitError(f"shape {[int(dim) if abs(dim) >> 64 == 0 else '…' for dim in shape]}, whose size is no int64")
+    return math.prod(shape)
+
+
+def check_columns_number(number: int, what: str = "columns") -> None:
+    """Raise LimitError for more columns, fields or features than a row may have."""
+    if number > MAX_COLUMNS:
+        raise LimitError(f"{number:,} {what}, where {MAX_COLUMNS:,} are the most")

@@ -1,0 +1,72 @@
+"""Mutated files of every format give right rows or an error of four parts, in bounded memory and time, and end no process.
+
+What was found is kept in ``crashes/`` (``FORMAT-SEED-FILE.bin.z``: the mutated file, compressed) and replayed. One case again:
+
+    python tests/support/fuzz_run.py FORMAT SEED [COUNT]
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fuzz import FORMATS, make, mutate
+from fuzz_run import check, fuzz
+from untrusted import Confined
+
+QUICK, FULL = 30, 1000
+CRASHES = Path(__file__).parent / "crashes"
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Confined]:
+    with Confined() as confined:
+        yield confined
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_whole_file_is_read(name: str, tmp_path: Path, child: Confined) -> None:
+    make(name, tmp_path / "whole")
+    outcome = child.read(FORMATS[name].reader, tmp_path / "whole" / FORMATS[name].file)
+    assert outcome.rows, outcome
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_mutations(name: str, tmp_path: Path, child: Confined) -> None:
+    counts = fuzz(name, tmp_path, range(QUICK), child)
+    assert (counts.refused > 0) is (name != "events"), counts  # of events, a damaged line is left out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_mutations(name: str, tmp_path: Path, child: Confined) -> None:
+    """Other ones for each version of the reader's own code would hide a failure: the seeds are fixed."""
+    counts = fuzz(name, tmp_path, range(10_000, 10_000 + FULL), child)
+    assert (counts.refused > 0) is (name != "events"), counts
+    assert counts.read + counts.refused == FULL
+
+
+@pytest.mark.parametrize("path", sorted(CRASHES.glob("*-*.bin.z")), ids=lambda path: path.name)
+def test_what_was_found_before(path: Path, tmp_path: Path, child: Confined) -> None:
+    name, _, target = path.name.removesuffix(".bin.z").partition("-")
+    case = FORMATS[name]
+    make(name, tmp_path / "whole")
+    whole = child.read(case.reader, tmp_path / "whole" / case.file)
+    mutated = next(file for file in case.mutated if target.endswith(Path(file).name))
+    (tmp_path / "whole" / mutated).write_bytes(zlib.decompress(path.read_bytes()))
+    outcome = child.read(case.reader, tmp_path / "whole" / case.file)
+    assert not check(case, whole, outcome), path.name
+
+
+def test_a_mutation_is_a_function_of_its_seed(tmp_path: Path) -> None:
+    make("csv", tmp_path / "whole")
+    seen: set[bytes] = set()
+    for seed in range(8):
+        mutate("csv", tmp_path / "whole", tmp_path / "one", seed)
+        mutate("csv", tmp_path / "whole", tmp_path / "two", seed)
+        content = (tmp_path / "one" / "a.csv").read_bytes()
+        assert content == (tmp_path / "two" / "a.csv").read_bytes()
+        seen.add(content)
+    assert len(seen) > 6

@@ -1,0 +1,106 @@
+"""Read mutations in a confined child and check what comes out.
+
+    python tests/support/fuzz_run.py FORMAT|all FIRST_SEED [COUNT] [--keep FOLDER]
+
+counts what was read and refused, prints every failure with its seed, and keeps the mutated file with ``--keep``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fuzz import FORMATS, Format, make, mutate
+from untrusted import Confined, Outcome
+
+MAX_GROWN_MIB = 300  # of resident memory, by a file of few KiB: batches of 64 MiB and their Python objects at most
+
+
+@dataclass
+class Counts:
+    """Outcomes of mutations."""
+
+    read: int = 0
+    refused: int = 0
+    slowest_s: float = 0.0
+    most_mib: float = 0.0
+
+
+def check(case: Format, whole: Outcome, outcome: Outcome) -> str:
+    """What is wrong with the outcome of a mutated file; empty if it is right rows or a good error."""
+    if outcome.bad:
+        return outcome.bad
+    if outcome.grown_mib > MAX_GROWN_MIB:
+        return f"it took {outcome.grown_mib} MiB"
+    if outcome.rows is not None and case.rows == "same" and outcome.rows != whole.rows:
+        return f"other rows came out: {len(outcome.rows)} in place of {len(whole.rows or ())}"
+    if outcome.rows is not None and case.rows == "some" and not set(outcome.rows) <= set(whole.rows or ()):
+        return "rows came out that the whole file does not have"
+    return ""
+
+
+def fuzz(name: str, folder: Path, seeds: Iterable[int], child: Confined) -> Counts:
+    """Read the mutations of a format with these seeds. Raises AssertionError that names format and seed."""
+    case, counts = FORMATS[name], Counts()
+    make(name, folder / "whole")
+    whole = child.read(case.reader, folder / "whole" / case.file)
+    assert whole.rows, whole
+    for seed in seeds:
+        mutate(name, folder / "whole", folder / "mutated", seed)
+        outcome = child.read(case.reader, folder / "mutated" / case.file)
+        fault = check(case, whole, outcome)
+        assert not fault, f"{name} {seed}: {fault} (python tests/support/fuzz_run.py {name} {seed})"
+        counts.read += outcome.rows is not None
+        counts.refused += outcome.rows is None
+        counts.slowest_s = max(counts.slowest_s, outcome.seconds)
+        counts.most_mib = max(counts.most_mib, outcome.grown_mib)
+    return counts
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", choices=[*FORMATS, "all"])
+    parser.add_argument("first", type=int)
+    parser.add_argument("count", type=int, nargs="?", default=1)
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--seconds", type=float, default=1e9, help="for each format")
+    options = parser.parse_args()
+    faults = 0
+    for name in FORMATS if options.name == "all" else [options.name]:
+        case, counts, done, begin = FORMATS[name], Counts(), 0, time.monotonic()
+        with tempfile.TemporaryDirectory() as root, Confined() as child:
+            folder = Path(root)
+            make(name, folder / "whole")
+            whole = child.read(case.reader, folder / "whole" / case.file)
+            for seed in range(options.first, options.first + options.count):
+                if time.monotonic() - begin > options.seconds:
+                    break
+                mutate(name, folder / "whole", folder / "mutated", seed)
+                outcome = child.read(case.reader, folder / "mutated" / case.file)
+                done += 1
+                counts.read += outcome.rows is not None
+                counts.refused += bool(outcome.problems)
+                counts.slowest_s = max(counts.slowest_s, outcome.seconds)
+                counts.most_mib = max(counts.most_mib, outcome.grown_mib)
+                if options.count == 1:
+                    print(outcome)
+                if fault := check(case, whole, outcome):
+                    faults += 1
+                    print(f"{name} {seed}: {fault[-600:]}", flush=True)
+                    for target in case.mutated if options.keep else ():
+                        data = (folder / "mutated" / target).read_bytes()
+                        if data != (folder / "whole" / target).read_bytes():
+                            kept = options.keep / f"{name}-{seed}-{Path(target).name}.bin.z"
+                            kept.write_bytes(zlib.compress(data, 9))
+        print(f"{name}: {done} mutations, {counts}", flush=True)
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
