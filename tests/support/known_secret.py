@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 from unisono.cli.main import entry
 from unisono.kvstore.server import child_servers
@@ -13,5 +12,5 @@ from unisono.launch import multi_host_job
 if __name__ == "__main__":
     secret = Path(sys.argv.pop(1)).read_bytes()
     multi_host_job.new_secret = lambda: secret
-    child_servers.secrets = SimpleNamespace(token_hex=lambda nbytes: secret.hex())
+    child_servers.job_secret = lambda job, environ: secret
     entry()

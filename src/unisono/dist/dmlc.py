@@ -1,42 +1,36 @@
 """The parts of a job that MXNet's tracker starts: its scheduler keeps the store, its servers serve, its workers report.
 
 A tracker starts one script as worker, server and scheduler. ``take_role`` turns the latter two into processes of
-``unisono.kvstore.server.dmlc``, which end with the job. They learn its end from a connection that each worker holds to
-the scheduler while it lives: the kernel closes it when a worker dies.
+``unisono.kvstore.server.dmlc``, which end with the job. They learn its end from the connection to the scheduler's store
+that each worker holds while it lives: the kernel closes it when a worker dies.
 
-    store at DMLC_PS_ROOT_URI:PORT     lifeline      port of the scheduler for these connections
-                                       server/<n>    host:port of server n
-    connection                         "worker 3\\n", and "bye\\n" at a normal end
+    store at DMLC_PS_ROOT_URI:PORT     server/<n>    host:port of server n
+    its members                        worker <n>, server <any>, and rank <n> for the meeting of all ranks
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import socket
 import stat
 import sys
-import time
 from collections.abc import Mapping
-from dataclasses import replace
-
-from torch.distributed import PrefixStore, Store
+from datetime import timedelta
 
 from unisono.dist.interpreter import module_command, module_path
+from unisono.dist.job_store import JobStore
 from unisono.dist.jobspec import JobSpec
 from unisono.dist.rendezvous import open_store
 from unisono.errors import CommError, LaunchError
 from unisono.storage.files import os_reason
 
-LIFELINE, SERVER = "lifeline", "server/{}"
+SERVER = "dmlc/server/{}"
 MEET_S = 120.0
 
 _MODULE = "unisono.kvstore.server.dmlc"
 _SECRET_BYTES = 32
-_POLL_S = 0.05
-# this process's connection to the scheduler
-_LIFELINES: dict[int, socket.socket] = {}
+# the connection of this process to the scheduler
+_LIFELINES: dict[int, JobStore] = {}
 
 
 def take_role(job: JobSpec) -> None:
@@ -50,7 +44,7 @@ def take_role(job: JobSpec) -> None:
     if job.role == "worker":
         if job.servers:
             check_credentials(os.environ)
-            _report(job)
+            worker_store(job)
         return
     if job.role == "server":
         require_credentials(os.environ)
@@ -104,10 +98,10 @@ def has_credentials(environ: Mapping[str, str]) -> bool:
     return any(environ.get(name) for name in ("UNISONO_SECRET_FILE", "UNISONO_SECRET_FD", "UNISONO_TLS"))
 
 
-def scheduler_store(job: JobSpec) -> Store:
-    """The scheduler's store, from any process of the job. Raises CommError where no scheduler answers in 120 s."""
+def scheduler_store(job: JobSpec, name: str) -> JobStore:
+    """A connection to the scheduler's store, as its member ``name``. Raises CommError where no scheduler answers in 120 s."""
     try:
-        return PrefixStore("dmlc", open_store(replace(job, shared_store=True), MEET_S))
+        return open_store(job, MEET_S, name=name)
     except CommError as error:
         raise CommError(
             given=f"no scheduler at {job.master_addr}:{job.master_port} (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT) in {MEET_S:g} s",
@@ -117,44 +111,33 @@ def scheduler_store(job: JobSpec) -> Store:
         ) from error
 
 
-def server_addresses(job: JobSpec, timeout_s: float = MEET_S) -> list[tuple[str, int]]:
+def worker_store(job: JobSpec) -> JobStore:
+    """This worker's connection to the scheduler, which lives as long as the process."""
+    pid = os.getpid()
+    if pid not in _LIFELINES:
+        connection = _LIFELINES[pid] = scheduler_store(job, f"worker {job.rank}")
+
+        def leave() -> None:
+            if os.getpid() == pid:  # not in a fork
+                connection.leave()
+
+        atexit.register(leave)
+    return _LIFELINES[pid]
+
+
+def server_addresses(job: JobSpec, timeout_s: float = MEET_S, store: JobStore | None = None) -> list[tuple[str, int]]:
     """Host and port of each server, once all have reported. Raises CommError naming those that have not."""
-    store = scheduler_store(job)
+    store = store or worker_store(job)
     keys = [SERVER.format(number) for number in range(job.servers)]
-    deadline = time.monotonic() + timeout_s
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
-            raise CommError(
-                given=f"server {', '.join(missing)} of {job.servers} has not reported within {timeout_s:g} s",
-                rule="all servers listen before the first worker begins",
-                consequence="no step was made",
-                nearest="the tracker's log of that server says why it did not start",
-            )
-        time.sleep(_POLL_S)
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+        raise CommError(
+            given=f"server {', '.join(missing)} of {job.servers} has not reported within {timeout_s:g} s",
+            rule="all servers listen before the first worker begins",
+            consequence="no step was made",
+            nearest="the tracker's log of that server says why it did not start",
+        ) from error
     pairs = (store.get(key).decode().rpartition(":") for key in keys)
     return [(host, int(port)) for host, _, port in pairs]
-
-
-def connect_lifeline(job: JobSpec, name: str) -> socket.socket:
-    """A connection to the scheduler that lives as long as this process, as ``name``."""
-    store = scheduler_store(job)
-    store.wait([LIFELINE])
-    connection = socket.create_connection((job.master_addr, int(store.get(LIFELINE))), timeout=MEET_S)
-    connection.settimeout(None)
-    connection.sendall(f"{name}\n".encode())
-    return connection
-
-
-def _report(job: JobSpec) -> None:
-    if os.getpid() in _LIFELINES:
-        return
-    pid = os.getpid()
-    connection = _LIFELINES[pid] = connect_lifeline(job, f"worker {job.rank}")
-
-    def leave() -> None:
-        if os.getpid() == pid:  # not in a fork
-            with contextlib.suppress(OSError):
-                connection.sendall(b"bye\n")
-
-    atexit.register(leave)

@@ -1,136 +1,256 @@
-"""Rendezvous: the ranks connect to one store and agree on a key prefix that no earlier attempt has used.
+"""Rendezvous: the ranks prove to rank 0 that they belong to the job, and it to them; then all join under a fresh prefix.
 
-Two properties of torch 2.13 shape this module. ``TCPStore`` listens on every interface even when given 127.0.0.1, so
-we bind the socket and pass it in. And a store that outlives an attempt (torchrun's) still holds the peer addresses of
-dead processes, with which a restarted group does not come up. Restart counts do not help, because those of two hosts
-may differ. So the ranks of one attempt agree on a fresh prefix:
+Rank 0 (under MXNet's tracker the scheduler) serves the job's store at the master address. Every other rank connects and
+both sides prove that they hold the job's secret (``proof``); only then does either say more (``job_store``). All ranks
+ask to join, and when the last has come each gets the same new key prefix. A rank is a connection that lives: one that
+died is not waited for, and one that is there is not replaced. So an attempt never meets the dead of an earlier one.
 
-    every rank writes a fresh token     hello/<rank> = token
-    rank 0 offers what it sees          offer = {nonce, tokens}     (a new nonce whenever a token changes)
-    a rank that finds its own token     ack/<rank> = nonce
-    rank 0, when all have acked         go = nonce
-
-A stale token is never acknowledged, because only the dead process would recognise it. The same exchange shows which
-ranks never arrived.
+torchrun's own store (a TCPStore that anyone may read and write) already listens at the master address. There rank 0 serves
+at another port, and the ranks look up only that port in torchrun's store. What they find proves itself like any other.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
-import secrets
 import socket
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from unisono.dist.jobspec import JobSpec
+from unisono.dist.address import address_towards, refuse_every_interface, require_private_ranks
+from unisono.dist.job_store import JobStore
+from unisono.dist.jobspec import LOOPBACK, JobSpec
+from unisono.dist.proof import HANDSHAKE_S, Refused, Stranger, introduce
+from unisono.dist.secret import job_secret
+from unisono.dist.store_server import StoreServer
 from unisono.errors import CommError, LaunchError
 
 _POLL_S = 0.005
 _SLOW_POLL_S = 0.05
+_NOT_JOINED = "this rank has not joined, and has sent nothing but its name"
 
 
-def open_store(job: JobSpec, timeout_s: float) -> TCPStore:
-    """Connect to the job's store. Rank 0 serves it, at the master address only, unless the launcher already does.
+def open_store(job: JobSpec, timeout_s: float, environ: Mapping[str, str] = os.environ, *, name: str = "") -> JobStore:
+    """A connection to the job's store, on which both sides have proved themselves. Rank 0 serves it, unless a scheduler does.
 
-    Raises LaunchError if the port is taken or the address does not belong to this host, CommError after ``timeout_s`` seconds
-    without an answer.
+    ``name`` is this process's among the members, its rank by default. Raises LaunchError if the port is taken, the address
+    does not belong to this host or the two sides do not hold the same secret; ConfigError for a public address; CommError
+    after ``timeout_s`` seconds without an answer.
     """
-    timeout = timedelta(seconds=timeout_s)
-    serves = job.rank == 0 and not job.shared_store
-    listen_fd = None
-    if serves:
-        listen_fd = job.listen_fd if job.listen_fd is not None else listen_at_master(job, "rank 0").detach()
-        # children of this process must not keep the port open
-        os.set_inheritable(listen_fd, False)
-    try:
-        # world_size None: the store does not wait for ranks; the handshake does, and can name the missing ones
-        return TCPStore(
-            job.master_addr,
-            job.master_port,
-            None,
-            serves,
-            timeout,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
-    except RuntimeError as error:
-        raise CommError(
-            given=f"rank {job.rank} of {job.world_size} found no store at {job.master_addr}:{job.master_port} in "
-            f"{timeout_s:g} s ({_first_line(error)})",
-            rule=f"{'the launcher' if job.shared_store else 'rank 0'} keeps a store open there while the job runs",
-            consequence="this rank cannot join and has not trained",
-            nearest="see why rank 0 did not start, and that its host and port can be reached from here",
-        ) from error
-
-
-def fresh_prefix(store: Store, job: JobSpec, timeout_s: float) -> tuple[PrefixStore, int]:
-    """A key prefix that all ranks of this attempt share and no earlier one has used, and rank 0's restart count.
-
-    Raises CommError, naming the ranks that did not arrive within ``timeout_s`` seconds.
-    """
-    lobby = PrefixStore(f"unisono/{job.run_id}", store)
+    name, secret = name or f"rank {job.rank}", job_secret(job, environ)
     deadline = time.monotonic() + timeout_s
-    if job.rank == 0:
-        nonce, restart_count = _offer_prefix(lobby, job, deadline, timeout_s), job.restart_count
-    else:
-        nonce, restart_count = _accept_prefix(lobby, job, deadline, timeout_s)
-    return PrefixStore(f"unisono/{job.run_id}/{restart_count}.{nonce}", store), restart_count
-
-
-def _offer_prefix(lobby: Store, job: JobSpec, deadline: float, timeout_s: float) -> str:
-    hello = [f"hello/{rank}" for rank in range(1, job.world_size)]
-    ack = [f"ack/{rank}" for rank in range(1, job.world_size)]
-    tokens: list[str] = []
-    nonce = ""
-    started = time.monotonic()
+    if job.rank == 0 and name == "rank 0" and not has_scheduler(job):
+        listener, published = _listen(job, deadline)
+        store = serve_store(job, listener, secret, name)
+        if published is not None:
+            published.set(_PLACE, "{}:{}".format(*listener.getsockname()[:2]))
+        return store
+    started, reason, published = time.monotonic(), "", None
     while True:
-        if lobby.check(hello):
-            seen = [lobby.get(key).decode() for key in hello]
-            if seen != tokens:
-                tokens, nonce = seen, secrets.token_hex(8)
-                lobby.set("offer", json.dumps({"nonce": nonce, "epoch": job.restart_count, "tokens": ["", *tokens]}))
-            if lobby.check(ack) and all(lobby.get(key).decode() == nonce for key in ack):
-                lobby.set("go", nonce)
-                return nonce
+        try:
+            if job.shared_store and not has_scheduler(job) and published is None:
+                published = _launchers_store(job, deadline)
+            address = _address(job, published)
+            sock = socket.create_connection(address, timeout=min(HANDSHAKE_S, max(0.001, deadline - time.monotonic())))
+            try:
+                require_private_ranks(str(sock.getpeername()[0]))
+                introduce(sock, secret, name, job.run_id, job.world_size)
+                return JobStore(sock, secret)
+            except BaseException:
+                sock.close()
+                raise
+        except Refused as refused:
+            # a port that is looked up may be an earlier attempt's, or a stranger's who wrote it there
+            if refused.reason not in ("taken", "full") and published is None:
+                raise _refusal(job, name, refused) from refused
+            reason = _REASONS[refused.reason]
+        except (OSError, Stranger, RuntimeError) as error:
+            reason = _first_line(error)
         if time.monotonic() > deadline:
-            answered = [lobby.check([key]) and bool(nonce) and lobby.get(key).decode() == nonce for key in ack]
-            arrived = [lobby.check([key]) for key in hello]
-            # before the first offer a rank can only have written its hello
-            present = answered if nonce else arrived
-            raise _absent(job, [rank for rank, here in enumerate(present, 1) if not here], timeout_s)
+            raise _no_store(job, timeout_s, reason)
         time.sleep(_POLL_S if time.monotonic() - started < 1 else _SLOW_POLL_S)
 
 
-def _accept_prefix(lobby: Store, job: JobSpec, deadline: float, timeout_s: float) -> tuple[str, int]:
-    token = secrets.token_hex(8)
-    lobby.set(f"hello/{job.rank}", token)
-    acked, restart_count = "", job.restart_count
-    started = time.monotonic()
+def serve_store(job: JobSpec, listener: socket.socket, secret: bytes | None, name: str) -> JobStore:
+    """Serve the store of ``job`` on ``listener``, which it owns from then on; returns this process's own connection."""
+    own, theirs = socket.socketpair()
+    server = StoreServer(listener, theirs, secret, run_id=job.run_id, world_size=job.world_size, owner_name=name)
+    return JobStore(own, secret, server)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """What the ranks of one attempt share once all have joined.
+
+    - ``store``: the job's store under a key prefix that no earlier attempt has used.
+    - ``label``: that prefix, and the names of the groups since: what the proofs of a group are about.
+    - ``key``: with which the ranks prove their connections in a process group; None in a job without a secret.
+    - ``restart_count``: that of rank 0.
+    - ``address``: this host's, towards the other ranks.
+    """
+
+    store: Store
+    label: str
+    key: bytes | None
+    restart_count: int
+    address: str
+
+    def of_group(self, name: str) -> Meeting:
+        """The same for a group of its own."""
+        return replace(self, store=PrefixStore(f"group/{name}", self.store), label=f"{self.label}/{name}")
+
+
+def join_ranks(job: JobSpec, timeout_s: float, store: JobStore | None = None) -> tuple[Meeting, JobStore | None]:
+    """Join all ranks of the job, at ``store`` or at one that is opened and returned.
+
+    Raises CommError, naming the ranks that did not arrive within ``timeout_s`` seconds, and as ``open_store``.
+    """
+    deadline = time.monotonic() + timeout_s
     while True:
-        if lobby.check(["offer"]):
-            offer = json.loads(lobby.get("offer"))
-            tokens: list[str] = offer["tokens"]
-            if len(tokens) == job.world_size and tokens[job.rank] == token and offer["nonce"] != acked:
-                acked, restart_count = str(offer["nonce"]), int(offer["epoch"])
-                lobby.set(f"ack/{job.rank}", acked)
-        if acked and lobby.check(["go"]) and lobby.get("go").decode() == acked:
-            return acked, restart_count
-        if time.monotonic() > deadline:
-            missing = [rank for rank in range(1, job.world_size) if not lobby.check([f"hello/{rank}"])]
-            raise _absent(job, missing or [0], timeout_s)
-        time.sleep(_POLL_S if time.monotonic() - started < 1 else _SLOW_POLL_S)
+        left_s = max(0.001, deadline - time.monotonic())
+        opened = open_store(job, left_s) if store is None else None
+        own = store or opened
+        assert own is not None
+        try:
+            return _meet(own, job, timeout_s, left_s), opened
+        except DistError as error:
+            _close(opened)
+            # rank 0 may be about to leave an earlier meeting of these processes
+            if opened is None or job.rank == 0 or time.monotonic() > deadline:
+                raise _left(job, error) from error
+            time.sleep(_SLOW_POLL_S)
+        except BaseException:
+            _close(opened)
+            raise
 
 
-def _absent(job: JobSpec, ranks: list[int], timeout_s: float) -> CommError:
+def _close(store: JobStore | None) -> None:
+    if store is not None:
+        store.close()
+
+
+def _meet(store: JobStore, job: JobSpec, timeout_s: float, left_s: float) -> Meeting:
+    prefix, restart_count, missing = store.join(job.restart_count, left_s)
+    if missing:
+        raise _absent(job, missing, timeout_s, [] if store.server is None else store.server.refused())
+    return Meeting(
+        store=PrefixStore(prefix, store),
+        label=prefix,
+        key=store.group_key(prefix),
+        restart_count=restart_count,
+        address=store.address,
+    )
+
+
+# --- where rank 0 is -------------------------------------------------------------------------------------------------
+
+_PLACE = "rank 0"
+
+
+def has_scheduler(job: JobSpec) -> bool:
+    """Whether a scheduler of MXNet's tracker serves the job's store, not rank 0."""
+    return job.source == "dmlc" and job.shared_store
+
+
+def _host(job: JobSpec) -> str:
+    """Where the store is served: on loopback if all ranks are on this host. Our launcher has chosen the address already."""
+    return LOOPBACK if job.is_local and job.source != "unisono" else job.master_addr
+
+
+def _listen(job: JobSpec, deadline: float) -> tuple[socket.socket, PrefixStore | None]:
+    """Rank 0's listener, and the store in which its port has to be published."""
+    if job.shared_store:
+        published = _launchers_store(job, deadline)
+        host = LOOPBACK if job.is_local else address_towards(job.master_addr)
+        require_private_ranks(host)
+        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET), published
+    if job.listen_fd is None:
+        return listen_at_master(job, "rank 0"), None
+    listener = socket.socket(fileno=job.listen_fd)
+    # children of this process must not keep the port open
+    listener.set_inheritable(False)
+    require_private_ranks(str(listener.getsockname()[0]))
+    return listener, None
+
+
+def _launchers_store(job: JobSpec, deadline: float) -> PrefixStore:
+    timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    try:
+        store = TCPStore(job.master_addr, job.master_port, None, False, timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        raise _no_store(job, timeout.total_seconds(), _first_line(error)) from error
+    return PrefixStore(f"unisono/{job.run_id}", store)
+
+
+def _address(job: JobSpec, published: PrefixStore | None) -> tuple[str, int]:
+    if published is None:
+        return _host(job), job.master_port
+    if not published.check([_PLACE]):
+        raise Stranger("rank 0 has not come")
+    host, _, port = published.get(_PLACE).decode(errors="replace").rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) < 2**16):
+        raise Stranger("the address of rank 0 in the launcher's store is none")
+    return host, int(port)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+_REASONS = {
+    "proof": "rank 0 finds the proof of the job's secret wrong",
+    "secret": "this process has a secret and rank 0 has none",
+    "no secret": "rank 0 has a secret and this process has none",
+    "server": "what listens there has no proof that it holds the job's secret",
+    "run": "another run listens there",
+    "size": "a job of another size listens there",
+    "name": "rank 0 knows no such rank",
+    "taken": "another process of that rank has come already",
+    "full": "rank 0 takes no more connections",
+}
+
+
+def _refusal(job: JobSpec, name: str, refused: Refused) -> LaunchError:
+    about_secret = refused.reason in ("proof", "secret", "no secret", "server")
+    return LaunchError(
+        given=f"{name} of {job.world_size} at {job.master_addr}:{job.master_port}: {_REASONS[refused.reason]}",
+        rule="the ranks of a job hold one secret and prove it to each other before anything else is said"
+        if about_secret
+        else "all processes that meet at a port are of one job",
+        consequence=_NOT_JOINED,
+        nearest="unisono launch, or the same UNISONO_SECRET_FILE (32 bytes, mode 0600) on every host"
+        if about_secret
+        else "a MASTER_PORT that no other job uses",
+    )
+
+
+def _no_store(job: JobSpec, timeout_s: float, reason: str) -> CommError:
+    return CommError(
+        given=f"rank {job.rank} of {job.world_size} found no store at {job.master_addr}:{job.master_port} in "
+        f"{timeout_s:.3g} s ({reason})",
+        rule=f"{'the launcher' if job.shared_store else 'rank 0'} keeps a store open there while the job runs",
+        consequence="this rank cannot join and has not trained",
+        nearest="see why rank 0 did not start, and that its host and port can be reached from here",
+    )
+
+
+def _left(job: JobSpec, error: Exception) -> CommError:
+    return CommError(
+        given=f"rank 0 of {job.world_size} left before all ranks had joined (seen from rank {job.rank}: {_first_line(error)})",
+        rule="all ranks join before the first step",
+        consequence="no step was made",
+        nearest="see the log of rank 0",
+    )
+
+
+def _absent(job: JobSpec, ranks: list[int], timeout_s: float, refused: list[str]) -> CommError:
     names = ", ".join(str(rank) for rank in ranks[:16]) + (" …" if len(ranks) > 16 else "")
     one = len(ranks) == 1
     return CommError(
         given=f"rank{'' if one else 's'} {names} of {job.world_size} did not arrive within {timeout_s:g} s "
-        f"(seen from rank {job.rank})",
+        f"(seen from rank {job.rank})" + "".join(f"; {line}" for line in refused),
         rule="all ranks join before the first step",
         consequence="no step was made",
         nearest=f"see the log of rank {ranks[0]}; if it is only slow to start, raise the timeout",
@@ -151,8 +271,16 @@ def listen_at_master(job: JobSpec, who: str) -> socket.socket:
             consequence="the ranks cannot find each other, so nothing was started",
             nearest=f"set MASTER_ADDR to a name or address of the host {who} runs on",
         ) from error
+    refuse_every_interface(str(address[0]), f"the master address {job.master_addr!r}")
+    require_private_ranks(str(address[0]))
     listener = socket.socket(family, kind, proto)
     try:
+        if _host(job) != job.master_addr:
+            with socket.socket(family, kind, proto) as probe:
+                probe.bind((address[0], 0))  # the address is this host's, or an error
+            # all ranks are here: nobody else needs the port
+            listener.close()
+            listener, address = socket.socket(socket.AF_INET, kind, proto), (LOOPBACK, job.master_port)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(2048)
@@ -163,7 +291,7 @@ def listen_at_master(job: JobSpec, who: str) -> socket.socket:
                 given=f"{who} was told to listen at {at}, and another process already does",
                 rule="a job has a port that nothing else uses",
                 consequence="the ranks would join another job, so nothing was started",
-                nearest=f"MASTER_PORT={_free_port(family, str(address[0]))} is free now",
+                nearest=f"MASTER_PORT={_free_port(listener.family, str(address[0]))} is free now",
             ) from error
         raise LaunchError(
             given=f"{who} cannot listen at {at} ({error.strerror})",

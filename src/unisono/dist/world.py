@@ -12,6 +12,7 @@ cannot be used again.
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import socket
@@ -26,12 +27,14 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
+from torch.distributed import ProcessGroup
 
 from unisono import errors
+from unisono.dist.address import address_of, interface_of, require_private_ranks
 from unisono.dist.dmlc import take_role
+from unisono.dist.job_store import JobStore
 from unisono.dist.jobspec import JobSpec
-from unisono.dist.rendezvous import fresh_prefix, open_store
+from unisono.dist.rendezvous import Meeting, join_ranks
 from unisono.dist.roll_call import identity, missing_ranks, roll_call
 from unisono.errors import CommError, LaunchError, Problem, UnisonoError
 
@@ -59,7 +62,9 @@ class World:
     Args:
         job: This process's place in the job; its rank and world size become attributes.
         group: The process group of the collectives; None for a single process, whose collectives change nothing.
-        store: The store in which ranks look for the missing one after a time-out; None: they do not look there.
+        meeting: How the ranks met: the store in which they look for the missing one after a time-out, and the key with which
+            those of a new group prove their connections. None: they do neither.
+        store: A connection to the job's store that is closed with this World.
         timeout_s: Seconds after which a collective fails.
         name: Name of the group in errors.
         peers: Host, pid and creation time of each rank's process, in rank order; empty if unknown.
@@ -70,7 +75,8 @@ class World:
         job: JobSpec,
         *,
         group: ProcessGroup | None = None,
-        store: Store | None = None,
+        meeting: Meeting | None = None,
+        store: JobStore | None = None,
         timeout_s: float = 0.0,
         name: str = "default",
         peers: Sequence[dict[str, Any]] = (),
@@ -81,6 +87,7 @@ class World:
         self.group = group
         self.timeout_s = timeout_s
         self.name = name
+        self._meeting = meeting
         self._store = store
         self._peers = peers
         self._operations = 0
@@ -128,6 +135,7 @@ class World:
         size = torch.tensor([payload.numel()])
         with self.guard(f"broadcast_json from rank {src}"):
             dist.broadcast(size, src=src, group=self.group)
+            _check_announced(size)
             if self.rank != src:
                 payload = torch.empty(int(size.item()), dtype=torch.uint8)
             dist.broadcast(payload, src=src, group=self.group)
@@ -141,6 +149,7 @@ class World:
         with self.guard("gather_json", payload.numel()):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
             dist.all_gather(sizes, torch.tensor([payload.numel()]), group=self.group)
+            _check_announced(*sizes)
             longest = max(int(size.item()) for size in sizes)
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: payload.numel()] = payload
@@ -161,19 +170,21 @@ class World:
 
         Collectives of one group must be issued in the same order on all ranks, which two threads cannot guarantee.
         """
-        if self.group is None or self._store is None:
+        if self.group is None or self._meeting is None:
             world = World(self.job, name=name)
             world.rank, world.world_size = self.rank, self.world_size
             return world
-        with self.guard(f"with_own_group({name!r})"), _gloo_interface(self.job):
+        meeting = self._meeting.of_group(name)
+        with self.guard(f"with_own_group({name!r})"), _gloo_interface(self.job, meeting):
             group = cast(
                 ProcessGroup,
                 dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s), group_desc=name),
             )
+            _prove_connections(group, list(range(self.world_size)), self.rank, meeting)
             world = World(
                 self.job,
                 group=group,
-                store=PrefixStore(f"group/{name}", self._store),
+                meeting=meeting,
                 timeout_s=self.timeout_s,
                 name=name,
                 peers=self._peers,
@@ -189,12 +200,14 @@ class World:
         same lists.
         """
         own_groups: dict[str, ProcessGroup] = {}
-        with self.guard(f"groups({', '.join(rank_lists)})"), _gloo_interface(self.job):
+        with self.guard(f"groups({', '.join(rank_lists)})"), _gloo_interface(self.job, self._meeting):
             for name, lists in rank_lists.items():
                 for ranks in map(list, lists):
                     group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), group_desc=name)
                     if self.rank in ranks:
                         own_groups[name] = cast(ProcessGroup, group)
+                        if self._meeting is not None:
+                            _prove_connections(own_groups[name], ranks, self.rank, self._meeting.of_group(name))
         self.barrier()  # as in with_own_group
         return own_groups
 
@@ -224,8 +237,8 @@ class World:
         text = " ".join(str(error).split())
         timed_out = "imed out" in text or "imeout" in text
         culprits = missing_ranks(self._peers, self.rank, settle=not timed_out)
-        if not culprits and timed_out and self._store is not None:
-            culprits = roll_call(self._store, self.rank, self.world_size, operation)
+        if not culprits and timed_out and self._meeting is not None:
+            culprits = roll_call(self._meeting.store, self.rank, self.world_size, operation)
         size = f" of {num_bytes} bytes" if num_bytes else ""
         return CommError(
             given=f"{operation}{size} in group {self.name!r} failed on rank {self.rank} of {self.world_size} after "
@@ -244,7 +257,9 @@ class World:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
             wait_for_gloo_threads()
-        self._store = None
+        self._meeting = None
+        if self._store is not None:
+            self._store.close()
 
 
 def join_world(
@@ -253,7 +268,7 @@ def join_world(
     device_type: str,
     timeout_s: float,
     meet_timeout_s: float | None = None,
-    store: TCPStore | None = None,
+    store: JobStore | None = None,
 ) -> World:
     """Connect to the other ranks of ``job``; returns once all are connected.
 
@@ -270,8 +285,9 @@ def join_world(
             this world.
 
     Raises:
-        LaunchError: The port is taken, the address is unknown, or there is no such device.
-        CommError: A rank did not arrive.
+        LaunchError: The port is taken, the address is unknown, the ranks do not hold the same secret, or there is no such device.
+        ConfigError: Ranks would talk over a public address.
+        CommError: A rank did not arrive, or a connection of the group is not a rank's.
         ValueError: ``timeout_s`` is not above 0.
     """
     take_role(job)
@@ -287,22 +303,71 @@ def join_world(
             nearest="a launch without --servers; or dist_async (plan.sync=dist_async, create_kvstore('dist_async'))",
         )
     meet_timeout_s = max(timeout_s, MEET_S) if meet_timeout_s is None else meet_timeout_s
-    store = store or open_store(job, meet_timeout_s)
-    prefix, restart_count = fresh_prefix(store, job, meet_timeout_s)
-    job = replace(job, restart_count=restart_count)
-    with _gloo_interface(job):
-        dist.init_process_group(
-            _backend(job, device_type),
-            store=prefix,
-            rank=job.rank,
-            world_size=job.world_size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=None if device_type == "cpu" else torch.device(device_type, job.local_rank),
+    meeting, owned = join_ranks(job, meet_timeout_s, store)
+    job = replace(job, restart_count=meeting.restart_count)
+    try:
+        with _gloo_interface(job, meeting):
+            dist.init_process_group(
+                _backend(job, device_type),
+                store=meeting.store,
+                rank=job.rank,
+                world_size=job.world_size,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=None if device_type == "cpu" else torch.device(device_type, job.local_rank),
+            )
+        group = cast(ProcessGroup, dist.group.WORLD)
+        first = World(job, group=group, meeting=meeting, timeout_s=timeout_s)
+        with first.guard("the proof of the connections"):
+            _prove_connections(group, list(range(job.world_size)), job.rank, meeting)
+        # exchanges identities; afterwards no rank needs the store, so its host may leave at any time
+        peers = World(job, group=group, meeting=meeting, timeout_s=timeout_s).gather_json(identity())
+    except BaseException:
+        if owned is not None:
+            owned.close()
+        raise
+    return World(job, group=group, meeting=meeting, store=owned, timeout_s=timeout_s, peers=peers)
+
+
+def _prove_connections(group: ProcessGroup, ranks: Sequence[int], rank: int, meeting: Meeting) -> None:
+    """Every two ranks of a new group prove to each other, over the very connection, that they belong to the job.
+
+    Gloo takes whoever connects first for a rank. No proof is the same in both directions, or in two groups. Raises CommError.
+    """
+    if meeting.key is None or len(ranks) == 1:
+        return
+    key = meeting.key
+
+    def proof(source: int, target: int) -> bytes:
+        return hmac.digest(key, f"{meeting.label} {list(ranks)} {source} to {target}".encode(), "sha256")
+
+    mine = torch.frombuffer(bytearray(b"".join(proof(rank, other) for other in ranks)), dtype=torch.uint8)
+    theirs = torch.zeros_like(mine)
+    dist.all_to_all_single(theirs, mine, group=group)
+    given = theirs.view(len(ranks), -1)
+    wrong = [
+        other
+        for other, row in zip(ranks, given, strict=True)
+        if not hmac.compare_digest(row.numpy().tobytes(), proof(other, rank))
+    ]
+    if wrong:
+        raise CommError(
+            given=f"the connection to rank {', '.join(map(str, wrong))} in a new process group made no proof of the job's secret "
+            f"(seen from rank {rank})",
+            rule="the ranks of a group prove their connections to each other before they exchange data",
+            consequence="another process has taken that rank's place; nothing was sent to it, and this process cannot continue",
+            nearest="see which processes of other users run on the hosts of this job; a restart meets afresh",
         )
-    group = cast(ProcessGroup, dist.group.WORLD)
-    # exchanges identities; afterwards no rank needs the store, so its host may leave at any time
-    peers = World(job, group=group, store=prefix, timeout_s=timeout_s).gather_json(identity())
-    return World(job, group=group, store=prefix, timeout_s=timeout_s, peers=peers)
+
+
+def _check_announced(*sizes: torch.Tensor) -> None:
+    for size in sizes:
+        if not 0 <= size.item() <= _MAX_JSON_BYTES:
+            raise CommError(
+                given=f"another rank announces {int(size.item())} bytes of JSON",
+                rule=f"at most {_MAX_JSON_BYTES} are exchanged between ranks",
+                consequence="no memory was allocated for it, the ranks are no longer in step, and this process cannot continue",
+                nearest="start all ranks with the same code",
+            )
 
 
 def _backend(job: JobSpec, device_type: str) -> str:
@@ -321,14 +386,25 @@ def _backend(job: JobSpec, device_type: str) -> str:
 
 
 @contextmanager
-def _gloo_interface(job: JobSpec) -> Generator[None]:
-    """Make Gloo use loopback for a job of one host; by default it listens on the interface of the host's name."""
+def _gloo_interface(job: JobSpec, meeting: Meeting | None) -> Generator[None]:
+    """Make Gloo listen on loopback for a job of one host, else on the interface towards the other ranks; by default it takes
+    that of the host's name. Raises ConfigError where that has a public address."""
     variable = "GLOO_SOCKET_IFNAME"
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if not job.is_local or loopback is None or variable in os.environ:
+    name = os.environ.get(variable)
+    if name is not None or meeting is None:
+        if name is not None and (address := address_of(name.partition(",")[0])) is not None:
+            require_private_ranks(address)
         yield
         return
-    os.environ[variable] = loopback
+    if job.is_local:
+        name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    else:
+        require_private_ranks(meeting.address)
+        name = interface_of(meeting.address)
+    if name is None:
+        yield
+        return
+    os.environ[variable] = name
     try:
         yield
     finally:

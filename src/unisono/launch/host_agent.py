@@ -33,8 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.dist import JobSpec, read_failure
+from unisono.dist.address import refuse_every_interface
 from unisono.dist.failure import TRACEBACKS
-from unisono.errors import LaunchError
+from unisono.errors import ConfigError, LaunchError
 from unisono.launch.network_interface import choose_interface, interface_by_name
 from unisono.launch.options import options_of_message
 from unisono.launch.resources import ResourceShare, divide_host
@@ -89,7 +90,7 @@ class HostAgent:
                         self.running[message["id"]].worker.kill_group()
                 case other:
                     raise ValueError(f"the launcher asks this agent to {other!r}, which it does not know")
-        except LaunchError as error:
+        except (ConfigError, LaunchError) as error:
             self.send(event="refused", problem=asdict(error.problems[0]))
 
     def _listen(self, key: str, host: str, interface: str | None, port: int) -> None:
@@ -196,6 +197,7 @@ class HostAgent:
 def _listener(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        refuse_every_interface(str(address[0]), f"the host {host!r}")
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE

@@ -36,6 +36,8 @@ from unisono.storage.files import write_atomically
 _ANSWER_S = 60.0
 _END_S = 10.0
 _READ_BYTES = 2**20
+# the longest message of an agent, which forwards output in parts of 64 KiB; the traceback of a failure is in one message
+_LINE_BYTES = 2**24
 _HELLO = b'{"event": "hello"}'
 LOST = 255
 _AGENT = "unisono.launch.host_agent"
@@ -180,6 +182,11 @@ class HostAgentClient:
             self._mark_lost()
             return
         *lines, self._pending = (self._pending + data).split(b"\n")
+        if len(self._pending) > _LINE_BYTES:
+            self._pending = b""
+            self._process.kill()
+            self._mark_lost(f"it sent a line of more than {_LINE_BYTES >> 20} MiB")
+            return
         for line in lines:
             if not self._greeted and line != _HELLO:
                 # output of the remote login shell comes before the agent's first line
@@ -228,12 +235,13 @@ class HostAgentClient:
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
-    def _mark_lost(self) -> None:
+    def _mark_lost(self, reason: str = "") -> None:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         self._read_stderr()
-        self.lost = f"{self._process.args[0]} ended with exit code {self._process.returncode}"  # pyright: ignore[reportIndexIssue]
+        command: str = self._process.args[0]  # pyright: ignore
+        self.lost = reason or f"{command} ended with exit code {self._process.returncode}"
         if self._workers and any(worker.ended is None for worker in self._workers.values()):
             self._say(f"host {self.host.name} is lost, with all that ran there: {self.lost}")
 
@@ -248,6 +256,8 @@ class HostAgentClient:
                 data = os.read(self._process.stderr.fileno(), _READ_BYTES)
                 ended = not data
                 *lines, self._complaint = (self._complaint + (data or b"\n")).split(b"\n")
+                if len(self._complaint) > _READ_BYTES:  # shown in parts
+                    lines, self._complaint = [*lines, self._complaint], b""
                 for line in filter(None, lines):
                     self._say(f"{self.host.name}: {_terminal_text(line.decode(errors='replace'))}")
             self._selector.unregister(self._process.stderr)

@@ -18,6 +18,7 @@ from typing import Any
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.interpreter import module_command
 from unisono.dist.jobspec import LOOPBACK
+from unisono.dist.secret import new_secret
 from unisono.errors import LaunchError
 from unisono.launch.elastic import supervise_elastic
 from unisono.launch.host_agent_client import agent_command, agent_script
@@ -67,7 +68,7 @@ def launch_local(
     extra = {**(interface.environ() if interface else {}), **(environ or {})}
     share = divide_host(options, {**os.environ, **extra})
     job = JobSpec(run_id=run_id, world_size=share.processes, local_world=share.processes, source="unisono")
-    spec = WorkerSpec(command=command, job=job, share=share, logs=run_dir / "logs", environ=extra)
+    spec = WorkerSpec(command=command, job=job, share=share, logs=run_dir / "logs", environ=extra, secret=new_secret())
     record = {"run_id": run_id, "command": list(command), **share.record()}
     if interface is not None:
         record |= {"interface": interface.name, "interface_why": interface.why}
@@ -210,8 +211,8 @@ def describe_launch(job: JobLayout) -> dict[str, Any]:
     later: list[str] = []
     if not all(job.hosts[slot.host].here for slot in job.slots):
         later.append("threads, allocator and interface, by the agent of each host")
-    if job.servers:
-        later.append("the job's secret, which servers and workers get by a pipe")
+    if job.joins is None and len(job.slots) > 1:
+        later.append("the job's secret, which its processes get by a descriptor")
     return {"run_id": job.run_id, "hosts": hosts, "processes": processes, "decided_at_start": later}
 
 

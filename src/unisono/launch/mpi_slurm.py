@@ -2,7 +2,8 @@
 
 They start the processes and forward signals; Gloo or NCCL carry the gradients. Each process reads its place from the
 variables of Open MPI or SLURM (``unisono.dist.jobspec``). Variables are passed by name, never by value, so ``ps``
-shows no values.
+shows no values. Ranks of several hosts prove that they belong together if UNISONO_SECRET_FILE names a file of the job's
+secret that all of them can read; the name of that file is passed, never the secret.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def mpirun(
 
     Binding is turned off: mpirun would bind each rank to one core, which all its threads would share.
     """
-    environ = dict(forwarded) | _interface(interface)
+    environ = dict(forwarded) | _interface(interface) | _secret_file()
     if hostfile is None:
         count = processes or 1
         environ |= divide_host(replace(options, num_processes=count), {**os.environ, **environ}).environ()
@@ -80,7 +81,7 @@ def srun(
 
     A failed task ends the others, because ranks of a synchronous job cannot continue alone.
     """
-    environ = dict(forwarded) | _interface(interface)
+    environ = dict(forwarded) | _interface(interface) | _secret_file()
     if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
         environ |= {"OMP_NUM_THREADS": cpus, "MKL_NUM_THREADS": cpus}
     count = ["--ntasks", str(processes)] if processes else []
@@ -90,3 +91,8 @@ def srun(
 
 def _interface(name: str | None) -> dict[str, str]:
     return interface_by_name(name).environ() if name else {}
+
+
+def _secret_file() -> dict[str, str]:
+    name = "UNISONO_SECRET_FILE"
+    return {name: os.path.abspath(os.environ[name])} if os.environ.get(name) else {}

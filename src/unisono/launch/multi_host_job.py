@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from unisono.dist.jobspec import LOOPBACK
+from unisono.dist.secret import new_secret
 from unisono.errors import CommError, LaunchError
 from unisono.launch.host_agent_client import HostAgentClient, RemoteWorker
 from unisono.launch.options import options_message
 from unisono.launch.process_layout import JobLayout, ProcessSlot
-from unisono.launch.secret import new_secret
 
 _STORE = "store"
 
@@ -21,8 +21,8 @@ _STORE = "store"
 class MultiHostJob:
     """A context manager that holds an agent on every host with a process slot, and ends them on exit.
 
-    ``facts`` collects what each agent reports about its host, for the record. ``addresses`` and ``secret`` are those of the
-    servers. ``say`` prints a message to people.
+    ``facts`` collects what each agent reports about its host, for the record. ``addresses`` are those of the servers, ``secret``
+    is the job's (None for workers that join one, who read its file). ``say`` prints a message to people.
     """
 
     def __init__(self, job: JobLayout, logs: Path, say: Callable[[str], None]) -> None:
@@ -31,8 +31,8 @@ class MultiHostJob:
         self._logs = logs
         self._say = say
         self._agents: dict[int, HostAgentClient] = {}
-        # servers and workers authenticate each other with it
-        self.secret = new_secret() if job.servers else None
+        # all processes of the job authenticate each other with it
+        self.secret = new_secret() if job.joins is None else None
         self.addresses = [] if job.joins is None else list(job.joins.server_addresses)
         self._opened = False
 

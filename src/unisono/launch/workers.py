@@ -23,10 +23,10 @@ from typing import IO
 from unisono.dist import JobSpec
 from unisono.dist.failure import TRACEBACKS
 from unisono.dist.jobspec import OWN_VARIABLES, TORCH_VARIABLES
+from unisono.dist.secret import secret_descriptor
 from unisono.errors import LaunchError, Problem
 from unisono.launch import reaper
 from unisono.launch.resources import ResourceShare
-from unisono.launch.secret import secret_pipe
 
 _PR_SET_PDEATHSIG = 1
 
@@ -134,7 +134,7 @@ class WorkerSpec:
     """A process to start on this host: its command, its place in the job, its share of the host.
 
     ``environ`` is set over the inherited environment. ``logs`` is the folder for what a rank records when it fails.
-    ``restarted`` processes get no injected fault. ``secret`` (32 bytes) reaches the process by a pipe.
+    ``restarted`` processes get no injected fault. ``secret`` (32 bytes) reaches the process by a descriptor.
     """
 
     command: Sequence[str]
@@ -178,7 +178,7 @@ def start_worker(
     """
     job, environ = spec.job, spec.full_environ()
     inherited_fds = [] if job.listen_fd is None else [job.listen_fd]
-    secret_fd = None if spec.secret is None else secret_pipe(spec.secret)
+    secret_fd = None if spec.secret is None else secret_descriptor(spec.secret)
     if secret_fd is not None:
         # the job has a secret of its own, and a process takes one
         environ.pop("UNISONO_SECRET_FILE", None)

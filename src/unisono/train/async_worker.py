@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from unisono.data.loading.loader import Loader, StepBatch
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.dist import JobSpec
+from unisono.dist.secret import read_secret
 from unisono.errors import ConfigError
 from unisono.kvstore.backends.server_client import Claim, ServerClient, ServerConfig, as_host_memory
 from unisono.kvstore.server.chunk_optimizer import LAYERWISE_OPTIMIZERS, ServerOptimizerSpec
 from unisono.kvstore.server.parameter_server import server_codec
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.work_queue import WAIT, WorkItem
-from unisono.kvstore.wire.secret import read_secret
 from unisono.kvstore.wire.tls import read_tls
 from unisono.observe.events import EventLog
 from unisono.observe.meters import StepTimers

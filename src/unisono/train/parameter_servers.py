@@ -13,6 +13,7 @@ from pathlib import Path
 from unisono.dist import JobSpec, join_world
 from unisono.dist.dmlc import has_credentials, take_role
 from unisono.dist.dmlc import server_addresses as dmlc_servers
+from unisono.dist.secret import secret_descriptor
 from unisono.errors import ConfigError, LaunchError
 from unisono.kvstore.server.child_servers import child_servers
 from unisono.kvstore.wire.tls import TLS_VARIABLE, read_tls
@@ -65,7 +66,7 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
             addresses = server_addresses(job)
             yield replace(job, servers=len(addresses), server_addresses=tuple(f"{h}:{p}" for h, p in addresses))
             return
-        # ranks meet once, to exchange addresses and a secret
+        # ranks meet once, to exchange addresses
         world = join_world(job, device_type="cpu", timeout_s=launch.timeout_s)
         try:
             folder = run_dir.absolute() / "servers"
@@ -76,13 +77,26 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
             count = job.servers or launch.num_servers
             with child_servers(world, count, tls=tls, restarts=launch.max_restarts, more=more) as (addresses, secret):
                 world.close()
-                file = os.memfd_create("unisono-secret", os.MFD_CLOEXEC)
-                os.pwrite(file, secret, 0)
-                os.environ["UNISONO_SECRET_FD"] = str(file)  # its reader closes it
-                yield replace(job, servers=len(addresses), server_addresses=tuple(f"{h}:{p}" for h, p in addresses))
+                with _secret_variable(secret):
+                    yield replace(job, servers=len(addresses), server_addresses=tuple(f"{h}:{p}" for h, p in addresses))
         finally:
             world.close()
-            os.environ.pop("UNISONO_SECRET_FD", None)
+
+
+@contextmanager
+def _secret_variable(secret: bytes) -> Generator[None]:
+    """Inside, ``secret`` is what ``read_secret`` reads from this process's environment."""
+    before = {
+        name: value for name in ("UNISONO_SECRET_FD", "UNISONO_SECRET_FILE") if (value := os.environ.pop(name, None))
+    }
+    fd = secret_descriptor(secret)
+    os.environ["UNISONO_SECRET_FD"] = str(fd)
+    try:
+        yield
+    finally:
+        os.close(fd)
+        del os.environ["UNISONO_SECRET_FD"]
+        os.environ.update(before)
 
 
 @contextmanager

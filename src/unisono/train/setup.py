@@ -16,13 +16,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore
 
 from unisono.checkpoint import list_checkpoints
 from unisono.data.dataset import Dataset, read_samples
 from unisono.data.options import default_cache_dir
 from unisono.dist import JobSpec, World, agree, job_from_environ, join_world, record_failure, rendezvous
 from unisono.dist.dmlc import take_role
+from unisono.dist.job_store import JobStore
 from unisono.dist.notebook import in_notebook, notebook_name
 from unisono.dist.world import MEET_S, on_first_rank
 from unisono.errors import PlanError, Problem
@@ -75,12 +75,13 @@ def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: floa
     """Join all ranks of the job; an asynchronous worker is a world of one (docs/adr/0010)."""
     if plan.sync.kind == "dist_async":
         return World.alone(job)
-    store = _kept_store(job, timeout_s) if job.world_size > 1 and job.master_port and not job.shared_store else None
+    keeps = job.world_size > 1 and job.master_port and not rendezvous.has_scheduler(job)  # which keeps it
+    store = _kept_store(job, timeout_s) if keeps else None
     return join_world(job, device_type=device_type, timeout_s=timeout_s, store=store)
 
 
 @lru_cache(maxsize=1)
-def _kept_store(job: JobSpec, timeout_s: float) -> TCPStore:
+def _kept_store(job: JobSpec, timeout_s: float) -> JobStore:
     """The store that rank 0 serves, kept open after the run: another run of this process joins the job again.
 
     If rank 0 served another one then, it might close the first after other ranks had connected to it; and the socket that a

@@ -13,10 +13,10 @@ from typing import Any
 
 import xxhash
 
+from unisono.dist.secret import read_secret
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.frame import Frame, Limits, Op, payload_views
 from unisono.kvstore.wire.frame_server import FrameServer, listen
-from unisono.kvstore.wire.secret import read_secret
 
 
 class Digesting:

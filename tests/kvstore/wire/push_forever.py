@@ -6,10 +6,10 @@ import itertools
 import os
 import sys
 
+from unisono.dist.secret import read_secret
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.connection import Connection, Endpoint
 from unisono.kvstore.wire.frame import Frame, Limits, Op
-from unisono.kvstore.wire.secret import read_secret
 
 if __name__ == "__main__":
     me = Peer("worker", 4, 0, 77, "")

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from certificates import Authority
 
+from unisono.dist.address import require_private
 from unisono.errors import CommError, ConfigError
-from unisono.kvstore.wire.auth import AuthError, require_private
+from unisono.kvstore.wire.auth import AuthError
 from unisono.kvstore.wire.frame import Frame, Limits, Op
 from unisono.kvstore.wire.tls import load_tls, read_tls
 

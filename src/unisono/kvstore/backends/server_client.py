@@ -25,6 +25,7 @@ from torch import Tensor
 from unisono.dist import job_from_environ
 from unisono.dist.dmlc import require_credentials
 from unisono.dist.dmlc import server_addresses as dmlc_servers
+from unisono.dist.secret import SECRET_BYTES, read_secret
 from unisono.errors import CommError, ConfigError
 from unisono.kvstore.backends.acknowledged import AcknowledgedPushes
 from unisono.kvstore.compression import Codec, ErrorFeedback
@@ -41,9 +42,7 @@ from unisono.kvstore.server.work_queue import WorkItem
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.connection import Connection, Endpoint, Traffic
 from unisono.kvstore.wire.frame import PEER_LIMITS, Frame, Op, json_frame, payload_views, read_json
-from unisono.kvstore.wire.secret import read_secret
 from unisono.kvstore.wire.tls import TLSContexts, read_tls
-from unisono.launch.secret import SECRET_BYTES
 
 HEARTBEAT_S = 2.0
 _HEARTBEAT_PRIORITY = 1 << 30

@@ -21,6 +21,7 @@ import msgspec
 
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.interpreter import module_command
+from unisono.dist.secret import new_secret, secret_descriptor
 from unisono.errors import CommError, UnisonoError
 from unisono.kvstore.bench.settings import BenchSettings
 from unisono.kvstore.server.child_servers import child_environ, exit_with_parent, kill_process
@@ -33,6 +34,8 @@ def measure_on_this_host(settings: BenchSettings, workers: int, *, timeout_s: fl
     process fails."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        secret = secret_descriptor(new_secret())
+        stack.callback(os.close, secret)
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(workers)]
         processes: list[subprocess.Popen[str]] = []
         for rank in range(workers):
@@ -48,12 +51,12 @@ def measure_on_this_host(settings: BenchSettings, workers: int, *, timeout_s: fl
             )
             process = subprocess.Popen(
                 module_command(_MODULE),
-                env=child_environ() | spec.environ(),
+                env=child_environ() | spec.environ() | {"UNISONO_SECRET_FD": str(secret)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=logs[rank],
                 text=True,
-                pass_fds=[listener.fileno()] if rank == 0 else [],
+                pass_fds=[secret, listener.fileno()] if rank == 0 else [secret],
             )
             stack.callback(kill_process, process)
             assert process.stdin is not None

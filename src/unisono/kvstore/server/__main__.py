@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 import torch
 
+from unisono.dist.address import require_private
+from unisono.dist.secret import read_secret
 from unisono.errors import LaunchError, UnisonoError
 from unisono.kvstore.server.parameter_server import ParameterServer
 from unisono.kvstore.server.process import ReplicaClient, ServerSettings, run_until_stopped, server_settings
-from unisono.kvstore.wire.auth import require_private
 from unisono.kvstore.wire.frame import PEER_LIMITS
 from unisono.kvstore.wire.frame_server import Admission, FrameServer, listen
-from unisono.kvstore.wire.secret import read_secret
 from unisono.kvstore.wire.tls import TLSContexts, read_tls
 from unisono.sanitize import printable
 

@@ -20,9 +20,9 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from unisono.dist.interpreter import module_command, module_path
+from unisono.dist.secret import job_secret, secret_descriptor
 from unisono.errors import FATAL, USER_ERROR, LaunchError
 from unisono.launch.resources import TUNED_ALLOCATOR
-from unisono.launch.secret import secret_pipe
 
 if TYPE_CHECKING:
     from unisono.dist import World
@@ -40,14 +40,18 @@ def child_servers(
     """Start server processes, the n-th on the host of rank n modulo the number of ranks; yields addresses and secret. A
     collective.
 
-    The secret is new and is broadcast by the job's own collectives; an eavesdropper there lacks a certificate if
-    ``tls`` names a folder of those. A server that dies is restarted up to ``restarts`` times. ``more`` extends the
+    The servers' secret is that of the job. Where it has none, a new one is broadcast by the job's own collectives, on several
+    hosts only under TLS: an eavesdropper then lacks a certificate of the folder ``tls``. A server that dies is restarted up
+    to ``restarts`` times. ``more`` extends the
     servers' environment. On entry all servers listen; raises LaunchError on every rank if one exited instead. A normal
     exit waits until no worker is connected; an exit by an exception does not.
     """
     from unisono.kvstore.wire.frame_server import listen
 
-    secret = bytes.fromhex(world.broadcast_json(secrets.token_hex(32)))
+    secret = job_secret(world.job, os.environ)
+    if secret is None:
+        _require_tls(world, tls)
+        secret = bytes.fromhex(world.broadcast_json(secrets.token_hex(32)))
     mine = [server for server in range(count) if server % world.world_size == world.rank]
     children: list[_Child] = []
     common = {DRAIN: "1", **({"UNISONO_TLS": tls} if tls else {}), **(more or {})}
@@ -75,6 +79,18 @@ def child_servers(
             child.drain()
         for child in children:
             child.wait()
+
+
+def _require_tls(world: World, tls: str) -> None:
+    if not (tls or world.job.is_local):
+        raise LaunchError(
+            given=f"parameter servers on several hosts in a job that {world.job.source} started, and neither UNISONO_SECRET_FILE "
+            "nor launch.tls",
+            rule="servers and workers prove to each other that they belong to one job",
+            consequence="anyone on the network could read the parameters and change them, so nothing was started",
+            nearest="on every host: umask 077; head -c 32 /dev/urandom > secret (one file, copied or in a shared folder); "
+            "UNISONO_SECRET_FILE=secret",
+        )
 
 
 def child_environ() -> dict[str, str]:
@@ -167,7 +183,7 @@ class _Child:
                 self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
-        secret, listener = secret_pipe(self._secret), self._listener.fileno()
+        secret, listener = secret_descriptor(self._secret), self._listener.fileno()
         self._word, word = os.pipe()
         identity = {"UNISONO_SERVER": str(self.server), "UNISONO_EPOCH": str(self._restart_count)}
         passed = {"UNISONO_LISTEN_FD": str(listener), "UNISONO_SECRET_FD": str(secret), _WORD: str(word)}

@@ -7,21 +7,18 @@ A server serves until the scheduler closes its connection. Place and role are in
 from __future__ import annotations
 
 import os
-import selectors
+import secrets
 import signal
-import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from datetime import timedelta
-
-from torch.distributed import PrefixStore, TCPStore
+from collections.abc import Iterable
 
 from unisono.dist import JobSpec, StopNotice, job_from_environ
-from unisono.dist.dmlc import LIFELINE, SERVER, connect_lifeline, require_credentials, scheduler_store, server_addresses
-from unisono.dist.rendezvous import listen_at_master
+from unisono.dist.dmlc import SERVER, require_credentials, scheduler_store, server_addresses
+from unisono.dist.rendezvous import listen_at_master, serve_store
+from unisono.dist.secret import job_secret
+from unisono.dist.store_server import StoreServer
 from unisono.errors import CommError, LaunchError, UnisonoError
 from unisono.kvstore.server import __main__ as server_process
 from unisono.kvstore.server.child_servers import DRAIN
@@ -33,7 +30,6 @@ _POLL_S = 0.2
 _RETURN_S = 10.0
 # workers may read data for long before they join
 _ARRIVAL_S = 1800.0
-_LINE_BYTES = 64
 
 
 def main() -> int:
@@ -56,78 +52,35 @@ def main() -> int:
 # --- the scheduler -------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Members:
-    """The processes that are connected, and the workers that have ever been."""
-
-    lines: dict[socket.socket, bytes] = field(default_factory=dict[socket.socket, bytes])
-    came: set[str] = field(default_factory=set[str])
-    lost_at_s: float | None = None
-
-    def has_ended(self, num_workers: int) -> bool:
-        """Whether all workers have come and left; one that was lost may come back for a while."""
-        if len(self.came) < num_workers or any(line.startswith(b"worker ") for line in self.lines.values()):
-            return False
-        return self.lost_at_s is None or time.monotonic() - self.lost_at_s > _RETURN_S
-
-    def read(self, connection: socket.socket) -> bool:
-        """Take what has arrived; returns False once the connection has ended."""
-        try:
-            data = connection.recv(_LINE_BYTES)
-        except OSError:
-            data = b""
-        line = self.lines[connection] = self.lines[connection] + data
-        name, _, rest = line.partition(b"\n")
-        if name.startswith(b"worker ") and len(line) > len(name):
-            self.came.add(name.decode(errors="replace"))
-        if data and len(line) <= _LINE_BYTES:
-            return True
-        del self.lines[connection]
-        if name.startswith(b"worker ") and b"bye" not in rest:
-            self.lost_at_s = time.monotonic()
-        return False
-
-
 def _keep_store(job: JobSpec) -> int:
     listener = listen_at_master(job, "the scheduler")
-    os.set_inheritable(listener.fileno(), False)
-    host = str(listener.getsockname()[0])
-    store = TCPStore(
-        host,
-        job.master_port,
-        None,
-        True,
-        timedelta(seconds=60),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with (
-        ExitStack() as connections,
-        socket.create_server((host, 0), family=family, backlog=2048) as door,
-        selectors.DefaultSelector() as selector,
-        StopNotice() as notice,
-    ):
-        selector.register(door, selectors.EVENT_READ)
-        PrefixStore("dmlc", store).set(LIFELINE, str(door.getsockname()[1]))
-        members, deadline = _Members(), time.monotonic() + _ARRIVAL_S
-        while not members.has_ended(job.world_size) and not notice.wait(0):
-            for key, _ in selector.select(_POLL_S):
-                if key.fileobj is door:
-                    connection = connections.enter_context(door.accept()[0])
-                    members.lines[connection] = b""
-                    selector.register(connection, selectors.EVENT_READ)
-                elif isinstance(key.fileobj, socket.socket) and not members.read(key.fileobj):
-                    selector.unregister(key.fileobj)
-                    key.fileobj.close()
-            if len(members.came) < job.world_size and time.monotonic() > deadline:
+    store = serve_store(job, listener, job_secret(job, os.environ), "scheduler")
+    assert store.server is not None
+    deadline = time.monotonic() + _ARRIVAL_S
+    with StopNotice() as notice:
+        while not _has_ended(store.server, job.world_size) and not notice.wait(_POLL_S):
+            came = _workers(store.server.members()[0])
+            if len(came) < job.world_size and time.monotonic() > deadline:
                 raise CommError(
-                    given=f"{len(members.came)} of {job.world_size} workers after {_ARRIVAL_S:g} s",
+                    given=f"{len(came)} of {job.world_size} workers after {_ARRIVAL_S:g} s",
                     rule="every worker joins the job: join_world, create_kvstore or a Trainer",
                     consequence="the scheduler and the servers end",
                     nearest="the log of a worker that did not come",
                 )
+    store.close()
     return 0
+
+
+def _has_ended(server: StoreServer, num_workers: int) -> bool:
+    """Whether all workers have come and left; one that was lost may come back for a while."""
+    came, present, lost = server.members()
+    if len(_workers(came)) < num_workers or _workers(present):
+        return False
+    return all(time.monotonic() - lost[name] > _RETURN_S for name in _workers(lost))
+
+
+def _workers(names: Iterable[str]) -> set[str]:
+    return {name for name in names if name.startswith("worker ")}
 
 
 # --- a server ------------------------------------------------------------------------------------------------------
@@ -138,8 +91,8 @@ def _serve(job: JobSpec) -> int:
     require_credentials(os.environ)
     host = os.environ.get("DMLC_NODE_HOST") or choose_interface(job.interface, job.master_addr).address
     listener = listen(host, tls=bool(os.environ.get("UNISONO_TLS")))
-    store = scheduler_store(job)
-    number = job.server_index if job.server_index is not None else store.add("servers", 1) - 1
+    store = scheduler_store(job, f"server {secrets.randbelow(10**9)}")
+    number = job.server_index if job.server_index is not None else store.add("dmlc/servers", 1) - 1
     if number >= job.servers:
         raise LaunchError(
             given=f"server {number} of DMLC_NUM_SERVER={job.servers}",
@@ -148,12 +101,10 @@ def _serve(job: JobSpec) -> int:
             nearest="one process with DMLC_ROLE=server less",
         )
     store.set(SERVER.format(number), f"{host}:{listener.getsockname()[1]}")
-    addresses = server_addresses(job)
-    line = connect_lifeline(job, f"server {number}")
+    addresses = server_addresses(job, store=store)
 
     def end_with_the_scheduler() -> None:
-        while line.recv(_LINE_BYTES):
-            pass
+        store.wait_for_end()
         os.kill(os.getpid(), signal.SIGTERM)
 
     os.environ |= {

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import json
 import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.errors import CommError, ConfigError
+from unisono.errors import CommError
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
 from unisono.kvstore.wire.frame import Limits, Op, error_frame, json_frame, read_error, read_json
 
@@ -115,19 +114,6 @@ def client_handshake(channel: Channel, secret: bytes, me: Peer, seen: int, limit
             nearest="end the old server process",
         )
     return restart_count
-
-
-def require_private(host: str, *, tls: bool) -> None:
-    """Raise ConfigError when ``host`` (a numeric address) is public and traffic would be unencrypted."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if tls or (address.is_private and not address.is_unspecified):
-        return
-    raise ConfigError(
-        given=f"the address {host} is not a private one, and no TLS is set up",
-        rule="gradients and values are sent unencrypted only over loopback and private networks",
-        consequence="no connection was made and no port opened",
-        nearest="launch.tls=FOLDER (or unisono launch --tls FOLDER) with certificates, or a private address",
-    )
 
 
 def _hello(channel: Channel, limits: Limits) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from unisono.dist.address import require_private
 from unisono.errors import CommError, UnisonoError
-from unisono.kvstore.wire.auth import AuthError, Peer, client_handshake, preauth_limits, require_private
+from unisono.kvstore.wire.auth import AuthError, Peer, client_handshake, preauth_limits
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
 from unisono.kvstore.wire.frame import (
     Frame,

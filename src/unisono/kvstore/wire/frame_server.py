@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from unisono.errors import CommError, ConfigError, LaunchError, UnisonoError
-from unisono.kvstore.wire.auth import Peer, preauth_limits, require_private, server_handshake
+from unisono.dist.address import refuse_every_interface, require_private
+from unisono.errors import CommError, LaunchError, UnisonoError
+from unisono.kvstore.wire.auth import Peer, preauth_limits, server_handshake
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
 from unisono.kvstore.wire.frame import Frame, Limits, Op, error_frame, json_frame, read_json
 from unisono.kvstore.wire.shared_slots import accept_shared_slots, sharing_scope
@@ -67,13 +68,7 @@ def listen(host: str, port: int = 0, *, tls: bool = False) -> socket.socket:
             consequence="no port was opened",
             nearest="the address of an interface, such as 127.0.0.1; ip -brief address lists them",
         ) from error
-    if str(address[0]) in ("0.0.0.0", "::"):
-        raise ConfigError(
-            given=f"{host or 'no host'} means every interface of this machine",
-            rule="a server listens on one interface",
-            consequence="no port was opened",
-            nearest="give the address of one interface, such as 127.0.0.1",
-        )
+    refuse_every_interface(str(address[0]), host)
     require_private(str(address[0]), tls=tls)
     try:
         return socket.create_server(address, family=family, backlog=_BACKLOG)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from procs import command_lines
 
+from unisono.dist.secret import read_secret
 from unisono.errors import LaunchError
-from unisono.kvstore.wire.secret import read_secret
 
 SECRET = bytes(range(100, 132))
 
@@ -32,7 +32,7 @@ def _said(environ: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "memfd"])
-def test_a_descriptor_is_read_once_and_closed(kind: str) -> None:
+def test_a_descriptor_is_read_as_often_as_this_process_wants_and_by_no_child(kind: str) -> None:
     if kind == "pipe":
         reading, writing = os.pipe()
         os.write(writing, SECRET)
@@ -40,9 +40,11 @@ def test_a_descriptor_is_read_once_and_closed(kind: str) -> None:
     else:
         reading = os.memfd_create("secret", 0)
         os.write(reading, SECRET)
-    assert read_secret({"UNISONO_SECRET_FD": str(reading)}) == SECRET
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(reading)
+    os.set_inheritable(reading, True)
+    for _ in range(3):
+        assert read_secret({"UNISONO_SECRET_FD": str(reading)}) == SECRET
+    assert not os.get_inheritable(reading)
+    os.close(reading)
     assert _said({"UNISONO_SECRET_FD": str(reading)}).startswith(
         f"UNISONO_SECRET_FD={reading} is not an open descriptor"
     )
@@ -55,7 +57,7 @@ def test_a_child_reads_it_and_no_other_process_can_see_it(tmp_path: Path) -> Non
     os.close(writing)
     code = (
         "import os, sys\n"
-        "from unisono.kvstore.wire.secret import read_secret\n"
+        "from unisono.dist.secret import read_secret\n"
         "print(sum(read_secret(os.environ)), flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -72,7 +74,7 @@ def test_a_child_reads_it_and_no_other_process_can_see_it(tmp_path: Path) -> Non
     for form in (SECRET, SECRET.hex().encode()):
         assert form not in variables
         assert form not in command_lines().encode()
-    assert not [name for name in open_files if name.startswith("pipe:")]
+    assert len([name for name in open_files if name.startswith("pipe:")]) <= 1
 
 
 def test_a_file_of_ours_is_read(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""The job's secret: 32 bytes that are never in an argument, a variable's value or a log.
+"""The job's secret: 32 bytes by which its processes know each other; never in an argument, a variable's value or a log.
 
 A launcher passes it by a descriptor (``UNISONO_SECRET_FD``) or a file of mode 0600 (``UNISONO_SECRET_FILE``). Without
-either, a user's processes share ``~/.config/unisono/secret``, created at first use, like the cookie of Erlang's nodes.
+either, a user's processes of one host share ``~/.config/unisono/secret``, created at first use, like the cookie of
+Erlang's nodes. No torch.
 """
 
 from __future__ import annotations
@@ -13,12 +14,48 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from unisono.dist.jobspec import JobSpec
 from unisono.errors import LaunchError
-from unisono.launch.secret import SECRET_BYTES, new_secret
+
+SECRET_BYTES = 32
+
+
+def new_secret() -> bytes:
+    """A new random secret."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def secret_descriptor(secret: bytes) -> int:
+    """A descriptor from which another process reads ``secret``, to be inherited by it. The caller closes its own copy."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("unisono-secret", os.MFD_CLOEXEC)
+        os.pwrite(fd, secret, 0)
+        return fd
+    reader, writer = os.pipe()
+    os.write(writer, secret)  # far less than a pipe holds, so this never waits
+    os.close(writer)
+    return reader
+
+
+def job_secret(job: JobSpec, environ: Mapping[str, str]) -> bytes | None:
+    """The secret that all ranks of ``job`` share; None where there is none, and ranks trust host and network.
+
+    A job has one if its launcher passes it or UNISONO_SECRET_FILE names it. Several ranks of one host fall back on the user's
+    own file, unless the home folder cannot be written. Raises LaunchError as ``read_secret``.
+    """
+    if environ.get("UNISONO_SECRET_FD") is not None or environ.get("UNISONO_SECRET_FILE") is not None:
+        return read_secret(environ)
+    if job.world_size == 1 or not job.is_local:
+        return None
+    try:
+        return read_secret(environ)
+    except OSError:  # the same for all ranks: they are one user's, on one host
+        return None
 
 
 def read_secret(environ: Mapping[str, str]) -> bytes:
-    """The secret from the descriptor, the file or the user's own file. A descriptor is closed: call it once.
+    """The secret from the descriptor, the file or the user's own file. A descriptor stays open, for this process only, and
+    can be read again.
 
     Raises LaunchError when both are named, when the length is wrong, or when others could have read or replaced the
     file.
@@ -46,11 +83,7 @@ def _from_descriptor(text: str) -> bytes:
         raise _refused(
             f"UNISONO_SECRET_FD={text} is not an open descriptor ({error})", "the launcher leaves it open", nearest
         ) from error
-    try:
-        secret = _read(fd)
-    finally:
-        os.close(fd)
-    return _checked(secret, f"descriptor {fd}", nearest)
+    return _checked(_read(fd), f"descriptor {fd}", nearest)
 
 
 def _read(fd: int) -> bytes:
@@ -61,6 +94,10 @@ def _read(fd: int) -> bytes:
         secret = b""
         while len(secret) <= SECRET_BYTES and (more := os.read(fd, SECRET_BYTES + 1 - len(secret))):
             secret += more
+        # a pipe gives it once: another one takes its place
+        again = secret_descriptor(secret)
+        os.dup2(again, fd, inheritable=False)
+        os.close(again)
         return secret
 
 
