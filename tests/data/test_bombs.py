@@ -279,7 +279,7 @@ def test_depth_is_counted_outside_of_strings() -> None:
     ):
         for depth, fine in ((100, True), (101, False)):
             lists = b"[" * (depth - 1) + b"]" * (depth - 1)
-            text = b"[" + filler + b'"]]]","\\"{{{",' + b"[1]," * 200 + lists + b"]"
+            text = b"[" + filler + b'"]]]","\\"{{{",' + b"[1]," * 2000 + lists + b"]"
             assert json.loads(text)
             if fine:
                 decode_json(text)
