@@ -9,8 +9,6 @@ import json
 import re
 import sqlite3
 import struct
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,9 +26,6 @@ from unisono.checkpoint.manifest import encode_commit_marker
 from unisono.data.convert import Table, open_table, write_table
 from unisono.data.mindrecord import MindRecordFile, MindRecordWriter
 from unisono.data.sidecar import PayloadInfo, open_sidecar, write_sidecar
-from unisono.errors import PlanError
-from unisono.plan.rules import match_modules
-from unisono.storage.limits import LimitError, decode_json, num_elements
 
 MIB = 1 << 20
 DEEP = b"[" * 200_000
@@ -268,41 +263,6 @@ def test_a_deep_manifest(key: str, tmp_path: Path, child: Confined) -> None:
     )
 
 
-def test_depth_is_counted_outside_of_strings() -> None:
-    piece = 1 << 20
-    for filler in (
-        b"",
-        b" " * (piece - 7),
-        b'"' + b"[" * (2 * piece) + b'",',
-        b'"' + b'\\"[' * piece + b'",',
-        b'"\\\\",',
-    ):
-        for depth, fine in ((100, True), (101, False)):
-            lists = b"[" * (depth - 1) + b"]" * (depth - 1)
-            text = b"[" + filler + b'"]]]","\\"{{{",' + b"[1]," * 200 + lists + b"]"
-            assert json.loads(text)
-            if fine:
-                decode_json(text)
-            else:
-                with pytest.raises(LimitError, match="JSON with more than 100 lists"):
-                    decode_json(text)
-    for shift in range(-4, 5):  # an escape at the end of a piece
-        text = (
-            b"[" + b" " * (piece + shift - 6) + b'"\\\\\\"[[[",' + b"[" * 50 + b"]" * 50 + b"," + b"[1]," * 100 + b"0]"
-        )
-        decode_json(text)
-
-
-def test_the_limit_of_depth_holds_where_python_has_none() -> None:
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(10**6)  # then the decoder itself would end the process
-    try:
-        with pytest.raises(LimitError):
-            decode_json(b"[" * 10**6)
-    finally:
-        sys.setrecursionlimit(before)
-
-
 @pytest.mark.parametrize(
     ("content", "what"),
     [
@@ -390,16 +350,6 @@ def test_shapes_of_a_mindrecord_field(tmp_path: Path, child: Confined) -> None:
         text = json.dumps(head).encode()
         path.write_bytes((struct.pack("<Q", len(text)) + text).ljust(16 << 10, b"\0") + data[16 << 10 :])
         refused(child.read("mindrecord", path), path, f"the header has .*{what}")
-
-
-def test_number_of_elements() -> None:
-    assert num_elements([]) == 1
-    assert num_elements([2, 0, 3]) == 0
-    assert num_elements([1] * 64) == 1
-    assert num_elements([2**31, 2**30], 2) == 2**61
-    for shape in ([1] * 65, [2**62], [2**63], [2**31, 2**32], [-1], [0, 2**62, 2]):
-        with pytest.raises(LimitError):
-            num_elements(shape, 2)
 
 
 # sidecars
@@ -501,51 +451,6 @@ def test_steps_of_an_index_are_counted(indexed: Callable[..., Path], monkeypatch
     monkeypatch.setattr(index, "_STEPS", 50)
     with pytest.raises(DataError, match="interrupted"):
         MindRecordFile(path)
-
-
-# patterns of strategy files
-
-
-@pytest.mark.parametrize(
-    ("pattern", "name"),
-    [
-        ("**." * 30 + "x", "a." * 200 + "b"),
-        ("**.a." * 30 + "x", "a." * 200 + "b"),
-        ("*a" * 100 + "b", "a" * 500),
-        ("**.*a*a*a*a*a.**.*a*a*a*b", ("a" * 60 + ".") * 20 + "c"),
-    ],
-)
-def test_patterns_do_not_go_back_without_end(pattern: str, name: str) -> None:
-    begin = time.process_time()
-    assert match_modules(pattern, [name]) == []
-    assert time.process_time() - begin < 5
-
-
-def test_patterns_match_as_before() -> None:
-    """Against the regular expression that goes back through everything, on patterns and names of few letters."""
-    draw = np.random.default_rng(0)
-    wildcards = {"**.": r"(?:[^.]+\.)*", "*": r"[^.]+"}
-
-    def part(letters: str) -> str:
-        return "".join(draw.choice(list(letters), int(draw.integers(1, 4))))
-
-    matched = 0
-    for _ in range(5000):
-        parts = [
-            re.sub(r"\*+", "*", part("ab*")) if draw.random() < 0.6 else "**" for _ in range(int(draw.integers(0, 4)))
-        ]
-        pattern = ".".join([*parts, re.sub(r"\*+", "*", part("ab*"))])
-        name = ".".join(part("ab") for _ in range(int(draw.integers(1, 6))))
-        slow = "".join(wildcards.get(token, re.escape(token)) for token in re.split(r"(\*\*\.|\*)", pattern))
-        assert bool(match_modules(pattern, [name])) == bool(re.fullmatch(slow, name)), (pattern, name)
-        matched += bool(re.fullmatch(slow, name))
-    assert matched > 100
-
-
-def test_a_pattern_without_end() -> None:
-    with pytest.raises(PlanError, match=r"a pattern of 4,000 characters, (\*a){20}…") as caught:
-        match_modules("*a" * 2000, ["a"])
-    assert "a pattern of module names has at most 1,000" in str(caught.value)
 
 
 def test_limits_leave_room_for_real_files(tmp_path: Path) -> None:

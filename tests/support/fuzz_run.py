@@ -73,11 +73,12 @@ def _main() -> int:
     options = parser.parse_args()
     faults = 0
     for name in FORMATS if options.name == "all" else [options.name]:
-        case, counts, done, begin = FORMATS[name], Counts(), 0, time.monotonic()
+        case, counts, done = FORMATS[name], Counts(), 0
         with tempfile.TemporaryDirectory() as root, Confined() as child:
             folder = Path(root)
             make(name, folder / "whole")
             whole = child.read(case.reader, folder / "whole" / case.file)
+            begin = time.monotonic()
             for seed in range(options.first, options.first + options.count):
                 if time.monotonic() - begin > options.seconds:
                     break

@@ -233,6 +233,12 @@ def sealed_manifest(path: Path) -> Manifest:
             raise CheckpointDamage(f"{name} is no regular file")
         if status.st_size != entry.bytes:
             raise CheckpointDamage(f"{name} has {status.st_size} bytes instead of {entry.bytes}")
+    files_bytes = manifest.bytes
+    for name, tensor in manifest.tensors.items():  # before memory is allocated for it
+        if (size := num_bytes(dtype_from_code(tensor.dtype), tensor.shape)) > files_bytes:
+            raise CheckpointDamage(
+                f"tensor {name!r}: its {size:,} bytes are more than the {files_bytes:,} of all files"
+            )
     return manifest
 
 

@@ -48,9 +48,10 @@ class LimitError(ValueError):
     """A limit of this module is exceeded; the message names it."""
 
 
+_SHALLOW_BYTES: Final = 1 << 12  # nothing in so short a text is too deep for a decoder's stack
 _PIECE_BYTES: Final = 1 << 20
 _ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
-_NOT_STRUCTURE: Final = bytes(set(range(256)) - set(b'"[]{}'))
+_NOT_STRUCTURE: Final = bytes(set(range(256)) - set(b'",[]{}'))
 
 
 def decode_json(
@@ -73,14 +74,8 @@ def decode_json(
     if len(data) > max_bytes:
         raise LimitError(f"more than {max_bytes:,} bytes of JSON")
     text = bytes(data)
-    lists = text.count(b"[") + text.count(b"{")
-    if lists > MAX_JSON_LISTS:
-        raise LimitError(f"JSON of more than {MAX_JSON_LISTS:,} lists and objects")
-    if text.count(b",") > MAX_JSON_VALUES:
-        raise LimitError(f"JSON of more than {MAX_JSON_VALUES:,} values")
-    # within strings too: so nothing is deeper, and most files need no closer look
-    if lists > MAX_JSON_DEPTH and _is_deeper(text, MAX_JSON_DEPTH):
-        raise LimitError(f"JSON with more than {MAX_JSON_DEPTH} lists and objects inside each other")
+    if len(text) > MAX_JSON_VALUES or (len(text) > _SHALLOW_BYTES and _has_lists(text, MAX_JSON_DEPTH)):
+        _check_structure(text)
     try:
         return decode(text)
     except (RecursionError, UnicodeDecodeError) as error:  # the caller may be near Python's own limit
@@ -98,14 +93,29 @@ def read_json(path: Path, decode: Callable[[bytes], Any] = json.loads, *, max_by
         return decode_json(file.read(max_bytes + 1), decode, max_bytes=max_bytes)
 
 
-def _is_deeper(text: bytes, limit: int) -> bool:
-    """Whether lists and objects are nested more than ``limit`` deep, strings left out; exact for valid JSON."""
+def _has_lists(text: bytes, number: int) -> bool:
+    """Whether there are more than ``number`` brackets that open a list or object, within strings too. Takes no time."""
+    for bracket in (b"[", b"{"):
+        at = text.find(bracket)
+        while at >= 0:
+            number -= 1
+            if number < 0:
+                return True
+            at = text.find(bracket, at + 1)
+    return False
+
+
+def _check_structure(text: bytes) -> None:
+    """Raise LimitError for too many lists, objects and values, strings left out, or for too many inside each other.
+
+    Exact for valid JSON. Needs a few MiB, whatever the text.
+    """
     import numpy as np  # not for the command line's start
 
     steps = np.zeros(256, np.int8)
     steps[[ord("["), ord("{")]] = 1
     steps[[ord("]"), ord("}")]] = -1
-    depth, in_string, begin = 0, 0, 0
+    depth = in_string = begin = lists = values = 0
     while begin < len(text):
         end = min(begin + _PIECE_BYTES, len(text))
         piece = text[begin:end]
@@ -116,13 +126,20 @@ def _is_deeper(text: bytes, limit: int) -> bool:
             piece = _ESCAPE.sub(b"", piece)
         structure = np.frombuffer(piece.translate(None, _NOT_STRUCTURE), np.uint8)
         quotes = np.cumsum(structure == ord('"')) + in_string
-        depths = np.cumsum(np.where(quotes % 2, 0, steps[structure]), dtype=np.int64) + depth
+        outside = np.where(quotes % 2, 0, structure)
+        changes = steps[outside]
+        depths = np.cumsum(changes, dtype=np.int64) + depth
+        lists += np.count_nonzero(changes == 1)
+        values += np.count_nonzero(outside == ord(","))
         if depths.size:
-            if int(depths.max()) > limit:
-                return True
+            if int(depths.max()) > MAX_JSON_DEPTH:
+                raise LimitError(f"JSON with more than {MAX_JSON_DEPTH} lists and objects inside each other")
             depth, in_string = int(depths[-1]), int(quotes[-1] % 2)
+        if lists > MAX_JSON_LISTS:
+            raise LimitError(f"JSON of more than {MAX_JSON_LISTS:,} lists and objects")
+        if values > MAX_JSON_VALUES:
+            raise LimitError(f"JSON of more than {MAX_JSON_VALUES:,} values")
         begin = end
-    return False
 
 
 def num_elements(shape: Sequence[int], item_bytes: int = 1) -> int:

@@ -47,7 +47,7 @@ def read(path: Path, columns: Sequence[str] | None = None) -> Table:
     pa, pq = _pyarrow()
     try:
         with open_source(path) as source:
-            ParquetLimits(source.fileno())
+            limits = ParquetLimits(source.fileno())
     except LimitError as error:
         raise _too_large(path, error) from error
     except ValueError as error:
@@ -71,12 +71,12 @@ def read(path: Path, columns: Sequence[str] | None = None) -> Table:
     if columns is not None:
         check_columns(columns, arrow.names, f"{path}")
     schema = {name: _field(path, name, arrow.field(name).type) for name in columns or arrow.names}
-    return Table(rows=_rows(path, file, schema, pa), schema=schema)
+    return Table(rows=_rows(path, file, limits, schema, pa), schema=schema)
 
 
-def _rows(path: Path, file: Any, schema: dict[str, FieldType], pa: Any) -> Iterator[Row]:
+def _rows(path: Path, file: Any, limits: ParquetLimits, schema: dict[str, FieldType], pa: Any) -> Iterator[Row]:
     at = 0
-    batches = _batches(path, file, list(schema), pa)
+    batches = _batches(path, file, limits, list(schema), pa)
     while True:
         try:
             batch = next(batches, None)
@@ -93,16 +93,15 @@ def _rows(path: Path, file: Any, schema: dict[str, FieldType], pa: Any) -> Itera
         raise _damaged(path, f"it holds {at} rows, and its footer says {file.metadata.num_rows}")
 
 
-def _batches(path: Path, file: Any, columns: list[str], pa: Any) -> Iterator[Any]:
+def _batches(path: Path, file: Any, limits: ParquetLimits, columns: list[str], pa: Any) -> Iterator[Any]:
     """Record batches in bounded memory: each row group's pages are checked before pyarrow reads them."""
     expanded = 0
     with open_source(path) as source:
         size = os.fstat(source.fileno()).st_size
-        limits = ParquetLimits(source.fileno())
         most = MAX_FREE_PARQUET_BYTES + MAX_PARQUET_EXPANSION * size
         for group in range(file.metadata.num_row_groups):
             try:
-                rows = limits.rows_at_once(pa, group, columns)
+                rows = limits.rows_at_once(pa, source.fileno(), group, columns)
             except ValueError as error:
                 raise _too_large(path, error) from error
             for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=columns, use_threads=False):

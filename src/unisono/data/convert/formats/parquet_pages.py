@@ -44,6 +44,7 @@ _DICTIONARY_PAGE: Final = 2
 _PART_OF_PAGE: Final = {0: 5, _DICTIONARY_PAGE: 7, 3: 8}  # by its type: the field with its values and encoding
 _DICTIONARY_CODES: Final = (2, 8)  # encodings: PLAIN_DICTIONARY, RLE_DICTIONARY
 _DELTA_BYTE_ARRAY: Final = 7  # each value shares a prefix with the one before
+_LENGTH: Final = struct.Struct("<I")
 _HEADER_BYTES: Final = 1 << 12  # read at first for a page's header
 _MAX_HEADER_BYTES: Final = 1 << 24  # pyarrow's own limit; its statistics hold values
 
@@ -78,14 +79,14 @@ class _Pages:
     plain_values: list[int] = field(default_factory=list[int])
     coded_values: int = 0
     delta: bool = False
-    dictionary: tuple[int, int, int, int] | None = None  # offset, compressed and uncompressed bytes, values
+    dictionary: tuple[int, int, int] | None = None  # offset, compressed and uncompressed bytes
 
 
 class ParquetLimits:
-    """The footer of the file behind the descriptor ``fd``, checked. Raises ValueError."""
+    """The footer of the file behind the descriptor ``fd``, checked. Raises ValueError. Does not keep the descriptor."""
 
     def __init__(self, fd: int) -> None:
-        self._fd, self._size = fd, os.fstat(fd).st_size
+        self._size = os.fstat(fd).st_size
         length, magic = struct.unpack("<I4s", _read(fd, 8, max(0, self._size - 8)))
         if magic != b"PAR1" or not 0 < length <= min(self._size - 12, MAX_JSON_BYTES):
             raise ValueError(f"it does not end with the length of its footer and PAR1, but with {length} and {magic!r}")
@@ -102,8 +103,8 @@ class ParquetLimits:
                 f"its footer says {rows:,} rows, where a file of {self._size:,} bytes has at most {most:,}"
             )
 
-    def rows_at_once(self, pa: Any, group: int, columns: Collection[str]) -> int:
-        """Rows of a row group to read at once, of these top-level columns. ``pa`` is the module pyarrow.
+    def rows_at_once(self, pa: Any, fd: int, group: int, columns: Collection[str]) -> int:
+        """Rows of a row group of the file to read at once, of these top-level columns. ``pa`` is the module pyarrow.
 
         Raises ValueError if a page, or a row, can be larger than the limits allow for a file of this size.
         """
@@ -112,17 +113,17 @@ class ParquetLimits:
         for chunk in chunks:
             if chunk.leaf.column in columns:
                 try:
-                    rows = min(rows, self._rows_of_chunk(pa, chunk, num_rows))
+                    rows = min(rows, self._rows_of_chunk(pa, fd, chunk, num_rows))
                 except ValueError as error:
                     raise ValueError(f"row group {group}, column {chunk.leaf.column!r}: {error}") from error
         return rows
 
-    def _rows_of_chunk(self, pa: Any, chunk: _Chunk, num_rows: int) -> int:
-        pages, width = self._pages(chunk), chunk.leaf.width
+    def _rows_of_chunk(self, pa: Any, fd: int, chunk: _Chunk, num_rows: int) -> int:
+        pages, width = _read_pages(fd, chunk), chunk.leaf.width
         largest = max(pages.plain_bytes, default=0)
         code_bytes = pages.dictionary[2] if pages.dictionary is not None and pages.coded_values else 0
         if width is None and 2 * BATCH_ROWS * code_bytes > BATCH_BYTES:
-            code_bytes = self._longest(pa, chunk, pages)
+            code_bytes = _longest(pa, fd, chunk, pages)
         if not chunk.leaf.is_list:
             if width is not None:
                 return _fitting(lambda count: count * width)
@@ -144,69 +145,72 @@ class ParquetLimits:
             )
         return _fitting(lambda count: count * total // max(1, num_rows))
 
-    def _pages(self, chunk: _Chunk) -> _Pages:
-        """Read all page headers of a chunk. Raises ValueError for sizes beyond the chunk, or the limits."""
-        pages, at = _Pages(), chunk.begin
-        while at < chunk.end and pages.values < chunk.values:
-            header, at = self._header(at, chunk.end)
-            kind, unpacked, packed = header.get(1, -1), header.get(2, -1), header.get(3, -1)
-            if not 0 <= packed <= chunk.end - at or unpacked < 0:
-                raise ValueError(f"a page of {packed} bytes at offset {at}, where {chunk.end - at} are left")
-            if unpacked > (most := MAX_FREE_BYTES + MAX_EXPANSION * packed):
-                raise LimitError(
-                    f"a page of {packed:,} bytes says it has {unpacked:,} uncompressed, where {most:,} are the most: "
-                    f"{MAX_EXPANSION} times, and {MAX_FREE_BYTES >> 20} MiB"
-                )
-            part: Struct = header.get(_PART_OF_PAGE.get(kind, 0), {})
-            count = part.get(1, -1)
-            if kind == _DICTIONARY_PAGE:
-                pages.dictionary = (at, packed, unpacked, count)
-            elif kind in _PART_OF_PAGE:
-                if not 0 <= count <= chunk.values - pages.values:
-                    left = chunk.values - pages.values
-                    raise ValueError(f"a page of {count} values at offset {at}, where {left} are left")
-                pages.values += count
-                encoding = part.get(4 if kind == 3 else 2)
-                if encoding in _DICTIONARY_CODES:
-                    pages.coded_values += count
-                else:
-                    pages.plain_bytes.append(unpacked)
-                    pages.plain_values.append(count)
-                    pages.delta |= encoding == _DELTA_BYTE_ARRAY
-            at += packed
-        return pages
 
-    def _header(self, at: int, stop: int) -> tuple[Struct, int]:
-        """The header of the page at offset ``at``, and the offset behind it."""
-        size = _HEADER_BYTES
-        while True:
-            data = os.pread(self._fd, min(size, stop - at), at)
-            reader = ThriftReader(data)
-            try:
-                return reader.struct(_PAGE), at + reader.at
-            except IndexError:
-                if len(data) < size or size >= _MAX_HEADER_BYTES:
-                    raise ValueError(f"the header of the page at offset {at} does not end") from None
-            size *= 16
+def _read_pages(fd: int, chunk: _Chunk) -> _Pages:
+    """Read all page headers of a chunk. Raises ValueError for sizes beyond the chunk, or the limits."""
+    pages, at = _Pages(), chunk.begin
+    while at < chunk.end and pages.values < chunk.values:
+        header, at = _header(fd, at, chunk.end)
+        kind, unpacked, packed = header.get(1, -1), header.get(2, -1), header.get(3, -1)
+        if not 0 <= packed <= chunk.end - at or unpacked < 0:
+            raise ValueError(f"a page of {packed} bytes at offset {at}, where {chunk.end - at} are left")
+        if unpacked > (most := MAX_FREE_BYTES + MAX_EXPANSION * packed):
+            raise LimitError(
+                f"a page of {packed:,} bytes says it has {unpacked:,} uncompressed, where {most:,} are the most: "
+                f"{MAX_EXPANSION} times, and {MAX_FREE_BYTES >> 20} MiB"
+            )
+        part: Struct = header.get(_PART_OF_PAGE.get(kind, 0), {})
+        count = part.get(1, -1)
+        if kind == _DICTIONARY_PAGE:
+            pages.dictionary = (at, packed, unpacked)
+        elif kind in _PART_OF_PAGE:
+            if not 0 <= count <= chunk.values - pages.values:
+                left = chunk.values - pages.values
+                raise ValueError(f"a page of {count} values at offset {at}, where {left} are left")
+            pages.values += count
+            encoding = part.get(4 if kind == 3 else 2)
+            if encoding in _DICTIONARY_CODES:
+                pages.coded_values += count
+            else:
+                pages.plain_bytes.append(unpacked)
+                pages.plain_values.append(count)
+                pages.delta |= encoding == _DELTA_BYTE_ARRAY
+        at += packed
+    return pages
 
-    def _longest(self, pa: Any, chunk: _Chunk, pages: _Pages) -> int:
-        """Bytes of the longest text in the dictionary of a chunk; if it cannot be read here, of all of it."""
-        if pages.dictionary is None:
-            return 0
-        offset, packed, unpacked, count = pages.dictionary
-        content: Any = os.pread(self._fd, packed, offset)
+
+def _header(fd: int, at: int, stop: int) -> tuple[Struct, int]:
+    """The header of the page at offset ``at``, and the offset behind it."""
+    size = _HEADER_BYTES
+    while True:
+        data = os.pread(fd, min(size, stop - at), at)
+        reader = ThriftReader(data)
         try:
-            if chunk.codec:
-                content = pa.Codec(_CODECS[chunk.codec]).decompress(content, unpacked)
-        except (pa.ArrowException, ValueError, OSError):
-            return unpacked
-        view, at, longest = memoryview(content), 0, 0
-        for _ in range(count):
-            if at + 4 > len(view):
-                break
-            (length,) = struct.unpack_from("<I", view, at)
-            longest, at = max(longest, length), at + 4 + length
-        return min(longest, unpacked)
+            return reader.struct(_PAGE), at + reader.at
+        except IndexError:
+            if len(data) < size or size >= _MAX_HEADER_BYTES:
+                raise ValueError(f"the header of the page at offset {at} does not end") from None
+        size *= 16
+
+
+def _longest(pa: Any, fd: int, chunk: _Chunk, pages: _Pages) -> int:
+    """Bytes of the longest text in the dictionary of a chunk; if it cannot be read here, of all of it."""
+    if pages.dictionary is None:
+        return 0
+    offset, packed, unpacked = pages.dictionary
+    content: Any = os.pread(fd, packed, offset)
+    try:
+        if chunk.codec:
+            content = pa.Codec(_CODECS[chunk.codec]).decompress(content, unpacked)
+    except (pa.ArrowException, ValueError, OSError):
+        return unpacked
+    view, at, longest = memoryview(content), 0, 0
+    while at + 4 + longest < len(view):  # what is left can be longer
+        (length,) = _LENGTH.unpack_from(view, at)
+        at += 4 + length
+        if length > longest:
+            longest = length
+    return min(longest, unpacked)
 
 
 def _fitting(num_bytes: Callable[[int], int]) -> int:
