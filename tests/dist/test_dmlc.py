@@ -227,3 +227,23 @@ def test_a_server_with_an_impossible_host_says_so_at_once(tmp_path: Path, monkey
     (problem,) = caught.value.problems
     assert problem.given.startswith("'300.1.1.1' is no address that is known here: ")
     assert problem.rule == "a server listens at the name or IP address of one interface of this machine"
+
+
+FIND_SCHEDULER = """
+import contextlib, os, socket, sys, time
+if os.environ["DMLC_ROLE"] == "worker":
+    # a stranger, before the first worker: as a worker that comes and goes, and as many that say nothing
+    address = ("127.0.0.1", int(os.environ["DMLC_PS_ROOT_PORT"]))
+    held = []
+    while len(held) < 500:
+        with contextlib.suppress(ConnectionError):
+            held.append(socket.create_connection(address))
+    held[0].sendall(b"worker 0\\nbye\\n")
+"""
+
+
+def test_strangers_do_not_end_a_scheduler_and_its_servers(tmp_path: Path) -> None:
+    with job(tmp_path, FIND_SCHEDULER + SCRIPT, "dist_async") as processes:
+        ended = [process.communicate(timeout=100) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0, 0], ended
+    assert ended[1][0] == "dist_async worker 0 of 1: [-5.0, -5.0]\n"

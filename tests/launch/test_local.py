@@ -707,3 +707,24 @@ def test_the_guard_script_imports_nothing_of_ours() -> None:
         [sys.executable, "-I", "-S", reaper.__file__], input="+999999999\n-999999999\n", text=True, env={}, check=False
     )
     assert done.returncode == 0
+
+
+def test_every_rank_has_the_secret_of_its_launch_and_of_no_other(tmp_path: Path) -> None:
+    script = """
+from unisono.dist.secret import job_secret
+import hashlib
+secret = job_secret(job, os.environ)
+assert secret == job_secret(job, os.environ)
+assert not os.get_inheritable(int(os.environ["UNISONO_SECRET_FD"]))
+assert secret not in Path("/proc/self/environ").read_bytes()
+seen("secret", hashlib.sha256(secret).hexdigest())
+"""
+    found = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        code, said, launched = run(script, tmp_path / name)
+        assert code == 0, said
+        digests = {(launched.run_dir / f"secret.{rank}.0").read_text() for rank in range(2)}
+        assert len(digests) == 1
+        found += digests
+    assert found[0] != found[1]

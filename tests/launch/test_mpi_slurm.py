@@ -152,3 +152,15 @@ def test_a_dry_run_of_mpirun_is_a_command_that_does_the_same(tmp_path: Path) -> 
     assert told["command"][0] == "mpirun"
     assert told["environ"]["CHOSEN"] == "it's"
     assert "canary" not in as_json.stdout
+
+
+def test_the_name_of_the_secrets_file_reaches_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("UNISONO_SECRET_FILE", "secret")
+    by_srun = srun(["true"], processes=2, interface=None, forwarded={})
+    assert by_srun.environ["UNISONO_SECRET_FILE"] == str(tmp_path / "secret")
+    assert "UNISONO_SECRET_FILE" in by_srun.argv[by_srun.argv.index("--export") + 1].split(",")
+    by_mpirun = mpirun(["true"], processes=2, hostfile=None, interface=None, forwarded={}, options=LaunchOptions())
+    assert by_mpirun.argv[by_mpirun.argv.index("UNISONO_SECRET_FILE") - 1] == "-x"
+    monkeypatch.delenv("UNISONO_SECRET_FILE")
+    assert "UNISONO_SECRET_FILE" not in srun(["true"], processes=2, interface=None, forwarded={}).environ

@@ -1,0 +1,44 @@
+"""An agent that does not speak as one."""
+
+from __future__ import annotations
+
+import io
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from unisono.errors import LaunchError
+from unisono.launch import host_agent_client
+from unisono.launch.host_agent_client import HostAgentClient
+from unisono.launch.hostfile import Host
+
+ENDLESS = """
+import sys
+print('{"event": "hello"}', flush=True)
+while True:
+    FILE.buffer.write(b"a" * 65536)
+"""
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_line_without_end_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str) -> None:
+    command = [sys.executable, "-c", ENDLESS.replace("FILE", f"sys.{stream}")]
+    monkeypatch.setattr(host_agent_client, "agent_command", lambda host: command)
+    monkeypatch.setattr(host_agent_client, "_ANSWER_S", 3.0)
+    monkeypatch.setattr(host_agent_client, "_LINE_BYTES", 2**20)
+    said: list[int] = []
+    host = Host(name="n1", slots=1)
+    client = HostAgentClient(host, tmp_path, io.StringIO(), lambda text: said.append(len(text)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(LaunchError) as caught:
+        client.open({}, {}, None)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
+    given = caught.value.problems[0].given
+    if stream == "stdout":
+        assert given == "n1 has no agent of this launch over ssh: it sent a line of more than 1 MiB"
+    else:
+        assert given == "n1 has no agent of this launch over ssh: no answer within 3 s"
+        assert len(said) > 1
+    assert client.lost
