@@ -204,7 +204,7 @@ class _ShardWriter:
         self.path, self.temporary = path, temporary
         self._head, self._head_bytes = head, head_bytes
         self._page_entry_bytes = _page_entry_bytes(head.page_size)
-        self._handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self._handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o664)
         self._pages: list[PageEntry] = []
         self._raw: _PageWriter | None = None
         self._blob: _PageWriter | None = None
