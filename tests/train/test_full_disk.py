@@ -53,7 +53,9 @@ def test_the_error_of_a_run_that_fills_its_disk_is_shown(small_disk: Path, caplo
         run_until_full(small_disk)
     assert "ENOSPC" in str(caught.value) or "could not be written" in str(caught.value)
     assert all((problem.rule, problem.nearest) for problem in caught.value.problems)
-    assert "the failure of this rank could not be recorded" in caplog.text
+    # the checkpoint that failed has given its room back, or the save of the loop's end has taken it again
+    recorded = list(small_disk.rglob("failure-rank-0.json"))
+    assert recorded or "the failure of this rank could not be recorded" in caplog.text
 
 
 def test_an_error_of_the_loop_is_not_replaced_by_the_disk(small_disk: Path) -> None:

@@ -26,7 +26,8 @@ PYTHON = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
 LAUNCH = [sys.executable, "-m", "unisono", "launch", "-n", "2", "--", sys.executable]
 STEPS = 12
-ON_CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+# one thread, as under a launcher: two that wait for each other take minutes where neighbours are busy
+ON_CPU = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def example(name: str, device: str = "cpu") -> ModuleType:
