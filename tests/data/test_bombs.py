@@ -260,6 +260,7 @@ def test_a_deep_manifest(key: str, tmp_path: Path, child: Confined) -> None:
         child.read("checkpoint", path),
         path,
         "manifest.json: JSON with more than 100 lists and objects inside each other",
+        120,
     )
 
 

@@ -131,7 +131,7 @@ def _confine(index: sqlite3.Connection, rows: int) -> None:
 def _table(index: sqlite3.Connection, rows: int) -> NDArray[np.int64]:
     """The index as an array [rows, columns], sorted by row."""
     # no text is fetched, however long it is
-    columns = ", ".join(f"iif(typeof({name}) = 'integer', {name}, NULL)" for name in _COLUMNS)
+    columns = ", ".join(f"CASE typeof({name}) WHEN 'integer' THEN {name} END" for name in _COLUMNS)
     cursor = index.execute(f"SELECT {columns} FROM INDEXES NOT INDEXED LIMIT {rows + 1}")
     chunks = [np.empty((0, len(_COLUMNS)), np.int64)]
     while lines := cursor.fetchmany(_STRETCH):
