@@ -320,6 +320,13 @@ def test_a_store_between_members() -> None:
         assert other.get("late") == b"x"
         with pytest.raises(dist.DistStoreError, match=r"wait timed out after 0\.2 s for none"):
             other.wait(["none"], timeout=timedelta(seconds=0.2))
+        # as torch's C++ code calls it
+        prefixed = dist.PrefixStore("p", mine)
+        prefixed.clone().set("k", b"v")
+        assert (mine.get("p/k"), prefixed.get("k"), prefixed.multi_get(["k"])) == (b"v", b"v", [b"v"])
+        prefixed.set_timeout(timedelta(seconds=0.1))
+        with pytest.raises(dist.DistStoreError, match=r"timed out after 0\.1 s"):
+            prefixed.get("none")
         other.close()
     with pytest.raises(dist.DistNetworkError, match="is closed"):
         mine.set("a", "1")

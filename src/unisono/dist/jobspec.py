@@ -65,7 +65,8 @@ class JobSpec:
     - ``master_addr``, ``master_port``: where rank 0 serves the store; port 0 if the workers do not meet.
     - ``source``: the launcher or allocation these numbers come from.
     - ``listen_fd``: a listening socket inherited from the launcher (rank 0 and servers), so the port is never free.
-    - ``shared_store``: a store (torchrun's) already listens at the master address, so rank 0 must not open one.
+    - ``shared_store``: a store already listens at the master address: MXNet's scheduler serves the job's there; torchrun's own
+      only says at which other port rank 0 serves.
     - ``role``: worker or server; scheduler is DMLC's process that keeps the store (``dist.dmlc``).
     - ``servers``: the number of parameter servers. ``server_addresses``: their ``host:port`` by index; empty if unknown.
     - ``server_index``: the index of this server; None for other roles or if its launcher numbers no servers.

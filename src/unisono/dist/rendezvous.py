@@ -258,7 +258,10 @@ def _absent(job: JobSpec, ranks: list[int], timeout_s: float, refused: list[str]
 
 
 def listen_at_master(job: JobSpec, who: str) -> socket.socket:
-    """A socket that listens at the master address only, for the process ``who``. Raises LaunchError."""
+    """A socket that listens at the master address only, for the process ``who``; on loopback if all ranks are on this host.
+
+    Raises LaunchError, and ConfigError for all interfaces at once or a public address.
+    """
     at = f"{job.master_addr}:{job.master_port}"
     try:
         family, kind, proto, _, address = socket.getaddrinfo(

@@ -34,8 +34,7 @@ def measure_on_this_host(settings: BenchSettings, workers: int, *, timeout_s: fl
     process fails."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        secret = secret_descriptor(new_secret())
-        stack.callback(os.close, secret)
+        secret = new_secret()
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(workers)]
         processes: list[subprocess.Popen[str]] = []
         for rank in range(workers):
@@ -49,15 +48,22 @@ def measure_on_this_host(settings: BenchSettings, workers: int, *, timeout_s: fl
                 source="unisono",
                 listen_fd=listener.fileno() if rank == 0 else None,
             )
+            secret_fd = secret_descriptor(secret)
             process = subprocess.Popen(
+<<<<<<< HEAD
                 module_command(_MODULE),
                 env=child_environ() | spec.environ() | {"UNISONO_SECRET_FD": str(secret)},
+=======
+                [sys.executable, "-m", _MODULE],
+                env=child_environ() | spec.environ() | {"UNISONO_SECRET_FD": str(secret_fd)},
+>>>>>>> w16-rdv
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=logs[rank],
                 text=True,
-                pass_fds=[secret, listener.fileno()] if rank == 0 else [secret],
+                pass_fds=[secret_fd, listener.fileno()] if rank == 0 else [secret_fd],
             )
+            os.close(secret_fd)
             stack.callback(kill_process, process)
             assert process.stdin is not None
             process.stdin.write(json.dumps(asdict(settings)) + "\n")
