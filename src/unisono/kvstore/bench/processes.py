@@ -50,13 +50,8 @@ def measure_on_this_host(settings: BenchSettings, workers: int, *, timeout_s: fl
             )
             secret_fd = secret_descriptor(secret)
             process = subprocess.Popen(
-<<<<<<< HEAD
                 module_command(_MODULE),
-                env=child_environ() | spec.environ() | {"UNISONO_SECRET_FD": str(secret)},
-=======
-                [sys.executable, "-m", _MODULE],
                 env=child_environ() | spec.environ() | {"UNISONO_SECRET_FD": str(secret_fd)},
->>>>>>> w16-rdv
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=logs[rank],
