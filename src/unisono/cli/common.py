@@ -99,7 +99,8 @@ def chosen_checkpoint(run_dir: str, checkpoint: str | None, *, best: bool) -> st
 
 def is_python_trusted() -> bool:
     """Whether this command line has ``--trust-python``."""
-    return bool(click.get_current_context().meta.get(_TRUST))
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(_TRUST))
 
 
 def log_level() -> str | None:
