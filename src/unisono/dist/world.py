@@ -202,7 +202,7 @@ class World:
         own_groups: dict[str, ProcessGroup] = {}
         with self.guard(f"groups({', '.join(rank_lists)})"), _gloo_interface(self.job, self._meeting):
             for name, lists in rank_lists.items():
-                for ranks in map(list, lists):
+                for ranks in map(sorted, lists):  # as torch numbers the ranks of a group
                     group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), group_desc=name)
                     if self.rank in ranks:
                         own_groups[name] = cast(ProcessGroup, group)
