@@ -242,6 +242,7 @@ if os.environ["DMLC_ROLE"] == "worker":
 """
 
 
+@pytest.mark.full
 def test_strangers_do_not_end_a_scheduler_and_its_servers(tmp_path: Path) -> None:
     with job(tmp_path, FIND_SCHEDULER + SCRIPT, "dist_async") as processes:
         ended = [process.communicate(timeout=100) for process in processes]

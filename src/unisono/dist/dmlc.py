@@ -17,6 +17,8 @@ import sys
 from collections.abc import Mapping
 from datetime import timedelta
 
+from torch.distributed import DistNetworkError, DistStoreError
+
 from unisono.dist.interpreter import module_command, module_path
 from unisono.dist.job_store import JobStore
 from unisono.dist.jobspec import JobSpec
@@ -131,13 +133,20 @@ def server_addresses(job: JobSpec, timeout_s: float = MEET_S, store: JobStore | 
     keys = [SERVER.format(number) for number in range(job.servers)]
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
+    except DistStoreError as error:
         missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
         raise CommError(
             given=f"server {', '.join(missing)} of {job.servers} has not reported within {timeout_s:g} s",
             rule="all servers listen before the first worker begins",
             consequence="no step was made",
             nearest="the tracker's log of that server says why it did not start",
+        ) from error
+    except DistNetworkError as error:
+        raise CommError(
+            given=f"the scheduler ended before {job.role} {job.rank} knew the {job.servers} servers of the job",
+            rule="the scheduler stays until the last worker has left",
+            consequence="no step was made",
+            nearest="the tracker's log of the scheduler",
         ) from error
     pairs = (store.get(key).decode().rpartition(":") for key in keys)
     return [(host, int(port)) for host, _, port in pairs]

@@ -30,13 +30,15 @@ class JobStore(dist.Store):
         sock: A connection on which both sides have proved themselves.
         secret: The job's secret; None where it has none.
         server: The server, in the process that serves the store.
+
+    ``is_open`` tells whether the server answered the last request and ``close`` has not been called.
     """
 
     def __init__(self, sock: socket.socket, secret: bytes | None, server: StoreServer | None = None) -> None:
         super().__init__()
         self._sock, self._secret, self.server = sock, secret, server
         self._lock = threading.Lock()
-        self._is_open = True
+        self.is_open = True
         # torch holds the C++ half alone, which cannot call a Python half that is gone
         _OPEN.add(self)
 
@@ -75,7 +77,7 @@ class JobStore(dist.Store):
 
     def close(self) -> None:
         """End the connection, and with it the server in the process that serves. May be called twice."""
-        self._is_open = False
+        self.is_open = False
         # a fork may hold a copy of the descriptor
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -137,14 +139,14 @@ class JobStore(dist.Store):
 
     def _ask(self, *request: Any) -> Any:
         with self._lock:
-            if not self._is_open:
+            if not self.is_open:
                 raise dist.DistNetworkError("the store of this job is closed")
             deadline = time.monotonic() + _TURN_S + _ANSWER_S
             try:
                 send(self._sock, request, deadline)
                 answer = receive(self._sock, object, deadline, max_bytes=MAX_MESSAGE_BYTES)
             except Stranger as error:
-                self._is_open = False  # an answer that comes later would be taken for another one
+                self.is_open = False  # an answer that comes later would be taken for another one
                 self._sock.close()
                 raise dist.DistNetworkError(f"the store of this job does not answer: {error}") from error
         if isinstance(answer, dict) and "error" in answer:

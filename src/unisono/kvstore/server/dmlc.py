@@ -6,6 +6,7 @@ A server serves until the scheduler closes its connection. Place and role are in
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import signal
@@ -18,7 +19,6 @@ from unisono.dist import JobSpec, StopNotice, job_from_environ
 from unisono.dist.dmlc import SERVER, require_credentials, scheduler_store, server_addresses
 from unisono.dist.rendezvous import listen_at_master, serve_store
 from unisono.dist.secret import job_secret
-from unisono.dist.store_server import StoreServer
 from unisono.errors import CommError, LaunchError, UnisonoError
 from unisono.kvstore.server import __main__ as server_process
 from unisono.kvstore.server.child_servers import DRAIN
@@ -26,7 +26,7 @@ from unisono.kvstore.wire.frame_server import listen
 from unisono.launch.network_interface import choose_interface
 
 _POLL_S = 0.2
-# a worker that was lost has so long to come back: a tracker may start it again
+# a worker that was lost has so long to come back (a tracker may start it again), and a server that is late to come
 _RETURN_S = 10.0
 # workers may read data for long before they join
 _ARRIVAL_S = 1800.0
@@ -56,31 +56,31 @@ def _keep_store(job: JobSpec) -> int:
     listener = listen_at_master(job, "the scheduler")
     store = serve_store(job, listener, job_secret(job, os.environ), "scheduler")
     assert store.server is not None
-    deadline = time.monotonic() + _ARRIVAL_S
+    deadline, idle_since_s = time.monotonic() + _ARRIVAL_S, math.inf
     with StopNotice() as notice:
-        while not _has_ended(store.server, job.world_size) and not notice.wait(_POLL_S):
-            came = _workers(store.server.members()[0])
-            if len(came) < job.world_size and time.monotonic() > deadline:
-                raise CommError(
-                    given=f"{len(came)} of {job.world_size} workers after {_ARRIVAL_S:g} s",
-                    rule="every worker joins the job: join_world, create_kvstore or a Trainer",
-                    consequence="the scheduler and the servers end",
-                    nearest="the log of a worker that did not come",
-                )
+        while not notice.wait(_POLL_S):
+            now = time.monotonic()
+            came, present, lost = store.server.members()
+            if len(_named(came, "worker")) < job.world_size:
+                if now > deadline:
+                    raise CommError(
+                        given=f"{len(_named(came, 'worker'))} of {job.world_size} workers after {_ARRIVAL_S:g} s",
+                        rule="every worker joins the job: join_world, create_kvstore or a Trainer",
+                        consequence="the scheduler and the servers end",
+                        nearest="the log of a worker that did not come",
+                    )
+                continue
+            idle_since_s = math.inf if _named(present, "worker") else min(idle_since_s, now)
+            # one that was lost may come back, and a server may be slower to start than a short job
+            is_complete = not _named(lost, "worker") and len(_named(came, "server")) >= job.servers
+            if now - idle_since_s > (0 if is_complete else _RETURN_S):
+                break
     store.close()
     return 0
 
 
-def _has_ended(server: StoreServer, num_workers: int) -> bool:
-    """Whether all workers have come and left; one that was lost may come back for a while."""
-    came, present, lost = server.members()
-    if len(_workers(came)) < num_workers or _workers(present):
-        return False
-    return all(time.monotonic() - lost[name] > _RETURN_S for name in _workers(lost))
-
-
-def _workers(names: Iterable[str]) -> set[str]:
-    return {name for name in names if name.startswith("worker ")}
+def _named(names: Iterable[str], kind: str) -> set[str]:
+    return {name for name in names if name.startswith(f"{kind} ")}
 
 
 # --- a server ------------------------------------------------------------------------------------------------------
@@ -101,7 +101,13 @@ def _serve(job: JobSpec) -> int:
             nearest="one process with DMLC_ROLE=server less",
         )
     store.set(SERVER.format(number), f"{host}:{listener.getsockname()[1]}")
-    addresses = server_addresses(job, store=store)
+    try:
+        addresses = server_addresses(job, store=store)
+    except CommError:
+        if store.is_open:
+            raise
+        server_process.say("the job has ended before all of its servers had come")
+        return 0
 
     def end_with_the_scheduler() -> None:
         store.wait_for_end()
