@@ -139,7 +139,7 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_dry_run_of_mpirun_is_a_command_that_does_the_same(tmp_path: Path) -> None:
     arguments = ["--mpirun", "-n", "2", "--env", "CHOSEN=it's", "--dry-run"]
     # one write each: what print writes in parts arrives mixed
-    shown_text = "f'{os.environ[\"OMPI_COMM_WORLD_RANK\"]} {os.environ[\"CHOSEN\"]}\\n'"
+    shown_text = 'f\'{os.environ["OMPI_COMM_WORLD_RANK"]} {os.environ["CHOSEN"]}\\n\''
     (tmp_path / "show.py").write_text(f"import os; os.write(1, {shown_text}.encode())")
     shown = _launch([*arguments, "--", sys.executable, str(tmp_path / "show.py")], AS_ROOT)
     assert shown.returncode == 0, shown.stderr
