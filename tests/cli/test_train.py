@@ -73,7 +73,7 @@ def test_text_output_says_how_it_went_and_what_next(desk: Desk, tmp_path: Path) 
 
 def test_a_finished_run_has_everything_in_its_folder(trained: Path) -> None:
     assert sorted(path.name for path in trained.iterdir()) == [
-        *("checkpoints", "config.toml", "events", "export", "metrics.csv", "plan.json", "report.html"),
+        *("checkpoints", "config.toml", "events", "export", "metrics.csv", "plan.json", "report.html", "run.lock"),
     ]
     assert sorted(path.name for path in (trained / "export").iterdir()) == ["config.json", "model.safetensors"]
     assert (trained / "export/config.json").stat().st_size > 0

@@ -56,7 +56,9 @@ seen("env", json.dumps({
         assert share is None or told["cpus"] == share
         assert (told["omp"], told["mmap"], told["launch"]["threads"]) == ("1", "4294967296", 1)
         assert told["pgid"] is True
-    assert sorted(path.name for path in launched.run_dir.iterdir()) == ["env.0.0", "env.1.0", "launch.json", "logs"]
+    assert sorted(path.name for path in launched.run_dir.iterdir()) == [
+        *("env.0.0", "env.1.0", "launch.json", "launch.lock", "logs"),
+    ]
 
 
 def test_a_user_error_is_never_restarted(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ LOG = logging.getLogger("unisono")
 LEVELS = ("debug", "info", "warning", "error")
 
 _LEVEL = "unisono.log_level"
-_TRUST = "unisono.trust_python"
+_TRUST = "--trust-python"
 
 
 def every_verb(function: F) -> F:
