@@ -247,7 +247,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(tmp_path, monkey
         f"{tmp_path} has 13.2 MiB free, a checkpoint of step 4 takes 12 MiB\n"
         "  rule: 1.2 times its size is free before a checkpoint is begun\n"
         "  so:   step 4 was not saved; earlier checkpoints are untouched\n"
-        "  try:  free 0.00 GiB there, or keep fewer with checkpoint.keep_last"
+        "  try:  free 1.2 MiB there, or keep fewer with checkpoint.keep_last"
     )
     assert list(tmp_path.iterdir()) == []
 
