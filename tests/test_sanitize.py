@@ -53,6 +53,7 @@ def test_secret_names(name: str) -> None:
         "metric_key",
         "tokenizer",
         "num_tokens",
+        "num_experts_per_token",
         "monkey",
         "author",
         "",

@@ -18,7 +18,7 @@ _LEAST_SECRET = 4  # characters: "me" stands in many words
 
 _SECRET_WORD = re.compile(r"secrets?|passw(?:or)?d|passphrase|credentials?|apikey|authorization|cookie|bearer")
 _KEY_OWNER = re.compile(r"api|access|private|secret|auth|encryption|signing|ssh|hmac")
-_VOCABULARY = re.compile(r"eos|bos|pad|unk|sep|cls|mask|start|end|special")
+_VOCABULARY = re.compile(r"eos|bos|pad|unk|sep|cls|mask|start|end|special|per")
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 # The second alternative is a password with one of / ? # in it, which a URL must not have but people type. What follows the
@@ -43,8 +43,8 @@ _CONTROL = re.compile(
 def is_secret(name: str) -> bool:
     """Whether a field, variable or option of this name usually holds a secret.
 
-    ``token`` counts only as the last word and not in a tokenizer's names (``eos_token``). ``key`` counts only after a
-    word such as ``api``. The plural ``tokens`` is a count and no secret.
+    ``token`` counts only as the last word, and not in ``eos_token``, its like and ``per_token``. ``key`` counts only after
+    a word such as ``api``. The plural ``tokens`` is a count and no secret.
     """
     words = [word.lower() for word in _WORDS.findall(name)]
     if not words:

@@ -47,7 +47,7 @@ def test_two_hosts_of_two_ranks_add_up(sshd: Sshd, tmp_path: Path) -> None:
     launched = start_argv([*argv, "--", sys.executable, str(tmp_path / "train.py")], tmp_path / "run", mark, environ)
     out, said = launched.process.communicate(timeout=120)
     assert launched.process.returncode == 0, said
-    assert "launch: 127.0.0.2: Welcome back\n" in said
+    assert "launch: 127.0.0.2: Hello\\x1b[2Jcome back\n" in said
     for rank, host in enumerate(("127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2")):
         line = f'rank {rank}.{rank % 2}.2 on lo: sum 10.0 at 127.0.0.1 it\'s $HOME; "x"\n'
         assert f"[rank {rank} {host}] {line}[rank {rank} {host}] `y` None\n" in _of(out, rank)
@@ -89,7 +89,7 @@ def test_what_another_host_prints_cannot_drive_this_terminal(sshd: Sshd, tmp_pat
         assert lines[:3] == ["\\x1b[31mred\\x1b[0m \\x1b]0;title\\x07\ufffd2Jgone \\u202e\ufffd", "done", " tab"]
     assert r"[rank 1 127.0.0.2] \x1b[2Jfrom standard error" in out.splitlines()
     assert r"launch: ValueError: bad \x1b[8msample" in said.splitlines()
-    assert r"launch: 127.0.0.1: Wel\x1b[2Jcome back" in said.splitlines()
+    assert r"launch: 127.0.0.1: Hello\x1b[2Jcome back" in said.splitlines()
     assert r"launch: 127.0.0.1: \x1b[8ma complaint" in said.splitlines()
     assert not [char for char in out + said if char != "\n" and not char.isprintable()]
     # the log has it as it came, but for bytes that are no text

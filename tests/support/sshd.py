@@ -66,7 +66,7 @@ def serve(folder: Path) -> Iterator[Sshd]:
                 "PidFile none\nStrictModes no\nUsePAM no\nPasswordAuthentication no\nPermitRootLogin yes\nPrintMotd no",
                 # login shells that talk are common, and must not be taken for the agent
                 # or drive this terminal
-                r"ForceCommand printf 'Wel\033[2Jcome back\n'; printf '\033[8ma complaint\n' >&2;"
+                r"ForceCommand printf 'Hello\033[2Jcome back\n'; printf '\033[8ma complaint\n' >&2;"
                 ' eval "$SSH_ORIGINAL_COMMAND"\n',
             ]
         )
