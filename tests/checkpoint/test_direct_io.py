@@ -3,11 +3,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import stat
 
 import numpy as np
 import pytest
 import xxhash
+from modes import FILE, left, mode_of
 
 from unisono.checkpoint import direct_io
 from unisono.checkpoint.host_snapshot import BLOCK_BYTES, PAGE_BYTES
@@ -45,7 +45,7 @@ def test_every_size_arrives_and_halfway_is_about_half(tmp_path, size):
     content, path, seen = aligned(size), tmp_path / "file", []
     write(path, content, lambda: seen.append(path.stat().st_size))
     assert path.read_bytes() == bytes(content)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert mode_of(path) == left(FILE)
     assert len(seen) == 1
     assert size / 2 - PAGE_BYTES <= seen[0] <= size / 2
     assert file_digest(path) == xxhash.xxh3_128_hexdigest(content)

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import os
-import stat
-
 import pytest
+from modes import modes, umask
 from states import make, save_steps
 
 from unisono.checkpoint import folder, list_checkpoints, open_checkpoint, quarantine_after, verify
@@ -135,23 +133,25 @@ def test_going_back_sets_the_later_checkpoints_aside(tmp_path):
     assert "resumed from step 10" in (tmp_path / "quarantine" / "step-00000030" / "reason.txt").read_text()
 
 
-def test_files_and_folders_are_for_their_owner_only(tmp_path):
-    before = os.umask(0)
-    try:
-        save_steps(tmp_path / "run" / "checkpoints", 5)
-    finally:
-        os.umask(before)
-    modes = {
-        path.relative_to(tmp_path).as_posix(): stat.S_IMODE(path.stat().st_mode)
-        for path in (tmp_path / "run" / "checkpoints").rglob("*")
+@pytest.mark.parametrize(("mask", "folder", "file"), [(0, 0o775, 0o664), (0o027, 0o750, 0o640), (0o077, 0o700, 0o600)])
+def test_files_and_folders_follow_the_umask_and_others_never_write(tmp_path, mask, folder, file):
+    with umask(mask):
+        save_steps(tmp_path / "checkpoints", 5)
+        save_steps(tmp_path / "checkpoints", 7)
+        quarantine_after(tmp_path / "checkpoints", 5)
+    assert modes(tmp_path / "checkpoints") == {
+        ".": folder,
+        "step-00000005": folder,
+        "step-00000005/COMMIT": file,
+        "step-00000005/manifest.json": file,
+        "step-00000005/shard-00000-of-00001.safetensors": file,
+        "quarantine": folder,
+        "quarantine/step-00000007": folder,
+        "quarantine/step-00000007/COMMIT": file,
+        "quarantine/step-00000007/manifest.json": file,
+        "quarantine/step-00000007/reason.txt": file,
+        "quarantine/step-00000007/shard-00000-of-00001.safetensors": file,
     }
-    assert modes == {
-        "run/checkpoints/step-00000005": 0o700,
-        "run/checkpoints/step-00000005/COMMIT": 0o600,
-        "run/checkpoints/step-00000005/manifest.json": 0o600,
-        "run/checkpoints/step-00000005/shard-00000-of-00001.safetensors": 0o600,
-    }
-    assert stat.S_IMODE((tmp_path / "run" / "checkpoints").stat().st_mode) == 0o700
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_before_the_run(tmp_path):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from commands import Desk, Outcome, problem
+from modes import FILE, FOLDER, PRIVATE, mode_of, modes, umask
+from PIL import Image
 
 from unisono.errors import ConfigError
 from unisono.storage.address import open_address
@@ -152,8 +152,8 @@ def test_arguments_of_a_launch(desk: Desk, tmp_path: Path) -> None:
     assert record["command"] == [sys.executable, str(script), *kept]
     failure = json.loads((folder / "logs/failure-rank-0.json").read_text())
     assert failure["message"] == "ftp://[redacted]@host and token=[redacted]"
-    for name in ("launch.json", "logs/failure-rank-0.json", "logs/rank-1.attempt-0.log"):
-        assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600, name
+    for name in ("launch.json", "logs/failure-rank-0.json"):
+        assert mode_of(folder / name) == PRIVATE, name
 
 
 @pytest.mark.full
@@ -175,39 +175,73 @@ def config():
     assert leaks(tmp_path / "run") == []
 
 
-def modes(folder: Path) -> Iterator[tuple[str, int]]:
-    for path in (folder, *folder.rglob("*")):
-        yield path.relative_to(folder).as_posix(), stat.S_IMODE(path.lstat().st_mode)
-
-
 @pytest.mark.full
-def test_nothing_of_a_run_can_be_written_by_others(desk: Desk, tmp_path: Path) -> None:
+def test_files_of_a_run_follow_the_umask_and_others_never_write(desk: Desk, tmp_path: Path) -> None:
     run, launch = tmp_path / "above/run", tmp_path / "above/launch"
-    before = os.umask(0)
-    try:
-        train = ["-P", "-m", "unisono", "train", *desk.settings, f"--set=run.dir={run}"]
-        done = desk.process("launch", "-n", "1", "--dir", str(launch), "--", sys.executable, *train)
-    finally:
-        os.umask(before)
-    assert done.code == 0, done.err
-    found = dict(modes(tmp_path / "above"))
-    assert {"run/config.toml", "run/plan.json", "run/export/model.safetensors", "launch/launch.json"} <= set(found)
-    assert {name: oct(mode) for name, mode in found.items() if mode & 0o002} == {}
-    assert {found[name] for name in ("run", "launch", ".")} == {0o775}
-    private = [name for name in found if name.endswith((".jsonl", ".log", "launch.json", "report.html"))]
-    assert len(private) >= 3
-    assert {found[name] for name in private} == {0o600}
+    trackers = '--set=observe.trackers=["csv", "tensorboard"]'
+    with umask(0):
+        train = ["-P", "-m", "unisono", "train", *desk.settings, f"--set=run.dir={run}", trackers]
+        done = desk.process("launch", "-n", "2", "--dir", str(launch), "--", sys.executable, *train)
+        assert done.code == 0, done.err
+        above = tmp_path / "above"
+        table = tmp_path / "table.csv"
+        table.write_text("a,b\n1,x\n2,y\n")
+        for name in ("ant", "bee"):
+            (tmp_path / "album" / name).mkdir(parents=True)
+            Image.new("RGB", (20, 30)).save(tmp_path / "album" / name / "0.jpg")
+        (above / "packed").mkdir(mode=0o775)
+        cache = f"--set=data.cache_dir={above}/cache/data"
+        made = [
+            desk.process("checkpoint", "export", str(run), str(above / "more/export")),
+            desk.process(
+                "checkpoint", "convert", str(next((run / "checkpoints").glob("step-*"))), str(above / "converted")
+            ),
+            desk.process("data", "pack", str(desk.folder / "corpus"), str(above / "packed/text.bin"), "--kind=text"),
+            *(
+                desk.process("data", "pack", "--kind=rows", str(table), str(above / f"packed/rows.{kind}"))
+                for kind in ("mindrecord", "jsonl", "parquet", "tar", "csv")
+            ),
+            desk.process("train", "--debug", *desk.settings, cache, f"--set=run.dir={above}/second"),
+            desk.process("init", str(above / "run.toml")),
+        ]
+    assert [each.err for each in made if each.code] == []
+    found = modes(tmp_path / "above")
+    folders = {
+        path.relative_to(tmp_path / "above").as_posix() for path in (tmp_path / "above").rglob("*") if path.is_dir()
+    }
+    private = {"launch/launch.json"}
+    wrong = {
+        name: oct(mode)
+        for name, mode in found.items()
+        if mode != (FOLDER if name in (".", *folders) else PRIVATE if name in private else FILE)
+    }
+    # a folder of prepared data is its owner's alone to write to, and SQLite makes its own files
+    assert wrong == {"cache/data": "0o755", "packed/rows.mindrecord.db": "0o644"}
+    made_by_each = (
+        "run/config.toml",
+        "run/plan.json",
+        "run/export/",
+        "run/checkpoints/step-",
+        "run/events/",
+        "run/metrics.csv",
+    )
+    made_by_each += ("run/tensorboard/", "run/report.html", "launch/launch.json", "launch/logs/rank-1", "more/export/")
+    made_by_each += (
+        "converted/step-",
+        "packed/text-00000.bin",
+        "packed/rows.mindrecord.db",
+        "cache/data/tokens-",
+        "run.toml",
+    )
+    assert [part for part in made_by_each if not any(name.startswith(part) for name in found)] == []
 
 
 def test_a_run_folder_follows_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
+    with umask(0o027):
         make_folder(tmp_path / "a/b")
         make_folder(tmp_path / "a/c", mode=0o700)
         make_folder(tmp_path / "a/b")
-    finally:
-        os.umask(before)
-    assert dict(modes(tmp_path / "a")) == {".": 0o750, "b": 0o750, "c": 0o700}
+    assert modes(tmp_path / "a") == {".": 0o750, "b": 0o750, "c": 0o700}
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         make_folder(tmp_path / "file")

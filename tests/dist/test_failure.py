@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import stat
 from pathlib import Path
 
 import pytest
+from modes import FOLDER, PRIVATE, left, mode_of
 
 from unisono.dist import JobSpec, read_failure, record_failure
 
@@ -23,7 +23,7 @@ def boom(text: str) -> ValueError:
 def test_round_trip(tmp_path: Path) -> None:
     path = record_failure(tmp_path / "logs", JOB, boom("bad sample 7"), step=12, checkpoint="step-00000010")
     assert path.name == "failure-rank-1.json"
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert (mode_of(path.parent), mode_of(path)) == (left(FOLDER), PRIVATE)
     assert json.loads(path.read_text())["epoch"] == 4  # the stored name
     failure = read_failure(path.parent, 1, 4)
     assert failure is not None

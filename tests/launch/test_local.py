@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 from launching import run, start
 from little_memory import small_memory
+from modes import FILE, left, mode_of
 from procs import command_lines, is_running, listening, marked, wait_until
 
 from unisono.errors import LaunchError
@@ -41,7 +41,7 @@ seen("env", json.dumps({
     assert out == "hello from 0\n"
     log = launched.run_dir / "logs" / "rank-1.attempt-0.log"
     assert log.read_text() == "hello from 1\n"
-    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    assert mode_of(log) == left(FILE)
     record = launched.record()
     assert record["processes"] == 2
     assert record["run_id"] == "test"

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from modes import mode_of, umask
 
 from unisono.errors import ConfigError
 from unisono.observe.events import (
@@ -69,12 +69,12 @@ def test_one_json_line_per_event(tmp_path: Path) -> None:
     assert read["yes"] is True
 
 
-def test_file_and_folder_are_private(tmp_path: Path) -> None:
+def test_file_and_folder_follow_the_umask(tmp_path: Path) -> None:
     path = events_path(tmp_path / "run", 7)
-    open_log(path).close()
+    with umask(0o020):
+        open_log(path).close()
     assert path.name == "rank00007.jsonl"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert (mode_of(path), mode_of(path.parent)) == (0o644, 0o755)
 
 
 def test_non_finite_numbers_by_the_rule(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ import math
 import os
 import re
 import shutil
-import stat
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from modes import FILE, left, mode_of
 from tools import missing
 
 from unisono.errors import DataError
@@ -100,7 +100,7 @@ def charts(page: str) -> dict[str, Any]:
 def test_report_says_what_happened(tmp_path: Path) -> None:
     path = write_report(make_run(tmp_path))
     assert path == tmp_path / "report.html"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert mode_of(path) == left(FILE)
     page = path.read_text()
     text = words(page)
     assert re.search(

@@ -5,13 +5,13 @@ import importlib.util
 import json
 import math
 import os
-import stat
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from modes import FILE, left, mode_of
 
 from unisono.errors import ConfigError, ExtraError
 from unisono.observe.events import Event, EventLog, next_attempt, read_events
@@ -70,7 +70,7 @@ def test_csv_rows_and_growing_columns(tmp_path: Path) -> None:
         "3,step,1,1003.0,1.0,,,\n"
         "4,step,1,1004.0,0.5,,,7\n"
     )
-    assert stat.S_IMODE((tmp_path / "metrics.csv").stat().st_mode) == 0o600
+    assert mode_of(tmp_path / "metrics.csv") == left(FILE)
     assert os.listdir(tmp_path) == ["metrics.csv"]
 
 
@@ -229,7 +229,7 @@ def test_tensorboard_reads_what_was_written_and_restarts_do_not_repeat(tmp_path:
     assert scalars(folder, "perf/step_s") == [(n, 0.5) for n in range(1, 5)]
     files = list(folder.iterdir())
     assert len(files) == 3
-    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    assert {mode_of(path) for path in files} == {left(FILE)}
 
 
 def test_tensorboard_keeps_non_finite_values(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import stat
 
 import pytest
+from modes import FILE, left, mode_of
 
 from unisono.storage.directory import (
     commit_directory,
@@ -55,7 +55,7 @@ def test_without_a_marker_the_rename_decides(tmp_path):
     commit_directory(temporary, final, manifest=("manifest", b"m"), fault=seen.append)
     assert seen == ["before_manifest", "before_rename", "after_commit"]
     assert {path.name: path.read_bytes() for path in final.iterdir()} == {"data": b"bytes", "manifest": b"m"}
-    assert stat.S_IMODE((final / "manifest").stat().st_mode) == 0o600
+    assert mode_of(final / "manifest") == left(FILE)
 
 
 def test_a_name_is_a_number_only_as_it_is_written():

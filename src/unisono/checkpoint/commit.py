@@ -25,7 +25,7 @@ from unisono.checkpoint.shard_assignment import ShardFileLayout, TensorSpecs
 from unisono.errors import CheckpointError, Problem, UnisonoError
 from unisono.observe.run_summary import format_gib
 from unisono.storage.directory import commit_directory
-from unisono.storage.files import os_reason
+from unisono.storage.files import FOLDER_MODE, os_reason
 
 # Free space asked for, as a multiple of the checkpoint's size.
 _HEADROOM = 1.2
@@ -102,7 +102,7 @@ def create_temporary_directory(root: Path, step: int, temporary: Path, need_byte
         )
     if final.exists():
         remove(final)  # renamed but not committed: an earlier attempt died in between
-    temporary.mkdir(mode=0o700)
+    temporary.mkdir(mode=FOLDER_MODE)
 
 
 def commit_checkpoint(temporary: Path, final: Path, *, manifest: Manifest, fault: Callable[[str], None]) -> None:

@@ -30,6 +30,7 @@ from unisono.checkpoint.reader import CheckpointReader, open_checkpoint
 from unisono.checkpoint.safetensors_format import num_bytes
 from unisono.checkpoint.shard_assignment import ShardFileLayout, TensorPiece, lay_out_shard
 from unisono.errors import CheckpointError
+from unisono.storage.files import open_new
 
 
 def convert(source: Path, root: Path, *, files: int, keep_optimizer: bool = True, average: bool = False) -> Path:
@@ -96,7 +97,7 @@ def _chosen(snapshot: CheckpointReader, *, keep_optimizer: bool, average: bool) 
 
 def _write(snapshot: CheckpointReader, names: dict[str, str], layout: ShardFileLayout, path: Path) -> dict[str, Any]:
     running = xxhash.xxh3_128(layout.header)
-    with path.open("xb") as file:
+    with open_new(path) as file:
         file.write(layout.header)
         for piece in layout.pieces:
             for block in _blocks(snapshot, names[piece.name], piece):

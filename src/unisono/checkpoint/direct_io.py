@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from unisono.checkpoint.host_snapshot import PAGE_BYTES
+from unisono.storage.files import FILE_MODE
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -23,7 +24,7 @@ def write_blocks(path: Path, blocks: Iterable[memoryview], size: int, *, halfway
     ``halfway`` is called with about half of the bytes written. Raises OSError; a partial file may then remain.
     """
     # O_DIRECT only after opening: a file system without it would create the file and then refuse it
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
     try:
         _set_direct(fd, True)
         half = size // 2 // PAGE_BYTES * PAGE_BYTES

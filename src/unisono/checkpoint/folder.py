@@ -11,7 +11,6 @@ Only rank 0 moves or deletes. ``unisono.storage.directory`` has the rules for na
 from __future__ import annotations
 
 import math
-import os
 import re
 import secrets
 import shutil
@@ -34,7 +33,7 @@ from unisono.storage.directory import (
     remove_directory,
     subdirectories,
 )
-from unisono.storage.files import os_reason
+from unisono.storage.files import open_new, os_reason
 
 _PREFIX = "step"
 _LEFTOVER = re.compile(r"step-\d{8,18}\.(tmp-\d+|trash(-\d+)?)", re.ASCII)
@@ -85,7 +84,7 @@ def is_committed(path: Path) -> bool:
 def open_root(root: Path) -> None:
     """Create ``root`` if needed and check that it can be written. Raises CheckpointError if not."""
     try:
-        make_folder(root, mode=0o700)
+        make_folder(root)
         if root.is_symlink() or not root.is_dir():
             raise CheckpointError(
                 given=f"{root} is {'a link' if root.is_symlink() else 'no directory'}",
@@ -94,7 +93,7 @@ def open_root(root: Path) -> None:
                 nearest="remove it, or choose another run.dir (which may itself be a link)",
             )
         probe = root / f".probe-{secrets.token_hex(8)}"
-        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600))
+        open_new(probe).close()
         probe.unlink()
     except OSError as error:
         raise CheckpointError(

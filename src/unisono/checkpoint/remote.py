@@ -29,7 +29,7 @@ from unisono.errors import CheckpointError, UnisonoError
 from unisono.sanitize import without_credentials_of
 from unisono.storage.address import failure_text, is_within, local_path, open_address, public_cause
 from unisono.storage.directory import commit_directory, quarantine_directory
-from unisono.storage.files import create_file
+from unisono.storage.files import FOLDER_MODE, create_file, open_new
 
 _FINAL_ATTEMPTS: Final = 3  # of each checkpoint at the end of a run
 _PAUSE_S: Final = 1.0  # before the second of them, doubled before each further one
@@ -122,9 +122,10 @@ class RemoteCheckpoints:
             shutil.rmtree(temporary)
         if final.exists():
             remove(final)  # never committed: a process died while it wrote it
-        temporary.mkdir(mode=0o700)
+        temporary.mkdir(mode=FOLDER_MODE)
         try:
             for name in decode(data).files:
+                open_new(temporary / name).close()  # with our permissions, and no link
                 with _missing_is_damage():
                     self._files.get_file(f"{source}/{name}", str(temporary / name))
                 with (temporary / name).open("rb") as file:

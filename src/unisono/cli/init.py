@@ -10,6 +10,7 @@ import click
 from unisono.cli.common import every_verb, print_result
 from unisono.config import starter
 from unisono.errors import ConfigError
+from unisono.storage.files import open_new
 from unisono.tasks.starters import TASKS, task_starter
 from unisono.train.config import RunConfig
 
@@ -58,8 +59,8 @@ def command(path: str | None, as_python: bool, task: str | None, as_json: bool) 
     else:
         text = task_starter(task, target.name) if task else starter(RunConfig)
     try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with open_new(target) as file:
+            file.write(text.encode())
     except FileExistsError:
         raise ConfigError(
             given=f"init {target}",

@@ -28,6 +28,7 @@ from unisono.errors import REQUEUE, USER_ERROR, CommError, ConfigError, LaunchEr
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import with_strategy_file
 from unisono.storage import directory
+from unisono.storage.files import open_new
 from unisono.train.config import RunConfig
 
 
@@ -184,7 +185,7 @@ def make_folder(run_dir: Path) -> list[Path]:
         directory.make_folder(run_dir)
         # ranks of several hosts create it at the same time, and in containers each may be process 1
         probe = run_dir / f".writable-{secrets.token_hex(8)}"
-        probe.touch()
+        open_new(probe).close()
         probe.unlink()
     except OSError as error:
         _remove_folders(new_folders)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from unisono.config.toml_file import config_problem
 from unisono.errors import Problem
+from unisono.storage.directory import make_folder
 from unisono.storage.ownership import foreign_reason
 
 RUN_FILE = "config.toml"  # in the folder of a run: its configuration
@@ -24,7 +25,7 @@ def record_python(path: Path, digest: str, environ: Mapping[str, str]) -> None:
     """Record that the user runs this Python file; ``digest`` is that of its content. Does nothing where no state can be kept."""
     with suppress(OSError):
         folder = _records(environ)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder, mode=0o700)
         (folder / _record(path, digest)).touch(mode=0o600)
 
 

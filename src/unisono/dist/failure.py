@@ -17,7 +17,7 @@ from typing import Any
 from unisono.dist.jobspec import JobSpec
 from unisono.sanitize import redact_text
 from unisono.storage.directory import make_folder
-from unisono.storage.files import write_atomically
+from unisono.storage.files import PRIVATE_MODE, write_atomically
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,9 +139,9 @@ def record_failure(
         script_s=script_s,
         checkpoint=checkpoint,
     )
-    make_folder(folder, mode=0o700)
+    make_folder(folder)
     path = folder / f"failure-rank-{job.rank}.json"
-    write_atomically(path, json.dumps(failure.to_json(), indent=1).encode() + b"\n", mode=0o600)
+    write_atomically(path, json.dumps(failure.to_json(), indent=1).encode() + b"\n", mode=PRIVATE_MODE)
     return path
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from unisono.dist.jobspec import JobSpec
 from unisono.errors import LaunchError
+from unisono.storage.directory import make_folder
 
 SECRET_BYTES = 32
 
@@ -125,7 +126,7 @@ def _from_file(path: Path) -> bytes:
 
 def _own(path: Path) -> bytes:
     if not os.path.lexists(path):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(path.parent, mode=0o700)
         _make(path)
     if path.parent.stat().st_mode & 0o022:
         mode = stat.S_IMODE(path.parent.stat().st_mode)

@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -32,7 +32,8 @@ from unisono.interop.bert import bert_config, bert_tensors
 from unisono.interop.exported_tensor import ExportedTensor
 from unisono.models.bert import BERT
 from unisono.models.gpt import GPT
-from unisono.storage.files import opener
+from unisono.storage.directory import make_folder
+from unisono.storage.files import FOLDER_MODE, opener, write_atomically
 
 _WEIGHTS, _CONFIG, _GENERATION = "model.safetensors", "config.json", "generation_config.json"
 _INDEX = "model.safetensors.index.json"
@@ -87,8 +88,10 @@ def export(
     _refuse_other_contents(target, folder)
     partial: Path | None = None
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        make_folder(target.parent)
+        unfinished.mkdir(mode=FOLDER_MODE)
+        partial = unfinished
         write_weights(model, partial, read=read, max_shard_bytes=max_shard_bytes)
         for name, content in _configs(model, max_length, end_of_document).items():
             if name == _CONFIG and task and task.get("classes"):
@@ -266,13 +269,13 @@ def _plain(value: Any) -> Any:
 def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
     """Copy a tokenizer.json, under whatever name, and the other files of its folder; or those of a folder."""
     if not tokenizer.is_dir():
-        shutil.copyfile(tokenizer, folder / _TOKENIZER)
+        write_atomically(folder / _TOKENIZER, tokenizer.read_bytes())
         if tokenizer.name != _TOKENIZER:
             return  # the other files of its folder are of another tokenizer
     source = tokenizer if tokenizer.is_dir() else tokenizer.parent
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+            write_atomically(folder / name, (source / name).read_bytes())
 
 
 def _adapter_names(model: nn.Module) -> list[ExportedTensor]:

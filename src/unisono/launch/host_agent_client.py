@@ -30,7 +30,7 @@ from unisono.launch.forwarded_env import require_names
 from unisono.launch.hostfile import Host
 from unisono.launch.workers import WorkerProcess, open_log
 from unisono.sanitize import printable
-from unisono.storage.files import write_atomically
+from unisono.storage.files import PRIVATE_MODE, write_atomically
 
 # the longest wait for an answer; starting Python on the host takes seconds
 _ANSWER_S = 60.0
@@ -298,7 +298,9 @@ class HostAgentClient:
 
     def _save_failure(self, failure: Failure, age_s: float) -> None:
         record = replace(failure, at_monotonic_s=time.monotonic() - age_s).to_json()
-        write_atomically(self._failures / f"failure-rank-{failure.rank}.json", json.dumps(record).encode(), mode=0o600)
+        write_atomically(
+            self._failures / f"failure-rank-{failure.rank}.json", json.dumps(record).encode(), mode=PRIVATE_MODE
+        )
 
     def _unreachable(self, reason: str) -> LaunchError:
         self.cut()

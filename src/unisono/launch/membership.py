@@ -8,7 +8,6 @@ joined/     one file for each rank that has joined
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from unisono.errors import LaunchError, Problem
 from unisono.launch.workers import unwritable
-from unisono.storage.files import write_atomically
+from unisono.storage.files import PRIVATE_MODE, open_new, write_atomically
 
 _FACTS, _SECRET, _JOINED = "join.json", "secret", "joined"
 
@@ -49,9 +48,7 @@ def open_to_workers(
         for claim in (folder / _JOINED).glob("rank-*"):
             claim.unlink()
         (folder / _JOINED).mkdir(mode=0o700, exist_ok=True)
-        with os.fdopen(
-            os.open(folder / _SECRET, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb"
-        ) as file:
+        with open_new(folder / _SECRET, mode=PRIVATE_MODE) as file:
             file.write(secret)
         write_atomically(folder / _FACTS, json.dumps(asdict(facts)).encode() + b"\n")
     except OSError as error:

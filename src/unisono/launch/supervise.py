@@ -35,7 +35,7 @@ from unisono.launch.options import LaunchOptions
 from unisono.launch.workers import WorkerProcess, unwritable
 from unisono.sanitize import printable, redact, redact_text
 from unisono.storage.directory import make_folder
-from unisono.storage.files import write_atomically
+from unisono.storage.files import PRIVATE_MODE, write_atomically
 from unisono.storage.folder_lock import FolderLock
 
 _POLL_S = 0.05
@@ -88,7 +88,7 @@ def supervise(start: Start, options: LaunchOptions, *, run_dir: Path, record: Ma
 def make_folders(run_dir: Path) -> None:
     """Create the run's folder and its logs folder. Raises LaunchError if they cannot be created."""
     try:
-        make_folder(run_dir / "logs", mode=0o700)
+        make_folder(run_dir / "logs")
     except OSError as error:
         raise LaunchError(unwritable(run_dir, error)) from error
 
@@ -357,7 +357,7 @@ def _next_attempt(run_dir: Path) -> int:
 def write_record(run_dir: Path, record: Mapping[str, Any], number: int, history: Sequence[Attempt]) -> None:
     """Replace ``launch.json`` atomically; ``number`` is the current attempt. Its owner alone reads it; it has no secrets."""
     content = {**record, "attempt": number, "attempts": [attempt.record() for attempt in history]}
-    write_atomically(run_dir / "launch.json", json.dumps(redact(content), indent=1).encode() + b"\n", mode=0o600)
+    write_atomically(run_dir / "launch.json", json.dumps(redact(content), indent=1).encode() + b"\n", mode=PRIVATE_MODE)
 
 
 def print_message(text: str) -> None:

@@ -27,6 +27,7 @@ from unisono.dist.secret import secret_descriptor
 from unisono.errors import LaunchError, Problem
 from unisono.launch import reaper
 from unisono.launch.resources import ResourceShare
+from unisono.storage.files import open_new
 
 _PR_SET_PDEATHSIG = 1
 
@@ -216,9 +217,9 @@ def _foreign(name: str) -> bool:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """A new log file that only its owner can read; never through a link, never over an existing file. Raises LaunchError."""
+    """A new log file; never through a link, never over an existing file. Raises LaunchError."""
     try:
-        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb")
+        return open_new(path)
     except OSError as error:
         raise LaunchError(unwritable(path, error)) from error
 

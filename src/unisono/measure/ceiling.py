@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
+from unisono.storage.directory import make_folder
 from unisono.storage.files import write_atomically
 
 if TYPE_CHECKING:
@@ -210,6 +211,6 @@ def _read_cache(cache: Path | None) -> dict[str, Any]:
 def _write_cache(cache: Path, key: str, result: dict[str, float]) -> None:
     """Add one entry; the file is replaced atomically."""
     with contextlib.suppress(OSError):
-        cache.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(cache.parent)
         entries = _read_cache(cache) | {key: result}
         write_atomically(cache, json.dumps(entries, indent=1, sort_keys=True).encode(), mode=0o600)

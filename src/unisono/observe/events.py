@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, Final, cast
 from unisono.errors import ConfigError
 from unisono.sanitize import is_secret, redact
 from unisono.storage.directory import make_folder
+from unisono.storage.files import FILE_MODE
 from unisono.storage.folder_lock import FolderLock
 from unisono.storage.limits import MAX_EVENT_BYTES, decode_json
 
@@ -184,12 +185,12 @@ class EventLog:
 
 
 def _open_for_append(path: Path) -> tuple[int, bool]:
-    """Return an append descriptor of a regular file with mode 0600, and whether its last line lacks a newline."""
+    """Return an append descriptor of a regular file, and whether its last line lacks a newline."""
     nofollow = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking: opening a FIFO must not hang
     try:
-        make_folder(path.parent, mode=0o700)
+        make_folder(path.parent)
         try:
-            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | nofollow, 0o600), False
+            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | nofollow, FILE_MODE), False
         except FileExistsError:
             fd = os.open(path, os.O_RDWR | os.O_APPEND | nofollow)
     except OSError as error:

@@ -107,7 +107,7 @@ def write_report(run_dir: Path) -> Path:
         )
     page = render(history, _other_ranks(run_dir))
     target = run_dir / "report.html"
-    write_atomically(target, page.encode(), mode=0o600)
+    write_atomically(target, page.encode())
     return target
 
 

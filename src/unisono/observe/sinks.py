@@ -28,7 +28,7 @@ from unisono.errors import ConfigError, missing_extra, nearest_name
 from unisono.observe.events import SERIES, Event, EventLog, RewindFilter, number
 from unisono.observe.options import BUILT_IN_SINKS, SINK_GROUP
 from unisono.storage.directory import make_folder
-from unisono.storage.files import new_file
+from unisono.storage.files import new_file, open_new
 
 _NOT_SERIES: Final = frozenset({"t", "m", "rank", "attempt", "step", "steps_total", "epochs_total", "eta_s"})
 _QUEUE_LIMIT: Final = 10_000
@@ -171,7 +171,7 @@ class CsvSink:
         self._columns: list[str] = list(self._FIXED)
         self._seen: set[str] = set()  # field names seen before: the common row needs no search for new columns
         self._last_step = -1
-        make_folder(path.parent, mode=0o700)
+        make_folder(path.parent)
         if path.exists() and path.stat().st_size > 0:
             self._drop_torn_row()
             self._read_existing()
@@ -213,7 +213,7 @@ class CsvSink:
         self._fd = self._open()
 
     def _replace(self, rows: Iterable[Mapping[str, str]]) -> None:
-        with new_file(self._path, mode=0o600) as file:
+        with new_file(self._path) as file:
             text = io.TextIOWrapper(file, encoding="utf-8", newline="")
             writer = csv.DictWriter(text, self._columns, restval="", lineterminator="\n")
             writer.writeheader()
@@ -272,7 +272,7 @@ class TensorBoardSink:
     name = "tensorboard"
 
     def __init__(self, folder: Path) -> None:
-        make_folder(folder, mode=0o700)
+        make_folder(folder)
         records: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
         self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
@@ -280,8 +280,7 @@ class TensorBoardSink:
         self._continues = bool(earlier)
         self._rewind = RewindFilter()
         path = folder / f"events.out.tfevents.{_later_second(earlier):010d}.{socket.gethostname()}.{os.getpid()}"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        self._writer = records.RecordWriter(os.fdopen(fd, "wb"))
+        self._writer = records.RecordWriter(open_new(path))
         self._put(self._events.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, event: Event) -> None:

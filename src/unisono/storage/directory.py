@@ -20,20 +20,20 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from unisono.storage.files import create_file, sync_folder
+from unisono.storage.files import FOLDER_MODE, create_file, sync_folder
 
 QUARANTINE = "quarantine"
 REASON = "reason.txt"
 
 
-def make_folder(folder: Path, *, mode: int = 0o775) -> None:
+def make_folder(folder: Path, *, mode: int = FOLDER_MODE) -> None:
     """Create a folder with the permissions ``mode`` less the umask, and those above it likewise; none for others to write.
 
     A folder that exists is left as it is. Raises OSError, also where the name is that of a file.
     """
     for path in reversed(folder.parents):
         if not os.path.lexists(path):
-            path.mkdir(mode=0o775, exist_ok=True)  # another rank may make it at the same time
+            path.mkdir(mode=FOLDER_MODE, exist_ok=True)  # another rank may make it at the same time
     folder.mkdir(mode=mode, exist_ok=True)
 
 
@@ -118,7 +118,7 @@ def quarantine_directory(path: Path, reason: str) -> Path:
     Raises OSError if it cannot be moved.
     """
     folder = path.parent / QUARANTINE
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
     if folder.is_symlink():
         raise NotADirectoryError(errno.ENOTDIR, "is a link", str(folder))
     target = _unused(folder / path.name, ".")

@@ -1,4 +1,4 @@
-"""Files that are complete or absent, also after a crash."""
+"""Files that are complete or absent, also after a crash, and that others cannot write to."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ import secrets
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import xxhash
+
+# Permissions of new files and folders before the umask, which decides who reads them; others may never write to them.
+FILE_MODE: Final = 0o664
+FOLDER_MODE: Final = 0o775
+PRIVATE_MODE: Final = 0o600  # of files with arguments or secrets
 
 _READ_BYTES = 1 << 20
 
@@ -34,7 +39,7 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def open_new(path: Path, *, mode: int = 0o664, buffering: int = -1) -> IO[Any]:
+def open_new(path: Path, *, mode: int = FILE_MODE, buffering: int = -1) -> IO[Any]:
     """Open a new binary file for writing. Raises FileExistsError, also for a link; ``mode`` is before the umask."""
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, mode)
     return open(fd, "wb", buffering=buffering)
@@ -42,11 +47,11 @@ def open_new(path: Path, *, mode: int = 0o664, buffering: int = -1) -> IO[Any]:
 
 def opener(path: str, flags: int) -> int:
     """For ``open(path, "wb", opener=opener)``: a new file has the permissions that the umask leaves, but others cannot write."""
-    return os.open(path, flags | os.O_CLOEXEC, 0o664)
+    return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
 
 
 @contextmanager
-def new_file(path: Path, *, mode: int = 0o664) -> Generator[IO[Any]]:
+def new_file(path: Path, *, mode: int = FILE_MODE) -> Generator[IO[Any]]:
     """Open a binary file under a temporary name; when the block ends normally it is synced and renamed to ``path``.
 
     ``mode`` are the permissions of the new file, before the umask; others may never write to it by default.
@@ -63,7 +68,7 @@ def new_file(path: Path, *, mode: int = 0o664) -> Generator[IO[Any]]:
     sync_folder(path.parent)
 
 
-def write_atomically(path: Path, *parts: Any, mode: int = 0o664) -> None:
+def write_atomically(path: Path, *parts: Any, mode: int = FILE_MODE) -> None:
     """Write the parts (bytes-like) so that ``path`` holds either its old content or all of the new."""
     with new_file(path, mode=mode) as file:
         for part in parts:
@@ -71,8 +76,8 @@ def write_atomically(path: Path, *parts: Any, mode: int = 0o664) -> None:
 
 
 def create_file(path: Path, data: bytes) -> None:
-    """Write and sync a new file that only its owner can read. Raises FileExistsError, also for a link."""
-    with open_new(path, mode=0o600) as file:
+    """Write and sync a new file. Raises FileExistsError, also for a link."""
+    with open_new(path) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -81,7 +86,8 @@ def create_file(path: Path, data: bytes) -> None:
 @contextmanager
 def file_lock(path: Path) -> Generator[bool]:
     """Hold an exclusive lock on ``path``; yields False if the file system has no locks. The lock ends with the process."""
-    with path.open("ab") as file:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+    with open(fd, "rb+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             exclusive = True

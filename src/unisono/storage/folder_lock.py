@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from unisono.errors import ConfigError
+from unisono.storage.files import FILE_MODE
 
 _HEARTBEAT_S: Final = 10.0
 _STALE_S: Final = 60.0  # a holder without a lock of the file system and without a heartbeat for so long has ended
@@ -42,7 +43,7 @@ class FolderLock:
 
     def __init__(self, path: Path, *, work: str, nearest: str) -> None:
         self._stop = threading.Event()
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         try:
             has_locks = self._try_lock()
             record = _record(self._fd)

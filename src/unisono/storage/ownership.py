@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 from unisono.errors import DataError
+from unisono.storage.directory import make_folder
 
 
 def foreign_reason(path: Path) -> str:
@@ -38,7 +39,7 @@ def make_own_folder(path: Path, *, mode: int = 0o755) -> None:
         DataError: Another user of the host can have written into it; so they can into one with the sticky bit.
         OSError: It cannot be created.
     """
-    path.mkdir(mode=mode, parents=True, exist_ok=True)  # no matter the umask, others cannot write to it
+    make_folder(path, mode=mode)
     reason = foreign_reason(path)
     if not reason and (found := stat.S_IMODE(path.stat().st_mode)) & stat.S_IWOTH:
         reason = f"{path} can be written by others (mode {found:o})"

@@ -26,6 +26,7 @@ from unisono.data.loading.worker_process import pickle_builder
 from unisono.data.options import LoaderOptions, default_cache_dir
 from unisono.dist.notebook import in_notebook
 from unisono.errors import DataError
+from unisono.storage.directory import make_folder
 from unisono.storage.files import write_atomically
 
 _WINDOW_STEPS, _WINDOW_S = 8, 0.5  # a window has at least this many steps and seconds
@@ -188,7 +189,7 @@ def _remembered(path: Path) -> WorkerSetting | None:
 
 def _remember(path: Path, setting: WorkerSetting) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_atomically(path, msgspec.json.encode(asdict(setting)))
     except OSError:  # a read-only home: the next run tunes again
         return

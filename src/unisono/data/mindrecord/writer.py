@@ -32,7 +32,7 @@ from unisono.data.mindrecord.header import (
 from unisono.data.mindrecord.index import index_path, scan_rows, write_index
 from unisono.data.mindrecord.row_encoder import Kind, RowEncoder
 from unisono.errors import DataError, Problem
-from unisono.storage.files import sync_folder
+from unisono.storage.files import FILE_MODE, sync_folder
 
 _MIN_HEADER_BYTES: Final = 16 << 10
 _MIN_PAGE_BYTES: Final = 32 << 10
@@ -204,7 +204,7 @@ class _ShardWriter:
         self.path, self.temporary = path, temporary
         self._head, self._head_bytes = head, head_bytes
         self._page_entry_bytes = _page_entry_bytes(head.page_size)
-        self._handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o664)
+        self._handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         self._pages: list[PageEntry] = []
         self._raw: _PageWriter | None = None
         self._blob: _PageWriter | None = None

@@ -117,7 +117,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 def _sparse(path: Path, size: int) -> int:
     """Open a sparse file of ``size`` bytes."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     if os.fstat(handle).st_size != size:
         os.ftruncate(handle, size)
     return handle

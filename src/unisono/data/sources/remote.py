@@ -17,7 +17,7 @@ from unisono.data.recordio.remote_file import is_url
 from unisono.errors import DataError, UnisonoError
 from unisono.sanitize import without_credentials
 from unisono.storage.address import failure_text, open_address, public_cause
-from unisono.storage.files import file_lock, os_reason, sync_folder
+from unisono.storage.files import file_lock, open_new, os_reason, sync_folder
 from unisono.storage.ownership import make_own_folder
 
 _LOG: Final = logging.getLogger("unisono.data")
@@ -150,6 +150,7 @@ def _download(filesystem: Any, name: str, target: Path) -> None:
     size = int(filesystem.info(name)["size"])
     temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     try:
+        open_new(temporary).close()  # with our permissions, and no link
         for attempt in range(1, _ATTEMPTS + 1):
             _LOG.info("%s is copied to %s", without_credentials(name), target)
             filesystem.get_file(name, str(temporary))

@@ -52,7 +52,7 @@ from unisono.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from unisono.errors import DataError
 from unisono.sanitize import without_credentials
 from unisono.storage.directory import commit_directory
-from unisono.storage.files import file_lock, write_atomically
+from unisono.storage.files import FOLDER_MODE, file_lock, write_atomically
 from unisono.storage.limits import decode_json, read_json
 from unisono.storage.ownership import make_own_folder
 
@@ -243,7 +243,7 @@ def _build(folder: Path, inputs: _Inputs, exclusive: bool) -> None:
     ``exclusive``: no other process writes it, so the finished shards of an interrupted build remain for the next call.
     """
     temporary = folder.with_name(f"{folder.name}.part" if exclusive else f"{folder.name}.tmp-{secrets.token_hex(4)}")
-    temporary.mkdir(exist_ok=exclusive)
+    temporary.mkdir(mode=FOLDER_MODE, exist_ok=exclusive)
     try:
         paths, skipped = _write_shards(temporary, inputs)
         if skipped and not inputs.corpus.skip_undecodable:

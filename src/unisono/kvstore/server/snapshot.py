@@ -53,7 +53,7 @@ class ServerSnapshot:
 
 
 def write_snapshot(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], *, after: int) -> int:
-    """Write a snapshot, readable by its user only, and delete all but the newest two; returns its number.
+    """Write a snapshot, in a folder of its user only, and delete all but the newest two; returns its number.
 
     ``after``: the newest snapshot that this server knows, 0 for none. Raises CommError where there is a newer one:
     another server has taken this one's place, and this one's state is out of date. OSError where the disk fails.
@@ -67,7 +67,6 @@ def write_snapshot(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str,
     final = folder / numbered_name(_PREFIX, after + 1)
     temporary = final.with_suffix(".tmp")
     temporary.mkdir(mode=0o700)
-    (temporary / _TENSORS).touch(mode=0o600)
     save_file(dict(tensors), temporary / _TENSORS)
     with (temporary / _TENSORS).open("rb") as file:
         os.fsync(file.fileno())

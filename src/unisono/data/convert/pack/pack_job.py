@@ -31,7 +31,8 @@ import xxhash
 from unisono.data.convert.formats.table import unwritable_error
 from unisono.data.convert.table_files import files_of
 from unisono.errors import DataError
-from unisono.storage.files import file_digest, sync_folder, write_atomically
+from unisono.storage.directory import make_folder
+from unisono.storage.files import FOLDER_MODE, file_digest, opener, sync_folder, write_atomically
 from unisono.storage.ownership import foreign_reason
 
 UNSPLIT: Final = "all"  # the series of inputs without a split
@@ -363,7 +364,7 @@ class PartialTarget:
                 folder = self.folder / f"{series.name}-{len(done):05d}"
                 if folder.exists():
                     shutil.rmtree(folder)
-                folder.mkdir()
+                folder.mkdir(mode=FOLDER_MODE)
                 inputs = chain(() if first is None else (first,), outcomes)
                 start = done[-1].stop if done else 0
                 journal = ShardJournal(start=start, stop=start, records=0, empty=0, bad=[], files={})
@@ -455,14 +456,14 @@ def open_partial_target(folder: Path, job: bytes) -> Generator[PartialTarget]:
 
     Raises DataError while another process has it open, and for a folder that another user can have written or that no job made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     if folder.is_symlink():
         raise _foreign_folder(folder, "it is a link")
     if reason := foreign_reason(folder):
         raise _foreign_folder(folder, reason)
     if any(entry.name != "lock" for entry in folder.iterdir()) and not _JOB.fullmatch(_content(folder / "job.json")):
         raise _foreign_folder(folder, "it has no job.json of a packing job")
-    with (folder / "lock").open("ab") as lock:
+    with open(folder / "lock", "ab", opener=opener) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
