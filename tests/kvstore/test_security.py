@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import os
@@ -29,82 +28,6 @@ from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.connection import Connection, Endpoint
 from unisono.kvstore.wire.frame import PEER_LIMITS, VERSION, Frame, Op, json_frame
-
-SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
-# what runs code that comes as data, or hands a text to a shell
-BANNED_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"}
-BANNED_NAMES = {"eval", "exec", "compile", "__import__"}
-BANNED_ATTRIBUTES = {
-    ("yaml", "load"),
-    ("yaml", "unsafe_load"),
-    ("os", "system"),
-    ("os", "popen"),
-}
-# torch's collectives of objects, which pickle, under whatever name its module goes
-OBJECT_COLLECTIVES = {
-    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
-    *("send_object_list", "recv_object_list"),
-}
-ALLOWED = {
-    "data/loading/worker_process.py",  # pickle of a data set, to a child of our own: docs/adr/0005
-    "config/python_file.py",  # runs a configuration that its user wrote in Python and named: no data
-}
-
-
-def unsafe(tree: ast.AST) -> list[str]:
-    """What a module uses that it should not, with lines."""
-    found: list[str] = []
-    for node in ast.walk(tree):
-        names: list[str] = []
-        match node:
-            case ast.Import():
-                names = [each.name for each in node.names if each.name.partition(".")[0] in BANNED_MODULES]
-            case ast.ImportFrom() if found_names := OBJECT_COLLECTIVES & {each.name for each in node.names}:
-                names = sorted(found_names)
-            case ast.ImportFrom() if (node.module or "").partition(".")[0] in BANNED_MODULES:
-                names = [str(node.module)]
-            case ast.Call(func=ast.Name(id=name)) if name in BANNED_NAMES:
-                names = [name]
-            case ast.Attribute(value=ast.Name(id=owner), attr=name) if (owner, name) in BANNED_ATTRIBUTES:
-                names = [f"{owner}.{name}"]
-            case ast.Attribute(attr=name) | ast.Name(id=name) if name in OBJECT_COLLECTIVES:
-                names = [name]
-            case ast.keyword(arg="shell", value=value) if not (isinstance(value, ast.Constant) and not value.value):
-                names = ["shell="]
-            case ast.keyword(arg="weights_only" | "allow_pickle" as arg, value=ast.Constant(value=value)):
-                names = [f"{arg}={value}"] if value is (arg == "allow_pickle") else []
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load")):
-                names = [] if any(each.arg == "weights_only" for each in node.keywords) else ["torch.load"]
-            case _:
-                pass
-        found += [f"{name} in line {getattr(node, 'lineno', '?')}" for name in names]
-    return found
-
-
-def test_no_source_runs_what_comes_as_data() -> None:
-    assert len(SOURCES) > 100
-    found = {str(path).rpartition("unisono/")[2]: unsafe(ast.parse(path.read_text())) for path in SOURCES}
-    assert {name for name, uses in found.items() if uses} == ALLOWED, {n: u for n, u in found.items() if u}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import pickle",
-        "from marshal import loads",
-        "eval(x)",
-        "yaml.load(x)",
-        "subprocess.run(x, shell=True)",
-        "torch.load(x)",
-        "torch.load(x, weights_only=False)",
-        "np.load(x, allow_pickle=True)",
-        "dist.broadcast_object_list(x)",
-        "torch.distributed.all_gather_object(x, y)",
-        "from torch.distributed import scatter_object_list as s",
-    ],
-)
-def test_the_search_for_it_finds_it(text: str) -> None:
-    assert unsafe(ast.parse(text))
 
 
 @pytest.fixture(scope="module")
