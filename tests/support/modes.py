@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,17 @@ def umask(mask: int) -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+@contextmanager
+def public_folder() -> Iterator[Path]:
+    """A folder that other users reach, unlike pytest's; only this one can write to it. It goes with the block."""
+    folder = Path(tempfile.mkdtemp(prefix="unisono-test-"))
+    folder.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 def left(mode: int) -> int:

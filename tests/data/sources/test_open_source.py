@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import secrets
+import shutil
 import sys
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec.implementations.zip
 import numpy as np
 import pytest
+from modes import FILE, mode_of, umask
 from source_files import write_arrow_folder, write_tar
 
 from unisono.data import Loader, LoaderOptions, TokenWriter
@@ -21,6 +27,7 @@ from unisono.data.loading.sample_cache import cached
 from unisono.data.mindrecord import MindRecordWriter
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
 from unisono.data.sources import open_source
+from unisono.data.sources.remote import local_copies
 from unisono.errors import DataError, ExtraError
 
 ORDER = np.array([4, 0, 2, 4])
@@ -328,6 +335,70 @@ def test_no_file_of_an_archive_is_written_outside_of_the_cache_folder(
     assert problem.given.endswith(name.rpartition("/")[2] + "'")
     assert problem.rule == "files are copied below one folder, so their names are relative and do not lead out of it"
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("folder", ["", "t", "t/0.csv"])
+def test_a_bomb_in_an_archive_is_not_copied(tmp_path: Path, folder: str) -> None:
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(1 if folder.endswith("csv") else 40):
+            archive.writestr(f"t/{number}.csv", bytes(40 << 20 if folder.endswith("csv") else 1 << 20))
+    url = f"zip://{folder}::{tmp_path}/bomb.zip"
+    with pytest.raises(DataError) as caught:
+        open_source(url, cache_dir=tmp_path / "cache")
+    (problem,) = caught.value.problems
+    assert re.fullmatch(r".* [\d,]+ compressed bytes, which are 41,943,040 bytes unpacked", problem.given)
+    assert problem.rule == "a file of an archive expands 200 times at most, or to 16 MiB"
+    assert problem.consequence == "nothing was copied"
+    assert [path for path in tmp_path.rglob("*") if path.suffix == ".csv" or ".tmp-" in path.name] == []
+
+
+def test_files_larger_than_the_disk_are_not_copied(tmp_path: Path) -> None:
+    memory: Any = fsspec.filesystem("memory")
+    for number in range(3):
+        memory.pipe(f"/large/{number}.csv", b"x,y\n1,2\n")
+    free, info = shutil.disk_usage(tmp_path).free, type(memory).info
+
+    def says(self: Any, path: str, **more: Any) -> dict[str, Any]:  # each fits, and all of them do not
+        facts = info(self, path, **more)
+        return facts | ({"size": free // 2} if facts["type"] == "file" and "/large/" in path else {})
+
+    with mock.patch.object(type(memory), "info", says), pytest.raises(DataError, match="bytes free") as caught:
+        open_source("memory://large", cache_dir=tmp_path / "cache")
+    assert "files behind a URL are copied into a folder with room for them" in str(caught.value)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_copy_is_complete_or_absent_follows_no_link_and_overwrites_nothing(tmp_path: Path) -> None:
+    memory: Any = fsspec.filesystem("memory")
+    memory.pipe("/copied/a.csv", b"x,y\n1,2\n")
+    cache, victim = tmp_path / "cache", tmp_path / "victim"
+    victim.write_text("mine")
+    get, seen = type(memory).get_file, []
+
+    def cut(self: Any, path: str, target: str, **more: Any) -> None:
+        get(self, path, target, **more)
+        seen.append(mode_of(Path(target)))
+        os.truncate(target, 3)
+
+    with (
+        umask(0),
+        mock.patch.object(type(memory), "get_file", cut),
+        pytest.raises(DataError, match="3 of 8 bytes arrived"),
+    ):
+        local_copies("memory://copied/a.csv", cache)
+    assert seen == [FILE] * 3
+    assert [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"] == []
+    (copy,) = local_copies("memory://copied/a.csv", cache)
+    assert copy.read_bytes() == b"x,y\n1,2\n"
+    copy.write_bytes(b"x,y\n5,6\n")  # the copy is there: it is not fetched over it again
+    assert local_copies("memory://copied/a.csv", cache) == [copy]
+    assert copy.read_bytes() == b"x,y\n5,6\n"
+    copy.unlink()
+    with mock.patch.object(secrets, "token_hex", return_value="0" * 8):  # even where a name is foreseen
+        (copy.parent / f".{copy.name}.tmp-{'0' * 8}").symlink_to(victim)
+        with pytest.raises(DataError, match="EEXIST"):
+            local_copies("memory://copied/a.csv", cache)
+    assert victim.read_text() == "mine"
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import posixpath
 import secrets
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +20,7 @@ from unisono.errors import DataError, UnisonoError
 from unisono.sanitize import without_credentials
 from unisono.storage.address import failure_text, open_address, public_cause
 from unisono.storage.files import file_lock, open_new, os_reason, sync_folder
+from unisono.storage.limits import MAX_EXPANSION, MAX_FREE_BYTES
 from unisono.storage.ownership import make_own_folder
 
 _LOG: Final = logging.getLogger("unisono.data")
@@ -66,7 +69,10 @@ def local_copies(url: str, cache: Path) -> list[Path]:
             names = sorted(filesystem.find(path))
             base = f"{path.rstrip('/')}/" if path.strip("/") else filesystem.root_marker
             copies = [(name, _relative(name, base, url)) for name in names]
-            folder = cache / f"remote-{_digest(filesystem, names)}"
+            facts = _facts(filesystem, names)
+            folder = cache / f"remote-{_digest(filesystem, facts)}"
+            missing = [facts[name] for name, relative in copies if not (folder / relative).exists()]
+            _check_sizes(url, missing, cache)
             for name, relative in copies:
                 _copy(filesystem, name, cache, folder / relative)
             return [folder] if names else []
@@ -120,7 +126,11 @@ def _relative(name: str, base: str, url: str) -> str:
 def _copy(filesystem: Any, name: str, cache: Path, target: Path | None = None) -> Path:
     """Copy one file, and the indexes beside it where it is copied alone; returns the copy."""
     if target is None:
-        target = cache / f"remote-{_digest(filesystem, [name])}" / _relative(name.rsplit("/", 1)[-1], "", name)
+        target = (
+            cache
+            / f"remote-{_digest(filesystem, _facts(filesystem, [name]))}"
+            / _relative(name.rsplit("/", 1)[-1], "", name)
+        )
         stem = name.rsplit(".", 1)[0]
         for beside in (name + ".db", *(stem + suffix for suffix in _SIDECARS)):
             if beside != name and filesystem.exists(beside):
@@ -147,7 +157,9 @@ def _copy(filesystem: Any, name: str, cache: Path, target: Path | None = None) -
 
 def _download(filesystem: Any, name: str, target: Path) -> None:
     """Fetch the file to its place, complete or not at all; a copy of another length is tried again."""
-    size = int(filesystem.info(name)["size"])
+    facts: dict[str, Any] = filesystem.info(name)
+    _check_sizes(without_credentials(name), [facts], target.parent)
+    size = int(facts["size"])
     temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     try:
         open_new(temporary).close()  # with our permissions, and no link
@@ -164,10 +176,37 @@ def _download(filesystem: Any, name: str, target: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _digest(filesystem: Any, names: list[str]) -> str:
+def _check_sizes(what: str, files: Sequence[Mapping[str, Any]], cache: Path) -> None:
+    """Refuse files that fill the disk, or that an archive has compressed as no real data can be. ``files`` are fsspec's facts."""
+    size = sum(int(facts["size"]) for facts in files)
+    folder = next(path for path in (cache, *cache.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    packed = [facts["compress_size"] for facts in files if "compress_size" in facts]
+    most = MAX_FREE_BYTES + MAX_EXPANSION * sum(packed)
+    if packed and size > most:
+        raise DataError(
+            given=f"{what}: {sum(packed):,} compressed bytes, which are {size:,} bytes unpacked",
+            rule=f"a file of an archive expands {MAX_EXPANSION} times at most, or to {MAX_FREE_BYTES >> 20} MiB",
+            consequence="nothing was copied",
+            nearest="unpack the archive by hand, if this is its real content",
+        )
+    if size > free:
+        raise DataError(
+            given=f"{what}: {size:,} bytes, and {folder} has {free:,} bytes free",
+            rule="files behind a URL are copied into a folder with room for them",
+            consequence="nothing was copied",
+            nearest="data.cache_dir with another folder, or room there",
+        )
+
+
+def _facts(filesystem: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What the filesystem says of each file."""
+    return {name: filesystem.info(name) for name in names}
+
+
+def _digest(filesystem: Any, facts: Mapping[str, Mapping[str, Any]]) -> str:
     marks: list[Any] = []
-    for name in names:
-        info: dict[str, Any] = filesystem.info(name)
+    for name, info in facts.items():
         content = info.get("ETag") or info.get("md5Hash") or info.get("crc32c") or info.get("CRC")
         times = [str(info[key]) for key in ("LastModified", "mtime", "modificationTime", "created") if key in info]
         marks.append((type(filesystem).__name__, name, info["size"], content or times))

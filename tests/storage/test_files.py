@@ -1,0 +1,105 @@
+"""New files under hostile names: links that are planted, also while a file is written."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from intruder import as_another_user
+from modes import modes, public_folder, umask, writable_by_others
+
+from unisono.storage.files import create_file, file_lock, new_file, open_new, opener, write_atomically
+
+CONTENT = b"ours" * 1000
+
+
+def with_opener(path: Path) -> None:
+    with open(path, "xb", opener=opener) as file:
+        file.write(CONTENT)
+
+
+def locked(path: Path) -> None:
+    with file_lock(path):
+        pass
+
+
+def opened(path: Path) -> None:
+    with open_new(path) as file:
+        file.write(CONTENT)
+
+
+WRITERS: list[Callable[[Path], object]] = [
+    lambda path: write_atomically(path, CONTENT),
+    lambda path: create_file(path, CONTENT),
+    opened,
+    with_opener,
+    locked,
+]
+
+
+@pytest.mark.parametrize("number", range(len(WRITERS)))
+@pytest.mark.parametrize("there", [True, False])
+def test_a_planted_link_is_not_followed(tmp_path: Path, number: int, there: bool) -> None:
+    victim = tmp_path / "victim"
+    if there:
+        victim.write_text("mine")
+    (tmp_path / "new").symlink_to(victim)
+    with suppress(OSError):
+        WRITERS[number](tmp_path / "new")
+    assert victim.exists() == there
+    assert not there or victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("number", range(len(WRITERS)))
+def test_under_no_umask_others_write_to_nothing(tmp_path: Path, number: int) -> None:
+    (tmp_path / "folder").mkdir(mode=0o755)
+    with umask(0):
+        WRITERS[number](tmp_path / "folder/new")
+    assert modes(tmp_path / "folder")["new"] == 0o664
+    assert writable_by_others(tmp_path / "folder") == {}
+
+
+def plants(folder: str, victim: str, seconds: float) -> int:
+    """Puts links to ``victim`` in the place of every file of a folder that anybody can write to, as fast as it can."""
+    until, planted = time.monotonic() + seconds, 0
+    while time.monotonic() < until:
+        for name in {*os.listdir(folder), "new", "new.tmp"}:
+            with suppress(OSError):
+                os.symlink(victim, f"{folder}/link")
+                os.rename(f"{folder}/link", f"{folder}/{name}")
+                planted += 1
+    return planted
+
+
+def test_links_that_another_user_plants_while_a_file_is_written_lead_nowhere() -> None:
+    with public_folder() as folder:
+        under_attack(folder / "victim", folder / "open")
+
+
+def under_attack(victim: Path, shared: Path) -> None:
+    victim.write_text("mine")
+    shared.mkdir()
+    shared.chmod(0o777)  # without the sticky bit: the kernel protects nothing here
+    written, planted = 0, []
+    attack = threading.Thread(target=lambda: planted.append(as_another_user(plants, str(shared), str(victim), 1.5)))
+    attack.start()
+    while attack.is_alive():
+        with suppress(OSError):
+            with new_file(shared / "new") as file:
+                for _ in range(4):
+                    file.write(CONTENT)
+                    file.flush()
+                    time.sleep(0.0005)
+            written += 1
+        for write in WRITERS:
+            with suppress(OSError):
+                write(shared / "new")
+    attack.join()
+    assert victim.read_text() == "mine"
+    assert written > 5
+    assert planted[0] > 50
