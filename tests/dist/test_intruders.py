@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from intruder import as_another_user, connect, drip, hold, junk, late_hello, take_a_place_in_gloo, until_closed
+from modes import public_folder
 from procs import listening, wait_until
 
 from unisono.dist import JobSpec, World, join_world, rendezvous, store_server
@@ -108,17 +109,17 @@ def test_an_intruder_is_no_rank_and_hears_nothing(pool: Any, attack: str) -> Non
 
 def test_the_secret_of_a_users_ranks_is_not_an_intruders(tmp_path: Path) -> None:
     job = JobSpec(world_size=2, local_world=2, source="torchrun")
-    environ = {"HOME": str(tmp_path)}
-    assert rendezvous.job_secret(job, environ) == (tmp_path / ".config/unisono/secret").read_bytes()
-    tmp_path.chmod(0o755)
-
-    def read() -> str:
-        return (tmp_path / ".config/unisono/secret").read_text()
-
-    if os.geteuid() == 0:
-        assert as_another_user(read).startswith("failed: PermissionError")
-    # several hosts need not have one home
-    assert rendezvous.job_secret(replace(job, local_world=1), environ) is None
+    with public_folder() as home:
+        environ = {"HOME": str(home)}
+        secret = home / ".config/unisono/secret"
+        assert rendezvous.job_secret(job, environ) == secret.read_bytes()
+        if os.geteuid() == 0:
+            assert as_another_user(lambda: os.listdir(home)) == [".config"]  # as far as she is let
+            assert as_another_user(lambda: len(secret.read_bytes())).startswith("failed: PermissionError")
+            secret.parent.chmod(0o755)
+            assert as_another_user(lambda: len(secret.read_bytes())).startswith("failed: PermissionError")
+        # several hosts need not have one home
+        assert rendezvous.job_secret(replace(job, local_world=1), environ) is None
     (tmp_path / "file").touch()
     assert rendezvous.job_secret(job, {"HOME": str(tmp_path / "file")}) is None
 

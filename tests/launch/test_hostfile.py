@@ -149,7 +149,12 @@ def test_only_what_is_named_travels_and_never_a_credential() -> None:
             "UNISONO_SECRET_FILE": "c",
             "UNISONO_RANK": "1",
         },
-        **{"UNISONO_TRACKER_TOKEN": "c"},
+        **{
+            "UNISONO_TRACKER_TOKEN": "c",
+            "NCCL_PASSPHRASE": "c",
+            "OMP_AUTHORIZATION": "c",
+            "UNISONO_SESSION_COOKIE": "c",
+        },
     }
     assert forwarded(environ, {"CHOSEN": "y"}) == {
         **{

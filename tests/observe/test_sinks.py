@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from modes import FILE, left, mode_of
+from procs import listening
 
 from unisono.errors import ConfigError, ExtraError
 from unisono.observe.events import Event, EventLog, next_attempt, read_events
@@ -230,6 +231,15 @@ def test_tensorboard_reads_what_was_written_and_restarts_do_not_repeat(tmp_path:
     files = list(folder.iterdir())
     assert len(files) == 3
     assert {mode_of(path) for path in files} == {left(FILE)}
+
+
+def test_trackers_open_no_port(tmp_path: Path) -> None:
+    before = listening(os.getpid())
+    with open_log(tmp_path / "events.jsonl") as log, Trackers(log, ["csv", "tensorboard"], tmp_path):
+        log.emit("step", step=1, **{"train/loss": 1.0})
+        assert listening(os.getpid()) == before
+    assert (tmp_path / "metrics.csv").stat().st_size > 40
+    assert scalars(tmp_path / "tensorboard", "train/loss") == [(1, 1.0)]
 
 
 def test_tensorboard_keeps_non_finite_values(tmp_path: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+import tempfile
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from modes import mode_of, umask
 from plan_edit import changed
 from torch import nn
 
@@ -166,6 +171,41 @@ def test_regional_compile_compiles_one_block_once(recompute: str, named: tuple[s
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for name, gradient in gradients(gpt()).items():
         torch.testing.assert_close(compiled[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("mode", [0o777, 0o1777, "of another user"])
+def test_compiled_code_is_not_loaded_from_a_folder_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | str, named: bool
+) -> None:
+    name = "folder" if named else f"torchinductor_{getpass.getuser()}"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if named:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / name))
+    (tmp_path / name).mkdir()
+    if isinstance(mode, int):
+        (tmp_path / name).chmod(mode)
+    elif os.geteuid() != 0:
+        pytest.skip("a folder of another user needs root: it was not tried")
+    else:
+        os.chown(tmp_path / name, 65534, 65534)
+    said = "belongs to the user nobody" if isinstance(mode, str) else f"can be written by others (mode {mode:o})"
+    with pytest.raises(PlanError) as caught:
+        parallelize(plan(compile="regional"), gpt())
+    assert str(caught.value) == (
+        f"torch's folder of compiled code, which is not this user's alone: {tmp_path / name} {said}\n"
+        "  rule: compiled code is loaded only from a folder that this user or root alone can have written\n"
+        "  so:   nothing was compiled, and nothing was loaded from it\n"
+        "  try:  TORCHINDUCTOR_CACHE_DIR with a folder of your own, or plan.compile=off"
+    )
+
+
+def test_a_new_folder_of_compiled_code_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new"))
+    with umask(0):
+        parallelize(plan(compile="regional"), gpt())
+    assert mode_of(tmp_path / "new") == 0o700
 
 
 def test_a_choice_that_would_act_on_nothing_is_an_error() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from unisono.dist.jobspec import OWN_VARIABLES
 from unisono.errors import LaunchError, Problem
+from unisono.sanitize import is_secret
 
 _NAMES = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "GLIBC_TUNABLES"}
 _PREFIXES = ("UNISONO_", "NCCL_", "GLOO_", "OMP_", "MKL_", "MALLOC_")
@@ -33,7 +34,7 @@ def forwarded(environ: Mapping[str, str], extra: Mapping[str, str]) -> dict[str,
         for name, value in environ.items()
         if (name in _NAMES or name.startswith(_PREFIXES))
         and _NAME.fullmatch(name)
-        and not _CREDENTIAL.fullmatch(name)
+        and not _is_credential(name)
         and name not in _PLACES
     }
     return chosen | dict(extra)
@@ -47,7 +48,7 @@ def parse_settings(settings: Sequence[str], environ: Mapping[str, str]) -> dict[
         name, separator, value = text.partition("=")
         if not _NAME.fullmatch(name):
             problems.append(_wrong(name, _NAME_RULE, "--env NAME=VALUE"))
-        elif _CREDENTIAL.fullmatch(name):
+        elif _is_credential(name):
             problems.append(
                 _wrong(name, "credentials are never forwarded", "a file on every host that its owner alone reads")
             )
@@ -75,6 +76,10 @@ def require_names(names: Iterable[str]) -> list[str]:
             nearest="a name such as MY_VARIABLE",
         )
     return names
+
+
+def _is_credential(name: str) -> bool:
+    return _CREDENTIAL.fullmatch(name) is not None or is_secret(name)
 
 
 def _wrong(name: str, rule: str, nearest: str) -> Problem:

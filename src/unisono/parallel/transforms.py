@@ -6,9 +6,11 @@ A transform gets the model that the transforms before it in ``TRANSFORMS`` left;
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,8 @@ from unisono.parallel.tensor.tensor_parallel import apply_tensor_parallel
 from unisono.parallel.tensor.tp_validation import resolve_rules
 from unisono.plan.pipeline_schedule import stage_index
 from unisono.plan.plan import Plan
+from unisono.storage.files import os_reason
+from unisono.storage.ownership import shared_folder_reason
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -211,8 +215,27 @@ def _compile(parallel: ParallelModel, _dims: ParallelDims | None) -> None:
     plan, arguments = parallel.plan, dict[str, Any](dynamic=False)
     if plan.mesh.device != "cpu":
         arguments["mode"] = "max-autotune" if plan.backend.autotune else "reduce-overhead"  # both use device graphs
+    _check_compile_folder()
     for module in parallel.blocks if plan.backend.compile == "regional" else [parallel.model]:
         module.compile(**arguments)
+
+
+def _check_compile_folder() -> None:
+    """Refuse torch's folder of compiled code if another user can have written into it: by default its name in /tmp is known."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
+
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
+    try:
+        reason = shared_folder_reason(folder, mode=0o700)
+    except OSError as error:
+        reason = f"{folder} cannot be made ({os_reason(error)})"
+    if reason:
+        raise PlanError(
+            given=f"torch's folder of compiled code, which is not this user's alone: {reason}",
+            rule="compiled code is loaded only from a folder that this user or root alone can have written",
+            consequence="nothing was compiled, and nothing was loaded from it",
+            nearest="TORCHINDUCTOR_CACHE_DIR with a folder of your own, or plan.compile=off",
+        )
 
 
 def _check_compile(model: nn.Module, plan: Plan) -> None:

@@ -32,6 +32,18 @@ def foreign_reason(path: Path) -> str:
     return ""
 
 
+def shared_folder_reason(path: Path, *, mode: int) -> str:
+    """Create a folder with ``mode``, unless it is there; why another user can have written into it, empty if none can.
+
+    One with the sticky bit is shared too. Raises OSError if it cannot be created.
+    """
+    make_folder(path, mode=mode)
+    reason = foreign_reason(path)
+    if not reason and (found := stat.S_IMODE(path.stat().st_mode)) & stat.S_IWOTH:
+        reason = f"{path} can be written by others (mode {found:o})"
+    return reason
+
+
 def make_own_folder(path: Path, *, mode: int = 0o755) -> None:
     """Create a folder of copies and prepared data, unless it is there.
 
@@ -39,11 +51,7 @@ def make_own_folder(path: Path, *, mode: int = 0o755) -> None:
         DataError: Another user of the host can have written into it; so they can into one with the sticky bit.
         OSError: It cannot be created.
     """
-    make_folder(path, mode=mode)
-    reason = foreign_reason(path)
-    if not reason and (found := stat.S_IMODE(path.stat().st_mode)) & stat.S_IWOTH:
-        reason = f"{path} can be written by others (mode {found:o})"
-    if reason:
+    if reason := shared_folder_reason(path, mode=mode):
         raise DataError(
             given=f"a folder of prepared data that is not this user's alone: {reason}",
             rule="prepared data and copies are read only from a folder that this user or root alone can have written",
