@@ -9,7 +9,7 @@ FULL_PROCESSES ?= 2
 # Tests start hundreds of processes, which would each compile what is not kept compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs test test-full check lock dist bench tables clean
+.PHONY: demo docs test test-full fuzz check lock dist bench tables clean
 
 # LOCK=locks/cpu.txt installs exactly those files, each compared with its hash (docs/security.md).
 ifdef LOCK
@@ -42,6 +42,12 @@ test: $(BIN)/.dev
 # BUDGET_S=1200: starts nothing that cannot end within 1200 s, and says what it did not reach (tests/support/budget.py).
 test-full: $(BIN)/.dev
 	$(BIN)/python -m pytest -q -n $(FULL_PROCESSES) --dist load --maxschedchunk=1 -m "full or peer" $(if $(BUDGET_S),--budget-s '$(BUDGET_S)')
+
+# Mutated files of every format, COUNT of each; the seeds are of the commit.
+COUNT ?= 1000
+SEED ?= $(shell printf '%d' 0x$$(git rev-parse --short=7 HEAD))
+fuzz: $(BIN)/.dev
+	$(BIN)/python tests/support/fuzz_run.py all $(SEED) $(COUNT)
 
 check: $(BIN)/.dev
 	$(BIN)/ruff check .
