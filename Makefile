@@ -9,15 +9,26 @@ FULL_PROCESSES ?= 2
 # Tests start hundreds of processes, which would each compile what is not kept compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs test test-full check bench tables clean
+.PHONY: demo docs test test-full fuzz check lock dist bench tables clean
 
-$(BIN)/.base: pyproject.toml constraints.txt
+# LOCK=locks/cpu.txt installs exactly those files, each compared with its hash (docs/security.md).
+ifdef LOCK
+REQUIREMENTS = --require-hashes -r $(LOCK)
+PROJECT = --no-deps --no-build-isolation -e .
+else
+REQUIREMENTS = -c constraints.txt -e .
+DEV_REQUIREMENTS = -c constraints.txt -e '.[dev]'
+endif
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+$(BIN)/.base: pyproject.toml constraints.txt $(LOCK)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(PIP) $(REQUIREMENTS)
+	$(if $(PROJECT),$(PIP) $(PROJECT))
 	touch $@
 
 $(BIN)/.dev: $(BIN)/.base
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(if $(PROJECT),,$(PIP) $(DEV_REQUIREMENTS))
 	touch $@
 
 # 75 means: stopped by a signal with everything saved; the next `make demo` goes on.
@@ -32,6 +43,12 @@ test: $(BIN)/.dev
 test-full: $(BIN)/.dev
 	$(BIN)/python -m pytest -q -n $(FULL_PROCESSES) --dist load --maxschedchunk=1 -m "full or peer" $(if $(BUDGET_S),--budget-s '$(BUDGET_S)')
 
+# Mutated files of every format, COUNT of each; the seeds are of the commit.
+COUNT ?= 1000
+SEED ?= $(shell printf '%d' 0x$$(git rev-parse --short=7 HEAD))
+fuzz: $(BIN)/.dev
+	$(BIN)/python tests/support/fuzz_run.py all $(SEED) $(COUNT)
+
 check: $(BIN)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,6 +56,20 @@ check: $(BIN)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/codespell --skip docs/_build src tests docs examples benchmarks README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/python tests/support/size.py
+	$(BIN)/python tests/support/audit.py locks/cuda.txt
+
+# The lock files of the newest releases that pyproject.toml and constraints.txt allow.
+lock: $(BIN)/.dev
+	$(BIN)/uv pip compile --quiet --upgrade pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
+	  -c constraints.txt --custom-compile-command "make lock" -o locks/cuda.txt
+	$(BIN)/python tests/support/locks.py
+
+# The wheel and the source distribution, the same bytes each time, and the list of what the lock installs (CycloneDX).
+dist: $(BIN)/.dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/cyclonedx-py requirements locks/cpu.txt --pyproject pyproject.toml --mc-type library --output-reproducible \
+	  --of JSON -o dist/sbom.cdx.json
 
 # the pages and the reference, all built anew (what sphinx keeps hides warnings); no network, every warning is an error
 docs: $(BIN)/.dev

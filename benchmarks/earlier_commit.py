@@ -1,4 +1,4 @@
-"""An earlier commit of unisono against this checkout: start-up, steps, loader, push and pull. Prints JSON.
+"""An earlier commit of unisono against this checkout: start-up, steps, loader, records, push and pull. Prints JSON.
 
     python -m benchmarks.earlier_commit --before FOLDER [--rounds 9] [--slices 60] [--only step]
 
@@ -75,6 +75,41 @@ with TokenWriter(Path("."), "part", vocab_size=256, end_of_document=255) as writ
         writer.add(np.arange(5000) % 255, np.ones(5000))
 dataset = TokenWindows(open_tokens(writer.paths), seq_len=1024)
 """
+RECORDIO = """
+import time
+import numpy as np
+from unisono.data.recordio import RecordFile, RecordWriter
+with RecordWriter("a.rec") as writer:
+    for _ in range(20_000):
+        writer.write(bytes(1000))
+def read():
+    file = RecordFile("a.rec")
+    for number in numbers:
+        file.read(number)
+"""
+MINDRECORD = """
+import time
+import numpy as np
+from unisono.data.mindrecord import MindRecordFile, MindRecordWriter
+with MindRecordWriter("a.mindrecord", {"n": "int64", "data": "bytes"}) as writer:
+    for number in range(20_000):
+        writer.write({"n": number, "data": bytes(1000)})
+def read():
+    file = MindRecordFile("a.mindrecord")
+    for number in numbers:
+        file.read(number)
+"""
+PASSES = """
+numbers = np.random.default_rng(0).permutation(20_000).tolist()
+with open("times", "w", buffering=1) as times:
+    while True:
+        read()
+        times.write(f"{time.monotonic()}\\n")
+"""
+RECORDS = {
+    "20,000 RecordIO records of 1,000 bytes, opened and read in random order": RECORDIO,
+    "20,000 MindRecord rows of 1,000 bytes, opened and read in random order": MINDRECORD,
+}
 LOOP = """
 option = "num_workers" if hasattr(LoaderOptions(), "num_workers") else "workers"
 options = LoaderOptions(**{option: int(sys.argv[1]), "worker_kind": "thread"})
@@ -268,19 +303,30 @@ def loader(before: Path, slices: int) -> Ratios:
     return {name: in_slices(name, program, before, slices) for name, program in programs.items()}
 
 
+def records(before: Path, slices: int) -> Ratios:
+    """Time of opening a file and reading all of its records, by format."""
+    programs = {
+        name: Program(arguments=["-c", script + PASSES], times=_written_times) for name, script in RECORDS.items()
+    }
+    return {name: in_slices(name, program, before, slices) for name, program in programs.items()}
+
+
 def main() -> None:
     """Print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--before", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--rounds", type=int, default=9, help="of processes")
     parser.add_argument("--slices", type=int, default=60, help="of each checkout")
-    parser.add_argument("--only", choices=("start", "step", "loader", "push and pull"), help="one of the measurements")
+    parser.add_argument(
+        "--only", choices=("start", "step", "loader", "records", "push and pull"), help="one of the measurements"
+    )
     arguments = parser.parse_args()
     before: Path = arguments.before.resolve()
     measurements: Mapping[str, Callable[[], Ratios]] = {
         "start": lambda: by_process(start, before, 3 * arguments.rounds),
         "step": lambda: step(before, arguments.slices),
         "loader": lambda: loader(before, arguments.slices),
+        "records": lambda: records(before, arguments.slices),
         "push and pull": lambda: by_process(push_pull, before, arguments.rounds),
     }
     commit = ["git", "rev-parse", "--short=12", "HEAD"]

@@ -223,3 +223,19 @@ def test_debug_inside_a_job_is_refused(desk: Desk, tmp_path: Path, monkeypatch: 
         "  try:  start it outside the job, or leave --debug out\n"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_an_error_in_the_runs_own_file_is_said_when_another_configuration_is_given(desk: Desk, mine: Path) -> None:
+    own = mine / "config.toml"
+    other = mine.parent / "other.toml"
+    other.write_text(own.read_text())
+    own.write_text(text := own.read_text() + "\n[train.extra]\nlearning_rat = 1\n")
+    done = desk.here("train", "--debug", str(other), f"--set=run.dir={mine}", "--set=train.steps=5")
+    assert done.code == 2
+    assert "config.toml:" in done.err
+    assert "unknown section train.extra" in done.err
+    assert own.read_text() == text
+    own.write_text("a = = b")
+    done = desk.here("train", "--debug", str(other), f"--set=run.dir={mine}", "--set=train.steps=5")
+    assert done.code == 2
+    assert "config.toml" in done.err

@@ -23,6 +23,7 @@ from procs import wait_until
 
 from unisono.errors import CommError
 from unisono.kvstore.server.membership import LEASE_S
+from unisono.kvstore.server.snapshot import latest_snapshot_number
 
 NOTICED_S = 6.0  # a killed worker keeps others no longer than this
 SMALL = 8192  # bytes of a chunk, so that each server has some of each key
@@ -260,6 +261,9 @@ def test_a_lost_push_is_said_though_nobody_waited_for_its_answer(
         client.set_optimizer(recipe(table()))
         client.init(table())
         client.snapshot()
+        # a server writes its first one on its own; if that came after the push, nothing would be lost
+        folders = [servers.snapshots / f"server-{server}" for server in (0, 1)]
+        wait_until(lambda: all(latest_snapshot_number(each) >= 2 for each in folders), "both snapshots")
         refused = client.push({"count": torch.full((3000,), torch.nan)}, batch_shard=3 if batch_shard else None)
         assert refused.wait().refused
         pushed = client.push(gradients(1), batch_shard=batch_shard)

@@ -42,3 +42,15 @@ def test_a_line_without_end_is_cut_off(tmp_path: Path, monkeypatch: pytest.Monke
         assert given == "n1 has no agent of this launch over ssh: no answer within 3 s"
         assert len(said) > 1
     assert client.lost
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "{half"])
+def test_a_line_that_is_no_json_ends_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    (tmp_path / "said").write_text(f'{{"event": "hello"}}\n{line}\n')
+    command = ["sh", "-c", 'cat "$0"; exec sleep 60', str(tmp_path / "said")]
+    monkeypatch.setattr(host_agent_client, "agent_command", lambda host: command)
+    client = HostAgentClient(Host(name="n1", slots=1), tmp_path, io.StringIO(), lambda text: None)
+    with pytest.raises(LaunchError) as caught:
+        client.open({}, {}, None)
+    assert "n1 has no agent of this launch over ssh: it sent a line that is no JSON (" in caught.value.problems[0].given
+    assert client.lost

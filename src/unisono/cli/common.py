@@ -144,9 +144,25 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str], *, is_shown:
     if train.epochs and origin.startswith(("--set", "env ")):
         problem = two_lengths(train.steps, train.epochs)
         raise ConfigError(replace(problem, given=f"{origin}: train.steps: {problem.given}"))
+    if files and not is_shown:
+        _require_readable(Path(resolved.value.run.dir) / RUN_FILE)
     announce("the configuration", resolved.renamed)
     LOG.info("configuration %s from %s", resolved.hash, run_file or ", ".join(files) or "defaults")
     return resolved
+
+
+def _require_readable(run_file: Path) -> None:
+    """Raise ConfigError for an error in a run's own file. The start replaces that file, and somebody may have edited it.
+
+    A file with a Python base is left alone, because that code would have to run.
+    """
+    if not run_file.is_file() or _is_of_script(run_file):
+        return
+    base: object = None
+    with suppress(OSError, ValueError):  # reported below
+        base = tomllib.loads(run_file.read_text()).get(BASE)
+    if not str(base).endswith(".py"):
+        load_config(RunConfig, [run_file])
 
 
 def _load(

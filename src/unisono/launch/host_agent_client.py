@@ -31,6 +31,7 @@ from unisono.launch.hostfile import Host
 from unisono.launch.workers import WorkerProcess, open_log
 from unisono.sanitize import printable
 from unisono.storage.files import PRIVATE_MODE, write_atomically
+from unisono.storage.limits import decode_json
 
 # the longest wait for an answer; starting Python on the host takes seconds
 _ANSWER_S = 60.0
@@ -193,7 +194,13 @@ class HostAgentClient:
                 self._say(f"{self.host.name}: {_terminal_text(line.decode(errors='replace'))}")
                 continue
             self._greeted = True
-            self._dispatch(json.loads(line))
+            try:
+                message = decode_json(line)
+            except ValueError as error:
+                self._process.kill()
+                self._mark_lost(f"it sent a line that is no JSON ({error})")
+                return
+            self._dispatch(message)
 
     def pump_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Pump until ``condition`` holds; whether it held within ``timeout_s`` seconds."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from unisono.errors import LaunchError, Problem
 from unisono.launch.workers import unwritable
 from unisono.storage.files import PRIVATE_MODE, open_new, write_atomically
+from unisono.storage.limits import read_json
 
 _FACTS, _SECRET, _JOINED = "join.json", "secret", "joined"
 
@@ -63,7 +64,7 @@ def open_to_workers(
 def read_membership(folder: Path) -> Membership:
     """The job of ``folder``. Raises LaunchError where none runs that workers may join."""
     try:
-        facts = json.loads((folder / _FACTS).read_text())
+        facts = read_json(folder / _FACTS)
         servers = tuple(map(str, facts["server_addresses"]))
         return Membership(
             folder=str(folder.absolute()),

@@ -50,7 +50,9 @@ class LaunchOptions:
         applies_with="plan.sync = dist_async",
     )
     max_restarts: int = option(3, "Restarts from the newest checkpoint after a crash.", ge=0)
-    timeout_s: float = option(300.0, "Seconds a rank waits for its peers in one collective.", gt=0)
+    timeout_s: float = option(
+        300.0, "Seconds a rank waits for its peers in one collective; at the start of a job at least 60.", gt=0
+    )
     grace_s: float = option(30.0, "Seconds a stopped run gets to save and end before it is killed.", ge=0)
 
 

@@ -37,6 +37,7 @@ from unisono.sanitize import printable, redact, redact_text
 from unisono.storage.directory import make_folder
 from unisono.storage.files import PRIVATE_MODE, write_atomically
 from unisono.storage.folder_lock import FolderLock
+from unisono.storage.limits import read_json
 
 _POLL_S = 0.05
 # a failing rank ends its peers' collectives: time for peers to report that themselves, then time to end on SIGTERM
@@ -347,7 +348,7 @@ def _next_attempt(run_dir: Path) -> int:
     names = [path.name for path in (run_dir / "logs").iterdir()]
     used = [int(match.group(1)) for name in names if (match := re.search(r"\.attempt-([0-9]+)\.", name))]
     try:
-        used.append(int(json.loads((run_dir / "launch.json").read_text())["attempt"]))
+        used.append(int(read_json(run_dir / "launch.json")["attempt"]))
     except (OSError, ValueError, KeyError, TypeError):
         # no earlier launch, or a record of something else: the logs alone decide
         return max(used, default=-1) + 1

@@ -28,6 +28,7 @@ from unisono.dist.notebook import in_notebook
 from unisono.errors import DataError
 from unisono.storage.directory import make_folder
 from unisono.storage.files import write_atomically
+from unisono.storage.limits import read_json
 
 _WINDOW_STEPS, _WINDOW_S = 8, 0.5  # a window has at least this many steps and seconds
 _SETTLING_STEPS = 3  # not counted after a change: batches built before it are still arriving
@@ -182,8 +183,8 @@ def _memory_path(builder: BatchBuilder, limit: int) -> Path:
 
 def _remembered(path: Path) -> WorkerSetting | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=WorkerSetting)
-    except (OSError, msgspec.DecodeError):  # never tuned, or by another version
+        return read_json(path, msgspec.json.Decoder(WorkerSetting).decode)
+    except (OSError, ValueError):  # never tuned, or by another version
         return None
 
 

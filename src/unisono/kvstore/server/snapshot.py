@@ -87,7 +87,7 @@ def read_newest_snapshot(folder: Path) -> ServerSnapshot | None:
     for number, path in reversed(_committed(folder).items()):
         try:
             facts, tensors = _read(path)
-        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+        except (OSError, KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
             reason = f"{path.name}: {error}"
             quarantine_directory(path, reason)
             set_aside.append(reason)

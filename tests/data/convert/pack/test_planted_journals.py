@@ -104,3 +104,8 @@ def test_a_folder_that_no_job_made_keeps_its_files(album: Path, tmp_path: Path) 
     (part / "thesis.txt").write_text("mine")
     assert again(album, part) == "it has no job.json of a packing job"
     assert (part / "thesis.txt").read_text() == "mine"
+
+
+def test_nested_lists_are_no_plan(album: Path, interrupted: Path, tmp_path: Path) -> None:
+    (interrupted / "ending.json").write_text("[" * 1_000_000)
+    assert pack_images(album, tmp_path / "b.rec", pack=PackOptions(shards=3)).num_records == 30

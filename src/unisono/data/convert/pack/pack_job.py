@@ -33,6 +33,7 @@ from unisono.data.convert.table_files import files_of
 from unisono.errors import DataError
 from unisono.storage.directory import make_folder
 from unisono.storage.files import FOLDER_MODE, file_digest, opener, sync_folder, write_atomically
+from unisono.storage.limits import read_json
 from unisono.storage.ownership import foreign_reason
 
 UNSPLIT: Final = "all"  # the series of inputs without a split
@@ -381,8 +382,8 @@ class PartialTarget:
     def planned(self, series: Sequence[str]) -> CommitPlan | None:
         """The commit plan of an interrupted commit, if there was one. Raises DataError for one that names other files."""
         try:
-            plan = msgspec.json.decode((self.folder / "ending.json").read_bytes(), type=CommitPlan)
-        except (FileNotFoundError, msgspec.DecodeError):
+            plan = read_json(self.folder / "ending.json", msgspec.json.Decoder(CommitPlan).decode)
+        except (FileNotFoundError, ValueError):
             return None
         files = [file for shards in plan.journals.values() for journal in shards for file in journal.files]
         if set(plan.journals) != set(series) or not all(map(_is_plain, files)):
@@ -419,12 +420,12 @@ class PartialTarget:
 
     def _journal(self, name: str, start: int) -> ShardJournal | None:
         try:
-            journal = msgspec.json.decode((self.folder / f"{name}.json").read_bytes(), type=ShardJournal)
+            journal = read_json(self.folder / f"{name}.json", msgspec.json.Decoder(ShardJournal).decode)
             valid = journal.start == start and all(
                 _is_plain(file) and file_digest(self.folder / name / file) == digest
                 for file, digest in journal.files.items()
             )
-        except (FileNotFoundError, msgspec.DecodeError):
+        except (FileNotFoundError, ValueError):
             return None
         return journal if valid else None
 
