@@ -93,6 +93,20 @@ def test_a_missing_file_is_found() -> None:
     assert missing_files(text, (ROOT, ROOT / "src/unisono")) == ["tests/train/test_gone.py"]
 
 
+def missing_tests(text: str) -> list[str]:
+    """The tests that ``text`` names as ``tests/….py::test_…`` and that do not exist."""
+    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", text)
+    return [f"{file}::{name}" for file, name in named if f"\ndef {name}(" not in (ROOT / file).read_text()]
+
+
+def test_the_tests_of_the_rules_of_security_exist() -> None:
+    text = (ROOT / "docs/security.md").read_text()
+    rules = re.findall(r"^\| (\d+) \|.*::test_\w+` \|$", text, flags=re.MULTILINE)
+    assert rules == [str(number) for number in range(1, 21)]
+    assert missing_tests(text) == []
+    assert missing_tests("`tests/test_docs.py::test_gone`") == ["tests/test_docs.py::test_gone"]
+
+
 def earlier_names() -> set[str]:
     """Last components of option keys and plan fields of earlier versions that no option and no plan field has today."""
     old = {key.rpartition(".")[2] for key in (*renames.OPTIONS, *renames.PLAN_FIELDS)}
