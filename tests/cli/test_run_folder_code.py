@@ -77,6 +77,18 @@ def test_python_of_a_strangers_run_folder_does_not_run(desk: Desk, script: Path,
     assert desk.here("eval", str(stranger)).code == 0, "the user has run it now"
 
 
+def test_python_that_gives_plain_values_is_recorded_too(desk: Desk, tmp_path: Path) -> None:
+    plain = "from unisono import RunConfig\n\ndef config():\n    return RunConfig()\n"
+    folder = tmp_path / "stranger"
+    folder.mkdir()
+    (folder / "evil.py").write_text(plain)
+    (folder / "config.toml").write_text('base = "evil.py"\n')
+    show = ["config", "show", str(folder / "config.toml")]
+    assert desk.here(*show).code == 2
+    assert desk.here(*show, "--trust-python").code == 0
+    assert desk.here(*show).code == 0, "the user has run it now"
+
+
 def test_own_python_runs_until_it_changes_or_others_can_write_it(desk: Desk, script: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert desk.train(run_dir, str(script)).code == 0

@@ -173,8 +173,8 @@ def _load(
     resolved = load_config(
         RunConfig, sources, overrides=overrides, environ=os.environ, planned=planned or {}, trust_python=trust
     )
-    if resolved.python is not None:
-        record_python(resolved.python.path, resolved.python.digest, os.environ)
+    if resolved.executed is not None:
+        record_python(resolved.executed.path, resolved.executed.digest, os.environ)
     return resolved
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from unisono.cli.common import every_verb, print_result
+from unisono.cli.terminal import echo
 from unisono.errors import DataError
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
         more = (
             f"; finished shards are kept in {kept}, and the same command goes on there" if Path(kept).exists() else ""
         )
-        print(f"unisono: packing was interrupted{more}", file=sys.stderr)
+        echo(f"unisono: packing was interrupted{more}", err=True)
         sys.exit(1)
     value = {
         "files": [str(path) for path in packed.files],

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import click
 
-from unisono.cli.terminal import clean_log_messages, show_click_error, shown
+from unisono.cli.terminal import clean_log_messages, echo, show_click_error, shown
 from unisono.errors import REQUEUE, USER_ERROR, Problem, UnisonoError, nearest_name
 
 COMMANDS = {
@@ -125,7 +125,7 @@ def show_error(error: UnisonoError) -> None:
     if "--json" in sys.argv and rank == 0:
         _print_error(type(error).__name__, error.problems)
     else:
-        print(shown(f"unisono: {f'rank {rank}: ' if rank else ''}{error}"), file=sys.stderr)
+        echo(f"unisono: {f'rank {rank}: ' if rank else ''}{error}", err=True)
 
 
 def _show_exception(error: Exception) -> None:

@@ -49,6 +49,7 @@ class Resolved(Generic[T]):
         origins: For each dotted key ``default``, ``planned``, ``file:line``, the Python file, ``env NAME`` or ``--set``.
         hash: 32 hex digits over the values, and over the Python file if it gave callables.
         python: The file that callables come from; None if no value is a callable.
+        executed: The Python file that was run, whatever it gave; None if there was none.
         layout: Declarations of the options class.
         renamed: Keys of earlier versions that were read, each with its current name.
         encoded: For each dotted key the value as TOML and JSON hold it.
@@ -58,6 +59,7 @@ class Resolved(Generic[T]):
     origins: dict[str, str]
     hash: str
     python: PythonFile | None
+    executed: PythonFile | None
     layout: OptionTree = field(repr=False)
     renamed: tuple[str, ...] = field(default=(), repr=False)
     encoded: dict[str, Any] = field(repr=False)
@@ -84,7 +86,7 @@ class Resolved(Generic[T]):
         """The configuration with ``value`` as its options, of which those at the dotted ``keys`` are new, from ``origin``."""
         values: dict[str, Any] = {key: reduce(getattr, key.split("."), value) for key in self.layout.leaves}
         origins = self.origins | dict.fromkeys(keys, origin)
-        return resolve(value, values, origins, self.layout, self.python, self.renamed)
+        return resolve(value, values, origins, self.layout, self.executed, self.renamed)
 
     def shown(self, key: str) -> str:
         """The value as TOML, without credentials in addresses; a callable with the digest of its file."""
@@ -116,6 +118,7 @@ def resolve(
         origins=origins,
         hash=digest,
         python=needed,
+        executed=python,
         layout=layout,
         renamed=renamed,
         encoded=encoded,

@@ -4,8 +4,8 @@ A tracker starts one script as worker, server and scheduler. ``take_role`` turns
 ``unisono.kvstore.server.dmlc``, which end with the job. They learn its end from the connection to the scheduler's store
 that each worker holds while it lives: the kernel closes it when a worker dies.
 
-    store at DMLC_PS_ROOT_URI:PORT     server/<n>    host:port of server n
-    its members                        worker <n>, server <any>, and rank <n> for the meeting of all ranks
+    store at DMLC_PS_ROOT_URI:PORT     dmlc/server/<n>    host:port of server n
+    its members                             worker <n>, server <any>, and rank <n> for the meeting of all ranks
 """
 
 from __future__ import annotations

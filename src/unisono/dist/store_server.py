@@ -59,7 +59,7 @@ class _Wrong(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A connection. ``name`` is None until it has proved itself; ``wants_s``: it has asked to join, and since when."""
+    """A connection. ``name`` is None until it has proved itself; ``wants``: it has asked to join the rendezvous."""
 
     sock: socket.socket
     address: str
@@ -76,7 +76,7 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A request whose answer is due when ``keys`` are there (None: when all have joined), at the latest at a deadline."""
+    """A request whose answer is due when ``keys`` are there (None: when all have joined)."""
 
     peer: _Peer
     keys: list[str] | None
@@ -136,7 +136,7 @@ class StoreServer:
         return self._address
 
     def refused(self) -> list[str]:
-        """A line for each reason for which connections were refused or dropped so far, with the newest address."""
+        """The three most frequent reasons for which connections were refused, a line each with the newest address."""
         with self._lock:
             refused = sorted(self._refused.items(), key=lambda item: -item[1][0])
         return [

@@ -305,7 +305,7 @@ def read_strategy_file(path: Path) -> dict[str, Any]:
     """The JSON object of a strategy file, not checked further. Raises PlanError."""
     try:
         with path.open("rb") as file:
-            data: Any = decode_json(file.read(MAX_PLAN_BYTES + 1), max_bytes=MAX_PLAN_BYTES)
+            data: Any = decode_json(file.read(MAX_PLAN_BYTES + 1), msgspec.json.decode, max_bytes=MAX_PLAN_BYTES)
         if not isinstance(data, dict):
             raise ValueError("it holds no object")
     except (OSError, ValueError) as error:

@@ -46,8 +46,9 @@ def open_new(path: Path, *, mode: int = FILE_MODE, buffering: int = -1) -> IO[An
 
 
 def opener(path: str, flags: int) -> int:
-    """For ``open(path, "wb", opener=opener)``: a new file has the permissions that the umask leaves, but others cannot write."""
-    return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+    """For ``open(path, "wb", opener=opener)``: a new file has the permissions that the umask leaves, but others cannot
+    write. Raises OSError for a link."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
 
 
 @contextmanager

@@ -102,12 +102,16 @@ def _batches(path: Path, file: Any, limits: ParquetLimits, columns: list[str], p
         for group in range(file.metadata.num_row_groups):
             try:
                 rows = limits.rows_at_once(pa, source.fileno(), group, columns)
-            except ValueError as error:
+            except LimitError as error:
                 raise _too_large(path, error) from error
+            except ValueError as error:
+                raise _damaged(path, error) from error
             for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=columns, use_threads=False):
                 expanded += batch.nbytes
                 if expanded > most:
-                    raise _too_large(path, f"its {size:,} bytes are more than {most:,} bytes of values")
+                    raise _too_large(
+                        path, f"it expands to more than {most:,} bytes, the limit for a file of {size:,} bytes"
+                    )
                 yield batch
 
 

@@ -106,7 +106,9 @@ class ParquetLimits:
     def rows_at_once(self, pa: Any, fd: int, group: int, columns: Collection[str]) -> int:
         """Rows of a row group of the file to read at once, of these top-level columns. ``pa`` is the module pyarrow.
 
-        Raises ValueError if a page, or a row, can be larger than the limits allow for a file of this size.
+        Raises:
+            LimitError: A page, or a row, can be larger than the limits allow for a file of this size.
+            ValueError: The pages are damaged.
         """
         num_rows, chunks = self._groups[group]
         rows = BATCH_ROWS
@@ -114,8 +116,8 @@ class ParquetLimits:
             if chunk.leaf.column in columns:
                 try:
                     rows = min(rows, self._rows_of_chunk(pa, fd, chunk, num_rows))
-                except ValueError as error:
-                    raise ValueError(f"row group {group}, column {chunk.leaf.column!r}: {error}") from error
+                except ValueError as error:  # LimitError among them
+                    raise type(error)(f"row group {group}, column {chunk.leaf.column!r}: {error}") from error
         return rows
 
     def _rows_of_chunk(self, pa: Any, fd: int, chunk: _Chunk, num_rows: int) -> int:
