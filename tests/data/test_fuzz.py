@@ -8,6 +8,7 @@ them: ``make fuzz``, which CI runs with seeds of the commit. One case again:
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,14 @@ def test_what_was_found_before(path: Path, tmp_path: Path, child: Confined) -> N
     (tmp_path / "whole" / mutated).write_bytes(zlib.decompress(path.read_bytes()))
     outcome = child.read(case.reader, tmp_path / "whole" / case.file)
     assert not check(case, whole, outcome), path.name
+
+
+def test_all_formats_were_mutated_a_hundred_thousand_times() -> None:
+    recorded = json.loads((Path(__file__).parent / "mutations.json").read_text())
+    assert recorded.keys() == FORMATS.keys()
+    for name, counts in recorded.items():
+        assert (counts["mutations"], counts["failures"]) == (100_000, 0), name
+        assert counts["read"] + counts["refused"] == 100_000, name
 
 
 def test_a_mutation_is_a_function_of_its_seed(tmp_path: Path) -> None:

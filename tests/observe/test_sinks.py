@@ -235,7 +235,7 @@ def test_tensorboard_reads_what_was_written_and_restarts_do_not_repeat(tmp_path:
 
 def test_trackers_open_no_port(tmp_path: Path) -> None:
     before = listening(os.getpid())
-    with open_log(tmp_path / "events.jsonl") as log, Trackers(log, ["csv", "tensorboard"], tmp_path):
+    with open_log(tmp_path) as log, Trackers(log, ["csv", "tensorboard"], tmp_path):
         log.emit("step", step=1, **{"train/loss": 1.0})
         assert listening(os.getpid()) == before
     assert (tmp_path / "metrics.csv").stat().st_size > 40
