@@ -83,6 +83,7 @@ def test_the_lock_without_cuda_is_the_other_one_and_cpu_builds_of_torch(
     assert all(name.startswith(f"torch-{version}+cpu-") for _, name in builds)
 
 
+@pytest.mark.full
 @needs_builders
 def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
     hashes: list[dict[str, str]] = []
@@ -117,6 +118,7 @@ def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.full
 @needs_builders
 def test_the_bill_of_materials_lists_what_the_lock_installs(tmp_path: Path) -> None:
     target = tmp_path / "sbom.json"

@@ -22,7 +22,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("stream", ["stdout", pytest.param("stderr", marks=pytest.mark.full)])
 def test_a_line_without_end_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str) -> None:
     command = [sys.executable, "-c", ENDLESS.replace("FILE", f"sys.{stream}")]
     monkeypatch.setattr(host_agent_client, "agent_command", lambda host: command)
