@@ -130,7 +130,12 @@ def commit_number() -> int:
     """The number of commits up to this one; in a shallow clone a number made of its hash."""
     if _git("rev-parse", "--is-shallow-repository") == "false":
         return int(_git("rev-list", "--count", "HEAD") or 0)
-    return int((_git("rev-parse", "HEAD") or "0")[:8], 16)
+    return int((commit_hash() or "0")[:8], 16)
+
+
+def commit_hash() -> str:
+    """The hash of this commit, empty without a repository."""
+    return _git("rev-parse", "HEAD") or ""
 
 
 # --- pytest ----------------------------------------------------------------------------------------------------------
