@@ -164,7 +164,7 @@ def soak(run: Soaked, victims: list[str], seconds: float, draw: random.Random) -
     try:
         while time.monotonic() - begun < seconds or len(done) < least_kills(seconds):
             run.wait_for_progress(ranks, victims)
-            time.sleep(draw.uniform(0, 1.5))
+            time.sleep(draw.uniform(0, 2.5))
             victim = next(deck)
             again = draw.choice([each for each in victims if not (victim.startswith("s") and each.startswith("s"))])
             hasty, wait_s = draw.random() < 0.35, draw.uniform(0, 5)
