@@ -3,9 +3,9 @@
     pytest -m full --budget-s 1200            starts nothing that cannot end within 1200 s, and names what it did not reach
     pytest -m full --record-durations         writes durations.json, the estimates, from what this run took
 
-Order: the soak first, which takes a minute under a budget; then tests of packages that differ from ``origin/main``, where that ref is
-known; in each half the shard of this commit first, then the others in turn, so that a few pushes reach every test. A package's tests
-are those of the folder of its name.
+Order: the soak first, which takes a minute under a budget; then tests of packages that differ from ``origin/main``, where that
+ref is known; in each half the shard of this commit first, then the others in turn, so that a few pushes reach every test. A
+package's tests are those of the folder of its name.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def shard_of(test_id: str) -> int:
 
 
 def order(ids: Sequence[str], changed: Collection[str], number: int) -> list[str]:
-    """``ids`` as they are to be run: the soak, changed packages, the others, and in each part the shard ``number`` mod SHARDS first.
+    """``ids`` as they are to be run: the soak, changed packages, the others; in each part the shard ``number`` mod SHARDS first.
 
     Tests of one shard stay in their order, which keeps a module's fixtures in use.
     """

@@ -1,7 +1,6 @@
 """A run of ``unisono train`` that is killed at random again and again, and then left to finish.
 
-Under a time budget (``--budget-s``) the soak takes a minute, otherwise ten. Everything is drawn from a seed: SOAK_SEED, or else the
-commit.
+Everything is drawn from a seed: SOAK_SEED, or else the commit.
 """
 
 from __future__ import annotations

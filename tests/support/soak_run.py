@@ -36,7 +36,7 @@ class Numbers:
 
 
 class Counts(nn.Module):
-    """Four parameters [NUM_COUNTED], for several servers to hold; its output is the sum of their values at each sample's number."""
+    """Four parameters [NUM_COUNTED], for several servers to hold. Its output: the sum of their values at each sample's number."""
 
     def __init__(self) -> None:
         super().__init__()

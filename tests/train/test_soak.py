@@ -35,9 +35,20 @@ SETTINGS: dict[str, Any] = {
     "observe.console": "off",
     "observe.report": "false",
 }
-COUNTING = {"optim.kind": "sgd", "optim.lr": 1.0, "optim.momentum": 0.0, "optim.weight_decay": 0.0, "optim.clip_norm": 0.0}
+COUNTING = {
+    "optim.kind": "sgd",
+    "optim.lr": 1.0,
+    "optim.momentum": 0.0,
+    "optim.weight_decay": 0.0,
+    "optim.clip_norm": 0.0,
+}
 # a save waits for all workers: not too often
-COUNTING |= {"checkpoint.every_steps": 5, "schedule.kind": "constant", "plan.sync": "dist_async", "launch.num_servers": 2}
+COUNTING |= {
+    "checkpoint.every_steps": 5,
+    "schedule.kind": "constant",
+    "plan.sync": "dist_async",
+    "launch.num_servers": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -54,11 +65,18 @@ SYNCHRONOUS = [
     Case("zero3", {"plan.dp_shard": 2, "plan.zero": 3}),
     Case("pp", {"plan.pp": 2, "plan.micro_batch": 4}),
     Case("tp", {"plan.tp": 2}),
-    Case("rounds", {"plan.sync": "dist_local", "plan.local_steps": 7, "plan.num_fragments": 2, "plan.outer_delay_steps": 1}),
+    Case(
+        "rounds",
+        {"plan.sync": "dist_local", "plan.local_steps": 7, "plan.num_fragments": 2, "plan.outer_delay_steps": 1},
+    ),
 ]
 ASYNCHRONOUS = [
     Case("replicas", {"launch.num_replicas": 2}, (*RANKS, *SERVERS, "launcher")),
-    Case("bounded", {"launch.num_replicas": 2, "plan.staleness": 1, "launch.snapshot_every_s": 1}, (*RANKS, *SERVERS, "launcher")),
+    Case(
+        "bounded",
+        {"launch.num_replicas": 2, "plan.staleness": 1, "launch.snapshot_every_s": 1},
+        (*RANKS, *SERVERS, "launcher"),
+    ),
     Case("no replicas", {"plan.staleness": 3}),
 ]
 
@@ -78,7 +96,9 @@ def soaked(folder: Path, case: Case, seconds: float, common: dict[str, Any]) -> 
     run = Soaked(folder, {**SETTINGS, **common, **case.settings, "train.steps": steps})
     draw = random.Random(f"{seed()} {case.name}")
     kills = soak(run, list(case.victims), seconds, draw)
-    print(f"{case.name}: {len(kills)} kills, {run.num_restarts()} restarts, {run.num_starts} starts of {steps} steps: {kills}")
+    print(
+        f"{case.name}: {len(kills)} kills, {run.num_restarts()} restarts, {run.num_starts} starts of {steps} steps: {kills}"
+    )
     assert len(kills) >= least_kills(seconds)
     launchers = sum(kill.endswith("launcher") for kill in kills)
     assert run.num_starts == 1 + launchers
@@ -86,9 +106,7 @@ def soaked(folder: Path, case: Case, seconds: float, common: dict[str, Any]) -> 
     return run, steps
 
 
-def test_a_synchronous_run_ends_with_the_bits_of_an_undisturbed_one(
-    tmp_path: Path, case: Case, seconds: float
-) -> None:
+def test_a_synchronous_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path, case: Case, seconds: float) -> None:
     run, steps = soaked(tmp_path, case, seconds, {})
     (tmp_path / "undisturbed").mkdir()
     # where and when it saves does not change a bit, so that this one saves only its end
