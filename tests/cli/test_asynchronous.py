@@ -166,3 +166,20 @@ def is_beside(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return "unisono.kvstore.server.child_servers" in process.cmdline()
     return False
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("step", [4, 8])
+def test_a_worker_killed_after_its_commit_leaves_nothing_to_save_again(
+    desk: Desk, tmp_path: Path, alone: Callable[[int], float], step: int
+) -> None:
+    """The save is handed out again, in the middle of the run or at its end; the checkpoint that is there is that step's."""
+    settings = {**SETTINGS, "train.steps": 8, "checkpoint.every_steps": 4, "run.dir": tmp_path / "run"}
+    settings |= {"checkpoint.asynchronous": "false", "checkpoint.max_failures": 1}
+    arguments = ["train", *desk.settings, *(f"--set={key}={value}" for key, value in settings.items())]
+    done = desk.process(*arguments, UNISONO_FAULT=f"after_commit@{step}:0")
+    assert done.code == 0, done.err
+    assert "restarting rank 0 alone (restart 1 of 3)" in done.err
+    assert "exists already" not in done.err
+    for saved in (4, 8):
+        assert weight(tmp_path / "run", saved) == alone(saved)
