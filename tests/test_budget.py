@@ -88,6 +88,15 @@ def test_nothing_changed_leaves_the_shards() -> None:
     )
 
 
+def test_every_commit_begins_with_the_soak() -> None:
+    soaks = [f"{budget.SOAK}test_it[{case}]" for case in range(4)]
+    assert (ROOT / budget.SOAK.removesuffix("::")).exists()
+    for number in range(SHARDS):
+        ordered = order([*IDS, *soaks], {"kvstore"}, number)
+        assert set(ordered[:4]) == set(soaks)
+        assert ordered[4:] == order(IDS, {"kvstore"}, number)
+
+
 def test_as_many_pushes_as_shards_reach_every_test_when_each_has_time_for_one() -> None:
     reached: set[str] = set()
     for number in range(41, 41 + SHARDS):

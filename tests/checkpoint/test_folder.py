@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
+import torch
 from modes import modes, umask
 from states import make, save_steps
 
@@ -92,6 +95,36 @@ def test_leftovers_of_crashes_go_when_a_run_starts_and_nothing_else(tmp_path):
     make(root).close()
     left = {path.name for path in root.iterdir()}
     assert left == {*stay, "step-00000010", "step-00000021.tmp-1"}
+
+
+def test_a_worker_that_starts_leaves_the_saves_of_others_alone(tmp_path):
+    """Each worker of an asynchronous run is a world of its own; they have one folder, and maybe one attempt number."""
+    root, begun, go_on = tmp_path / "checkpoints", threading.Event(), threading.Event()
+
+    def wait_halfway(point):
+        if point == "mid_shard":
+            begun.set()
+            assert go_on.wait(60)
+
+    first = make(root, worker=0, fault=wait_halfway)
+    first.save(1, {"a": torch.zeros(4)}, {}, {})
+    assert begun.wait(60)
+    second = make(root, worker=1)
+    second.save(1, {"a": torch.ones(4)}, {}, {})
+    second.wait()
+    assert [path.name for path in root.iterdir() if ".tmp-" in path.name] == ["step-00000001.tmp-1-0"]
+    go_on.set()
+    for each in (first, second):
+        each.close()
+    assert first.committed_step is None
+    assert open_checkpoint(root / "step-00000001").tensor("a").tolist() == [1.0] * 4
+    assert verify(root / "step-00000001") == []
+    (root / "step-00000002.tmp-3-1").mkdir()
+    third = make(root, worker=1)
+    assert (root / "step-00000002.tmp-3-1").exists()
+    third.remove_leftovers()
+    third.close()
+    assert [path.name for path in root.iterdir()] == ["step-00000001"]
 
 
 def test_a_removal_interrupted_anywhere_leaves_no_checkpoint(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,8 +36,9 @@ SETTINGS = {
 }
 
 
-def start(desk: Desk, run_dir: Path) -> subprocess.Popen[str]:
-    settings = [*desk.settings, *(f"--set={key}={value}" for key, value in {**SETTINGS, "run.dir": run_dir}.items())]
+def start(desk: Desk, run_dir: Path, **changes: Any) -> subprocess.Popen[str]:
+    chosen = {**SETTINGS, "run.dir": run_dir, **changes}
+    settings = [*desk.settings, *(f"--set={key}={value}" for key, value in chosen.items())]
     return subprocess.Popen(
         [sys.executable, "-m", "unisono", "train", *settings],
         env=os.environ | desk.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -166,3 +168,36 @@ def is_beside(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return "unisono.kvstore.server.child_servers" in process.cmdline()
     return False
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("step", [4, 8])
+def test_a_worker_killed_after_its_commit_leaves_nothing_to_save_again(
+    desk: Desk, tmp_path: Path, alone: Callable[[int], float], step: int
+) -> None:
+    """The save is handed out again, in the middle of the run or at its end; the checkpoint that is there is that step's."""
+    settings = {**SETTINGS, "train.steps": 8, "checkpoint.every_steps": 4, "run.dir": tmp_path / "run"}
+    settings |= {"checkpoint.asynchronous": "false", "checkpoint.max_failures": 1}
+    arguments = ["train", *desk.settings, *(f"--set={key}={value}" for key, value in settings.items())]
+    done = desk.process(*arguments, UNISONO_FAULT=f"after_commit@{step}:0")
+    assert done.code == 0, done.err
+    assert "restarting rank 0 alone (restart 1 of 3)" in done.err
+    assert "exists already" not in done.err
+    for saved in (4, 8):
+        assert weight(tmp_path / "run", saved) == alone(saved)
+
+
+@pytest.mark.full
+def test_saves_are_not_made_again_by_a_server_that_goes_back(
+    desk: Desk, tmp_path: Path, alone: Callable[[int], float]
+) -> None:
+    """Its only snapshot is that of the beginning: without a replica the work since then is done again, with its saves."""
+    run_dir = tmp_path / "run"
+    launcher = start(desk, run_dir, **{"launch.snapshot_every_s": 60, "train.steps": 200, "checkpoint.every_steps": 10})
+    wait_until(lambda: min(steps(run_dir, 0), steps(run_dir, 1)) > 60, "both workers have made steps", 90)
+    member(launcher, is_server(0)).kill()
+    _, said = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, said
+    assert "restarting server 0 alone" in said
+    assert "exists already" not in said
+    assert weight(run_dir, 200) == alone(200)

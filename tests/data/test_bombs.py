@@ -64,7 +64,12 @@ def test_a_long_text_many_times(tmp_path: Path, child: Confined) -> None:
     path = tmp_path / "a.parquet"
     assert parquet(path, repeated(["x" * (4 * MIB)], 512), store_schema=False) < 1000
     outcome = child.read("table", path)
-    refused(outcome, path, r"it expands to more than 27\d,\d{3},\d{3} bytes, the limit for a file of \d+ bytes", grown_mib=200)
+    refused(
+        outcome,
+        path,
+        r"it expands to more than 27\d,\d{3},\d{3} bytes, the limit for a file of \d+ bytes",
+        grown_mib=200,
+    )
 
 
 def test_texts_that_fit_are_read_whatever_their_page_holds(tmp_path: Path, child: Confined) -> None:

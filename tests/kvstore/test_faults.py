@@ -315,6 +315,23 @@ def test_with_a_replica_nothing_acknowledged_is_lost(
         assert found(servers) == sums(range(30), 2)
 
 
+def test_with_a_replica_the_queue_of_work_does_not_go_back(nursery: Nursery, tmp_path: Path) -> None:
+    """The snapshot of server 0 is of the beginning; no save is repeated, and no unit but one that was under way."""
+    agreed = {"num_batch_shards": 60, "batch_shards_per_save": 10}
+    with parameter_servers(tmp_path, 2, nursery=nursery, replicas=2) as servers:
+        only = worker(nursery, servers, tmp_path, 0, do="units", agreed=agreed, pause_s=0.01)
+        only.until("acknowledged", 33)
+        servers.kill(0)
+        servers.restart(0)
+        only.finish()
+        assert len(only.said("claimed")) in (60, 61)
+        saves = only.said("saves")
+        assert sorted(set(saves)) == [10, 20, 30, 40, 50, 60]
+        assert len(saves) in (6, 7)
+        assert saves.count(30) == 1
+        assert found(servers, **agreed) == sums(range(60))
+
+
 @pytest.mark.full
 def test_one_killed_before_its_first_snapshot_is_told_everything_by_its_replica(
     nursery: Nursery, tmp_path: Path

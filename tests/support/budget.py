@@ -3,8 +3,9 @@
     pytest -m full --budget-s 1200            starts nothing that cannot end within 1200 s, and names what it did not reach
     pytest -m full --record-durations         writes durations.json, the estimates, from what this run took
 
-Order: tests of packages that differ from ``origin/main`` first, where that ref is known; in each half the shard of this commit
-first, then the others in turn, so that a few pushes reach every test. A package's tests are those of the folder of its name.
+Order: the soak first, which takes a minute under a budget; then tests of packages that differ from ``origin/main``, where that
+ref is known; in each half the shard of this commit first, then the others in turn, so that a few pushes reach every test. A
+package's tests are those of the folder of its name.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ SHARDS = 5
 UNKNOWN_S = 10.0
 # a test starts if this many times its estimate is left
 MARGIN = 1.5
+SOAK = "tests/train/test_soak.py::"
 NOT_REACHED = "not reached within the time budget"
 
 
@@ -60,11 +62,15 @@ def shard_of(test_id: str) -> int:
 
 
 def order(ids: Sequence[str], changed: Collection[str], number: int) -> list[str]:
-    """``ids`` as they are to be run: changed packages first, and in each half the shard ``number`` mod SHARDS first.
+    """``ids`` as they are to be run: the soak, changed packages, the others; in each part the shard ``number`` mod SHARDS first.
 
     Tests of one shard stay in their order, which keeps a module's fixtures in use.
     """
-    return sorted(ids, key=lambda test: (package(test) not in changed, (shard_of(test) - number) % SHARDS))
+
+    def place(test: str) -> tuple[bool, bool, int]:
+        return not test.startswith(SOAK), package(test) not in changed, (shard_of(test) - number) % SHARDS
+
+    return sorted(ids, key=place)
 
 
 class Budget:
@@ -130,7 +136,12 @@ def commit_number() -> int:
     """The number of commits up to this one; in a shallow clone a number made of its hash."""
     if _git("rev-parse", "--is-shallow-repository") == "false":
         return int(_git("rev-list", "--count", "HEAD") or 0)
-    return int((_git("rev-parse", "HEAD") or "0")[:8], 16)
+    return int((commit_hash() or "0")[:8], 16)
+
+
+def commit_hash() -> str:
+    """The hash of this commit, empty without a repository."""
+    return _git("rev-parse", "HEAD") or ""
 
 
 # --- pytest ----------------------------------------------------------------------------------------------------------

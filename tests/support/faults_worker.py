@@ -96,6 +96,8 @@ def units(worker: ServerClient, facts: Mapping[str, Any]) -> None:
             time.sleep(facts.get("pause_s", 0.0))
             sent = worker.push(gradients(work.number, facts.get("elements", 3000)), batch_shard=work.number).wait()
             tell(acknowledged=work.number, duplicates=sent.num_duplicates)
+        if work.kind == "save":
+            tell(saves=work.number)
         if work.kind != "wait":
             worker.mark_done(work)
 

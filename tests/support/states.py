@@ -102,6 +102,7 @@ def make(
     emit: Callable[..., None] | None = None,
     fault: Callable[[str], None] | None = None,
     attempt: int = 1,
+    worker: int | None = None,
     **options: Any,
 ) -> Checkpointer:
     return Checkpointer(
@@ -109,6 +110,7 @@ def make(
         world=world or lone(),
         options=CheckpointOptions(**options),
         attempt=attempt,
+        worker=worker,
         emit=emit or Log(),
         fault=fault,
     )

@@ -153,6 +153,21 @@ def test_never_does_not_touch_a_run_that_is_there(tmp_path: Path) -> None:
     )
 
 
+def test_a_checkpoint_of_elsewhere_is_refused_where_later_steps_are_saved(tmp_path: Path) -> None:
+    tiny.complete(tmp_path / "other", steps=2)
+    tiny.complete(tmp_path / "run", steps=4, every_steps=1)
+    path = tmp_path / "other/checkpoints/step-00000002"
+    with pytest.raises(CheckpointError) as refused:
+        tiny.complete(tmp_path / "run", steps=6, resume=str(path))
+    assert str(refused.value) == (
+        f"{path}, of step 2, for a run in {tmp_path}/run, which has checkpoints up to step 4\n"
+        "  rule: a committed checkpoint is never overwritten\n"
+        "  so:   the steps after it could not be saved; nothing was loaded\n"
+        "  try:  another run.dir for this run, or run.resume='auto' to continue the one that is there"
+    )
+    assert tiny.complete(tmp_path / "new", steps=4, resume=str(path))["step"] == 4
+
+
 def test_a_path_goes_back_and_sets_later_ones_aside(tmp_path: Path) -> None:
     whole = tiny.complete(tmp_path / "run", steps=6, every_steps=2)
     back = str(tmp_path / "run/checkpoints/step-00000002")

@@ -52,6 +52,8 @@ class Checkpointer:
         attempt: Number of this process among those that have worked on the run; leftovers of earlier ones are deleted.
         emit: Called as ``emit(kind, **fields)`` to record an event.
         fault: Called at the named points of a save, where tests kill the process; default no call.
+        worker: Number of this process among workers that save to one root, each in a world of its own; they call
+            ``remove_leftovers`` themselves. Default: the ranks of ``world`` alone save there.
 
     Attributes:
         root: As given.
@@ -70,6 +72,7 @@ class Checkpointer:
         attempt: int,
         emit: Callable[..., None],
         fault: Callable[[str], None] | None = None,
+        worker: int | None = None,
     ) -> None:
         self.root = root
         self.committed_step: int | None = None
@@ -84,7 +87,9 @@ class Checkpointer:
         if self._remote is not None:
             self._remote.refuse_folder(root)
         self._world = world.with_own_group("checkpoint")
-        self._writer = SaveWriter(root, world=self._world, options=options, attempt=attempt, fault=fault or _no_fault)
+        self._writer = SaveWriter(
+            root, world=self._world, options=options, attempt=attempt, fault=fault or _no_fault, worker=worker
+        )
         try:
             self._writer.start_up()
         except BaseException:
@@ -94,6 +99,11 @@ class Checkpointer:
         self._thread = (
             ThreadPoolExecutor(1, "checkpoint", initializer=_lower_priority) if options.asynchronous else None
         )
+
+    def remove_leftovers(self) -> None:
+        """Delete what unfinished saves have left in ``root``. Call it only while no worker saves there. Raises
+        CheckpointError on all ranks if that fails."""
+        self._writer.remove_leftovers()
 
     def save(
         self,

@@ -2,6 +2,7 @@
 
     step-00000120/              committed once it holds COMMIT
     step-00000120.tmp-2/        being written by attempt 2, or left behind by it
+    step-00000120.tmp-2-1/      the same, of worker 1 of an asynchronous run
     step-00000120.trash/        being deleted, or left behind by an interrupted deletion
     quarantine/step-00000120/   found damaged, with reason.txt
 
@@ -36,7 +37,7 @@ from unisono.storage.directory import (
 from unisono.storage.files import open_new, os_reason
 
 _PREFIX = "step"
-_LEFTOVER = re.compile(r"step-\d{8,18}\.(tmp-\d+|trash(-\d+)?)", re.ASCII)
+_LEFTOVER = re.compile(r"step-\d{8,18}\.(tmp-\d+(-\d+)?|trash(-\d+)?)", re.ASCII)
 
 State = Literal["committed", "uncommitted", "quarantined"]
 

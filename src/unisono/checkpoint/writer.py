@@ -67,24 +67,42 @@ class SaveWriter:
     """Writes this rank's shard files under ``root``; rank 0 also creates, commits and deletes directories."""
 
     def __init__(
-        self, root: Path, *, world: World, options: CheckpointOptions, attempt: int, fault: Callable[[str], None]
+        self,
+        root: Path,
+        *,
+        world: World,
+        options: CheckpointOptions,
+        attempt: int,
+        fault: Callable[[str], None],
+        worker: int | None = None,
     ) -> None:
         self.root = root
         self._world = world
         self._options = options
-        self._attempt = attempt
+        self._attempt, self._worker = attempt, worker
         self._fault = fault
         self._scores: dict[int, float | None] = {}
 
     def start_up(self) -> None:
-        """Create the folder and delete leftovers of earlier attempts. Raises CheckpointError on all ranks."""
+        """Create the folder, and delete leftovers of earlier attempts where no other worker may be writing. Raises
+        CheckpointError on all ranks."""
 
         def open_and_clear() -> None:
             if self._world.rank == 0:
                 open_root(self.root)
-                remove_leftovers(self.root)
+                if self._worker is None:
+                    remove_leftovers(self.root)
 
         self._on_all_ranks(open_and_clear, f"opening {self.root}")
+
+    def remove_leftovers(self) -> None:
+        """Delete leftovers of earlier attempts. Raises CheckpointError on all ranks."""
+
+        def clear() -> None:
+            if self._world.rank == 0:
+                remove_leftovers(self.root)
+
+        self._on_all_ranks(clear, f"opening {self.root}")
 
     def steps(self, save: Save) -> Iterator[None]:
         """Do the save, yielding often. A failure on one rank raises on all ranks that can still be reached."""
@@ -143,7 +161,8 @@ class SaveWriter:
 
     def _paths(self, save: Save) -> tuple[Path, Path]:
         final = self.root / step_name(save.step)
-        return final.with_name(f"{final.name}.tmp-{self._attempt}"), final
+        own = "" if self._worker is None else f"-{self._worker}"
+        return final.with_name(f"{final.name}.tmp-{self._attempt}{own}"), final
 
     def _prepare(self, save: Save) -> list[Any]:
         if self._world.rank == 0:

@@ -339,6 +339,7 @@ def _open_checkpoints(parts: RunParts, facts: Mapping[str, Any]) -> RunCheckpoin
         ),
         seed=given.seed,
         events=parts.events,
+        worker=parts.world.job.rank if parts.plan.sync.kind == "dist_async" else None,
     )
 
 

@@ -83,7 +83,7 @@ class AsyncLoop:
     def save(self, *, wait: bool) -> None:
         """See ``SyncLoop.save``. Servers send the optimizer's state for it."""
         runner = self.runner
-        if runner.checkpoints.saved_step != runner.state.step:
+        if runner.checkpoints.saved_step != runner.state.step and not runner.checkpoints.is_saved_by_another():
             with self.worker.optimizer_state():
                 runner.checkpoints.save(score=runner.evaluator.current_loss)
         if wait:

@@ -25,6 +25,7 @@ from unisono.checkpoint import (
     scored_checkpoints,
     verify,
 )
+from unisono.checkpoint.folder import is_committed, step_name
 from unisono.checkpoint.remote import RemoteCheckpoints
 from unisono.config.renames import migrate_plan
 from unisono.dist import World, fault_point
@@ -63,7 +64,7 @@ class RunCheckpoints:
 
     ``resume`` is the mode of run.resume. ``meta`` is stored with every checkpoint: ``order`` (settings that decide the samples of
     a step), ``environment`` (see ``run_environment``), ``settings`` (see ``run_settings``) and ``provenance``.
-    ``code`` is the record of the run's code, a part of the settings.
+    ``code`` is the record of the run's code, a part of the settings. ``worker`` as ``Checkpointer`` takes it.
     Raises CheckpointError.
     """
 
@@ -79,12 +80,13 @@ class RunCheckpoints:
         code: RunCode,
         seed: int,
         events: EventLog,
+        worker: int | None = None,
     ) -> None:
         self.saved_step = -1
         self._root, self._state, self._dims, self._world = root, state, dims, dims.world
         self._mode, self._meta, self._seed, self._events = resume, meta, seed, events
-        self._code = code
-        self._resumed_step = -1
+        self._code, self._is_one_of_several = code, worker is not None
+        self._resumed_step = -1  # or that which another worker has saved
         self._every_steps = options.every_steps
         if options.upload_to:
             RemoteCheckpoints(options.upload_to).refuse_folder(root.parent)
@@ -95,17 +97,21 @@ class RunCheckpoints:
             attempt=events.attempt,
             emit=events.emit,
             fault=lambda point: fault_point(point, self.saved_step),
+            worker=worker,
         )
 
     def restore(self) -> bool:
         """Load the checkpoint that ``resume`` selects, the same on all ranks; False if there is none."""
         mode = self._mode
+        if self._is_one_of_several:  # none saves yet: the one that begins the run restores
+            self._checkpointer.remove_leftovers()
         if mode in ("auto", "strict", "never"):
             self._checkpointer.fetch_newest(allowed=mode != "never")
         path = _choose(self._root, mode, self._world, self._events)
         if path is None:
             return False
         reader = open_checkpoint(path)
+        _refuse_later_checkpoints(self._root, path, reader.step)
         _refuse_other_order(reader.meta["order"], self._meta["order"], path)
         differences = _differences(reader.meta["environment"], self._meta["environment"])
         if "settings" in reader.meta:  # checkpoints of the first commits have none
@@ -154,6 +160,14 @@ class RunCheckpoints:
             score=score,
         )
 
+    def is_saved_by_another(self) -> bool:
+        """Whether a worker of the run that died after its commit has left the checkpoint of this step. It is then this one's."""
+        step = self._state.step
+        if self.saved_step == step or not is_committed(self._root / step_name(step)):
+            return False
+        self.saved_step = self._resumed_step = step
+        return True
+
     def poll(self) -> None:
         """Report a save that has ended in the background."""
         self._checkpointer.poll()
@@ -198,6 +212,18 @@ def _choose(root: Path, mode: str, world: World, events: EventLog) -> Path | Non
     if problems:
         raise CheckpointError(*problems)
     return path
+
+
+def _refuse_later_checkpoints(root: Path, path: Path, step: int) -> None:
+    """Of a run that starts from another folder's checkpoint: its own folder must not have those of the steps that it makes."""
+    later = [entry.step for entry in list_checkpoints(root) if entry.state == "committed" and entry.step > step]
+    if later and path.resolve().parent != root.resolve():
+        raise CheckpointError(
+            given=f"{path}, of step {step}, for a run in {root.parent}, which has checkpoints up to step {max(later)}",
+            rule="a committed checkpoint is never overwritten",
+            consequence="the steps after it could not be saved; nothing was loaded",
+            nearest="another run.dir for this run, or run.resume='auto' to continue the one that is there",
+        )
 
 
 def _refuse_other_order(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path) -> None:

@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from unisono.errors import CommError, UnisonoError
 from unisono.kvstore.compression import find_codec
 from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
 from unisono.kvstore.server.chunk_payload import BATCH_SHARD, CODED, REFUSED, WRITE, raw_bytes, write_chunks
-from unisono.kvstore.server.chunk_state import decode_chunk_state, merge_chunks
+from unisono.kvstore.server.chunk_state import decode_chunk_state, encode_chunk_state, merge_chunks
 from unisono.kvstore.server.parameter_server import ParameterServer
 from unisono.kvstore.server.pull_compression import PullDecoder
 from unisono.kvstore.server.run_spec import RunSpec
@@ -489,6 +490,56 @@ def test_an_acknowledged_push_is_on_the_replica() -> None:
     assert all(torch.equal(value, worker.pull()[key]) for key, value in back.pull().items())
     assert [back.push(filled(0.1), seq=seq).entries for seq in (4, 5)] == [0, len(back.chunks())]
     for service in (backup, restarted):
+        service.close()
+
+
+def test_finished_work_is_on_the_replica_before_later_work_is_handed_out() -> None:
+    agreed = replace(AGREED, num_servers=2, num_batch_shards=8, batch_shards_per_save=4, staleness=None)
+    link, is_reachable, numbers = Peer("server", 0, 1, 0, "server 0"), True, count()
+    backup = ParameterServer(1)
+
+    def forward(agreed: RunSpec, frame: Frame) -> Frame:
+        if not is_reachable:
+            raise CommError(given="a replica that is away", rule="", consequence="", nearest="")
+        return backup.handle(link, received(frame))
+
+    def next_item(worker: Worker) -> tuple[str, int]:
+        return claimed(worker, seq=next(numbers))
+
+    def restarted(number: int) -> Worker:
+        """At a server 0 that has nothing but what the replica has."""
+        service = ParameterServer(0)
+        answer = backup.handle(link, json_frame(Op.STATE, {"chunks": []}))
+        service.adopt_replica_state(b"".join(payload_views(answer)))
+        services.append(service)
+        return Worker(service, worker=number, agreed=agreed)
+
+    backup.hello(link, agreed.to_json())
+    primary = ParameterServer(0, forward=forward)
+    services = [backup, primary]
+    worker = Worker(primary, agreed=agreed)
+    assert next_item(worker) == ("begin", 0)
+    worker.json(Op.DONE, kind="begin", number=0)
+    for number in range(4):
+        assert next_item(worker) == ("unit", number)
+        worker.json(Op.DONE, kind="unit", number=number, weight=2.0)
+    assert next_item(restarted(1)) == ("save", 4)
+    assert next_item(worker) == ("save", 4)
+    worker.json(Op.DONE, kind="save", number=4)
+    is_reachable = False
+    assert next_item(worker) == ("unit", 4)
+    with pytest.raises(CommError, match="a replica that is away"):
+        worker.json(Op.DONE, kind="unit", number=4)
+    is_reachable = True
+    assert next_item(restarted(2)) == ("unit", 4)
+    worker.json(Op.DONE, kind="unit", number=4)  # sent again, and told again
+    answer = restarted(3).json(Op.CLAIM)
+    assert (answer["kind"], answer["number"], answer["weight"]) == ("unit", 5, 8.0)
+    for content in ({}, {"units": "many"}):
+        image = encode_chunk_state({"recipe": None, "chunks": {}, "deal": content}, {})
+        with pytest.raises(CommError, match="a work queue that cannot be read"):
+            backup.handle(link, Frame(Op.STATE, flags=WRITE, payload=image))
+    for service in services:
         service.close()
 
 

@@ -5,7 +5,8 @@ keeps clocks, the work queue and barriers, and workers send their heartbeats to 
 
 With replicas, a push is forwarded to the next server before it is acknowledged, while its chunks are still locked, so
 the replica applies pushes in the same order. A replica that does not know a chunk, because it has just started,
-refuses; it then gets the chunk's full state. Replicas answer to servers only.
+refuses; it then gets the chunk's full state. Replicas answer to servers only. Finished work is told to the replica before
+it is acknowledged too: a work queue behind the chunks would repeat saves, of values that have later shards in them.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class ParameterServer:
         self._claims: dict[int, tuple[int, int, WorkItem]] = {}  # by worker: restart count, CLAIM, item
         self._claiming: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._counts: Counter[str] = Counter()
+        self._replica_queue: Mapping[str, Any] | None = None  # state of the work queue of the server before this one
         self._largest_lag = 0
         self._stop = threading.Event()
         self._saved = 0  # the newest snapshot that this server knows
@@ -205,7 +207,11 @@ class ParameterServer:
     def adopt_replica_state(self, image: bytes) -> None:
         """Load chunks that a replica kept for this server (the answer to STATE), before workers connect."""
         facts, tensors = decode_chunk_state(image)
-        self._load_state(self._ensure_run(RunSpec.from_json(facts["agreed"])).stores["worker"], facts, tensors)
+        run = self._ensure_run(RunSpec.from_json(facts["agreed"]))
+        self._load_state(run.stores["worker"], facts, tensors)
+        if facts["deal"] is not None:
+            with self._lock:
+                self._run = replace(run, work_queue=self._work_queue(run.run_spec, facts["deal"]))
 
     def admit_workers(self) -> None:
         self._admission_open.set()
@@ -324,14 +330,21 @@ class ParameterServer:
     def _state(self, run: _RunState, peer: Peer, frame: Frame) -> Frame:
         store = run.stores[peer.role]
         if frame.flags & WRITE:
-            self._load_state(store, *decode_chunk_state(b"".join(payload_views(frame))))
+            facts, tensors = decode_chunk_state(b"".join(payload_views(frame)))
+            self._load_state(store, facts, tensors)
+            if peer.role == "server" and "deal" in facts:
+                self._work_queue(run.run_spec, facts["deal"])  # refused here if it is none
+                self._replica_queue = facts["deal"]
             if peer.role == "worker" and run.pull_encoder is not None:
                 run.pull_encoder.clear()
             return Frame(Op.ACK)
         chunks = read_json(frame).get("chunks")
         if not isinstance(chunks, list) or not all(type(number) is int for number in chunks):
             raise _wrong(frame, "chunks", chunks, "chunks is a list of the numbers of chunks")
-        return Frame(Op.DATA, payload=encode_chunk_state(*self._full_state(run, store, sorted(set(chunks)))))
+        facts, tensors = self._full_state(run, store, sorted(set(chunks)))
+        if peer.role == "server":  # of which this is the replica
+            facts["deal"] = self._replica_queue
+        return Frame(Op.DATA, payload=encode_chunk_state(facts, tensors))
 
     def _coordinate(self, run: _RunState, peer: Peer, frame: Frame) -> Frame:
         worker, restart_count = peer.index, peer.worker_restart_count
@@ -417,15 +430,33 @@ class ParameterServer:
                 "server": ChunkStore(placement.chunks_on(before)),
             },
             clocks=clocks,
-            work_queue=WorkQueue(
-                run_spec.num_batch_shards,
-                batch_shards_per_save=run_spec.batch_shards_per_save,
-                batch_shards_per_step=run_spec.batch_shards_per_step,
-                staleness=run_spec.staleness,
-            ),
+            work_queue=self._work_queue(run_spec),
             barriers=NumberedBarriers(lambda: clocks.live_clocks.keys()),
             decoders={} if codec is None else {CODED: _decoder(codec)},
             pull_encoder=PullEncoder(codec) if codec is not None and can_compress_values(codec) else None,
+        )
+
+    def _work_queue(self, run_spec: RunSpec, state: Mapping[str, Any] | None = None) -> WorkQueue:
+        """A new one, or one that continues from ``state``; a server with a replica tells it of all that is finished."""
+
+        def tell(state: Mapping[str, Any]) -> None:
+            assert self._forward is not None
+            image = encode_chunk_state({"recipe": None, "chunks": {}, "deal": state}, {})
+            self._forward(run_spec, Frame(Op.STATE, flags=WRITE, payload=image))
+
+        before_unlock = tell if self._forward is not None else None
+        if state is not None:
+            try:
+                return WorkQueue.from_json(state, before_unlock=before_unlock)
+            except (KeyError, TypeError, ValueError) as error:
+                given = f"a work queue that cannot be read: {error!r}"
+                raise protocol_error(given, "it is as WorkQueue.to_json returns it", "it was not loaded") from error
+        return WorkQueue(
+            run_spec.num_batch_shards,
+            batch_shards_per_save=run_spec.batch_shards_per_save,
+            batch_shards_per_step=run_spec.batch_shards_per_step,
+            staleness=run_spec.staleness,
+            before_unlock=before_unlock,
         )
 
     def _full_state(
@@ -443,7 +474,7 @@ class ParameterServer:
         self._load_state(run.stores["worker"], facts, tensors)
         run.clocks.start_at(facts["clock"])
         with self._lock:
-            self._run = replace(run, work_queue=WorkQueue.from_json(facts["deal"]))
+            self._run = replace(run, work_queue=self._work_queue(run.run_spec, facts["deal"]))
 
     def _load_state(self, store: ChunkStore, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         try:

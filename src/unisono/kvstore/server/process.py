@@ -145,8 +145,9 @@ def _wrong(name: str, value: str, rule: str) -> LaunchError:
 class ReplicaClient:
     """Keeps a replica of this server's chunks on the next server (a chain of two, van Renesse & Schneider 2004).
 
-    A push is forwarded there before it is acknowledged, and a new server process restores its chunks from there, so
-    acknowledged pushes survive the loss of any one server. The connection is opened once the run is known.
+    A push and a report of finished work are forwarded there before they are acknowledged, and a new server process
+    restores its chunks and its work queue from there, so both survive the loss of any one server. The connection is
+    opened once the run is known.
     """
 
     def __init__(self, settings: ServerSettings, secret: bytes, tls: TLSContexts | None) -> None:
@@ -160,8 +161,9 @@ class ReplicaClient:
         run_spec = server.run_spec or self._ask_run_spec()
         if run_spec is None:
             return
-        for chunk in run_spec.placement().chunks_on(self._settings.server_index):
-            answer = self.forward(run_spec, json_frame(Op.STATE, {"chunks": [chunk.number]}))
+        numbers = [chunk.number for chunk in run_spec.placement().chunks_on(self._settings.server_index)]
+        for chunks in [[], *([number] for number in numbers)]:  # without a chunk too: the work queue
+            answer = self.forward(run_spec, json_frame(Op.STATE, {"chunks": chunks}))
             server.adopt_replica_state(b"".join(payload_views(answer)))
 
     def forward(self, run_spec: RunSpec, frame: Frame) -> Frame:

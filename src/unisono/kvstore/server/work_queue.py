@@ -41,8 +41,9 @@ class WorkQueue:
     ``batch_shards_per_save``-th (0: only at the end).
 
     With a ``staleness`` of s no batch shard of step t is handed out before all steps below t - s are done: stale
-    synchronous parallel (Ho et al. 2013), whichever workers are slow, join or leave. Waits use the monotonic clock
-    ``now``.
+    synchronous parallel (Ho et al. 2013), whichever workers are slow, join or leave. ``before_unlock`` gets the state
+    (``to_json``) after every report of finished work and every stop, before any later item is handed out. Waits use the
+    monotonic clock ``now``.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class WorkQueue:
         batch_shards_per_save: int = 0,
         batch_shards_per_step: int = 1,
         staleness: int | None = None,
+        before_unlock: Callable[[Mapping[str, Any]], None] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_batch_shards, self._staleness, self._now = num_batch_shards, staleness, now
+        self._before_unlock = before_unlock
         self._batch_shards_per_save, self._batch_shards_per_step = batch_shards_per_save, batch_shards_per_step
         self.end_shard = num_batch_shards  # where the run ends; earlier after ``stop``
         self._end_kind: WorkKind = "end"
@@ -66,7 +69,7 @@ class WorkQueue:
         self._returned: list[int] = []  # claimed, and returned; a heap
         self._claimed_by: dict[WorkItem, int] = {}
         self._closed = False
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # its lock is reentrant
 
     def claim(self, worker: int, timeout_s: float = 0.0, leads: Callable[[], bool] = lambda: True) -> WorkItem:
         """The next item; ``WAIT`` if none becomes available in time. ``leads()``: whether this worker begins and saves,
@@ -98,7 +101,7 @@ class WorkQueue:
             new = self._finish(work)
             self.total_weight += weight if new else 0.0
             self._claimed_by.pop(BEGIN if work.kind == "begin" else work, None)
-            self._changed.notify_all()
+            self._has_changed()
             return new
 
     def stop(self, *, finished: bool = False) -> None:
@@ -107,7 +110,7 @@ class WorkQueue:
             per_step = self._batch_shards_per_step
             self.end_shard = min(self.end_shard, -(-max(self._next, self._saved) // per_step) * per_step)
             self._end_kind = "end" if finished else "stopped"
-            self._changed.notify_all()
+            self._has_changed()
 
     def give_back(self, worker: int) -> list[WorkItem]:
         """Return a lost worker's items to the queue."""
@@ -144,12 +147,19 @@ class WorkQueue:
             }
 
     @classmethod
-    def from_json(cls, state: Mapping[str, Any], *, now: Callable[[], float] = time.monotonic) -> WorkQueue:
+    def from_json(
+        cls,
+        state: Mapping[str, Any],
+        *,
+        before_unlock: Callable[[Mapping[str, Any]], None] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> WorkQueue:
         queue = cls(
             state["units"],
             batch_shards_per_save=state["every"],
             batch_shards_per_step=state["per_step"],
             staleness=state["staleness"],
+            before_unlock=before_unlock,
             now=now,
         )
         queue.end_shard, queue._is_begun, queue._saved = state["goal"], state["begun"], state["saved"]
@@ -163,6 +173,14 @@ class WorkQueue:
         """The number of finished batch shards, including those before the run began."""
         with self._changed:
             return sum(end - first for first, end in self._done.to_json())
+
+    def _has_changed(self) -> None:
+        """Tell the replica, then those that wait. Raises what the replica raises; the report is then sent again."""
+        try:
+            if self._before_unlock is not None:
+                self._before_unlock(self.to_json())
+        finally:
+            self._changed.notify_all()
 
     def _next_item(self, leads: Callable[[], bool]) -> WorkItem:
         if self.num_batch_shards == 0 or (self._is_begun and self._saved >= self.end_shard):
