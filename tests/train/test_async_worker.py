@@ -21,9 +21,12 @@ from unisono.checkpoint import verify
 from unisono.data.order.permutation import Permutation
 from unisono.dist import JobSpec, World
 from unisono.errors import ConfigError, LaunchError, PlanError
+from unisono.kvstore.backends.server_client import Claim
+from unisono.kvstore.server.work_queue import WAIT, WorkItem
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import derive_plan
 from unisono.train import async_worker
+from unisono.train.async_worker import AsyncWorker
 
 
 @pytest.fixture
@@ -48,6 +51,29 @@ def worker_in_turn(job: JobSpec, *given: Any, **changes: Any) -> dict[str, Any]:
         wait_until(lambda: len(list(run_dir.glob("begun.*"))) == 2, "the other worker has a unit too")
 
     return worker(job, *given, at_step=begun, **changes)
+
+
+class DealtServers:
+    """Hands out these items, each once."""
+
+    def __init__(self, *items: WorkItem) -> None:
+        self._items = list(items)
+
+    def claim(self, *, wait: bool) -> Claim:
+        return Claim(item=self._items.pop(0), weight=8.0, is_last=False)
+
+
+def test_a_save_that_is_claimed_ahead_is_not_lost() -> None:
+    """While this worker computes a shard, others may have done it too: the save after it is then handed out ahead."""
+    claims = AsyncWorker.__new__(AsyncWorker)
+    claims.__dict__.update(_bounded=False, _unused_item=None, work_item=WAIT)
+    claims.__dict__["_servers"] = DealtServers(WorkItem("unit", 3), WorkItem("save", 4), WorkItem("unit", 4))
+    claim = claims._claim_shard
+    assert [claim(True), claim(False), claim(False)] == [3, None, None]
+    assert claims.work_item == WAIT
+    assert claim(True) is None
+    assert claims.work_item == WorkItem("save", 4)
+    assert claim(True) == 4
 
 
 @pytest.mark.parametrize("optim", [{}, pytest.param({"kind": "lamb", "lr": 1e-2}, marks=pytest.mark.full)])

@@ -306,7 +306,10 @@ class AsyncWorker(SyncState):
         item, self._unused_item = self._unused_item or self._claim_work(wait=wait), None
         if item.kind == "unit":
             return item.number
-        if item.kind != "wait":
+        if not wait and item.kind != "wait":
+            # claimed ahead, while shards of this worker are under way that others have done too; it is handed out once
+            self._unused_item = item
+        elif item.kind != "wait":
             self.work_item = item
         return None
 

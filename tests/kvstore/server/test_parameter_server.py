@@ -461,6 +461,20 @@ def test_a_snapshot_continues(tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_run_begins_once_whenever_the_server_is_killed_after_that(tmp_path: Path) -> None:
+    service = ParameterServer(0, snapshots=tmp_path)
+    worker = Worker(service)
+    assert claimed(worker) == ("begin", 0)
+    worker.init(filled(1.0))
+    wait_until(lambda: latest_snapshot_number(tmp_path) > 0, "the first snapshot, with all values")
+    worker.json(Op.SNAPSHOT)
+    worker.json(Op.DONE, kind="begin", number=2)
+    killed_here = ParameterServer(0, snapshots=tmp_path)
+    assert claimed(Worker(killed_here, incarnation=2)) == ("unit", 2)
+    for each in (service, killed_here):
+        each.close()
+
+
 def test_an_acknowledged_push_is_on_the_replica() -> None:
     agreed = replace(AGREED, num_servers=2, num_batch_shards=0)
     backup = ParameterServer(1)

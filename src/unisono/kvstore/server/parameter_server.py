@@ -398,9 +398,10 @@ class ParameterServer:
             raise _wrong(frame, "kind", kind, "kind is begin, unit, save, stop or finish")
         if not isinstance(weight, (int, float)):
             raise _wrong(frame, "weight", weight, "weight is a number")
-        return json_frame(
-            Op.JSON, {"new": run.work_queue.mark_done(WorkItem(kind, _integer(frame, "number")), float(weight))}
-        )
+        new = run.work_queue.mark_done(WorkItem(kind, _integer(frame, "number")), float(weight))
+        if new and kind == "begin" and self._snapshots is not None:
+            self.save()  # a restarted server must not have a worker begin again in the middle of the run
+        return json_frame(Op.JSON, {"new": new})
 
     # --- state
 
