@@ -22,9 +22,10 @@ _VOCABULARY = re.compile(r"eos|bos|pad|unk|sep|cls|mask|start|end|special|per")
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 # The second alternative is a password with one of / ? # in it, which a URL must not have but people type. What follows the
-# colon of HOST:PORT is a number alone. Bounded repeats: the text may be hostile, and long.
+# colon of HOST:PORT is a number alone. A path has one slash where an address has two. Bounded repeats: the text may be hostile,
+# and long.
 _URL_USERINFO = re.compile(
-    r"(?<=://)(?:[^/\s?#]{0,1024}@|[^/\s?#:@\[]{0,256}:(?!:|\d{0,5}(?:[/?#\s'\",)\]}>]|$))[^\s'\"]{0,1024}@)"
+    r"(?:(?<=://)|(?<=\w\w:/)(?!/))(?:[^/\s?#]{0,1024}@|[^/\s?#:@\[]{0,256}:(?!:|\d{0,5}(?:[/?#\s'\",)\]}>]|$))[^\s'\"]{0,1024}@)"
 )
 _URL_PARAMETER = re.compile(r"([?&]([\w.-]{1,128})=)[^&#\s'\"]+")
 _SIGNATURE = re.compile(r"sig|(?:[\w.-]*-)?signature", flags=re.IGNORECASE)  # of addresses that are signed for a time
@@ -59,7 +60,7 @@ def is_secret(name: str) -> bool:
 
 def without_credentials(text: str) -> str:
     """Replace ``user:password@`` and the values of signatures and secret-like parameters in the URLs of ``text``."""
-    if "://" not in text:
+    if ":/" not in text:
         return text
     text = _URL_USERINFO.sub(f"{REDACTED}@", text)
     return _URL_PARAMETER.sub(_clean_parameter, text) if "=" in text else text

@@ -154,6 +154,11 @@ def test_none_at_all_is_no_error_and_only_damaged_ones_are(root):
         f'  try:  look into {root}/quarantine; to start over, choose another run.dir or resume = "never"'
     )
     assert [fields["step"] for _, fields in log.events] == [20, 10]
+    with pytest.raises(CheckpointError) as again:  # a scheduler starts it once more
+        find_latest(root, lone())
+    assert str(again.value).startswith(
+        f"none of the 2 checkpoints in {root} is valid: step 10 is in quarantine; step 20 is in quarantine\n"
+    )
 
 
 def test_an_explicit_path_that_is_damaged_is_an_error_and_stays_where_it_is(root):

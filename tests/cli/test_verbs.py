@@ -201,7 +201,7 @@ def test_config_diff(desk: Desk, tmp_path: Path) -> None:
 # --- checkpoint ------------------------------------------------------------------------------------------------------
 
 
-def test_checkpoint_ls_and_verify(desk: Desk, mine: Path) -> None:
+def test_checkpoint_ls_and_verify(desk: Desk, mine: Path, caplog: pytest.LogCaptureFixture) -> None:
     listed = desk.here("checkpoint", "ls", str(mine), "--json").json["checkpoints"]
     assert [(row["step"], row["state"]) for row in listed] == [(2, "committed"), (4, "committed")]
     assert all(row["bytes"] == sum(f.stat().st_size for f in Path(row["path"]).iterdir()) for row in listed)
@@ -225,6 +225,11 @@ def test_checkpoint_ls_and_verify(desk: Desk, mine: Path) -> None:
         "       so:   it will not be resumed from\n"
         '       try:  resume = "auto" moves it into quarantine and takes the one before\n'
     )
+    evaluated = desk.here("eval", str(mine), "--json")  # the one before is taken, and nothing is moved
+    assert evaluated.code == 0, evaluated.err
+    assert evaluated.json["step"] == 2
+    assert f"{listed[1]['path']} is damaged and was not taken: " in caplog.text
+    assert Path(listed[1]["path"]).is_dir()
     one = desk.here("checkpoint", "verify", listed[1]["path"], "--json")
     assert one.code == 1
     assert one.json["ok"] is False

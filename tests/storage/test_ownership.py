@@ -62,5 +62,16 @@ def test_a_folder_in_which_others_can_make_files_is_refused(tmp_path: Path, mode
         f"a folder of prepared data that is not this user's alone: {tmp_path}/cache can be written by others (mode {mode:o})\n"
         "  rule: prepared data and copies are read only from a folder that this user or root alone can have written\n"
         "  so:   nothing was read from it or written to it\n"
-        f"  try:  data.cache_dir={tmp_path}/cache/unisono-{os.geteuid()}, or chmod o-w {tmp_path}/cache if it is yours"
+        "  try:  data.cache_dir=~/.cache/unisono, or chmod o-w on that folder if it is yours"
     )
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_folder_that_others_can_replace_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(mode)
+    if mode & 0o1000:  # others can make files there, but not replace those of other users
+        return make_own_folder(tmp_path / "open" / "cache")
+    with pytest.raises(DataError, match=r"others can replace it: .*/open has mode 777"):
+        make_own_folder(tmp_path / "open" / "cache")
+    return None

@@ -6,6 +6,7 @@ event reports it, and the one before is tried.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,6 +19,8 @@ from unisono.dist import World
 from unisono.errors import CheckpointError, Problem
 from unisono.storage.directory import quarantine_directory
 from unisono.storage.files import file_digest, os_reason
+
+_LOG = logging.getLogger(__name__)
 
 
 def verify(path: Path) -> list[Problem]:
@@ -33,23 +36,29 @@ def verify(path: Path) -> list[Problem]:
 
 
 def find_latest(
-    root: Path, world: World, *, digests: bool = True, emit: Callable[..., None] | None = None
+    root: Path,
+    world: World,
+    *,
+    digests: bool = True,
+    quarantine: bool = True,
+    emit: Callable[..., None] | None = None,
 ) -> Path | None:
     """Find the newest valid committed checkpoint. A collective of ``world``.
 
-    Every rank digests its share of the files, and all ranks get the same answer. A damaged checkpoint is quarantined.
+    Every rank digests its share of the files, and all ranks get the same answer.
 
     Args:
         root: Folder of the run's checkpoints, which all ranks see.
         world: The ranks that share the work.
         digests: Whether file contents are read and compared with their digests; False checks only seal, names and sizes.
+        quarantine: Move damaged checkpoints into ``quarantine/``; False leaves them, for readers of a run, with a warning.
         emit: Called as ``emit(kind, **fields)`` with an event ``checkpoint_quarantined`` for each damaged checkpoint.
 
     Returns:
         The checkpoint's folder, or None if none was ever committed.
 
     Raises:
-        CheckpointError: There are committed checkpoints and none is valid, or a newer unisono wrote the newest.
+        CheckpointError: There are checkpoints, also in quarantine, and none is valid; or a newer unisono wrote the newest.
     """
     committed = (
         [entry.step for entry in list_checkpoints(root) if entry.state == "committed"] if world.rank == 0 else None
@@ -65,16 +74,25 @@ def find_latest(
             return path
         reason = "; ".join(faults)
         bad.append(f"step {step}: {reason}")
+        if not quarantine:
+            _LOG.warning("%s is damaged and was not taken: %s", path, reason)
+            continue
         moved: str = world.broadcast_json(_quarantine(path, reason) if world.rank == 0 and path else None)
         if emit is not None:
             emit("checkpoint_quarantined", step=step, path=moved, reason=reason)
+    if not bad and not steps:
+        bad = [
+            f"step {entry.step} is in quarantine" for entry in list_checkpoints(root) if entry.state == "quarantined"
+        ]
+        bad = world.broadcast_json(bad if world.rank == 0 else None)
     if not bad:
         return None
+    look = f"look into {root / 'quarantine'}" if quarantine else f"unisono checkpoint verify {root.parent}"
     raise CheckpointError(
         given=f"none of the {len(bad)} checkpoints in {root} is valid: {'; '.join(bad)}",
         rule="a run resumes from the newest checkpoint whose files are as they were written",
         consequence="nothing was loaded, and no new run was begun over the old one",
-        nearest=f'look into {root / "quarantine"}; to start over, choose another run.dir or resume = "never"',
+        nearest=f'{look}; to start over, choose another run.dir or resume = "never"',
     )
 
 

@@ -41,6 +41,9 @@ def shared_folder_reason(path: Path, *, mode: int) -> str:
     reason = foreign_reason(path)
     if not reason and (found := stat.S_IMODE(path.stat().st_mode)) & stat.S_IWOTH:
         reason = f"{path} can be written by others (mode {found:o})"
+    above = path.absolute().parent
+    if not reason and (found := stat.S_IMODE(above.stat().st_mode)) & stat.S_IWOTH and not found & stat.S_ISVTX:
+        reason = f"others can replace it: {above} has mode {found:o}"
     return reason
 
 
@@ -56,7 +59,7 @@ def make_own_folder(path: Path, *, mode: int = 0o755) -> None:
             given=f"a folder of prepared data that is not this user's alone: {reason}",
             rule="prepared data and copies are read only from a folder that this user or root alone can have written",
             consequence="nothing was read from it or written to it",
-            nearest=f"data.cache_dir={path / f'unisono-{os.geteuid()}'}, or chmod o-w {path} if it is yours",
+            nearest="data.cache_dir=~/.cache/unisono, or chmod o-w on that folder if it is yours",
         )
 
 

@@ -64,7 +64,7 @@ def empty_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
 def open_run_checkpoint(config: RunConfig, world: World, checkpoint: str | None) -> CheckpointReader:
     """The newest good checkpoint of a run, or the one named. Raises CheckpointError when there is none."""
     root = Path(config.run.dir) / "checkpoints"
-    path = Path(checkpoint) if checkpoint else find_latest(root, world)
+    path = Path(checkpoint) if checkpoint else find_latest(root, world, quarantine=False)
     if path is None:
         raise CheckpointError(
             given=f"run folder {config.run.dir!r}",

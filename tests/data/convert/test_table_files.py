@@ -122,6 +122,8 @@ def test_suffixes_and_existing_targets(rec: Path, tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("mine")
     with pytest.raises(DataError, match="which exists"):
         convert(rec, tmp_path / "b.jsonl")
+    with pytest.raises(DataError, match="whose folder does not exist"):
+        convert(rec, tmp_path / "nowhere" / "b.jsonl")
     assert (tmp_path / "b.jsonl").read_text() == "mine"
     assert convert(rec, tmp_path / "b.jsonl", overwrite=True) == 9
     assert json.loads((tmp_path / "b.jsonl").read_text().splitlines()[2])["label"] == 2

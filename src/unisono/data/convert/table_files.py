@@ -196,6 +196,12 @@ def convert(
         raise unwritable_error(
             f"{target}, which exists", "a file is written once, under a new name", "another name, or --overwrite"
         )
+    if not target.parent.is_dir():
+        raise unwritable_error(
+            f"{target}, whose folder does not exist",
+            "a file is written into a folder that is there",
+            f"mkdir -p {target.parent}",
+        )
     from_csv, to_csv = (kind_of_name(path) == ".csv" for path in (source, target))
     table = open_table(source, columns=columns, base64=base64 if from_csv or not to_csv else (), arrays=arrays)
     return write_table(target, table, base64=base64 if to_csv else ())
