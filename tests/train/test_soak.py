@@ -32,9 +32,11 @@ SETTINGS: dict[str, Any] = {
     "plan.precision": "fp32",
     "train.eval_every_steps": 0,
     "checkpoint.every_steps": 2,
+    "loader.worker_kind": "thread",  # of which the first case of each kind has processes instead
     "observe.console": "off",
     "observe.report": "false",
 }
+PROCESSES = {"loader.worker_kind": "process"}
 COUNTING = {
     "optim.kind": "sgd",
     "optim.lr": 1.0,
@@ -59,7 +61,7 @@ class Case:
 
 
 SYNCHRONOUS = [
-    Case("sums"),
+    Case("sums", PROCESSES),
     Case("int8", {"plan.compression": "int8"}),
     Case("zero1", {"plan.dp_shard": 2, "plan.zero": 1}),
     Case("zero3", {"plan.dp_shard": 2, "plan.zero": 3}),
@@ -72,7 +74,7 @@ SYNCHRONOUS = [
 ]
 ASYNCHRONOUS = [
     # without a replica a killed server loses pushes, so that servers are killed only with one
-    Case("replicas", {"launch.num_replicas": 2}, (*RANKS, *SERVERS, "launcher")),
+    Case("replicas", {"launch.num_replicas": 2, **PROCESSES}, (*RANKS, *SERVERS, "launcher")),
     Case("bounded", {"launch.num_replicas": 2, "plan.staleness": 1}, (*RANKS, *SERVERS, "launcher")),
     Case("no replicas", {"plan.staleness": 3}),
 ]
