@@ -64,11 +64,12 @@ def test_python_of_a_strangers_run_folder_does_not_run(desk: Desk, script: Path,
         done = desk.here(*command)
         assert done.code == 2, (command, done.out, done.err)
         assert done.err == (
-            f'unisono: {stranger}/config.toml:2: base = "evil.py": {evil}, a file that you have not run in this form\n'
+            f'unisono: {stranger}/config.toml:2: base = "evil.py": {evil} is a file that you have not run in this form\n'
             "  rule: the folder of a run can be anybody's: its Python file runs if you have run that file with this content "
             "before, and nobody else can write to it\n"
             "  so:   nothing was started\n"
-            "  try:  look at the file, then add --trust-python; a run of TOML alone needs no code\n"
+            "  try:  look at the file, then add --trust-python (each time, for a file that others own or can write); "
+            "a run of TOML alone needs no code\n"
         )
         assert not canary.exists(), command
     done = desk.here("eval", str(stranger), "--trust-python")
@@ -98,7 +99,7 @@ def test_own_python_runs_until_it_changes_or_others_can_write_it(desk: Desk, scr
         path.chmod(mode)
         done = desk.here("eval", str(run_dir))
         assert done.code == 2
-        assert f"{script}, and {path} can be written by others (mode {mode:o})" in done.err
+        assert f'base = "{script}": {path} can be written by others (mode {mode:o})' in done.err
         path.chmod(before)
     script.write_text(script.read_text() + "\n# another text\n")
     done = desk.here("eval", str(run_dir))
@@ -115,7 +116,7 @@ def test_python_of_another_user_does_not_run_though_it_was_run_before(desk: Desk
     os.chown(script, 65534, 65534)
     done = desk.here("eval", str(run_dir))
     assert done.code == 2
-    assert f"{script}, and {script} belongs to the user nobody" in done.err
+    assert f'base = "{script}": {script} belongs to the user nobody' in done.err
 
 
 def test_a_base_of_the_base_and_a_link_are_the_run_folders_too(desk: Desk, script: Path, tmp_path: Path) -> None:

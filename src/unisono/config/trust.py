@@ -37,10 +37,11 @@ def python_problem(path: Path, digest: str, named: str, environ: Mapping[str, st
     if not foreign and record.is_file() and not foreign_reason(record):
         return None
     return config_problem(
-        f"{named}{path}" + (f", and {foreign}" if foreign else ", a file that you have not run in this form"),
+        f"{named}{foreign or f'{path} is a file that you have not run in this form'}",
         "the folder of a run can be anybody's: its Python file runs if you have run that file with this content before, and "
         "nobody else can write to it",
-        "look at the file, then add --trust-python; a run of TOML alone needs no code",
+        "look at the file, then add --trust-python (each time, for a file that others own or can write); "
+        "a run of TOML alone needs no code",
     )
 
 

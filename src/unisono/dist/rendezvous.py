@@ -66,7 +66,7 @@ def open_store(job: JobSpec, timeout_s: float, environ: Mapping[str, str] = os.e
         except Refused as refused:
             # a port that is looked up may be an earlier attempt's, or a stranger's who wrote it there
             if refused.reason not in ("taken", "full") and published is None:
-                raise _refusal(job, name, refused) from refused
+                raise _refusal(job, name, refused) from None
             reason = _REASONS[refused.reason]
         except (OSError, Stranger, RuntimeError) as error:
             reason = _first_line(error)
