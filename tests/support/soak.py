@@ -23,9 +23,12 @@ from procs import is_running, marked, wait_until
 
 CONFIG = Path(__file__).with_name("soak_run.py")
 WHOLE_S, SLICE_S = 600.0, 60.0
-# between two kills, at the least: what was killed starts again, and the run saves a step that it had not saved before
+# of a case, from its beginning to its end
+LIMIT_S = 150.0
+# with fewer it was no soak
+LEAST_KILLS = 2
+# within which what was killed starts again and the run saves a step that it had not saved before
 PROGRESS_S = 60.0
-KILL_EVERY_S = 12.0
 
 
 def seed() -> str:
@@ -150,8 +153,10 @@ def _is(role: str, number: str, process: psutil.Process) -> bool:
     return "unisono.kvstore.server" in command and environ.get("UNISONO_SERVER") == number
 
 
-def soak(run: Soaked, victims: list[str], seconds: float, draw: random.Random) -> list[str]:
-    """Kill ``victims`` for so long, each about equally often; returns what was killed when.
+def soak(run: Soaked, victims: list[str], seconds: float, steps: int, draw: random.Random) -> list[str]:
+    """Kill ``victims`` for so long, each about equally often, then let the run make the rest of ``steps``. Returns the kills.
+
+    Where starting takes long, on a machine with other work, it ends sooner: LIMIT_S has to do for a start and the end, twice.
 
     Between two kills the run makes progress, except that every third, about, is followed by another while what was killed starts
     again. No two servers are killed together: with a replica each, acknowledged pushes survive the loss of one.
@@ -161,8 +166,9 @@ def soak(run: Soaked, victims: list[str], seconds: float, draw: random.Random) -
     run.hold.touch()
     run.start()
     try:
-        while time.monotonic() - begun < seconds or len(done) < least_kills(seconds):
-            run.wait_for_progress(ranks, victims)
+        run.wait_for_progress(ranks, victims)
+        seconds = min(seconds, LIMIT_S - 3 * (time.monotonic() - begun) - 20)
+        while len(done) < LEAST_KILLS or (time.monotonic() - begun < seconds and run.saved_step() < steps - 25):
             time.sleep(draw.uniform(0, 2.5))
             victim = next(deck)
             again = draw.choice([each for each in victims if not (victim.startswith("s") and each.startswith("s"))])
@@ -174,7 +180,7 @@ def soak(run: Soaked, victims: list[str], seconds: float, draw: random.Random) -
                 time.sleep(wait_s)
                 if run.kill(again):
                     done.append(f"and {wait_s:.1f} s later: {again}")
-        run.wait_for_progress(ranks, victims)
+            run.wait_for_progress(ranks, victims)
         run.finish()
     except BaseException as error:
         error.add_note(f"SOAK_SEED={seed()}: {seconds:g} s, killed {done}\n{run.log.read_text()[-6000:]}")
@@ -182,11 +188,6 @@ def soak(run: Soaked, victims: list[str], seconds: float, draw: random.Random) -
     finally:
         run.close()
     return done
-
-
-def least_kills(seconds: float) -> int:
-    """With fewer it was no soak."""
-    return max(2, int(seconds / KILL_EVERY_S))
 
 
 def _dealt(victims: list[str], draw: random.Random) -> Iterator[str]:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import soak_run
 import torch
-from soak import SLICE_S, WHOLE_S, Soaked, least_kills, seed, soak
+from soak import LEAST_KILLS, LIMIT_S, SLICE_S, WHOLE_S, Soaked, seed, soak
 from tests.equality.results import of_run
 
 from unisono.checkpoint import open_checkpoint
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(LIMIT_S)]
 
 RANKS = ["rank 0", "rank 1"]
 SERVERS = ["server 0", "server 1"]
@@ -90,15 +90,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def soaked(folder: Path, case: Case, seconds: float, common: dict[str, Any]) -> tuple[Soaked, int]:
-    """The finished run, and its number of steps: more than there are before the time is up, also if nothing is ever killed."""
-    steps = 8 * int((0.75 * seconds + 15) / soak_run.PAUSE_S / 8)
+    """The finished run, and its number of steps: more than there are before the time is up."""
+    steps = 8 * int((2.5 * seconds + 50) / 8)
     run = Soaked(folder, {**SETTINGS, **common, **case.settings, "train.steps": steps})
     draw = random.Random(f"{seed()} {case.name}")
-    kills = soak(run, list(case.victims), seconds, draw)
+    kills = soak(run, list(case.victims), seconds, steps, draw)
     print(
         f"{case.name}: {len(kills)} kills, {run.num_restarts()} restarts, {run.num_starts} starts of {steps} steps: {kills}"
     )
-    assert len(kills) >= least_kills(seconds)
+    assert len(kills) >= LEAST_KILLS
     launchers = sum(kill.endswith("launcher") for kill in kills)
     assert run.num_starts == 1 + launchers
     assert run.num_restarts() >= min(1, len(kills) - launchers)
