@@ -90,6 +90,17 @@ def test_python_that_gives_plain_values_is_recorded_too(desk: Desk, tmp_path: Pa
     assert desk.here(*show).code == 0, "the user has run it now"
 
 
+def test_a_configuration_of_nested_lists_is_refused_by_every_command(desk: Desk, tmp_path: Path) -> None:
+    folder = tmp_path / "stranger"
+    folder.mkdir()
+    (folder / "config.toml").write_text(f"a = {'[' * 3000}{']' * 3000}\n")
+    for command in (["eval", str(folder)], ["generate", str(folder)], ["train", "--debug", f"--set=run.dir={folder}"]):
+        done = desk.here(*command)
+        assert done.code == 2, (command, done.out, done.err)
+        assert "Traceback" not in done.err
+        assert "\n  rule: " in done.err
+
+
 def test_own_python_runs_until_it_changes_or_others_can_write_it(desk: Desk, script: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert desk.train(run_dir, str(script)).code == 0

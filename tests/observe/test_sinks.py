@@ -233,6 +233,15 @@ def test_tensorboard_reads_what_was_written_and_restarts_do_not_repeat(tmp_path:
     assert {mode_of(path) for path in files} == {left(FILE)}
 
 
+def test_a_link_in_place_of_the_table_is_refused_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("without a newline")
+    (tmp_path / "metrics.csv").symlink_to(precious)
+    with pytest.raises(ConfigError, match="which is a link"):
+        CsvSink(tmp_path / "metrics.csv")
+    assert precious.read_text() == "without a newline"
+
+
 def test_trackers_open_no_port(tmp_path: Path) -> None:
     before = listening(os.getpid())
     with open_log(tmp_path) as log, Trackers(log, ["csv", "tensorboard"], tmp_path):

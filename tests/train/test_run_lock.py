@@ -33,6 +33,15 @@ def test_two_trainers_of_one_process(tmp_path: Path) -> None:
         assert again.fit().step == 3
 
 
+def test_a_link_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "run" / "run.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match=r"run\.lock, which cannot be opened"):
+        tiny.trainer(tmp_path / "run", steps=2).__enter__()
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("more", [["--debug"], ["--set=launch.num_processes=2"]], ids=["debug", "launched"])
 def test_a_second_start_is_refused_and_after_a_kill_the_next_goes_on(

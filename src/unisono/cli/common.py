@@ -159,7 +159,7 @@ def _require_readable(run_file: Path) -> None:
     if not run_file.is_file() or _is_of_script(run_file):
         return
     base: object = None
-    with suppress(OSError, ValueError):  # reported below
+    with suppress(OSError, ValueError, RecursionError):  # reported below
         base = tomllib.loads(run_file.read_text()).get(BASE)
     if not str(base).endswith(".py"):
         load_config(RunConfig, [run_file])
@@ -244,7 +244,7 @@ def load_run(run_dir: str, **code: Any) -> Resolved[RunConfig]:
 
 def code_labels(run_file: Path) -> dict[str, str]:
     """Component → label of the code that a Python script's run had; empty for a run of the command line."""
-    with suppress(OSError, ValueError):  # reported when the whole configuration is loaded
+    with suppress(OSError, ValueError, RecursionError):  # reported when the whole configuration is loaded
         document = tomllib.loads(run_file.read_text(encoding="utf-8"))
         if BASE not in document:
             components = document.get("components", {}).items()

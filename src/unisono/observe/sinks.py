@@ -172,6 +172,13 @@ class CsvSink:
         self._seen: set[str] = set()  # field names seen before: the common row needs no search for new columns
         self._last_step = -1
         make_folder(path.parent)
+        if path.is_symlink():
+            raise ConfigError(
+                given=f"{path}, which is a link",
+                rule="the csv tracker writes a file of the run's own folder",
+                consequence="nothing was started, and what it leads to is as it was",
+                nearest="remove the link, or leave 'csv' out of observe.trackers",
+            )
         if path.exists() and path.stat().st_size > 0:
             self._drop_torn_row()
             self._read_existing()
@@ -221,7 +228,7 @@ class CsvSink:
             text.detach()  # flushes, and leaves the file open
 
     def _drop_torn_row(self) -> None:
-        with open(self._path, "rb+") as file:
+        with open(os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "rb+") as file:
             end = file.seek(0, os.SEEK_END)
             while end > 0:
                 start = max(0, end - 4096)

@@ -25,7 +25,7 @@ from unisono.dist.dmlc import take_role
 from unisono.dist.job_store import JobStore
 from unisono.dist.notebook import in_notebook, notebook_name
 from unisono.dist.world import MEET_S, on_first_rank
-from unisono.errors import PlanError, Problem
+from unisono.errors import ConfigError, PlanError, Problem
 from unisono.kvstore import KVStore, create_kvstore
 from unisono.measure.ceiling import PeakFlops, peak_flops
 from unisono.observe.events import EventLog, events_path, next_attempt
@@ -126,11 +126,19 @@ def open_events(run_dir: Path, world: World) -> EventLog:
 
     def take_folder() -> None:
         nonlocal lock
-        with suppress(OSError):  # a folder that cannot be written is the log's error
+        try:
             make_folder(run_dir)
             lock = FolderLock(
                 run_dir / "run.lock", work="is training", nearest="wait until it has ended, or another run.dir"
             )
+        except OSError as error:
+            if os.access(run_dir, os.W_OK):  # else it is the log's error
+                raise ConfigError(
+                    given=f"{run_dir / 'run.lock'}, which cannot be opened ({os_reason(error)})",
+                    rule="one run at a time works in a folder, and holds this file meanwhile",
+                    consequence="nothing was started",
+                    nearest="remove it if no run works there, or another run.dir",
+                ) from error
 
     on_first_rank(world, take_folder if rank == 0 else lambda: None)
     try:

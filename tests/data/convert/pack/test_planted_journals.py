@@ -66,6 +66,20 @@ def test_moves_of_earlier_releases_are_not_read(album: Path, interrupted: Path, 
     assert precious.read_text() == "mine"
 
 
+@pytest.mark.parametrize("kind", ["missing", "other"])
+def test_a_shard_that_is_missing_or_changed_is_said(album: Path, interrupted: Path, kind: str) -> None:
+    shard = next(interrupted.glob("all-*/*.rec"))
+    if kind == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:-4] + b"evil")
+    said = again(album, interrupted)
+    assert said.startswith(
+        f"its file {shard.parent.name}/{shard.name} is missing" if kind == "missing" else f"{shard} is not as"
+    )
+    assert (interrupted / "ending.json").exists()
+
+
 def test_series_of_another_job(album: Path, interrupted: Path) -> None:
     change(interrupted / "ending.json", lambda plan: plan["journals"].update({"../x": []}))
     assert again(album, interrupted) == "its ending.json names other files than those of this job"

@@ -151,7 +151,7 @@ def run_pack_job(job: PackJob, series: Sequence[ShardSeries], *, numbered: bool 
             partial.plan(plan)
         moves = _moves(job.target, plan.journals, numbered)
         if resumed:
-            partial.check_moves(moves, job.target)
+            partial.check_moves(plan, moves, job.target)
         result = _result(job, plan, moves)
         for suffix, text in job.side_files.items():
             write_atomically(job.target.with_name(job.target.name + suffix), text.encode())
@@ -394,13 +394,34 @@ class PartialTarget:
         """Store the plan: all shards are finished, and their files may be moved."""
         _write_json(self.folder / "ending.json", plan)
 
-    def check_moves(self, moves: Mapping[str, str], target: Path) -> None:
-        """Raise DataError if a move would not be one of this target's files, or would overwrite a file."""
+    def check_moves(self, plan: CommitPlan, moves: Mapping[str, str], target: Path) -> None:
+        """Raise DataError if a file is missing or not as it was written, has a name that this target's files have not, or would
+        replace a file."""
+        digests = {
+            f"{series}-{number:05d}/{file}": digest
+            for series, shards in plan.journals.items()
+            for number, journal in enumerate(shards)
+            for file, digest in journal.files.items()
+        }
         for old, new in moves.items():
-            if not new.startswith(target.stem):
+            moved = target.with_name(new)
+            suffix = Path(new).suffix
+            if not new.startswith(target.stem) or suffix.rstrip("0123456789") not in (
+                target.suffix,
+                ".idx",
+                ".uidx",
+                ".db",
+            ):
                 raise _foreign_folder(self.folder, f"its file {new} is not named after {target.name}")
-            if os.path.lexists(self.folder / old) and os.path.lexists(target.with_name(new)):
-                raise _foreign_folder(self.folder, f"{target.with_name(new)} exists and is not of this job")
+            if os.path.lexists(self.folder / old) and os.path.lexists(moved):
+                raise _foreign_folder(self.folder, f"{moved} exists and is not of this job")
+            found = next(
+                (path for path in (self.folder / old, moved) if path.is_file() and not path.is_symlink()), None
+            )
+            if found is None:
+                raise _foreign_folder(self.folder, f"its file {old} is missing, and {moved} is not there either")
+            if file_digest(found) != digests[old]:
+                raise _foreign_folder(self.folder, f"{found} is not as the job wrote it")
 
     def commit(self, moves: Mapping[str, str], folder: Path) -> None:
         """Move the remaining files to their names in ``folder`` and remove this folder."""
