@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from procs import wait_until
 
 from unisono.errors import ConfigError
 from unisono.storage import folder_lock
@@ -43,6 +44,14 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
+def is_free(path: Path) -> bool:
+    try:
+        lock(path).close()
+    except ConfigError:
+        return False
+    return True
+
+
 def test_another_process_is_named_and_its_kill_frees_the_folder(tmp_path: Path) -> None:
     path = tmp_path / "run.lock"
     holder = subprocess.Popen(
@@ -64,8 +73,8 @@ def test_another_process_is_named_and_its_kill_frees_the_folder(tmp_path: Path) 
         ), said
         holder.send_signal(signal.SIGKILL)
         holder.wait(20)
-        os.kill(child, 0)  # what it had forked lives on
-        lock(path).close()
+        os.kill(child, 0)  # what it had forked lives on; it closes its copy of the lock as soon as it runs
+        wait_until(lambda: is_free(path), "the lock is free")
     finally:
         holder.kill()
         if child:

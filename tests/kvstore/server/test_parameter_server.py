@@ -435,7 +435,7 @@ def test_a_lost_worker_gives_its_units_back_and_holds_nobody_up() -> None:
 
 
 def test_a_snapshot_continues(tmp_path: Path) -> None:
-    service = ParameterServer(0, snapshots=tmp_path)
+    service = ParameterServer(0, snapshots=tmp_path, snapshot_every_s=3600)
     worker = Worker(service)
     worker.init(filled(1.0))
     wait_until(lambda: latest_snapshot_number(tmp_path) == 1, "its own first snapshot, as soon as there are values")
