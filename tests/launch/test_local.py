@@ -18,6 +18,7 @@ from procs import command_lines, is_running, listening, marked, wait_until
 
 from unisono.errors import LaunchError
 from unisono.launch import LaunchOptions, launch_local
+from unisono.launch.supervise import first_attempt, job_folder
 from unisono.launch.workers import open_log
 
 # --- how it ends -----------------------------------------------------------------------------------------------------
@@ -443,6 +444,31 @@ def test_attempts_of_one_process_are_counted_too(tmp_path: Path) -> None:
     _, _, launched = run("seen('epoch')", tmp_path, num_processes=1)
     assert (launched.run_dir / "epoch.0.1").exists()
     assert launched.record()["attempt"] == 1
+
+
+@pytest.mark.parametrize("planted", ['{"attempt": 1e999}', '{"attempt": 4000000000}', "a pipe"])
+def test_a_record_that_is_none_counts_for_nothing(tmp_path: Path, planted: str) -> None:
+    (tmp_path / "run").mkdir()
+    if planted == "a pipe":
+        os.mkfifo(tmp_path / "run/launch.json")
+    else:
+        (tmp_path / "run/launch.json").write_text(planted)
+    assert first_attempt_of(tmp_path / "run") == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_record_of_another_user_counts_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/launch.json").write_text('{"attempt": 7}')
+    assert first_attempt_of(tmp_path / "run") == 8
+    (tmp_path / "run/launch.json").write_text('{"attempt": 7}')
+    os.chown(tmp_path / "run/launch.json", 65534, 65534)
+    assert first_attempt_of(tmp_path / "run") == 0
+
+
+def first_attempt_of(run_dir: Path) -> int:
+    with job_folder(run_dir):
+        return first_attempt(run_dir, {})
 
 
 @pytest.mark.full

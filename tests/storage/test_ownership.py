@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 from pathlib import Path
 
 import pytest
 
 from unisono.errors import DataError
-from unisono.storage.ownership import foreign_reason, make_own_folder
+from unisono.storage import ownership
+from unisono.storage.ownership import foreign_reason, make_own_folder, open_own, read_own_json
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
@@ -62,7 +65,7 @@ def test_a_folder_in_which_others_can_make_files_is_refused(tmp_path: Path, mode
         f"a folder of prepared data that is not this user's alone: {tmp_path}/cache can be written by others (mode {mode:o})\n"
         "  rule: prepared data and copies are read only from a folder that this user or root alone can have written\n"
         "  so:   nothing was read from it or written to it\n"
-        "  try:  data.cache_dir=~/.cache/unisono, or chmod o-w on that folder if it is yours"
+        "  try:  data.cache_dir=~/.cache/unisono, or chmod go-w on that folder if it is yours"
     )
 
 
@@ -75,3 +78,69 @@ def test_a_folder_that_others_can_replace_is_refused(tmp_path: Path, mode: int) 
     with pytest.raises(DataError, match=r"others can replace it: .*/open has mode 777"):
         make_own_folder(tmp_path / "open" / "cache")
     return None
+
+
+@ROOT
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_group_with_other_members_counts_and_a_private_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path = tmp_path / "path"
+    path.touch() if kind == "file" else path.mkdir()
+    path.chmod(0o775)
+    users = [pwd.struct_passwd((name, "", uid, gid, "", "", "")) for name, uid, gid in _USERS]
+    monkeypatch.setattr(pwd, "getpwall", lambda: users)
+    monkeypatch.setattr(grp, "getgrgid", _GROUPS.__getitem__)
+    ownership._others_in_group.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for gid, reason in (
+        (1000, ""),
+        (77, ""),
+        (50, "the group staff"),
+        (100, "the group users"),
+        (1001, "the group 1001"),
+    ):
+        os.chown(path, 1000, gid)
+        assert foreign_reason(path) == (f"{path} can be written by {reason} (mode 775)" if reason else "")
+    if kind == "folder":  # others cannot replace what they do not own, but make files
+        path.chmod(0o1775)
+        assert foreign_reason(path) == ""
+        with pytest.raises(DataError, match="can be written by the group 1001"):
+            make_own_folder(path)
+    ownership._others_in_group.cache_clear()  # pyright: ignore[reportPrivateUsage]
+
+
+_USERS = (("ada", 1000, 1000), ("bob", 1001, 1001), ("eve", 1002, 100))
+
+
+class _Groups(dict[int, grp.struct_group]):
+    def __missing__(self, gid: int) -> grp.struct_group:
+        raise KeyError(gid)
+
+
+_GROUPS = _Groups(
+    {
+        gid: grp.struct_group((name, "", gid, members))
+        for name, gid, members in (
+            ("ada", 1000, []),
+            ("ada2", 77, ["ada"]),
+            ("staff", 50, ["ada", "bob"]),
+            ("users", 100, []),
+        )
+    }
+)
+
+
+def test_own_files_are_opened_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("[1]")
+    assert read_own_json(file) == [1]
+    file.chmod(0o666)
+    with pytest.raises(PermissionError, match="can be written by others"):
+        open_own(file)
+    file.chmod(0o600)
+    (tmp_path / "link").symlink_to(file)
+    os.mkfifo(tmp_path / "pipe")
+    for other, error in (("link", "symbolic links"), ("pipe", "not a regular file"), (".", "not a regular file")):
+        with pytest.raises(OSError, match=error):
+            open_own(tmp_path / other)

@@ -18,7 +18,7 @@ from unisono.dist.jobspec import JobSpec
 from unisono.sanitize import redact_text
 from unisono.storage.directory import make_folder
 from unisono.storage.files import PRIVATE_MODE, write_atomically
-from unisono.storage.limits import read_json
+from unisono.storage.ownership import read_own_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +149,7 @@ def record_failure(
 def read_failure(folder: Path, rank: int, restart_count: int) -> Failure | None:
     """The failure of ``rank`` after ``restart_count`` restarts; None if there is no readable record."""
     try:
-        failure = Failure.from_json(read_json(folder / f"failure-rank-{rank}.json"))
+        failure = Failure.from_json(read_own_json(folder / f"failure-rank-{rank}.json"))
     except (OSError, ValueError, TypeError):
         # a rank that was killed leaves no record, or half of one; its exit code remains
         return None

@@ -22,8 +22,8 @@ from unisono.launch.options import LaunchOptions
 from unisono.launch.process_layout import ProcessSlot
 from unisono.launch.supervise import (
     StopSignals,
+    first_attempt,
     print_message,
-    recorded_job,
     would_repeat,
     write_record,
 )
@@ -62,13 +62,14 @@ def supervise_elastic(
 
     ``options.max_restarts`` counts for each slot. If ``elastic``, a worker without a restart left has left the job, which
     goes on while it has workers, and whose servers wait for those that others have joined to it. Call it on the main
-    thread. Raises LaunchError if a process cannot be started.
+    thread, inside ``job_folder``. Raises LaunchError if a process cannot be started.
     """
     logs = run_dir / "logs"
     states: list[_SlotState] = []
     shown: list[Failure] = []
     verdict: int | None = None
-    with recorded_job(run_dir, record) as first, StopSignals() as signals:
+    with StopSignals() as signals:
+        first = first_attempt(run_dir, record)
         stop = _WorkerStop(options.grace_s)
         try:
             for slot in sorted(slots, key=lambda slot: slot.role != "server"):

@@ -29,7 +29,7 @@ from unisono.launch.network_interface import NetworkInterface, choose_interface
 from unisono.launch.options import LaunchOptions, server_environ, tls_folder
 from unisono.launch.process_layout import JobLayout, assign_processes
 from unisono.launch.resources import count_accelerators, divide_host
-from unisono.launch.supervise import make_folders, print_message, supervise
+from unisono.launch.supervise import job_folder, print_message, supervise
 from unisono.launch.workers import Reaper, Worker, WorkerSpec, open_log, start_worker
 
 SERVER = tuple(module_command("unisono.kvstore.server"))
@@ -63,6 +63,7 @@ def launch_local(
 
     Raises:
         LaunchError: Nothing can be started: unwritable folder, unknown command, or already inside a job.
+        ConfigError: Another launch uses ``run_dir``.
     """
     refuse_inside_a_job(run_dir)
     extra = {**(interface.environ() if interface else {}), **(environ or {})}
@@ -77,7 +78,8 @@ def launch_local(
         def start(attempt: int, restarted: bool) -> list[Worker]:
             return _start_ranks(replace(spec, job=replace(job, restart_count=attempt), restarted=restarted), reaper)
 
-        return supervise(start, options, run_dir=run_dir, record=record)
+        with job_folder(run_dir):
+            return supervise(start, options, run_dir=run_dir, record=record)
 
 
 def _start_ranks(spec: WorkerSpec, reaper: Reaper) -> list[Worker]:
@@ -145,7 +147,10 @@ def run_job(job: JobLayout, run_dir: Path) -> int:
     A job of one host without servers runs as ``launch_local`` does. Otherwise every process's output is also shown
     here, prefixed with its name. ``run_dir/launch.json`` and ``run_dir/logs`` are as with ``launch_local``.
 
-    Raises LaunchError if nothing can be started, CommError if a lost host does not come back.
+    Raises:
+        LaunchError: Nothing can be started.
+        ConfigError: Another launch uses ``run_dir``.
+        CommError: A lost host does not come back.
     """
     if job.plain:
         interface = choose_interface(job.interface, LOOPBACK)
@@ -155,23 +160,24 @@ def run_job(job: JobLayout, run_dir: Path) -> int:
         )
     refuse_inside_a_job(run_dir)
     tls_folder(job.options, {**os.environ, **job.environ})
-    make_folders(run_dir)
-    if job.snapshots:  # they are for restarts of a server within one launch; a later launch begins from a checkpoint
-        shutil.rmtree(job.snapshots, ignore_errors=True)
-        job = replace(job, snapshots=f"{job.snapshots}/{secrets.token_hex(4)}")
-    with MultiHostJob(job, run_dir / "logs", print_message) as running:
+    with ExitStack() as stack:
+        stack.enter_context(job_folder(run_dir))
+        if (
+            job.snapshots
+        ):  # they are for restarts of a server within one launch; a later launch begins from a checkpoint
+            shutil.rmtree(job.snapshots, ignore_errors=True)
+            job = replace(job, snapshots=f"{job.snapshots}/{secrets.token_hex(4)}")
+        running = stack.enter_context(MultiHostJob(job, run_dir / "logs", print_message))
         record = {"run_id": job.run_id, "command": list(job.command), "hosts": running.facts}
         if job.servers:
             record["server_command"] = list(job.server_command)
         if job.servers or job.joins is not None:
-            with ExitStack() as stack:
-                if job.elastic and running.secret is not None:
-                    workers = len(job.workers)
-                    opened = open_to_workers(run_dir, job.run_id, workers, running.addresses, running.secret)
-                    stack.enter_context(opened)
-                return supervise_elastic(
-                    running.start_one, job.slots, job.options, run_dir=run_dir, record=record, elastic=job.elastic
-                )
+            if job.elastic and running.secret is not None:
+                workers = len(job.workers)
+                stack.enter_context(open_to_workers(run_dir, job.run_id, workers, running.addresses, running.secret))
+            return supervise_elastic(
+                running.start_one, job.slots, job.options, run_dir=run_dir, record=record, elastic=job.elastic
+            )
         return supervise(running.start_all, job.options, run_dir=run_dir, record=record)
 
 

@@ -8,6 +8,8 @@ joined/     one file for each rank that has joined
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,9 +18,10 @@ from pathlib import Path
 from unisono.errors import LaunchError, Problem
 from unisono.launch.workers import unwritable
 from unisono.storage.files import PRIVATE_MODE, open_new, write_atomically
-from unisono.storage.limits import read_json
+from unisono.storage.ownership import read_own_json
 
 _FACTS, _SECRET, _JOINED = "join.json", "secret", "joined"
+_CLAIM = re.compile(r"rank-\d+", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,12 +49,13 @@ def open_to_workers(
     try:
         # left by a launch that was killed
         (folder / _SECRET).unlink(missing_ok=True)
-        for claim in (folder / _JOINED).glob("rank-*"):
-            claim.unlink()
-        (folder / _JOINED).mkdir(mode=0o700, exist_ok=True)
+        with _claims(folder) as claims:
+            for claim in os.listdir(claims):
+                if _CLAIM.fullmatch(claim):
+                    os.unlink(claim, dir_fd=claims)
         with open_new(folder / _SECRET, mode=PRIVATE_MODE) as file:
             file.write(secret)
-        write_atomically(folder / _FACTS, json.dumps(asdict(facts)).encode() + b"\n")
+        write_atomically(folder / _FACTS, json.dumps(asdict(facts)).encode() + b"\n", mode=PRIVATE_MODE)
     except OSError as error:
         raise LaunchError(unwritable(folder, error)) from error
     try:
@@ -62,9 +66,9 @@ def open_to_workers(
 
 
 def read_membership(folder: Path) -> Membership:
-    """The job of ``folder``. Raises LaunchError where none runs that workers may join."""
+    """The job of ``folder``. Raises LaunchError where none runs that workers may join, or another user wrote its record."""
     try:
-        facts = read_json(folder / _FACTS)
+        facts = read_own_json(folder / _FACTS)
         servers = tuple(map(str, facts["server_addresses"]))
         return Membership(
             folder=str(folder.absolute()),
@@ -83,7 +87,6 @@ def read_membership(folder: Path) -> Membership:
 
 def claim_ranks(job: Membership, count: int, first: int | None) -> list[int]:
     """``count`` ranks that no other worker of this job has, from ``first`` on; by default from the job's number of workers."""
-    joined = Path(job.folder) / _JOINED
     if first is not None and first < job.world_size:
         raise LaunchError(
             Problem(
@@ -96,14 +99,25 @@ def claim_ranks(job: Membership, count: int, first: int | None) -> list[int]:
     ranks: list[int] = []
     rank = job.world_size if first is None else first
     try:
-        joined.mkdir(mode=0o700, exist_ok=True)
-        while len(ranks) < count:
-            try:
-                (joined / f"rank-{rank}").touch(mode=0o600, exist_ok=False)
-                ranks.append(rank)
-            except FileExistsError:
-                pass
-            rank += 1
+        with _claims(Path(job.folder)) as claims:
+            while len(ranks) < count:
+                try:
+                    os.close(os.open(f"rank-{rank}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, PRIVATE_MODE, dir_fd=claims))
+                    ranks.append(rank)
+                except FileExistsError:
+                    pass
+                rank += 1
     except OSError as error:
-        raise LaunchError(unwritable(joined, error)) from error
+        raise LaunchError(unwritable(Path(job.folder) / _JOINED, error)) from error
     return ranks
+
+
+@contextmanager
+def _claims(folder: Path) -> Generator[int]:
+    """The folder of claimed ranks, made if it is missing, as a descriptor. Raises OSError if it is a link."""
+    (folder / _JOINED).mkdir(mode=0o700, exist_ok=True)
+    claims = os.open(folder / _JOINED, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield claims
+    finally:
+        os.close(claims)

@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -37,7 +37,7 @@ from unisono.sanitize import printable, redact, redact_text
 from unisono.storage.directory import make_folder
 from unisono.storage.files import PRIVATE_MODE, write_atomically
 from unisono.storage.folder_lock import FolderLock
-from unisono.storage.limits import read_json
+from unisono.storage.ownership import read_own_json
 
 _POLL_S = 0.05
 # a failing rank ends its peers' collectives: time for peers to report that themselves, then time to end on SIGTERM
@@ -49,6 +49,8 @@ _DUMP_S = 1.0
 _SCRIPT_START_S = 60.0
 # codes above are a shell's for a command that was killed by a signal
 _LAST_OWN_CODE = 128
+# what a record or the name of a log says beyond this is no number of ours
+_MAX_ATTEMPT = 1 << 30
 # the same crash this often in a row ends the run
 _SAME_CRASH_LIMIT = 2
 
@@ -62,11 +64,12 @@ def supervise(start: Start, options: LaunchOptions, *, run_dir: Path, record: Ma
 
     ``run_dir/launch.json`` holds ``record`` and how each attempt ended. Call it on the main thread.
 
-    Raises LaunchError if nothing can be started: unwritable folder, unknown command.
+    Raises LaunchError if nothing can be started: unwritable folder, unknown command. The caller holds ``job_folder``.
     """
     logs = run_dir / "logs"
     history: list[Attempt] = []
-    with recorded_job(run_dir, record) as first, StopSignals() as signals:
+    with StopSignals() as signals:
+        first = first_attempt(run_dir, record)
         while True:
             number = first + len(history)
             write_record(run_dir, record, number, history)
@@ -86,33 +89,33 @@ def supervise(start: Start, options: LaunchOptions, *, run_dir: Path, record: Ma
             )
 
 
-def make_folders(run_dir: Path) -> None:
-    """Create the run's folder and its logs folder. Raises LaunchError if they cannot be created."""
-    try:
-        make_folder(run_dir / "logs")
-    except OSError as error:
-        raise LaunchError(unwritable(run_dir, error)) from error
-
-
 @contextmanager
-def recorded_job(run_dir: Path, record: Mapping[str, Any]) -> Generator[int]:
-    """Create the run's folder and its record, and keep other launches out of it; yields the number of the next attempt.
+def job_folder(run_dir: Path) -> Generator[None]:
+    """Create the run's folder and its logs folder; inside, no other launch uses it.
 
     Raises:
         LaunchError: The folder cannot be written.
         ConfigError: Another launch uses it.
     """
-    make_folders(run_dir)
     try:
+        make_folder(run_dir / "logs")
         lock = FolderLock(
             run_dir / "launch.lock", work="runs a job", nearest="wait until it has ended, or another folder"
         )
+    except OSError as error:
+        raise LaunchError(unwritable(run_dir, error)) from error
+    with closing(lock):
+        yield
+
+
+def first_attempt(run_dir: Path, record: Mapping[str, Any]) -> int:
+    """Begin ``run_dir/launch.json``; returns the number of this launch's first attempt. Raises LaunchError."""
+    try:
         first = _next_attempt(run_dir)
         write_record(run_dir, record, first, [])
     except OSError as error:
         raise LaunchError(unwritable(run_dir, error)) from error
-    with closing(lock):
-        yield first
+    return first
 
 
 def _verdict(history: Sequence[Attempt], options: LaunchOptions) -> int | None:
@@ -347,12 +350,10 @@ def _next_attempt(run_dir: Path) -> int:
     """One more than the highest attempt number in this folder, so that a later launch never reuses a number."""
     names = [path.name for path in (run_dir / "logs").iterdir()]
     used = [int(match.group(1)) for name in names if (match := re.search(r"\.attempt-([0-9]+)\.", name))]
-    try:
-        used.append(int(read_json(run_dir / "launch.json")["attempt"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        # no earlier launch, or a record of something else: the logs alone decide
-        return max(used, default=-1) + 1
-    return max(used) + 1
+    # without an earlier launch, and with a record of something else or of another user, the logs alone decide
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+        used.append(int(read_own_json(run_dir / "launch.json")["attempt"]))
+    return max((number for number in used if number < _MAX_ATTEMPT), default=-1) + 1
 
 
 def write_record(run_dir: Path, record: Mapping[str, Any], number: int, history: Sequence[Attempt]) -> None:

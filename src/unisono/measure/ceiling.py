@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from unisono.storage.directory import make_folder
 from unisono.storage.files import write_atomically
-from unisono.storage.limits import read_json
+from unisono.storage.ownership import read_own_json
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +203,7 @@ def _read_cache(cache: Path | None) -> dict[str, Any]:
     if cache is None:
         return {}
     try:
-        entries = read_json(cache)
+        entries = read_own_json(cache)
     except (OSError, ValueError):
         return {}
     return cast("dict[str, Any]", entries) if isinstance(entries, dict) else {}

@@ -6,10 +6,11 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, BinaryIO, Final
 
 import xxhash
 
@@ -43,6 +44,20 @@ def open_new(path: Path, *, mode: int = FILE_MODE, buffering: int = -1) -> IO[An
     """Open a new binary file for writing. Raises FileExistsError, also for a link; ``mode`` is before the umask."""
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, mode)
     return open(fd, "wb", buffering=buffering)
+
+
+def open_regular(path: Path, *, flags: int = 0) -> BinaryIO:
+    """Open a regular file for reading, with further ``flags`` of ``os.open``.
+
+    Raises OSError for anything else: a pipe would wait for a writer, and a device may have no end.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EPERM
+        raise OSError(number, "not a regular file", str(path))
+    return open(fd, "rb")
 
 
 def opener(path: str, flags: int) -> int:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from unisono.storage.files import open_regular
+
 # one value, line, record, page, member or array, in bytes
 MAX_RECORD_BYTES: Final = 1 << 28
 # columns of a table, fields of a record, features of an example, side columns of a record file
@@ -86,10 +88,10 @@ def read_json(path: Path, decode: Callable[[bytes], Any] = json.loads, *, max_by
     """The content of a JSON file, by ``decode_json``. No more than ``max_bytes`` are read.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError: The file cannot be read, or is no regular one.
         ValueError: As ``decode_json``.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return decode_json(file.read(max_bytes + 1), decode, max_bytes=max_bytes)
 
 

@@ -119,3 +119,13 @@ def test_only_its_user_reads_it_and_a_replaced_server_writes_no_more(tmp_path: P
     with pytest.raises(CommError, match=r"snapshot 1 in .* \(its last one is 0\)\n.*another one has taken"):
         snapshot.write_snapshot(tmp_path / "server-0", {}, {}, after=0)
     assert snapshot.read_newest_snapshot(tmp_path / "server-0").facts == {"value": 1}
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o757])
+def test_a_folder_that_others_can_write_is_neither_read_nor_written(tmp_path: Path, mode: int) -> None:
+    take(tmp_path / "mine", 1)
+    (tmp_path / "mine").chmod(mode)
+    for action in (lambda folder: take(folder, 2), snapshot.read_newest_snapshot):
+        with pytest.raises(CommError, match=r"can be written by others .*\n.*\n.*no snapshot was read or written"):
+            action(tmp_path / "mine")
+    assert names(tmp_path / "mine") == ["snapshot-00000001"]

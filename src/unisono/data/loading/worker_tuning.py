@@ -27,8 +27,8 @@ from unisono.data.options import LoaderOptions, default_cache_dir
 from unisono.dist.notebook import in_notebook
 from unisono.errors import DataError
 from unisono.storage.directory import make_folder
-from unisono.storage.files import write_atomically
-from unisono.storage.limits import read_json
+from unisono.storage.files import PRIVATE_MODE, write_atomically
+from unisono.storage.ownership import read_own_json
 
 _WINDOW_STEPS, _WINDOW_S = 8, 0.5  # a window has at least this many steps and seconds
 _SETTLING_STEPS = 3  # not counted after a change: batches built before it are still arriving
@@ -183,7 +183,7 @@ def _memory_path(builder: BatchBuilder, limit: int) -> Path:
 
 def _remembered(path: Path) -> WorkerSetting | None:
     try:
-        return read_json(path, msgspec.json.Decoder(WorkerSetting).decode)
+        return read_own_json(path, msgspec.json.Decoder(WorkerSetting).decode)
     except (OSError, ValueError):  # never tuned, or by another version
         return None
 
@@ -191,6 +191,6 @@ def _remembered(path: Path) -> WorkerSetting | None:
 def _remember(path: Path, setting: WorkerSetting) -> None:
     try:
         make_folder(path.parent)
-        write_atomically(path, msgspec.json.encode(asdict(setting)))
+        write_atomically(path, msgspec.json.encode(asdict(setting)), mode=PRIVATE_MODE)
     except OSError:  # a read-only home: the next run tunes again
         return

@@ -35,6 +35,7 @@ from unisono.storage.directory import (
     remove_directory,
 )
 from unisono.storage.files import file_digest
+from unisono.storage.ownership import foreign_reason
 
 KEEP = 2
 _FACTS, _TENSORS = "state.json", "state.safetensors"
@@ -56,9 +57,11 @@ def write_snapshot(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str,
     """Write a snapshot, in a folder of its user only, and delete all but the newest two; returns its number.
 
     ``after``: the newest snapshot that this server knows, 0 for none. Raises CommError where there is a newer one:
-    another server has taken this one's place, and this one's state is out of date. OSError where the disk fails.
+    another server has taken this one's place, and this one's state is out of date; and where other users can write to the
+    folder. OSError where the disk fails.
     """
     make_folder(folder, mode=0o700)
+    _refuse_shared(folder)
     if (newer := latest_snapshot_number(folder)) > after:
         raise newer_snapshot_error(folder, newer, after)
     for entry in folder.iterdir():
@@ -81,8 +84,10 @@ def write_snapshot(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str,
 def read_newest_snapshot(folder: Path) -> ServerSnapshot | None:
     """The newest intact snapshot; None where there never was one.
 
-    Raises CommError where all snapshots are damaged: starting without state would lose the run.
+    Raises CommError where all snapshots are damaged: starting without state would lose the run. Also where another user can
+    have written one.
     """
+    _refuse_shared(folder)
     set_aside: list[str] = []
     for number, path in reversed(_committed(folder).items()):
         try:
@@ -115,6 +120,16 @@ def newer_snapshot_error(folder: Path, newer: int, known: int) -> CommError:
         consequence="this server saves nothing more",
         nearest="end this old server process",
     )
+
+
+def _refuse_shared(folder: Path) -> None:
+    if reason := foreign_reason(folder):
+        raise CommError(
+            given=f"a folder of snapshots that is not this user's alone: {reason}",
+            rule="a server's state is read from a folder that this user or root alone can have written",
+            consequence="no snapshot was read or written",
+            nearest="another folder, or chmod go-w on this one if nobody else has written to it",
+        )
 
 
 def _committed(folder: Path) -> dict[int, Path]:

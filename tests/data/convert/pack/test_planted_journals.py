@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
 from collections.abc import Callable
@@ -11,21 +12,22 @@ from typing import Any
 import pytest
 
 from unisono.data.convert.pack import PackOptions, pack_images
+from unisono.data.convert.pack.partial_target import PartialTarget
 from unisono.errors import DataError
 
 
 @pytest.fixture
 def interrupted(album: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a job that was killed before its first file had its name."""
-    replace = Path.replace
+    replace = os.replace
 
-    def failing(self: Path, target: Path) -> Path:
-        if self.parent.parent.suffix == ".part" and target.parent == tmp_path:
+    def failing(old: Any, new: Any, **folders: Any) -> None:
+        if Path(new).parent == tmp_path and "src_dir_fd" in folders:
             raise KeyboardInterrupt
-        return replace(self, target)
+        replace(old, new, **folders)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", failing)
+        patched.setattr(os, "replace", failing)
         with pytest.raises(KeyboardInterrupt):
             pack_images(album, tmp_path / "b.rec", pack=PackOptions(shards=3))
     return tmp_path / "b.rec.part"
@@ -99,6 +101,15 @@ def test_a_folder_that_others_can_write(album: Path, interrupted: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_that_a_group_can_write(album: Path, interrupted: Path) -> None:
+    group = max(grp.getgrall(), key=lambda group: len(group.gr_mem) + (group.gr_gid == 65534))
+    os.chown(interrupted, -1, group.gr_gid)
+    interrupted.chmod(0o775)
+    assert again(album, interrupted) == f"{interrupted} can be written by the group {group.gr_name} (mode 775)"
+    assert (interrupted / "ending.json").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_a_folder_of_another_user(album: Path, interrupted: Path) -> None:
     os.chown(interrupted, 65534, 65534)
     assert again(album, interrupted) == f"{interrupted} belongs to the user nobody"
@@ -110,6 +121,52 @@ def test_a_link(album: Path, interrupted: Path, tmp_path: Path) -> None:
     interrupted.symlink_to("elsewhere")
     assert again(album, interrupted) == "it is a link"
     assert (tmp_path / "elsewhere/ending.json").exists()
+
+
+@pytest.mark.parametrize("moment", ["clear", "commit", "remove"])
+def test_a_link_that_takes_the_folders_place_meanwhile(
+    album: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The last check is past; nothing in the folder that the link leads to is moved or deleted."""
+    precious = tmp_path / "precious"
+    (precious / "all-00000").mkdir(parents=True)
+    (precious / "all-00000" / "b.rec").write_text("mine")
+    (precious / "job.json").write_text("mine")
+    part = tmp_path / "b.rec.part"
+    part.mkdir()
+    (part / "job.json").write_text("0" * 32 + " of another job\n")
+    (part / "old").touch()
+    before = getattr(PartialTarget, moment)
+
+    def exchange(*args: Any, **kwargs: Any) -> Any:
+        if not part.is_symlink():
+            part.rename(tmp_path / "moved")
+            part.symlink_to("precious")
+        return before(*args, **kwargs)
+
+    monkeypatch.setattr(PartialTarget, moment, exchange)
+    with pytest.raises((OSError, DataError)):
+        pack_images(album, tmp_path / "b.rec")
+    assert (precious / "all-00000" / "b.rec").read_text() == "mine"
+    assert sorted(path.name for path in precious.iterdir())[:2] == ["all-00000", "job.json"]
+
+
+def test_a_lock_that_is_a_pipe_or_a_link(album: Path, interrupted: Path, tmp_path: Path) -> None:
+    (interrupted / "lock").unlink()
+    os.mkfifo(interrupted / "lock")
+    assert again(album, interrupted) == "its file lock is none"
+    (interrupted / "lock").unlink()
+    (interrupted / "lock").symlink_to(tmp_path / "absent")
+    assert again(album, interrupted).startswith("its file lock cannot be opened (ELOOP")
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("name", ["b.idx", "b.rec.classes.txt", "b-00001-of-00003.idx"])
+def test_files_beside_a_target_are_not_overwritten(album: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(DataError, match=f"{name}, which exists"):
+        pack_images(album, tmp_path / "b.rec", pack=PackOptions(shards=3))
+    assert (tmp_path / name).read_text() == "mine"
 
 
 def test_a_folder_that_no_job_made_keeps_its_files(album: Path, tmp_path: Path) -> None:

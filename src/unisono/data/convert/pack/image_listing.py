@@ -21,7 +21,7 @@ from typing import Final
 import xxhash
 
 from unisono.data.convert.formats.table import unreadable_error
-from unisono.data.convert.pack.pack_job import BadInput
+from unisono.data.convert.pack.partial_target import BadInput
 from unisono.storage.limits import MAX_RECORD_BYTES
 
 IMAGE_SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm"})

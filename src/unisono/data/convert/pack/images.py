@@ -34,20 +34,17 @@ from unisono.data.convert.pack.image_listing import (
     shuffle_by_hash,
 )
 from unisono.data.convert.pack.pack_job import (
-    UNSPLIT,
-    BadInput,
-    PackedInput,
     PackJob,
     PackOptions,
     PackResult,
     RecordAnswer,
-    ShardSeries,
     check_suffix,
     cut_by_bytes,
     cut_by_count,
     file_stamps,
     run_pack_job,
 )
+from unisono.data.convert.pack.partial_target import UNSPLIT, BadInput, PackedInput, ShardSeries
 from unisono.data.convert.pack.worker import make_records, worker_count
 from unisono.data.convert.table_files import open_table
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header

@@ -15,18 +15,15 @@ from typing import Any, cast
 
 from unisono.data.convert.formats.table import row_bytes, unreadable_error, unwritable_error
 from unisono.data.convert.pack.pack_job import (
-    BadInput,
-    InputSource,
-    PackedInput,
     PackJob,
     PackOptions,
     PackResult,
-    ShardSeries,
     check_suffix,
     cut_by_bytes,
     file_stamps,
     run_pack_job,
 )
+from unisono.data.convert.pack.partial_target import BadInput, InputSource, PackedInput, ShardSeries
 from unisono.data.convert.pack.record_schema import RecordSchema
 from unisono.data.convert.pack.worker import find_function, given_parts, make_records, worker_count
 from unisono.data.convert.table_files import Row, Table, open_table, write_table

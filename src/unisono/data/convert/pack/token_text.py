@@ -12,17 +12,15 @@ from pathlib import Path
 from unisono.data.convert.file_kind import kind_of_name
 from unisono.data.convert.formats.table import shorten, unreadable_error, unwritable_error
 from unisono.data.convert.pack.pack_job import (
-    BadInput,
-    PackedInput,
     PackJob,
     PackOptions,
     PackResult,
-    ShardSeries,
     check_suffix,
     cut_by_bytes,
     file_stamps,
     run_pack_job,
 )
+from unisono.data.convert.pack.partial_target import BadInput, PackedInput, ShardSeries
 from unisono.data.convert.table_files import open_table, read_formats
 from unisono.data.tokens.corpus import Corpus, UndecodableError, find_corpus, read_text
 from unisono.data.tokens.encoding import Document, default_workers, encode_documents
