@@ -33,6 +33,10 @@ CANARY = "hunter2canary"
         "session_cookie",
         "GITHUB_TOKEN",
         "token",
+        "PGPASSWORD",
+        "mysecret",
+        "account_key",
+        "DB_PWD",
     ],
 )
 def test_secret_names(name: str) -> None:
@@ -59,6 +63,9 @@ def test_secret_names(name: str) -> None:
         "",
         "step",
         "secretary",
+        "PWD",
+        "OLDPWD",
+        "primary_key",
     ],
 )
 def test_innocent_names(name: str) -> None:
@@ -78,6 +85,9 @@ def test_innocent_names(name: str) -> None:
         f"Authorization: Bearer {CANARY}{CANARY}",
         f"curl -H 'authorization: basic {CANARY}{CANARY}'",
         f"a=1&access_key={CANARY}&b=2",
+        f"password: {CANARY}",
+        f"user: me\n  api_key: {CANARY}\n",
+        f"PGPASSWORD={CANARY} psql",
     ],
 )
 def test_secrets_inside_text(text: str) -> None:
@@ -125,6 +135,8 @@ def test_printable_shows_what_would_drive_a_terminal() -> None:
     assert printable("a\tb\nc") == "a b c"
     assert printable("a\tb\nc", newlines=True) == "a\tb\nc"
     assert printable("grüße 漢字 ▁█") == "grüße 漢字 ▁█"
+    assert printable("a\xadb\u034fc\u3164\U000e0041") == r"a\xadb\u034fc\u3164\U000e0041"
+    assert printable("❤\ufe0f") == "❤\ufe0f"
     assert printable("\ud800\udcff") == r"\ud800\udcff"  # of a file name that is not UTF-8
     assert printable("\u0645\u06cc\u200c\u062e 👩\u200d💻") == "\u0645\u06cc\u200c\u062e 👩\u200d💻"
 
@@ -152,6 +164,10 @@ def test_no_control_character_passes(code: int) -> None:
         f"s3:/{CANARY}@host/a",
         f"https://host/a?X-Amz-Credential={CANARY}&X-Amz-Security-Token={CANARY}",
         f"https://host/a?access_token={CANARY}",
+        *(f"https://host/a?b=1&{name}={CANARY}" for name in ("pwd", "pass", "key", "account_key")),
+        f"https://user:{'x' * 5000}{CANARY}@host/a",
+        f"ftp://user:{'x' * 5000}/{CANARY}@host/a",
+        f"ftp://user:o'{CANARY}@host/a",
         f'["ftp://user:{CANARY}@host/a", "ftp://user:{CANARY}@host/b"]',
     ],
 )
@@ -180,6 +196,13 @@ def test_addresses_without_credentials(url: str) -> None:
 )
 def test_addresses_that_have_none_stay(text: str) -> None:
     assert without_credentials(text) == text
+
+
+@pytest.mark.parametrize("piece", ["://", "://a:b", "a:/b:c", "://a:b'", "://a:b@", "xx:/u:p/"])
+@pytest.mark.parametrize("end", ["", "@", "'@", " @"])
+def test_a_long_hostile_text_ends_soon(piece: str, end: str) -> None:
+    """Half a second each; a search of quadratic time would run for an hour, which the time-out of the tests ends."""
+    assert len(redact_text(piece * 100_000 + end)) > 100_000
 
 
 def test_a_problem_quotes_neither_credentials_nor_terminal_sequences() -> None:

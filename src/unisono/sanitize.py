@@ -16,27 +16,32 @@ from urllib.parse import unquote
 REDACTED = "[redacted]"
 _LEAST_SECRET = 4  # characters: "me" stands in many words
 
-_SECRET_WORD = re.compile(r"secrets?|passw(?:or)?d|passphrase|credentials?|apikey|authorization|cookie|bearer")
-_KEY_OWNER = re.compile(r"api|access|private|secret|auth|encryption|signing|ssh|hmac")
+_SECRET_WORD = re.compile(r"\w*(?:secrets?|passw(?:or)?ds?|passphrase|credentials?|apikey)|authorization|cookie|bearer")
+_KEY_OWNER = re.compile(
+    r"api|access|account|private|secret|auth|client|encryption|master|session|signing|ssh|storage|hmac"
+)
 _VOCABULARY = re.compile(r"eos|bos|pad|unk|sep|cls|mask|start|end|special|per")
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-# The second alternative is a password with one of / ? # in it, which a URL must not have but people type. What follows the
-# colon of HOST:PORT is a number alone. A path has one slash where an address has two. Bounded repeats: the text may be hostile,
-# and long.
-_URL_USERINFO = re.compile(
-    r"(?:(?<=://)|(?<=\w\w:/)(?!/))(?:[^/\s?#]{0,1024}@|[^/\s?#:@\[]{0,256}:(?!:|\d{0,5}(?:[/?#\s'\",)\]}>]|$))[^\s'\"]{0,1024}@)"
-)
+# A path has one slash where an address has two. What ends a search is found in one pass: the text may be hostile, and long.
+_BEFORE_USERINFO = r"(?:(?<=://)|(?<=\w\w:/)(?!/))"
+_USERINFO = re.compile(rf"{_BEFORE_USERINFO}[^/\s?#]*@")
+# A password with one of / ? # in it, which a URL must not have but people type. What follows the colon of HOST:PORT is a number.
+_MISTYPED_USERINFO = re.compile(rf"{_BEFORE_USERINFO}[^/\s?#:@\[]{{0,256}}:(?!:|\d{{0,5}}(?:[/?#\s'\",)\]}}>]|$)).*@")
+_NO_SPACE = re.compile(r"[^\s'\"]+")
 _URL_PARAMETER = re.compile(r"([?&]([\w.-]{1,128})=)[^&#\s'\"]+")
-_SIGNATURE = re.compile(r"sig|(?:[\w.-]*-)?signature", flags=re.IGNORECASE)  # of addresses that are signed for a time
-_NAME_BEFORE_VALUE = re.compile(r"(--?)?\b([A-Za-z][\w.-]{0,127})(=|[\"']\s*:\s*|\s+)(?=\S)")
+# secret in the query of an address, not elsewhere: a signature of an address that is signed for a time, and short names
+_SECRET_PARAMETER = re.compile(r"sig|(?:[\w.-]*-)?signature|key|pass|pwd|pw|auth", flags=re.IGNORECASE)
+_NAME_BEFORE_VALUE = re.compile(r"(--?)?\b([A-Za-z][\w.-]{0,127})(=|[\"']?\s*:\s*|\s+)(?=\S)")
 _VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s,;&)}\]]+")
 _BEARER = re.compile(r"(?i)\b(bearer\s+|authorization:\s*\w+\s+)[\w.~+/=-]{16,}")
 
-# C0 and C1 controls, and the marks that reorder or hide text (Trojan Source, CVE-2021-42574). The joiners U+200C and U+200D do
-# neither: Persian and emoji need them.
+# C0 and C1 controls, and the marks that reorder or hide text (Trojan Source, CVE-2021-42574; those with which Unicode writes
+# invisible text). The joiners U+200C and U+200D and the selector U+FE0F do neither: Persian and emoji need them.
 _CONTROL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\xad\\u034f\\u061c\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f\\u200b\\u200e\\u200f\\u2028-\\u202e"
+    "\\u2060-\\u206f\\u3164\\ud800-\\udfff\\ufe00-\\ufe0e\\ufeff\\uffa0\\ufff9-\\ufffb\\U0001bca0-\\U0001bca3\\U0001d173-\\U0001d17a"
+    "\\U000e0000-\\U000e0fff]"
 )
 
 
@@ -51,6 +56,8 @@ def is_secret(name: str) -> bool:
     if not words:
         return False
     before = words[-2] if len(words) > 1 else ""
+    if words[-1] == "pwd":
+        return before not in ("", "old")  # PWD and OLDPWD are folders
     if words[-1] == "token":
         return _VOCABULARY.fullmatch(before) is None
     if words[-1] in ("key", "keys"):
@@ -62,7 +69,9 @@ def without_credentials(text: str) -> str:
     """Replace ``user:password@`` and the values of signatures and secret-like parameters in the URLs of ``text``."""
     if ":/" not in text:
         return text
-    text = _URL_USERINFO.sub(f"{REDACTED}@", text)
+    if "@" in text:
+        text = _USERINFO.sub(f"{REDACTED}@", text)
+        text = _NO_SPACE.sub(_clean_mistyped, text)
     return _URL_PARAMETER.sub(_clean_parameter, text) if "=" in text else text
 
 
@@ -71,8 +80,8 @@ def without_credentials_of(address: str, text: str) -> str:
 
     Libraries report a user, a password or both apart from the address that had them.
     """
-    for match in _URL_USERINFO.finditer(address):
-        login = match[0].removesuffix("@")
+    for match in (_USERINFO.search(address), _MISTYPED_USERINFO.search(address)):
+        login = match[0].removesuffix("@") if match else ""
         password = login.partition(":")[2] or login
         for secret in (login, password, unquote(password)):
             if len(secret) >= _LEAST_SECRET:
@@ -80,8 +89,13 @@ def without_credentials_of(address: str, text: str) -> str:
     return without_credentials(text)
 
 
+def _clean_mistyped(match: re.Match[str]) -> str:
+    text, at, rest = match[0].rpartition("@")
+    return _MISTYPED_USERINFO.sub(f"{REDACTED}@", text + at) + rest if at and ":/" in text else match[0]
+
+
 def _clean_parameter(match: re.Match[str]) -> str:
-    is_credential = is_secret(match[2]) or _SIGNATURE.fullmatch(match[2]) is not None
+    is_credential = is_secret(match[2]) or _SECRET_PARAMETER.fullmatch(match[2]) is not None
     return match[1] + REDACTED if is_credential else match[0]
 
 
@@ -138,7 +152,7 @@ def printable(text: str, *, newlines: bool = False) -> str:
 
     Newlines and tabs become spaces, or stay with ``newlines``.
     """
-    if text.isprintable():
+    if text.isascii() and text.isprintable():
         return text
     text = _CONTROL.sub(_escape, text)
     return text if newlines else text.replace("\n", " ").replace("\t", " ")
@@ -146,4 +160,4 @@ def printable(text: str, *, newlines: bool = False) -> str:
 
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -168,6 +168,20 @@ def test_only_what_is_named_travels_and_never_a_credential() -> None:
     }
 
 
+def test_an_address_with_a_password_does_not_travel(caplog: pytest.LogCaptureFixture) -> None:
+    environ = {
+        "UNISONO__DATA__CORPUS": "ftp://me:canary@host/a.rec",
+        "NCCL_PROXY": "http://me:canary@proxy",
+        "NCCL_X": "a@b",
+    }
+    assert forwarded(environ, {}) == {"NCCL_X": "a@b"}
+    assert "UNISONO__DATA__CORPUS is not forwarded to other hosts: its value has credentials" in caplog.text
+    with pytest.raises(LaunchError) as caught:
+        parse_settings(["NCCL_PROXY", "A=ftp://me:canary@host"], environ)
+    assert str(caught.value).count("rule: an address with credentials is never forwarded") == 2
+    assert "canary" not in str(caught.value) + caplog.text
+
+
 def test_settings() -> None:
     assert parse_settings(["A=1=2", "B", "C="], {"B": "b"}) == {"A": "1=2", "B": "b", "C": ""}
     with pytest.raises(LaunchError) as caught:

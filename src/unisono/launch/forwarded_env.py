@@ -1,18 +1,20 @@
 """Environment variables that are forwarded to processes on other hosts: those of a short list and those of ``--env``.
 
-A remote process inherits its own host's environment, not the launcher's. Variables that look like credentials are never
-forwarded (dmlc's tracker put AWS keys on the remote command line).
+A remote process inherits its own host's environment, not the launcher's. Variables that look like credentials, and addresses
+with a password in them, are never forwarded (dmlc's tracker put AWS keys on the remote command line).
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from unisono.dist.jobspec import OWN_VARIABLES
 from unisono.errors import LaunchError, Problem
-from unisono.sanitize import is_secret
+from unisono.sanitize import is_secret, without_credentials
 
+_LOG = logging.getLogger("unisono")
 _NAMES = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "GLIBC_TUNABLES"}
 _PREFIXES = ("UNISONO_", "NCCL_", "GLOO_", "OMP_", "MKL_", "MALLOC_")
 _CREDENTIAL = re.compile(
@@ -27,7 +29,8 @@ _PLACES = OWN_VARIABLES | {"UNISONO_LAUNCH", "UNISONO_LOGS"}
 def forwarded(environ: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
     """The variables of ``environ`` to forward, updated by ``extra``.
 
-    A name that no shell would take, which a program can still set, is not forwarded.
+    A name that no shell would take, which a program can still set, is not forwarded. One that is left out for the password in
+    its value is logged.
     """
     chosen = {
         name: value
@@ -36,7 +39,14 @@ def forwarded(environ: Mapping[str, str], extra: Mapping[str, str]) -> dict[str,
         and _NAME.fullmatch(name)
         and not _is_credential(name)
         and name not in _PLACES
+        and name not in extra
     }
+    for name in [name for name, value in chosen.items() if _has_credentials(value)]:
+        del chosen[name]
+        _LOG.warning(
+            "%s is not forwarded to other hosts: its value has credentials. Set it in the environment of each host",
+            name,
+        )
     return chosen | dict(extra)
 
 
@@ -58,8 +68,12 @@ def parse_settings(settings: Sequence[str], environ: Mapping[str, str]) -> dict[
             problems.append(
                 _wrong(name, "without a value the launcher's own is forwarded, and it has none", f"--env {name}=VALUE")
             )
+        elif _has_credentials(given := value if separator else environ[name]):
+            problems.append(
+                _wrong(name, "an address with credentials is never forwarded", "the environment of each host")
+            )
         else:
-            variables[name] = value if separator else environ[name]
+            variables[name] = given
     if problems:
         raise LaunchError(*problems)
     return variables
@@ -80,6 +94,10 @@ def require_names(names: Iterable[str]) -> list[str]:
 
 def _is_credential(name: str) -> bool:
     return _CREDENTIAL.fullmatch(name) is not None or is_secret(name)
+
+
+def _has_credentials(value: str) -> bool:
+    return without_credentials(value) != value
 
 
 def _wrong(name: str, rule: str, nearest: str) -> Problem:
