@@ -202,7 +202,8 @@ def test_addresses_that_have_none_stay(text: str) -> None:
 @pytest.mark.parametrize("end", ["", "@", "'@", " @"])
 def test_a_long_hostile_text_ends_soon(piece: str, end: str) -> None:
     """Half a second each; a search of quadratic time would run for an hour, which the time-out of the tests ends."""
-    assert len(redact_text(piece * 100_000 + end)) > 100_000
+    text = piece * 100_000 + end
+    assert redact_text(text) == text or REDACTED in redact_text(text)
 
 
 def test_a_problem_quotes_neither_credentials_nor_terminal_sequences() -> None:

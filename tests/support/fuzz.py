@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from source_files import write_arrow_folder
 
 from unisono.data.convert import Table, write_table
 from unisono.data.convert.formats.crc32c import crc32c, masked_crc32c
@@ -248,6 +249,48 @@ def _parquet(folder: Path, **options: Any) -> None:
     pq.write_table(pa.table(columns), folder / "a.parquet", row_group_size=20, **options)
 
 
+def _arrow(folder: Path) -> None:
+    import pyarrow as pa
+
+    columns = {
+        "int": list(range(20)),
+        "txt": [f"ü {n % 5}" for n in range(20)],
+        "image": [{"bytes": bytes([n]) * n, "path": None} for n in range(20)],
+        "list": [[float(n)] * (n % 4) for n in range(20)],
+        "dims": pa.array([[n, n + 1] for n in range(20)], pa.list_(pa.int16(), 2)),
+        "flag": [n % 3 == 0 or None for n in range(20)],
+        "none": [None] * 20,
+    }
+    features: dict[str, object] = {
+        "int": {"_type": "Value"},
+        "list": {"feature": {"names": ["a", "b"], "_type": "ClassLabel"}},
+    }
+    write_arrow_folder(folder / "d", pa.table(columns), features)
+
+
+def _tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocab = (
+        {"<|endoftext|>": 0, "[PAD]": 1, "[UNK]": 2} | {chr(97 + n): 3 + n for n in range(26)} | {"th": 29, "the": 30}
+    )
+    whole = Tokenizer(models.BPE(vocab=vocab, merges=[("t", "h"), ("th", "e")], unk_token="[UNK]"))
+    whole.pre_tokenizer = pre_tokenizers.Split("[ ,]", "isolated")
+    whole.add_special_tokens(["<|endoftext|>", "[PAD]"])
+    whole.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    whole.save(str(folder / "tokenizer.json"))
+
+
+def _toml(folder: Path) -> None:
+    (folder / "config.toml").write_text(
+        "# of a run\n[model]\nnum_layers = 2\nrope_theta = 1e4\n[run]\ndir = \"a\\u00fc\"\n[optim]\nlr = 1e-3\nkind = 'adamw'\n"
+        "[data]\ncorpus = '''stdlib'''\ntrain = ['a', \"b\"]\nseq_len = 1_00\n[launch]\ntimeout_s = 0x20\n"
+        '[plan]\ntp = 1\n[train]\n"steps" = 10 # last\n'
+    )
+
+
 def _tar(folder: Path, name: str = "a.tar") -> None:
     write_table(folder / "a.tar", Table(rows=ROWS))
     if name.endswith(".gz"):
@@ -301,6 +344,10 @@ FORMATS: dict[str, Format] = {
             column_encoding={"int": "DELTA_BINARY_PACKED", "txt": "DELTA_BYTE_ARRAY", "data": "DELTA_LENGTH_BYTE_ARRAY"},
         ),
     ),
+    "arrow": Format(reader="arrow", file="d", make=_arrow, mutated=("d/data-00000-of-00001.arrow",)),
+    "arrow_folder": Format(
+        reader="arrow", file="d", make=_arrow, mutated=("d/state.json", "d/dataset_info.json"), text=True
+    ),
     "tar": Format(reader="table", file="a.tar", make=_tar, mutated=("a.tar",), reseal=_reseal_tar),
     "tar_gnu": Format(reader="table", file="a.tar", make=_gnu_tar, mutated=("a.tar",), reseal=_reseal_tar),
     "tar_gz": Format(reader="table", file="a.tar.gz", make=lambda f: _tar(f, "a.tar.gz"), mutated=("a.tar.gz",), rows="some"),
@@ -337,6 +384,8 @@ FORMATS: dict[str, Format] = {
         reader="header", file="a.safetensors", make=_header, mutated=("a.safetensors",), text=True, reseal=_reseal_header
     ),
     "events": Format(reader="events", file="rank00000.jsonl", make=_events, mutated=("rank00000.jsonl",), text=True),
+    "toml": Format(reader="toml", file="config.toml", make=_toml, mutated=("config.toml",), text=True),
+    "tokenizer": Format(reader="tokenizer", file="tokenizer.json", make=_tokenizer, mutated=("tokenizer.json",), text=True),
     "strategy": Format(reader="strategy", file="plan.json", make=_strategy, mutated=("plan.json",), text=True),
 }  # fmt: skip
 

@@ -213,6 +213,33 @@ def _strategy(path: Path) -> Iterable[Any]:
     return [plan.to_json(), plan.hash, plan.describe(), [match_modules(pattern, names) for pattern in patterns]]
 
 
+def _arrow(path: Path) -> Iterable[Any]:
+    from unisono.data.sources.arrow_folder import arrow_classes, arrow_files, arrow_rows, is_arrow_folder
+
+    yield is_arrow_folder(path)
+    files = arrow_files(path)
+    yield arrow_classes(path)
+    yield from arrow_rows(files)
+
+
+def _toml(path: Path) -> Iterable[Any]:
+    from unisono.config import load_config
+    from unisono.train.config import RunConfig
+
+    resolved = load_config(RunConfig, [path])
+    yield resolved.to_toml()
+
+
+def _tokenizer(path: Path) -> Iterable[Any]:
+    from unisono.data.tokens.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(str(path))
+    yield [tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.padding, tokenizer.mask]
+    for encoded in tokenizer.encode(["the cat, the hat", "", "\u00fc [PAD]<|endoftext|>"]):
+        yield [encoded.ids, encoded.token_bytes, tokenizer.decode(encoded.ids.tolist())]
+    yield tokenizer.encode_marked(["the cat", "a hat"], 8)
+
+
 READERS: dict[str, Callable[..., Iterable[Any]]] = {
     "table": _rows_of_table,
     "recordio": _recordio,
@@ -222,6 +249,9 @@ READERS: dict[str, Callable[..., Iterable[Any]]] = {
     "header": _header,
     "events": _events,
     "strategy": _strategy,
+    "arrow": _arrow,
+    "toml": _toml,
+    "tokenizer": _tokenizer,
 }
 
 

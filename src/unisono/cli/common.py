@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +18,7 @@ from unisono.cli.terminal import TextFormatter, echo
 from unisono.config import Resolved, load_config
 from unisono.config.fields import BASE
 from unisono.config.renames import announce
+from unisono.config.toml_file import read_toml
 from unisono.config.trust import RUN_FILE, record_python
 from unisono.config.values import CALLABLE
 from unisono.errors import CheckpointError, ConfigError
@@ -159,8 +159,8 @@ def _require_readable(run_file: Path) -> None:
     if not run_file.is_file() or _is_of_script(run_file):
         return
     base: object = None
-    with suppress(OSError, ValueError, RecursionError):  # reported below
-        base = tomllib.loads(run_file.read_text()).get(BASE)
+    with suppress(OSError, ConfigError):  # reported below
+        base = read_toml(run_file).values.get(BASE)
     if not str(base).endswith(".py"):
         load_config(RunConfig, [run_file])
 
@@ -244,8 +244,8 @@ def load_run(run_dir: str, **code: Any) -> Resolved[RunConfig]:
 
 def code_labels(run_file: Path) -> dict[str, str]:
     """Component → label of the code that a Python script's run had; empty for a run of the command line."""
-    with suppress(OSError, ValueError, RecursionError):  # reported when the whole configuration is loaded
-        document = tomllib.loads(run_file.read_text(encoding="utf-8"))
+    with suppress(OSError, ConfigError):  # reported when the whole configuration is loaded
+        document = read_toml(run_file).values
         if BASE not in document:
             components = document.get("components", {}).items()
             return {name: text for name, text in components if isinstance(text, str) and text.startswith(CALLABLE)}

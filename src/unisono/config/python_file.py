@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from unisono.config.toml_file import config_problem
+from unisono.config.toml_file import config_problem, read_config_file
 from unisono.errors import ConfigError, Problem, nearest_name
 
 FUNCTION = "config"
@@ -62,7 +62,7 @@ def run_python(path: Path, cls: type, check: Callable[[str], None]) -> tuple[obj
 
     ``check`` is called with the digest of the content before the file is executed, and may raise.
     """
-    source = path.read_bytes()
+    source = read_config_file(path)
     check(_digest(source))
     with _running(path, f"{FUNCTION}() returns a {cls.__name__} without raising"):
         module, digest = _execute(path, source)

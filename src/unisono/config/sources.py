@@ -22,6 +22,7 @@ from unisono.config.values import ENV, SET, literal, shown
 from unisono.errors import ConfigError, Problem
 
 SUFFIXES = (".toml", ".py")
+_MAX_LAYERS = 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +87,9 @@ class Reading:
             raise ConfigError(
                 config_problem(f"{named}comes back to {path}", "the layers beneath a file end somewhere", nearest)
             )
+        if len(above) >= _MAX_LAYERS:
+            rule = f"a configuration has {_MAX_LAYERS} layers at most"
+            raise ConfigError(config_problem(f"{named}is one more", rule, f"drop the {BASE} of {above[-1]}"))
 
     def _toml(self, path: Path, above: tuple[Path, ...], *, of_run: bool) -> None:
         read = read_toml(path)

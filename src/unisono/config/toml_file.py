@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import ConfigError, Problem
+from unisono.storage.files import open_regular
+from unisono.storage.limits import MAX_CONFIG_BYTES, MAX_CONFIG_KEYS, MAX_KEY_PARTS, LimitError
 
 KeyPath = tuple[str, ...]
 
+_LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*')[ \t]*\.[ \t]*){{{MAX_KEY_PARTS}}}""")
 NOTHING_STARTED = "nothing was started"
 
 
@@ -40,17 +43,29 @@ class TomlFile:
 
 
 def read_toml(path: Path) -> TomlFile:
-    """Read a file, or raise a ConfigError that shows the line at fault."""
+    """Read a file, or raise a ConfigError that shows the line at fault. Raises OSError if it cannot be read."""
     text = _text(path)
+    if _LONG_KEY.search(text):  # for tomllib such a key takes a time that is quadratic in its parts
+        raise ConfigError(_no_configuration(path, f"a key of more than {MAX_KEY_PARTS} parts"))
     try:
         values = tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, and int() on thousands of digits
         raise ConfigError(_syntax_problem(path, text, str(error))) from None
     except RecursionError:
-        given = f"{path}: arrays or tables nested hundreds deep"
-        rule, nearest = "a configuration nests as deep as its sections", "write a new file; this is no configuration"
-        raise ConfigError(config_problem(given, rule, nearest)) from None
-    return TomlFile(path=path, values=values, lines=key_lines(text))
+        raise ConfigError(_no_configuration(path, "arrays or tables nested hundreds deep")) from None
+    try:
+        return TomlFile(path=path, values=values, lines=key_lines(text))
+    except LimitError as error:
+        raise ConfigError(_no_configuration(path, str(error))) from None
+
+
+def read_config_file(path: Path) -> bytes:
+    """The bytes of a configuration, TOML or Python. Raises ConfigError if there are too many, OSError if it cannot be read."""
+    with open_regular(path) as file:
+        raw = file.read(MAX_CONFIG_BYTES + 1)
+    if len(raw) > MAX_CONFIG_BYTES:
+        raise ConfigError(_no_configuration(path, f"more than {MAX_CONFIG_BYTES:,} bytes"))
+    return raw
 
 
 def shorten(text: str) -> str:
@@ -59,7 +74,7 @@ def shorten(text: str) -> str:
 
 
 def _text(path: Path) -> str:
-    raw = path.read_bytes()
+    raw = read_config_file(path)
     if raw.startswith(b"\xef\xbb\xbf"):
         given, rule, how = (
             "starts with a byte order mark",
@@ -77,6 +92,11 @@ def _text(path: Path) -> str:
             given = f"byte 0x{raw[error.start]:02x} on line {line} is not UTF-8"
             rule, how = "TOML is UTF-8", "as UTF-8"
     raise ConfigError(config_problem(f"{path}: {given}", rule, f"save the file {how}"))
+
+
+def _no_configuration(path: Path, what: str) -> Problem:
+    rule = "a configuration has some hundred keys, and nests as deep as its sections"
+    return config_problem(f"{path}: {what}", rule, "write a new file; this is no configuration")
 
 
 def _syntax_problem(path: Path, text: str, message: str) -> Problem:
@@ -121,9 +141,14 @@ _BARE_VALUE = re.compile(r"[^,\]}#\n]+")
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """The first line (from 1) on which each key path of a valid TOML text, or a prefix of it, appears."""
+    """The first line (from 1) on which each key path of a valid TOML text, or a prefix of it, appears.
+
+    Raises LimitError for more keys than a configuration has.
+    """
     lines: dict[KeyPath, int] = {}
     for key, line in _keys(text):
+        if len(lines) > MAX_CONFIG_KEYS:
+            raise LimitError(f"more than {MAX_CONFIG_KEYS:,} keys")
         for length in range(1, len(key) + 1):
             lines.setdefault(key[:length], line)
     return lines

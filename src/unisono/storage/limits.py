@@ -30,12 +30,18 @@ MAX_ROWS_PER_BYTE: Final = 1_000
 MAX_FREE_ROWS: Final = 1 << 20
 MAX_PARQUET_EXPANSION: Final = 10_000
 MAX_FREE_PARQUET_BYTES: Final = 1 << 28
+# Arrow, whose nulls take no space and whose booleans take a bit: values for each byte, beyond MAX_FREE_ROWS
+MAX_VALUES_PER_BYTE: Final = 64
 # JSON: lists and objects inside each other, and in all; values in all; bytes of a file of metadata, and of a plan
 MAX_JSON_DEPTH: Final = 100
 MAX_JSON_LISTS: Final = 1 << 22
 MAX_JSON_VALUES: Final = 1 << 24
 MAX_JSON_BYTES: Final = 1 << 28
 MAX_PLAN_BYTES: Final = 1 << 20
+# a configuration: bytes, keys with those of its tables, parts of a dotted key
+MAX_CONFIG_BYTES: Final = 1 << 20
+MAX_CONFIG_KEYS: Final = 1 << 12
+MAX_KEY_PARTS: Final = 100
 # one event of a run
 MAX_EVENT_BYTES: Final = 1 << 24
 # a pattern of module names, in characters

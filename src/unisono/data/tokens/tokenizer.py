@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 
 from unisono.data.options import default_cache_dir
 from unisono.data.sources.remote import local_path
-from unisono.errors import DataError, missing_extra
+from unisono.errors import DataError, UnisonoError, missing_extra
+from unisono.storage.limits import read_json
 
 BYTES = "bytes"
 
@@ -147,14 +149,29 @@ class FileTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """See ``Tokenizer.encode``; the package encodes on its own threads."""
-        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
-        return [
-            Encoded(ids=np.array(e.ids, np.uint32), token_bytes=_token_bytes(text, e.offsets))
-            for text, e in zip(texts, encodings, strict=True)
-        ]
+        with _errors_of_file(self.name):
+            encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+            return [
+                Encoded(ids=np.array(e.ids, np.uint32), token_bytes=_token_bytes(text, e.offsets))
+                for text, e in zip(texts, encodings, strict=True)
+            ]
 
     def encode_marked(self, texts: Sequence[str], length: int) -> tuple[list[int], list[int]]:
         """See ``Tokenizer.encode_marked``; special tokens are those of the file's post-processor, else as for bytes."""
+        with _errors_of_file(self.name):
+            return self._encode_marked(texts, length)
+
+    def encode_words(self, words: Sequence[str], length: int) -> tuple[list[int], list[int]]:
+        """See ``Tokenizer.encode_words``."""
+        with _errors_of_file(self.name):
+            return self._encode_words(words, length)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text_ids = [int(i) for i in ids if i != self.end_of_document]
+        with _errors_of_file(self.name):
+            return self._backend.decode(text_ids, skip_special_tokens=False)
+
+    def _encode_marked(self, texts: Sequence[str], length: int) -> tuple[list[int], list[int]]:
         num_special: int = self._backend.num_special_tokens_to_add(len(texts) > 1)
         if not num_special:
             parts = [encoded.ids.tolist() for encoded in self.encode(texts)]
@@ -169,8 +186,7 @@ class FileTokenizer:
         whole = self._backend.post_process(*encodings, add_special_tokens=True)
         return list(whole.ids), list(whole.type_ids)
 
-    def encode_words(self, words: Sequence[str], length: int) -> tuple[list[int], list[int]]:
-        """See ``Tokenizer.encode_words``."""
+    def _encode_words(self, words: Sequence[str], length: int) -> tuple[list[int], list[int]]:
         special = self._backend.num_special_tokens_to_add(False)
         encoding = self._backend.encode(list(words), is_pretokenized=True, add_special_tokens=False)
         encoding.truncate(length - max(special, 1))
@@ -178,10 +194,6 @@ class FileTokenizer:
             encoding = self._backend.post_process(encoding, add_special_tokens=True)
         word_of = [-1 if word is None else word for word in encoding.word_ids]
         return (list(encoding.ids), word_of) if special else ([self.end_of_document, *encoding.ids], [-1, *word_of])
-
-    def decode(self, ids: Sequence[int]) -> str:
-        text_ids = [int(i) for i in ids if i != self.end_of_document]
-        return self._backend.decode(text_ids, skip_special_tokens=False)
 
 
 def tokenizer_file(spec: str) -> Path:
@@ -212,12 +224,23 @@ def load_tokenizer(spec: str) -> Tokenizer:
         package = importlib.import_module("tokenizers")
     except ImportError as error:
         raise missing_extra("hf", "tokenizers", f"the tokenizer file {spec!r}") from error
-    raw = path.read_bytes()
-    try:
+    with _errors_of_file(spec):
+        raw: bytes = read_json(path, lambda raw: raw)  # within the limits; the package decodes it
         backend = package.Tokenizer.from_buffer(raw)
-    except Exception as error:  # the package raises bare Exception
-        raise _no_tokenizer(f"tokenizer {spec!r}: {error}") from error
-    return FileTokenizer(spec, backend, fingerprint=f"hf-{xxhash.xxh3_128_hexdigest(raw)}")
+        return FileTokenizer(spec, backend, fingerprint=f"hf-{xxhash.xxh3_128_hexdigest(raw)}")
+
+
+@contextmanager
+def _errors_of_file(name: str) -> Generator[None]:
+    """Raise what the package raises as DataError: bare ``Exception``, and for a bug of it Rust's panic, no ``Exception``."""
+    try:
+        yield
+    except UnisonoError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise _no_tokenizer(f"tokenizer {name!r}: {error}") from error
 
 
 def check_vocab(model_vocab: int, tokenizer_vocab: int) -> None:
