@@ -396,3 +396,17 @@ def test_checkpoints_at_an_s3_server(tmp_path: Path) -> None:
     finally:
         server.kill()
         server.communicate()
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "COMMIT", "shard-00000-of-00001.safetensors"])
+def test_a_copy_with_a_file_of_another_size_is_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    far = tmp_path / "far"
+    save(tmp_path / "here", f"file://{far}", 1, 2, keep_last=3)
+    monkeypatch.setattr("unisono.checkpoint.remote.MAX_JSON_BYTES", 1 << 20)
+    os.truncate(far / "step-00000002" / file, 1 << 40)  # sparse: it takes no space, and its copy would
+    log = fetch(tmp_path / "there", f"file://{far}")
+    assert log.kinds == ["checkpoint_quarantined", "checkpoint_downloaded"]
+    assert re.search("has more than 1,048,576 bytes|has another size than", log.events[0][1]["reason"])
+    assert steps(tmp_path / "there") == [1]

@@ -190,7 +190,7 @@ TWICE = "a key or a table is set once in a file"
         (
             b"x = " + b"[" * 100_000,
             ": arrays or tables nested hundreds deep",
-            "a configuration nests as deep as its sections",
+            "a configuration has some hundred keys, and nests as deep as its sections",
             "write a new file; this is no configuration",
         ),
     ],

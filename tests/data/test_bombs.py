@@ -6,6 +6,7 @@ The limits are in ``unisono.storage.limits``. Files are read in a child process 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
 import struct
@@ -19,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fuzz import field, record
+from source_files import write_arrow_folder
 from states import save_steps
 from untrusted import Confined, Outcome
 
@@ -28,6 +30,7 @@ from unisono.data.mindrecord import MindRecordFile, MindRecordWriter
 from unisono.data.sidecar import PayloadInfo, open_sidecar, write_sidecar
 
 MIB = 1 << 20
+ARROW = "data-00000-of-00001.arrow"
 DEEP = b"[" * 200_000
 
 
@@ -465,3 +468,96 @@ def test_limits_leave_room_for_real_files(tmp_path: Path) -> None:
     write_table(tmp_path / "a.jsonl", Table(rows=[{"picture": picture}] * 3))
     for row in open_table(tmp_path / "a.jsonl").rows:
         np.testing.assert_array_equal(row["picture"], picture, strict=True)
+
+
+# Arrow, of which save_to_disk writes neither
+
+
+def arrow(folder: Path, column: Any, **options: Any) -> Path:
+    write_arrow_folder(folder / "d", pa.table({"a": [1]}), {})
+    table = pa.table({"a": column})
+    how = pa.ipc.IpcWriteOptions(**options)
+    with (
+        pa.OSFile(str(folder / "d" / ARROW), "wb") as sink,
+        pa.ipc.new_stream(sink, table.schema, options=how) as stream,
+    ):
+        stream.write_table(table)
+    return folder / "d"
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_arrow_data_that_expand(tmp_path: Path, child: Confined, codec: str) -> None:
+    folder = arrow(tmp_path, pa.array([b"\0" * 100 * MIB]), compression=codec)
+    assert (folder / ARROW).stat().st_size < MIB
+    refused(child.read("arrow", folder), folder / ARROW, "its data are compressed")
+
+
+def test_arrow_values_without_bytes(tmp_path: Path, child: Confined) -> None:
+    wide = pa.FixedSizeListArray.from_arrays(pa.nulls(200 * MIB), 100 * MIB)
+    for column in (wide, pa.nulls(200 * MIB)):
+        folder = arrow(tmp_path, column)
+        refused(child.read("arrow", folder), folder / ARROW, "more than .* values in .* bytes")
+        (folder / ARROW).unlink()
+        (folder / "state.json").unlink()
+        (folder / "dataset_info.json").unlink()
+        folder.rmdir()
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "run ends", "views"])
+def test_arrow_values_that_share_bytes(tmp_path: Path, child: Confined, kind: str) -> None:
+    large = "x" * MIB
+    column: Any = {
+        "dictionary": lambda: repeated([large], 1000),
+        "run ends": lambda: pa.RunEndEncodedArray.from_arrays([1000], [large]),
+        "views": lambda: pa.ListViewArray.from_arrays([0] * 1000, [1] * 1000, pa.array([large])),
+    }[kind]()
+    folder = arrow(tmp_path, column)
+    refused(child.read("arrow", folder), folder / ARROW, "a column of type|a message of type dictionary")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        '{"_data_files": 1}',
+        '{"_data_files": [{"filename": null}]}',
+        "[]",
+        '{"_data_files": [{"filename": "a\\u0000b"}]}',
+    ],
+)
+def test_arrow_folders_of_another_shape(tmp_path: Path, child: Confined, state: str) -> None:
+    folder = arrow(tmp_path, [1])
+    (folder / "state.json").write_text(state)
+    refused(child.read("arrow", folder), folder, r"state\.json|without a.x00b")
+
+
+# configurations
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("[" + "a." * 400_000 + "a]", "a key of more than 100 parts"),
+        ("x = {" + "a . " * 200_000 + "a = 1}", "a key of more than 100 parts"),
+        ('"a\\"".' * 100_000 + "a = 1", "a key of more than 100 parts"),
+        ("".join(f"k{number} = 1\n" for number in range(90_000)), "more than 4,096 keys"),
+        ("#" * (MIB + 1), "more than 1,048,576 bytes"),
+        ("x = " + "[" * 100_000, "nested hundreds deep"),
+    ],
+)
+def test_configurations(tmp_path: Path, child: Confined, text: str, what: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    refused(child.read("toml", tmp_path / "config.toml"), tmp_path / "config.toml", what)
+
+
+@pytest.mark.parametrize("name", ["base.toml", "base.py"])
+@pytest.mark.parametrize("target", ["a pipe", "/dev/zero"])
+def test_a_base_without_end(tmp_path: Path, child: Confined, name: str, target: str) -> None:
+    os.mkfifo(tmp_path / name) if target == "a pipe" else (tmp_path / name).symlink_to(target)
+    (tmp_path / "c.toml").write_text(f"base = '{name}'\n")
+    refused(child.read("toml", tmp_path / "c.toml"), tmp_path / "c.toml", "not a regular file")
+
+
+def test_a_chain_of_bases(tmp_path: Path, child: Confined) -> None:
+    for number in range(2000):
+        (tmp_path / f"{number}.toml").write_text(f"base = '{number + 1}.toml'\n")
+    refused(child.read("toml", tmp_path / "0.toml"), tmp_path / "29.toml", "is one more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
@@ -213,3 +214,23 @@ def test_folders_whose_names_are_numbers(tmp_path: Path) -> None:
     for classes, numbers in (((), [0, 1]), (("2", "1"), [1, 0]), (("0", "1", "2"), [1, 2])):
         data, _ = opened(options(tmp_path, one, eval=one), replace(IMAGES, classes=classes))
         assert [int(sample["targets"]) for sample in read_samples(data.train, np.arange(2))] == numbers
+
+
+@pytest.mark.parametrize("names", ["too many", "no text", "a pipe"])
+def test_names_of_classes_that_are_none(tmp_path: Path, names: str) -> None:
+    source = folder(tmp_path / "one", azure=2, red=2)
+    packed(source)
+    file = Path(f"{source}.rec.classes.txt")
+    file.unlink()
+    if names == "a pipe":
+        os.mkfifo(file)
+    elif names == "no text":
+        file.write_bytes(b"\xff")
+    else:
+        file.touch()
+        os.truncate(file, 1 << 40)
+    if names == "a pipe":  # no file, so there are no names
+        assert opened(options(tmp_path / "again", f"{source}.rec"))[1].classes == ("0", "1")
+        return
+    with pytest.raises(DataError, match="the names of the classes are a small text file beside the records"):
+        opened(options(tmp_path / "again", f"{source}.rec"))

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 from pool import Pool
 
 from unisono.errors import CheckpointError
 from unisono.train.run_checkpoints import _refuse_other_order
+from unisono.train.state import generator_states, restore_generators
 
 STEPS, AT = 7, 3
 
@@ -217,3 +219,22 @@ def test_a_step_saved_is_never_inside_an_accumulation(tmp_path: Path) -> None:
 
     names = open_checkpoint(tmp_path / "run/checkpoints/step-00000001").names()
     assert {name.split("/")[0] for name in names} == {"model", "optim", "scaler", "guard", "meter", "rng"}
+
+
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy"])
+@pytest.mark.parametrize("content", [b"[]", b"[[1]]", b"{", b"[3, [1, 2], null]", b'["MT19937", [1, -2]]'])
+def test_what_is_no_state_of_a_generator_is_an_error(kind: str, content: bytes) -> None:
+    states = {name.rsplit("/", 1)[1]: value for name, value in generator_states(0).items()}
+    states[kind] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+    class Reader:
+        path = Path("step-1")
+
+        def names(self) -> list[str]:
+            return [f"rng/rank-00000/{name}" for name in states]
+
+        def tensor(self, name: str) -> torch.Tensor:
+            return states[name.rsplit("/", 1)[1]]
+
+    with pytest.raises(CheckpointError, match=r"rng/rank-00000/\*, which is no state of random generators"):
+        restore_generators(Reader(), rank=0, seed=0, step=1)  # pyright: ignore[reportArgumentType]

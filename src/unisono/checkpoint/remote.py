@@ -30,6 +30,7 @@ from unisono.sanitize import without_credentials_of
 from unisono.storage.address import failure_text, is_within, local_path, open_address, public_cause
 from unisono.storage.directory import commit_directory, quarantine_directory
 from unisono.storage.files import FOLDER_MODE, create_file, open_new
+from unisono.storage.limits import MAX_JSON_BYTES
 
 _FINAL_ATTEMPTS: Final = 3  # of each checkpoint at the end of a run
 _PAUSE_S: Final = 1.0  # before the second of them, doubled before each further one
@@ -113,8 +114,8 @@ class RemoteCheckpoints:
         """
         source, final = f"{self._path}/{step_name(step)}", root / step_name(step)
         with _missing_is_damage():
-            data: bytes = self._files.cat_file(f"{source}/{MANIFEST}")
-            marker: bytes = self._files.cat_file(f"{source}/{COMMIT}")
+            data = self._read(f"{source}/{MANIFEST}")
+            marker = self._read(f"{source}/{COMMIT}")
         if marker != encode_commit_marker(data, step):
             raise ValueError(f"{COMMIT} is not of this {MANIFEST}")
         temporary = final.with_name(f"{final.name}.tmp-0")
@@ -124,9 +125,11 @@ class RemoteCheckpoints:
             remove(final)  # never committed: a process died while it wrote it
         temporary.mkdir(mode=FOLDER_MODE)
         try:
-            for name in decode(data).files:
+            for name, entry in decode(data).files.items():
                 open_new(temporary / name).close()  # with our permissions, and no link
                 with _missing_is_damage():
+                    if self._files.size(f"{source}/{name}") not in (entry.bytes, None):
+                        raise ValueError(f"{name} has another size than {MANIFEST} says")
                     self._files.get_file(f"{source}/{name}", str(temporary / name))
                 with (temporary / name).open("rb") as file:
                     os.fsync(file.fileno())
@@ -162,6 +165,13 @@ class RemoteCheckpoints:
         folders = {step: name for name in names if (step := step_of(name.rstrip("/").rsplit("/", 1)[-1])) is not None}
         return {step: self._files.exists(f"{name}/{COMMIT}") for step, name in sorted(folders.items())}
 
+    def _read(self, path: str) -> bytes:
+        """A manifest or marker. Raises ValueError for one larger than any."""
+        data: bytes = self._files.cat_file(path, end=MAX_JSON_BYTES + 1)
+        if len(data) > MAX_JSON_BYTES:
+            raise ValueError(f"{path.rpartition('/')[2]} has more than {MAX_JSON_BYTES:,} bytes")
+        return data
+
     def _remove_marker(self, target: str) -> None:
         if self._files.exists(f"{target}/{COMMIT}"):
             self._files.rm_file(f"{target}/{COMMIT}")
@@ -169,7 +179,7 @@ class RemoteCheckpoints:
     def _score(self, step: int) -> float | None:
         if step not in self._scores:
             try:
-                self._scores[step] = decode(self._files.cat_file(f"{self._path}/{step_name(step)}/{MANIFEST}")).score
+                self._scores[step] = decode(self._read(f"{self._path}/{step_name(step)}/{MANIFEST}")).score
             except (ValueError, CheckpointError, FileNotFoundError):
                 self._scores[step] = None
         return self._scores[step]

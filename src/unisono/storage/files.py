@@ -55,8 +55,9 @@ def open_regular(path: Path, *, flags: int = 0) -> BinaryIO:
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
-        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EPERM
-        raise OSError(number, "not a regular file", str(path))
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise PermissionError(errno.EPERM, "not a regular file", str(path))
     return open(fd, "rb")
 
 

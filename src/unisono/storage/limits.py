@@ -42,6 +42,8 @@ MAX_PLAN_BYTES: Final = 1 << 20
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_CONFIG_KEYS: Final = 1 << 12
 MAX_KEY_PARTS: Final = 100
+# names of the classes beside packed records
+MAX_NAMES_BYTES: Final = 1 << 24
 # one event of a run
 MAX_EVENT_BYTES: Final = 1 << 24
 # a pattern of module names, in characters

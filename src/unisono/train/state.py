@@ -23,6 +23,7 @@ from unisono.optim.learning_rate import LearningRates
 from unisono.optim.run_optimizer import RunOptimizer
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharding import ShardedParameters, TensorShard
+from unisono.storage.limits import decode_json
 from unisono.train.ema import WeightAverage
 from unisono.train.guard import StepGuard
 from unisono.train.loss_scaler import LossScaler
@@ -261,20 +262,31 @@ def generator_states(rank: int) -> dict[str, Tensor]:
 
 
 def restore_generators(reader: CheckpointReader, *, rank: int, seed: int, step: int) -> None:
-    """Load the generators of ``rank``; a rank that the checkpoint lacks gets new ones by seed and step."""
+    """Load the generators of ``rank``; a rank that the checkpoint lacks gets new ones by seed and step.
+
+    Raises CheckpointError if what is saved is no state of them.
+    """
     prefix = f"rng/rank-{rank:05d}/"
     if f"{prefix}torch" not in set(reader.names()):
         # more ranks than before: this one has no generators to restore, and gets reproducible new ones
         seed_generators(seed, rank, step)
         return
-    torch.set_rng_state(reader.tensor(f"{prefix}torch"))
-    version, keys, gauss = _from_bytes(reader.tensor(f"{prefix}python"))
-    random.setstate((version, tuple(keys), gauss))
-    name, numbers, *rest = _from_bytes(reader.tensor(f"{prefix}numpy"))
-    np.random.set_state((name, np.asarray(numbers, dtype=np.uint32), *rest))
-    accelerator = _accelerator_rng()
-    if accelerator is not None and f"{prefix}accelerator" in set(reader.names()):
-        accelerator.set_rng_state(reader.tensor(f"{prefix}accelerator"))
+    try:
+        torch.set_rng_state(reader.tensor(f"{prefix}torch"))
+        version, keys, gauss = _from_bytes(reader.tensor(f"{prefix}python"))
+        random.setstate((version, tuple(keys), gauss))
+        name, numbers, *rest = _from_bytes(reader.tensor(f"{prefix}numpy"))
+        np.random.set_state((name, np.asarray(numbers, dtype=np.uint32), *rest))
+        accelerator = _accelerator_rng()
+        if accelerator is not None and f"{prefix}accelerator" in set(reader.names()):
+            accelerator.set_rng_state(reader.tensor(f"{prefix}accelerator"))
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(
+            given=f"{reader.path}: {prefix}*, which is no state of random generators ({error})",
+            rule="a run goes on with the random numbers that it would have drawn without an interruption",
+            consequence="nothing was trained",
+            nearest="an earlier checkpoint, or one whose files nobody has changed",
+        ) from error
 
 
 def seed_generators(seed: int, rank: int, step: int = 0) -> None:
@@ -362,4 +374,4 @@ def _to_bytes(value: Iterable[Any]) -> Tensor:
 
 
 def _from_bytes(tensor: Tensor) -> Any:
-    return json.loads(bytes(tensor.tolist()))
+    return decode_json(tensor.numpy().tobytes())

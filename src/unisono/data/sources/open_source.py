@@ -31,6 +31,8 @@ from unisono.data.sources.remote import local_copies, matching_urls
 from unisono.data.tokens.shards import open_tokens
 from unisono.data.tokens.windows import TokenWindows
 from unisono.errors import DataError
+from unisono.storage.files import open_regular
+from unisono.storage.limits import MAX_NAMES_BYTES, LimitError
 
 _TABLES: Final = (".csv", ".jsonl", ".parquet", ".tar", ".tar.gz", ".tfrecord", ".tfrecords", "idx")
 _CIFAR: Final = ("data_batch", "test_batch")
@@ -262,8 +264,24 @@ def _packed_classes(paths: Sequence[str | Path]) -> tuple[str, ...]:
         beside = next((file for file in (Path(f"{target}.classes.txt") for target in targets) if file.is_file()), None)
         if beside is None:
             return ()
-        found.add(tuple(beside.read_text(encoding="utf-8").splitlines()))
+        found.add(_class_names(beside))
     return found.pop() if len(found) == 1 else ()
+
+
+def _class_names(file: Path) -> tuple[str, ...]:
+    try:
+        with open_regular(file) as source:
+            names = source.read(MAX_NAMES_BYTES + 1)
+        if len(names) > MAX_NAMES_BYTES:
+            raise LimitError(f"more than {MAX_NAMES_BYTES:,} bytes")
+        return tuple(names.decode().splitlines())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            given=f"{file}: {error}",
+            rule="the names of the classes are a small text file beside the records",
+            consequence="nothing was opened",
+            nearest="the file that unisono data pack wrote, or none: classes are then numbers",
+        ) from error
 
 
 def _are_rows(files: Sequence[RecordFile]) -> bool:
