@@ -684,6 +684,15 @@ def test_links_that_wait_in_the_folder_lead_nowhere(tmp_path: Path) -> None:
     assert not (tmp_path / "not yet there").exists()
 
 
+def test_a_folder_of_logs_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/logs").symlink_to(tmp_path / "other")
+    with pytest.raises(LaunchError, match=r"cannot be written \(logs is a link\)"):
+        launch_local(["true"], LaunchOptions(), run_dir=tmp_path / "run", run_id="r")
+    assert not list((tmp_path / "other").iterdir())
+
+
 # --- what cannot be started ------------------------------------------------------------------------------------------
 
 

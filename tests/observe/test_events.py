@@ -323,6 +323,15 @@ def test_disk_that_fills_and_empties(tmp_path: Path) -> None:
     assert history.damaged_lines == (2,)
 
 
+def test_a_folder_of_events_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/events").symlink_to(tmp_path / "other")
+    with pytest.raises(ConfigError, match="cannot be opened for appending: events is a link"):
+        EventLog(events_path(tmp_path / "run", 0), rank=0, run_id="r", attempt=0)
+    assert not list((tmp_path / "other").iterdir())
+
+
 def test_symlink_fifo_and_folder_are_refused(tmp_path: Path) -> None:
     target = tmp_path / "target"
     link, fifo, folder = tmp_path / "link", tmp_path / "fifo", tmp_path / "folder"

@@ -8,8 +8,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,24 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         lock(tmp_path / "run.lock")
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_lock_that_counts_on_its_own_host_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS with local locks: another host holds its own, and shows that it lives by changing the file."""
+    monkeypatch.setattr(folder_lock, "_HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(folder_lock, "_WATCH_S", 1.0)
+    monkeypatch.setattr(folder_lock, "_POLL_S", 0.01)
+    path = tmp_path / "run.lock"
+    with monkeypatch.context() as there:
+        there.setattr(fcntl, "flock", lambda *_: None)
+        there.setattr(socket, "gethostname", lambda: "there")
+        held = lock(path)
+    with monkeypatch.context() as here:
+        here.setattr(fcntl, "flock", lambda *_: None)
+        assert f"process {os.getpid()} on there, since " in refusal(path)
+        held._stop.set()  # killed
+        wait_until(lambda: not any(t.name == "unisono-folder-lock" for t in threading.enumerate()), "no heartbeat")
+        lock(path).close()
 
 
 def test_without_locks_of_the_file_system_a_heartbeat_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def job_folder(run_dir: Path) -> Generator[None]:
         ConfigError: Another launch uses it.
     """
     try:
-        make_folder(run_dir / "logs")
+        make_folder(run_dir / "logs", may_be_link=False)
         lock = FolderLock(
             run_dir / "launch.lock", work="runs a job", nearest="wait until it has ended, or another folder"
         )

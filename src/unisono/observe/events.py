@@ -188,7 +188,7 @@ def _open_for_append(path: Path) -> tuple[int, bool]:
     """Return an append descriptor of a regular file, and whether its last line lacks a newline."""
     nofollow = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking: opening a FIFO must not hang
     try:
-        make_folder(path.parent)
+        make_folder(path.parent, may_be_link=False)
         try:
             return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | nofollow, FILE_MODE), False
         except FileExistsError:

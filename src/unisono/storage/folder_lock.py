@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import socket
@@ -19,17 +20,21 @@ from unisono.errors import ConfigError
 from unisono.storage.files import FILE_MODE
 
 _HEARTBEAT_S: Final = 10.0
+_WATCH_S: Final = 25.0  # two heartbeats and what a network file system keeps back
+_POLL_S: Final = 0.5
 _STALE_S: Final = 60.0  # a holder without a lock of the file system and without a heartbeat for so long has ended
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _MAX_RECORD_BYTES: Final = 4096
+_LOG: Final = logging.getLogger("unisono")
 _HELD: Final[weakref.WeakSet[FolderLock]] = weakref.WeakSet()
 
 
 class FolderLock:
     """Exclusive use of ``path.parent``, from construction to ``close``, or to the end of this process, also by a kill.
 
-    The lock is on the file ``path``, which names its holder. On a file system without locks the holder changes the file every
-    10 s, and its record counts for a minute.
+    The lock is on the file ``path``, which names its holder. A network file system may have no locks, or only such as count on
+    one host. So the holder changes the file every 10 s. Without locks its record counts for a minute. With a lock, a recent
+    record of another host is watched for 25 s, and counts if it changes.
 
     Args:
         path: A file in the folder, made if it is missing. Its folder exists.
@@ -47,7 +52,9 @@ class FolderLock:
         try:
             has_locks = self._try_lock()
             record = _record(self._fd)
-            if has_locks is None or (not has_locks and record and time.time() - os.fstat(self._fd).st_mtime < _STALE_S):
+            is_recent = bool(record) and time.time() - os.fstat(self._fd).st_mtime < _STALE_S
+            is_held = has_locks is None or (is_recent and (not has_locks or _changes(path, record)))
+            if is_held:
                 raise ConfigError(
                     given=f"{path.parent}, in which {_holder(record)} {work}",
                     rule="one process at a time works in a folder: two would mix their events, settings and checkpoints",
@@ -61,8 +68,7 @@ class FolderLock:
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, json.dumps(mine).encode() + b"\n", 0)
         _HELD.add(self)
-        if not has_locks:
-            threading.Thread(target=self._beat, name="unisono-folder-lock", daemon=True).start()
+        threading.Thread(target=self._beat, name="unisono-folder-lock", daemon=True).start()
 
     def close(self) -> None:
         """Give the folder up. Idempotent."""
@@ -104,6 +110,19 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
+
+
+def _changes(path: Path, record: dict[str, Any]) -> bool:
+    """Whether another host changes the file: its lock there does not count here."""
+    if record.get("host") == socket.gethostname():
+        return False
+    _LOG.warning("%s: %s worked here a moment ago: looking for %g s whether it does", path, _holder(record), _WATCH_S)
+    before, until = path.stat().st_mtime_ns, time.monotonic() + _WATCH_S
+    while time.monotonic() < until:
+        time.sleep(_POLL_S)
+        if path.stat().st_mtime_ns != before:
+            return True
+    return False
 
 
 def _record(fd: int) -> dict[str, Any]:
