@@ -155,7 +155,7 @@ MISTAKES = {
         "  try:  dp_replicate=1, dp_shard=1, tp=1, or launch.num_processes=2 (of a script: unisono launch -n 2)"
     ),
     "list(Loader(data, seed=0, global_batch=8, options=LoaderOptions(num_workers=1, worker_kind='process')))": (
-        "unisono.errors.DataError: Rows, which is defined in the program or notebook itself\n"
+        "unisono.data.loading.worker_start.WorkerStartError: Rows, which is defined in the program or notebook itself\n"
         "  rule: a worker process imports modules and never runs the program or its cells again\n"
         "  so:   no worker process was started\n"
         "  try:  define what is passed at the top of a module that the program imports; or loader.worker_kind thread"

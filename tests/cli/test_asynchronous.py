@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -179,9 +180,9 @@ def test_a_worker_killed_after_its_commit_leaves_nothing_to_save_again(
     settings = {**SETTINGS, "train.steps": 8, "checkpoint.every_steps": 4, "run.dir": tmp_path / "run"}
     settings |= {"checkpoint.asynchronous": "false", "checkpoint.max_failures": 1}
     arguments = ["train", *desk.settings, *(f"--set={key}={value}" for key, value in settings.items())]
-    done = desk.process(*arguments, UNISONO_FAULT=f"after_commit@{step}:0")
+    done = desk.process(*arguments, UNISONO_FAULT=f"after_commit@{step}")  # whichever saves
     assert done.code == 0, done.err
-    assert "restarting rank 0 alone (restart 1 of 3)" in done.err
+    assert re.search(r"restarting rank [01] alone \(restart 1 of 3\)", done.err)
     assert "exists already" not in done.err
     for saved in (4, 8):
         assert weight(tmp_path / "run", saved) == alone(saved)

@@ -46,12 +46,31 @@ def test_two_processes_without_standard_input(tmp_path: Path) -> None:
 def test_what_is_closed_is_opened_as_nothing() -> None:
     program = (
         f"import os, sys; sys.path[:] = {sys.path!r}; os.close(0); os.close(2)\n"
-        "from unisono.cli import main\n"
-        "main._open_standard_descriptors()\n"
+        "from unisono.dist.interpreter import open_standard_descriptors\n"
+        "open_standard_descriptors()\n"
         "print([os.readlink(f'/proc/self/fd/{fd}') for fd in (0, 2)], os.open('/dev/zero', os.O_RDONLY) > 2)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
     assert done.stdout == f"{[os.devnull] * 2} True\n"
+
+
+def test_workers_of_a_loader_in_a_script_whose_standard_input_is_closed(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        f"import sys; sys.path[:0] = {sys.path!r}\n"
+        "import tiny\n"
+        "from unisono.data.loading.loader import Loader\n"
+        "from unisono.data.options import LoaderOptions\n"
+        "options = LoaderOptions(num_workers=1, worker_kind='process')\n"
+        "print(sum(1 for _ in Loader(tiny.RaggedTokens(8), seed=0, global_batch=4, options=options)))\n"
+    )
+    done = subprocess.run(
+        ["bash", "-c", 'exec "$@" <&-', "bash", sys.executable, str(tmp_path / "script.py")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
 def test_ctrl_c_is_said(tmp_path: Path) -> None:

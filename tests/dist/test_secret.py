@@ -48,6 +48,7 @@ def test_a_descriptor_is_read_as_often_as_this_process_wants_and_by_no_child(kin
     assert _said({"UNISONO_SECRET_FD": str(reading)}).startswith(
         f"UNISONO_SECRET_FD={reading} is not an open descriptor"
     )
+    assert _said({"UNISONO_SECRET_FD": "9" * 30}).startswith(f"UNISONO_SECRET_FD={'9' * 30} is not an open descriptor")
 
 
 @pytest.mark.full

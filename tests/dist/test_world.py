@@ -363,6 +363,17 @@ def test_a_store_that_is_not_there() -> None:
     assert f"rank 1 of 2 found no store at 127.0.0.1:{port} in 0.5 s" in str(caught.value)
 
 
+def test_a_launchers_store_at_a_name_that_does_not_resolve(capfd: pytest.CaptureFixture[str]) -> None:
+    job = replace(
+        alone(29511, rank=1, local_rank=1), master_addr="no-such-host.invalid", shared_store=True, source="torchrun"
+    )
+    with pytest.raises(
+        CommError, match=r"found no store at no-such-host\.invalid:29511 in 0\.5 s \(the name does not resolve"
+    ):
+        join_world(job, device_type="cpu", timeout_s=5, meet_timeout_s=0.5)
+    assert capfd.readouterr() == ("", "")  # no frames of C++
+
+
 def test_a_master_address_that_does_not_resolve_is_an_error_within_the_time() -> None:
     # the resolver may need a second for its own answer; the name can also appear later, as in Kubernetes
     job = replace(alone(29511, rank=1, local_rank=1), master_addr="no-such-host.invalid")

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from unisono.cli.terminal import clean_log_messages, echo, show_click_error, shown
+from unisono.dist.interpreter import open_standard_descriptors
 from unisono.errors import REQUEUE, USER_ERROR, Problem, UnisonoError, nearest_name
 
 COMMANDS = {
@@ -78,7 +79,7 @@ def entry() -> NoReturn:
     """Run the command line and exit with its code; a ``UnisonoError`` prints its four parts without a traceback,
     any other error its traceback from the user's code on."""
     _end_early_on_sigterm()
-    _open_standard_descriptors()
+    open_standard_descriptors()
     clean_log_messages()
     try:
         result: Any = cli.main(standalone_mode=False)
@@ -100,16 +101,6 @@ def entry() -> NoReturn:
         _show_exception(error)
         sys.exit(1)
     sys.exit(result if isinstance(result, int) else 0)
-
-
-def _open_standard_descriptors() -> None:
-    """Open what is closed of standard input, output and error as ``/dev/null``.
-
-    Otherwise a socket or file of this process would get such a number, and a child would take it for its standard input.
-    """
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(fd, True)
-    os.close(fd)
 
 
 def _end_early_on_sigterm() -> None:

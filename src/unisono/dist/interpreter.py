@@ -24,6 +24,17 @@ def code_command(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-c", code, *arguments]
 
 
+def open_standard_descriptors() -> None:
+    """Open what is closed of standard input, output and error as ``/dev/null``.
+
+    Otherwise a socket or file of this process would get such a number, and a child would take it for its standard input. So this
+    comes before whatever a child inherits.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
 def module_path() -> str:
     """``PYTHONPATH`` of a child that finds all packages this process finds, and runs no code of the user.
 

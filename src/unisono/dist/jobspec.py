@@ -11,7 +11,9 @@ errors.
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -324,6 +326,23 @@ def _all_or_none(environ: Mapping[str, str], source: str, names: list[str], mark
     return True
 
 
+def _is_socket(fd: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except (OSError, OverflowError):
+        return False
+
+
+def _is_host_name(text: str) -> bool:
+    """Whether a resolver takes ``text``: labels of at most 63 bytes (RFC 1035), or another script (RFC 3490)."""
+    if text.isascii():  # the common case, without the tables of all scripts
+        return len(text) <= 253 and all(0 < len(label) <= 63 for label in text.rstrip(".").split("."))
+    try:
+        return len(text.encode("idna")) <= 253
+    except UnicodeError:
+        return False
+
+
 def _checked(job: JobSpec) -> JobSpec:
     def violations() -> Iterator[tuple[str, str]]:
         joins = bool(job.server_addresses) and job.role == "worker"  # a worker may join servers at any time
@@ -340,8 +359,10 @@ def _checked(job: JobSpec) -> JobSpec:
             )
         if job.server_index is not None and not 0 <= job.server_index < job.servers:
             yield f"server {job.server_index} of {job.servers}", "0 <= server index < servers"
-        if not job.master_addr.strip():
-            yield f"the address {job.master_addr!r}", "processes meet at the name or IP address of a host"
+        if not job.master_addr.strip() or not _is_host_name(job.master_addr):
+            yield f"the address {job.master_addr[:300]!r}", "processes meet at the name or IP address of a host"
+        if job.listen_fd is not None and not _is_socket(job.listen_fd):
+            yield f"descriptor {job.listen_fd}", "rank 0 inherits a listening socket"
         if not 0 <= job.master_port < 2**16:
             yield f"port {job.master_port}", "a port is at most 65535"
 

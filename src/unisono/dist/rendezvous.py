@@ -31,6 +31,7 @@ from unisono.errors import CommError, LaunchError
 
 _POLL_S = 0.005
 _SLOW_POLL_S = 0.05
+_NAME_POLL_S = 0.2
 _NOT_JOINED = "this rank has not joined, and has sent nothing but its name"
 
 
@@ -177,7 +178,21 @@ def _listen(job: JobSpec, deadline: float) -> tuple[socket.socket, PrefixStore |
     return listener, None
 
 
+def _unresolved(job: JobSpec) -> str | None:
+    """Why the master address does not resolve on this host; None if it does."""
+    try:
+        socket.getaddrinfo(job.master_addr, job.master_port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        return f"the name does not resolve on this host: {error.strerror}"
+    return None
+
+
 def _launchers_store(job: JobSpec, deadline: float) -> PrefixStore:
+    budget_s = deadline - time.monotonic()
+    while (reason := _unresolved(job)) is not None:  # torch would print its C++ frames; a name can appear later
+        if time.monotonic() > deadline:
+            raise _no_store(job, budget_s, reason)
+        time.sleep(_NAME_POLL_S)
     timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     try:
         store = TCPStore(job.master_addr, job.master_port, None, False, timeout, wait_for_workers=False)

@@ -80,7 +80,7 @@ def _from_descriptor(text: str) -> bytes:
     try:
         fd = int(text)
         os.set_inheritable(fd, False)
-    except (ValueError, OSError) as error:
+    except (ValueError, OverflowError, OSError) as error:
         raise _refused(
             f"UNISONO_SECRET_FD={text} is not an open descriptor ({error})", "the launcher leaves it open", nearest
         ) from error

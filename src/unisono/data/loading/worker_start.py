@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from unisono.data.loading.subprocess_map import Subprocess
-from unisono.dist.interpreter import code_command
+from unisono.dist.interpreter import code_command, open_standard_descriptors
 from unisono.errors import DataError
 
 HEADER_BYTES = 64  # of a worker's memory: the sample it is at, int64, alone on a cache line
@@ -106,6 +106,7 @@ class WorkerStarter:
 
     def _start(self, adopt: Callable[[WorkerChild], None], siblings: int) -> WorkerChild:
         request = self._load_request()
+        open_standard_descriptors()
         memories = [_new_memory() for _ in range(1 + siblings)]
         pipes = [Pipe() for _ in range(siblings)]
         theirs = [
