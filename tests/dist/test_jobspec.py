@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -98,14 +97,6 @@ def test_a_master_address_that_no_resolver_takes(name: str) -> None:
 @pytest.mark.parametrize("name", ["node-a.example.", "fe80::1%eth0", "10.0.0.1", "knoten-ä", "a_b"])
 def test_names_and_addresses_of_hosts(name: str) -> None:
     assert job_from_environ(TORCHRUN | {"MASTER_ADDR": name}).master_addr == name
-
-
-@pytest.mark.parametrize("fd", ["99999", "4000000000", "a file"])
-def test_a_descriptor_that_is_no_socket(fd: str, tmp_path: Path) -> None:
-    with (tmp_path / "file").open("w") as file:
-        number = str(file.fileno()) if fd == "a file" else fd
-        with pytest.raises(LaunchError, match=f"gives descriptor {number}\n  rule: rank 0 inherits a listening socket"):
-            job_from_environ(OWN.environ() | {"UNISONO_LISTEN_FD": number})
 
 
 def test_slurm_step() -> None:

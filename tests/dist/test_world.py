@@ -363,6 +363,14 @@ def test_a_store_that_is_not_there() -> None:
     assert f"rank 1 of 2 found no store at 127.0.0.1:{port} in 0.5 s" in str(caught.value)
 
 
+@pytest.mark.parametrize("fd", ["99999", "4000000000", "a file"])
+def test_a_descriptor_that_is_no_socket(fd: str, tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file:
+        number = file.fileno() if fd == "a file" else int(fd)
+        with pytest.raises(LaunchError, match=f"UNISONO_LISTEN_FD={number}, which is no socket of this process"):
+            join_world(replace(alone(29511), listen_fd=number), device_type="cpu", timeout_s=5)
+
+
 def test_a_launchers_store_at_a_name_that_does_not_resolve(capfd: pytest.CaptureFixture[str]) -> None:
     job = replace(
         alone(29511, rank=1, local_rank=1), master_addr="no-such-host.invalid", shared_store=True, source="torchrun"

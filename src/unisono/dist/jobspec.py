@@ -11,9 +11,7 @@ errors.
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -326,13 +324,6 @@ def _all_or_none(environ: Mapping[str, str], source: str, names: list[str], mark
     return True
 
 
-def _is_socket(fd: int) -> bool:
-    try:
-        return stat.S_ISSOCK(os.fstat(fd).st_mode)
-    except (OSError, OverflowError):
-        return False
-
-
 def _is_host_name(text: str) -> bool:
     """Whether a resolver takes ``text``: labels of at most 63 bytes (RFC 1035), or another script (RFC 3490)."""
     if text.isascii():  # the common case, without the tables of all scripts
@@ -361,8 +352,6 @@ def _checked(job: JobSpec) -> JobSpec:
             yield f"server {job.server_index} of {job.servers}", "0 <= server index < servers"
         if not job.master_addr.strip() or not _is_host_name(job.master_addr):
             yield f"the address {job.master_addr[:300]!r}", "processes meet at the name or IP address of a host"
-        if job.listen_fd is not None and not _is_socket(job.listen_fd):
-            yield f"descriptor {job.listen_fd}", "rank 0 inherits a listening socket"
         if not 0 <= job.master_port < 2**16:
             yield f"port {job.master_port}", "a port is at most 65535"
 

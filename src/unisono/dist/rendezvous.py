@@ -171,7 +171,15 @@ def _listen(job: JobSpec, deadline: float) -> tuple[socket.socket, PrefixStore |
         return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET), published
     if job.listen_fd is None:
         return listen_at_master(job, "rank 0"), None
-    listener = socket.socket(fileno=job.listen_fd)
+    try:
+        listener = socket.socket(fileno=job.listen_fd)
+    except (OSError, OverflowError) as error:
+        raise LaunchError(
+            given=f"UNISONO_LISTEN_FD={job.listen_fd}, which is no socket of this process ({error})",
+            rule="rank 0 inherits the socket at which the ranks meet",
+            consequence="the ranks cannot find each other, so nothing was started",
+            nearest="unset UNISONO_LISTEN_FD, or start the process with unisono launch",
+        ) from error
     # children of this process must not keep the port open
     listener.set_inheritable(False)
     require_private_ranks(str(listener.getsockname()[0]))
