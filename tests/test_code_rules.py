@@ -52,7 +52,7 @@ def code_from_data(source: Source) -> Found:
         if is_in(name, PICKLES) and name not in BYTES_ONLY:
             yield node, name
     for call, name in source.calls():
-        if name in RUNS or (is_in(name, PICKLES) and name not in BYTES_ONLY):
+        if name.removeprefix("builtins.") in RUNS or (is_in(name, PICKLES) and name not in BYTES_ONLY):
             yield call, name
         if has_connections and name.rpartition(".")[2] in ("send", "recv"):
             yield call, f"{name}, which may pickle"
@@ -110,6 +110,8 @@ def test_no_example_and_no_benchmark_runs_what_comes_as_data() -> None:
         "import torch.distributed.checkpoint as dcp",
         "from torch.distributed import checkpoint",
         "eval(x)",
+        "import builtins\nbuiltins.eval(x)",
+        "from builtins import exec as e\ne(x)",
         "import yaml as y\ny.load(x)",
         "import torch as t\nt.load(x)",
         "import torch\ntorch.load(x, weights_only=False)",
@@ -301,11 +303,21 @@ def texts_for_a_shell(source: Source) -> Found:
             command = argument(call, "args", 0)
             if isinstance(command, ast.JoinedStr | ast.BinOp) or isinstance(constant(command), str):
                 yield call, f"{name} of a text"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.List | ast.Tuple) and any(constant(each) == "-c" for each in node.elts):
+            if any(re.fullmatch(r"(/.*/)?(ba|da|z|k)?sh", str(constant(each))) for each in node.elts):
+                yield node, "a shell with -c"
 
 
 def test_no_command_is_a_text_for_a_shell() -> None:
     assert found(texts_for_a_shell, PACKAGE) == {}
-    for text in ("subprocess.run(x, shell=True)", "subprocess.Popen(f'ssh {h}')", "os.popen(x)", "os.execlp(x, y)"):
+    for text in (
+        "subprocess.run(x, shell=True)",
+        "subprocess.Popen(f'ssh {h}')",
+        "os.popen(x)",
+        "os.execlp(x, y)",
+        "x = ['/bin/sh', '-c', y]",
+    ):
         assert finds(texts_for_a_shell, f"import os, subprocess\n{text}"), text
 
 
@@ -338,10 +350,12 @@ def new_files(source: Source) -> Found:
             yield call, name
         elif name in ("open", "io.open") or (last == "open" and not name.startswith(("os.", "tarfile."))):
             mode = argument(call, "mode", 1 if name in ("open", "io.open") else 0)
-            is_descriptor = call.args and ast.unparse(call.args[0]) in ("fd", "handle")
-            writes = re.match(r"[wxa]b?\+?b?$", str(constant(mode))) is not None
+            is_descriptor = call.args and re.match(r"fd$|handle$|os\.open\(", ast.unparse(call.args[0]))
+            writes = re.match(r"[wxa]b?\+?b?$|rb?\+b?$", str(constant(mode))) is not None
             if writes and not is_descriptor and argument(call, "opener") is None:
                 yield call, f"{name} for writing"
+        elif name == "sqlite3.connect" and not re.search(r"mode=r[ow]|:memory:", ast.unparse(call.args[0])):
+            yield call, name
         elif name == "os.open" and "O_CREAT" in (flags := ast.unparse(call.args[1])):
             if "nofollow" not in flags.lower() or len(call.args) < 3:
                 yield call, "os.open that follows links, or without mode"
@@ -369,6 +383,8 @@ def test_every_new_file_has_permissions_and_follows_no_link() -> None:
         "p.open('wb')",
         "open(p, 'x')",
         "p.touch()",
+        "p.open('r+b')",
+        "import sqlite3\nsqlite3.connect(p)",
         "p.write_text(x)",
         "import os\nos.open(p, os.O_CREAT | os.O_EXCL, 0o600)",
         "import shutil as s\ns.copyfile(a, b)",

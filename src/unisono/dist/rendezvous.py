@@ -173,7 +173,7 @@ def _listen(job: JobSpec, deadline: float) -> tuple[socket.socket, PrefixStore |
         return listen_at_master(job, "rank 0"), None
     try:
         listener = socket.socket(fileno=job.listen_fd)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise LaunchError(
             given=f"UNISONO_LISTEN_FD={job.listen_fd}, which is no socket of this process ({error})",
             rule="rank 0 inherits the socket at which the ranks meet",

@@ -102,7 +102,8 @@ def claim_ranks(job: Membership, count: int, first: int | None) -> list[int]:
         with _claims(Path(job.folder)) as claims:
             while len(ranks) < count:
                 try:
-                    os.close(os.open(f"rank-{rank}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, PRIVATE_MODE, dir_fd=claims))
+                    flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
+                    os.close(os.open(f"rank-{rank}", flags, PRIVATE_MODE, dir_fd=claims))
                     ranks.append(rank)
                 except FileExistsError:
                     pass

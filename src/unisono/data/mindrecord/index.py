@@ -28,6 +28,7 @@ from unisono.data.mindrecord.header import LENGTH, LENGTH_BYTES, MindRecordHeade
 from unisono.data.mindrecord.row_values import decode_scalars
 from unisono.data.sidecar import view_of
 from unisono.errors import DataError
+from unisono.storage.files import open_new
 from unisono.storage.limits import MAX_COLUMNS, MAX_FREE_SQL_STEPS, MAX_SQL_BYTES, MAX_SQL_STEPS_PER_ROW
 
 _LOG: Final = logging.getLogger("unisono.data")
@@ -233,7 +234,10 @@ def write_index(
     columns += [part for inc, column, kind in extra for part in (f"{inc} INT", f"{column} {kind}")]
     key = ", ".join(["ROW_ID", *(inc for inc, *_ in extra)])
     names = [*_COLUMNS, *(part for inc, column, _ in extra for part in (inc, column))]
-    with closing(sqlite3.connect(target, isolation_level=None)) as index:
+    open_new(target).close()  # no link, and with our permissions
+    with closing(
+        sqlite3.connect(f"file:{quote(str(target.absolute()))}?mode=rw", isolation_level=None, uri=True)
+    ) as index:
         # the file is new and renamed at the end: no rollback is needed
         index.execute("PRAGMA journal_mode = OFF")
         index.execute("PRAGMA synchronous = OFF")

@@ -152,7 +152,7 @@ class PartialTarget:
                 folder = self.folder / f"{series.name}-{len(done):05d}"
                 if os.path.lexists(folder):
                     _remove(self._fd, folder.name)
-                os.mkdir(folder.name, _PART_MODE, dir_fd=self._fd)
+                os.mkdir(folder.name, mode=_PART_MODE, dir_fd=self._fd)
                 inputs = chain(() if first is None else (first,), outcomes)
                 start = done[-1].stop if done else 0
                 journal = ShardJournal(start=start, stop=start, records=0, empty=0, bad=[], files={})
