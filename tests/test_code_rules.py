@@ -304,9 +304,9 @@ def texts_for_a_shell(source: Source) -> Found:
             if isinstance(command, ast.JoinedStr | ast.BinOp) or isinstance(constant(command), str):
                 yield call, f"{name} of a text"
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.List | ast.Tuple) and any(constant(each) == "-c" for each in node.elts):
-            if any(re.fullmatch(r"(/.*/)?(ba|da|z|k)?sh", str(constant(each))) for each in node.elts):
-                yield node, "a shell with -c"
+        texts = [str(constant(each)) for each in node.elts] if isinstance(node, ast.List | ast.Tuple) else []
+        if "-c" in texts and any(re.fullmatch(r"(/.*/)?(ba|da|z|k)?sh", text) for text in texts):
+            yield node, "a shell with -c"
 
 
 def test_no_command_is_a_text_for_a_shell() -> None:

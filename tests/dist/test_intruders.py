@@ -438,6 +438,22 @@ def test_what_announces_much_or_does_not_end_is_cut_off_and_takes_no_memory() ->
         assert mine.server.refused()[0].startswith("2 connections announced more than a stranger may send")
 
 
+def test_a_member_does_not_fill_the_memory_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_server, "_MAX_VALUES_BYTES", 1 << 20)
+    with served() as (mine, port):
+        other = member(port)
+        for number in range(15):
+            other.set(str(number), b"a" * (1 << 16))
+        with pytest.raises(dist.DistStoreError, match="the store holds 1 MiB, which is all it takes"):
+            other.set("15", b"a" * (1 << 16))
+        with pytest.raises(dist.DistStoreError, match="the store holds 1 MiB"):
+            other.append("14", b"a" * (1 << 16))
+        other.set("14", b"")  # in the place of a value, and again room
+        other.set("15", b"b")
+        assert mine.get("15") == b"b"
+        other.close()
+
+
 def test_one_that_trickles_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_server, "HANDSHAKE_S", 0.4)
     with served() as (mine, port):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from unisono.errors import LaunchError
+from unisono.errors import ConfigError, LaunchError
 from unisono.launch import host_agent_client
+from unisono.launch.host_agent import _listener
 from unisono.launch.host_agent_client import HostAgentClient
 from unisono.launch.hostfile import Host
 
@@ -54,3 +55,11 @@ def test_a_line_that_is_no_json_ends_the_agent(tmp_path: Path, monkeypatch: pyte
         client.open({}, {}, None)
     assert "n1 has no agent of this launch over ssh: it sent a line that is no JSON (" in caught.value.problems[0].given
     assert client.lost
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0"])
+def test_an_agent_does_not_listen_on_every_interface(host: str) -> None:
+    with pytest.raises(ConfigError, match="means every interface of this machine"):
+        _listener(host, 0)
+    with _listener("127.0.0.1", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"

@@ -243,3 +243,44 @@ def test_in_a_loader_with_worker_processes_and_decoding_kept() -> None:
     assert epochs == [list(range(1, 31))] * 4
     assert sorted(calls) == list(range(30)), "each was decoded once"
     loader.close()
+
+
+def test_a_cache_follows_no_link_and_takes_no_file_of_another_user(tmp_path: Path) -> None:
+    cached(Ragged(10), folder=tmp_path, budget_bytes=1 << 20)
+    (name,) = files(tmp_path)  # which anybody can compute
+    path = tmp_path / name
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"mine")
+    path.unlink()
+    path.symlink_to(precious)
+    with pytest.raises(DataError, match="Too many levels of symbolic links"):
+        cached(Ragged(10), folder=tmp_path, budget_bytes=1 << 20)
+    assert precious.read_bytes() == b"mine"
+    path.unlink()
+    if os.geteuid() == 0:
+        path.touch()
+        os.chown(path, 65534, 65534)
+        with pytest.raises(DataError, match="it belongs to another user"):
+            cached(Ragged(10), folder=tmp_path, budget_bytes=1 << 20)
+
+
+def test_others_read_neither_the_samples_nor_the_folder_of_those_in_memory() -> None:
+    sample_cache._MEMORY.rmdir()
+    before = os.umask(0)
+    try:
+        data = cached(Ragged(10), budget_bytes=1 << 20)
+    finally:
+        os.umask(before)
+    folder = sample_cache._MEMORY
+    (name,) = files()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / name).stat().st_mode & 0o777 == 0o600
+    check(data.samples(np.arange(10)), list(range(10)))
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_folder_in_memory_that_others_can_write_is_refused(mode: int) -> None:
+    sample_cache._MEMORY.chmod(mode)
+    with pytest.raises(DataError, match="can be written by others"):
+        cached(Ragged(10), budget_bytes=1 << 20)
+    sample_cache._MEMORY.chmod(0o700)
