@@ -23,8 +23,17 @@ from procs import listening, wait_until
 
 from unisono.dist import JobSpec, World, join_world, rendezvous, store_server
 from unisono.dist import world as world_module
+from unisono.dist.authentication import (
+    LENGTH,
+    AuthenticationRefused,
+    Challenge,
+    PeerError,
+    Verdict,
+    authenticate,
+    frame,
+    receive,
+)
 from unisono.dist.job_store import JobStore
-from unisono.dist.proof import LENGTH, Offer, Refused, Stranger, Verdict, frame, introduce, receive
 from unisono.dist.rendezvous import open_store, serve_store
 from unisono.errors import CommError, ConfigError, LaunchError
 
@@ -86,9 +95,9 @@ def in_background(attack: Any, *args: Any) -> tuple[Any, None]:
 def reachable(port: int) -> bool:
     try:
         with connect(port) as sock:
-            receive(sock, Offer, time.monotonic() + 1)
+            receive(sock, Challenge, time.monotonic() + 1)
             return True
-    except (OSError, Stranger):
+    except (OSError, PeerError):
         return False
 
 
@@ -173,8 +182,8 @@ def wrong_key(job: JobSpec) -> str:
         real = world_module.join_ranks
 
         def other_key(*args: Any) -> Any:
-            meeting, store = real(*args)
-            return replace(meeting, key=bytes(32)), store
+            rendezvous, store = real(*args)
+            return replace(rendezvous, key=bytes(32)), store
 
         world_module.join_ranks = other_key
     try:
@@ -298,7 +307,7 @@ def served(world_size: int = 2, secret: bytes | None = SECRET) -> Iterator[tuple
 def member(port: int, name: str = "rank 1", secret: bytes | None = SECRET, run: str = "r", size: int = 2) -> JobStore:
     sock = connect(port)
     try:
-        introduce(sock, secret, name, run, size)
+        authenticate(sock, secret, name, run, size)
     except BaseException:
         sock.close()
         raise
@@ -337,9 +346,9 @@ def test_a_store_between_members() -> None:
 def test_a_rank_that_is_there_is_not_replaced_and_one_that_died_may_come_again() -> None:
     with served() as (mine, port):
         first = member(port)
-        with pytest.raises(Refused, match="taken"):
+        with pytest.raises(AuthenticationRefused, match="taken"):
             member(port)
-        with pytest.raises(Refused, match="taken"):
+        with pytest.raises(AuthenticationRefused, match="taken"):
             member(port, "rank 0")
         results: list[Any] = []
         joining = threading.Thread(target=lambda: results.append(mine.join(7, 10)))
@@ -368,11 +377,11 @@ def test_who_is_refused_and_why() -> None:
             ("name", {"name": "rank 2"}),
             ("name", {"name": "x" * 3000}),
         ):
-            with pytest.raises(Refused, match=f"^{reason}$"):
+            with pytest.raises(AuthenticationRefused, match=f"^{reason}$"):
                 member(port, **arguments)
         assert mine.num_keys() == 0
     with served(secret=None) as (_, port):
-        with pytest.raises(Refused, match=r"^secret$"):
+        with pytest.raises(AuthenticationRefused, match=r"^secret$"):
             member(port)
         member(port, secret=None).close()
 
@@ -395,30 +404,30 @@ def test_a_recorded_hello_is_useless() -> None:
     with served() as (_, port):
         with connect(port) as sock:
             recorder = Recorder(sock)
-            introduce(recorder, SECRET, "rank 1", "r", 2)  # type: ignore[arg-type]
+            authenticate(recorder, SECRET, "rank 1", "r", 2)  # type: ignore[arg-type]
         with connect(port) as sock:
-            receive(sock, Offer, time.monotonic() + 5)
+            receive(sock, Challenge, time.monotonic() + 5)
             sock.sendall(recorder.sent)
             assert receive(sock, Verdict, time.monotonic() + 5).refusal == "proof"
 
 
 def test_a_false_rank_0_learns_nothing_and_is_not_believed() -> None:
-    """It copies the offer of the real one, and what the real one answers to another rank."""
+    """It copies the challenge of the real one, and what the real one answers to another rank."""
     with served(), socket.create_server(("127.0.0.1", 0)) as false:
         said: list[bytes] = []
 
         def relay() -> None:
             sock, _ = false.accept()
             with sock:
-                sock.sendall(frame(Offer(bytes(32), True)))
+                sock.sendall(frame(Challenge(bytes(32), True)))
                 said.append(sock.recv(4096))
                 sock.sendall(frame(Verdict(proof=bytes(32))))
 
         thread = threading.Thread(target=relay)
         thread.start()
         job = JobSpec(run_id="r", rank=1, local_rank=1, world_size=2, local_world=2, source="unisono")
-        with pytest.raises(Refused, match="server"), connect(false.getsockname()[1]) as sock:
-            introduce(sock, SECRET, "rank 1", job.run_id, 2)
+        with pytest.raises(AuthenticationRefused, match="server"), connect(false.getsockname()[1]) as sock:
+            authenticate(sock, SECRET, "rank 1", job.run_id, 2)
         thread.join()
         assert SECRET not in said[0]
 
@@ -428,7 +437,7 @@ def test_what_announces_much_or_does_not_end_is_cut_off_and_takes_no_memory() ->
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for data in (LENGTH.pack(2**31), b"a" * 2**22):
             with connect(port) as sock:
-                receive(sock, Offer, time.monotonic() + 5)
+                receive(sock, Challenge, time.monotonic() + 5)
                 try:
                     sock.sendall(data)
                 except ConnectionError:

@@ -188,7 +188,7 @@ def test_only_loopback_listens_and_nothing_stays(pool: Any) -> None:
         assert seen["listeners"] == loopback, "a listener on another interface than 127.0.0.1"
         # gloo's two groups, and the store on rank 0
         assert len(loopback) == (3 if rank == 0 else 2)
-        # the listening socket given to rank 0 of the first meeting is spent with the second one
+        # the listening socket given to rank 0 of the first rendezvous is spent with the second one
         assert seen["listening_after"] == []
         assert seen["files"] == []
         assert seen["python_threads"] == 1
@@ -304,7 +304,7 @@ def test_agreement_of_one() -> None:
     agree(World(JobSpec()), "anything", {"x": 1})
 
 
-# --- meeting ---------------------------------------------------------------------------------------------------------
+# --- rendezvous ---------------------------------------------------------------------------------------------------------
 
 
 def alone(port: int = 0, **changes: Any) -> JobSpec:

@@ -80,7 +80,7 @@ def here(name: str) -> str:
 
 
 def check(pool: Pool, name: str, *cases: Callable[..., None]) -> None:
-    """Each case on a fresh store; they share workers, whose meeting takes longer than the case."""
+    """Each case on a fresh store; they share workers, whose rendezvous takes longer than the case."""
     pool.run(on_stores, name, [case.__name__ for case in cases], ranks=KINDS[name].ranks)
 
 

@@ -126,7 +126,7 @@ def test_a_host_without_a_rank_counts_neither_for_meeting_nor_for_loopback() -> 
         environ={},
     )
     assert job.on_one_host
-    assert job.meeting_host(job.slots[0]) == "127.0.0.1"
+    assert job.rendezvous_host(job.slots[0]) == "127.0.0.1"
 
 
 # --- which variables travel --------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ if job.restart_count == 0:
     assert "restarting all ranks as attempt 1 (restart 1 of 3)" in said
     first, second = launched.record()["attempts"]
     assert (first["root_rank"], first["failure"], second["exit_codes"]) == (1, "ValueError: bad sample 7", [0, 0])
-    # both hosts agree on the new attempt's meeting point
+    # both hosts agree on the new attempt's rendezvous point
     assert len({(launched.run_dir / f"port.{rank}.1").read_text() for rank in (0, 1)}) == 1
 
 

@@ -27,7 +27,7 @@ SHARED = {"steps": STEPS, "every_steps": 2, "dropout": 0.0}
 def place(job: JobSpec, addresses: list[str], secret: str, ranks: int = 0) -> World:
     os.environ["UNISONO_SECRET_FILE"] = secret
     if job.listen_fd is not None:
-        os.close(job.listen_fd)  # for a meeting that does not take place
+        os.close(job.listen_fd)  # for a rendezvous that does not take place
     world = ranks or job.world_size
     return World.alone(
         replace(

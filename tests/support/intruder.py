@@ -11,7 +11,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from unisono.dist.proof import LENGTH, Hello, Offer, Refused, Stranger, frame, introduce, receive
+from unisono.dist.authentication import (
+    LENGTH,
+    AuthenticationRefused,
+    Challenge,
+    Hello,
+    PeerError,
+    authenticate,
+    frame,
+    receive,
+)
 
 NOBODY = 65534
 
@@ -50,16 +59,16 @@ def late_hello(port: int, run_id: str, world_size: int) -> list[str]:
     for secret in (None, bytes(32), b"guessed" * 5):
         with connect(port) as sock:
             try:
-                introduce(sock, secret, "rank 1", run_id, world_size)
+                authenticate(sock, secret, "rank 1", run_id, world_size)
                 said.append("admitted")
-            except Refused as error:
+            except AuthenticationRefused as error:
                 said.append(error.reason)
     with connect(port) as sock:
-        receive(sock, Offer, time.monotonic() + 5)
+        receive(sock, Challenge, time.monotonic() + 5)
         sock.sendall(frame(Hello(bytes(32), True, "rank 1", run_id, world_size, b"")))
         said.append(until_closed(sock).decode(errors="replace"))
     with connect(port) as sock:  # requests before any proof
-        receive(sock, Offer, time.monotonic() + 5)
+        receive(sock, Challenge, time.monotonic() + 5)
         for number in range(400):
             with contextlib.suppress(OSError):
                 sock.sendall(frame(["set", f"junk {number}", b"x" * 1000]))
@@ -72,7 +81,7 @@ def junk(port: int) -> list[str]:
     said: list[str] = []
     for data in (LENGTH.pack(2**31 - 1), b"GET /" + b"a" * 2**20, LENGTH.pack(5) + b"\xc1" * 5, b"validate\x00init"):
         with connect(port) as sock:
-            receive(sock, Offer, time.monotonic() + 5)
+            receive(sock, Challenge, time.monotonic() + 5)
             with contextlib.suppress(OSError):
                 sock.sendall(data)
                 sock.shutdown(socket.SHUT_WR)
@@ -94,7 +103,7 @@ def drip(port: int, longest_s: float) -> float:
     """One byte after another; after how many seconds it is cut off."""
     began_s = time.monotonic()
     with connect(port) as sock:
-        receive(sock, Offer, time.monotonic() + 5)
+        receive(sock, Challenge, time.monotonic() + 5)
         sock.settimeout(0.05)
         sent = LENGTH.pack(4000)
         while time.monotonic() - began_s < longest_s:
@@ -140,4 +149,4 @@ def take_a_place_in_gloo(ports: list[int], reader: int, ready: int) -> str:
     return data.hex()
 
 
-__all__ = ["Stranger", "as_another_user", "drip", "hold", "junk", "late_hello", "take_a_place_in_gloo"]
+__all__ = ["PeerError", "as_another_user", "drip", "hold", "junk", "late_hello", "take_a_place_in_gloo"]

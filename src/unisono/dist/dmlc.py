@@ -5,7 +5,7 @@ A tracker starts one script as worker, server and scheduler. ``take_role`` turns
 that each worker holds while it lives: the kernel closes it when a worker dies.
 
     store at DMLC_PS_ROOT_URI:PORT     dmlc/server/<n>    host:port of server n
-    its members                             worker <n>, server <any>, and rank <n> for the meeting of all ranks
+    its members                             worker <n>, server <any>, and rank <n> for the rendezvous of all ranks
 """
 
 from __future__ import annotations

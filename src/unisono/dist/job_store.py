@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.dist.proof import Stranger, receive, send
+from unisono.dist.authentication import PeerError, receive, send
 from unisono.dist.store_server import MAX_MESSAGE_BYTES, StoreServer
 
 # a request that waits is repeated after so long: in between, another thread has its turn
@@ -145,7 +145,7 @@ class JobStore(dist.Store):
             try:
                 send(self._sock, request, deadline)
                 answer = receive(self._sock, object, deadline, max_bytes=MAX_MESSAGE_BYTES)
-            except Stranger as error:
+            except PeerError as error:
                 self.is_open = False  # an answer that comes later would be taken for another one
                 self._sock.close()
                 raise dist.DistNetworkError(f"the store of this job does not answer: {error}") from error

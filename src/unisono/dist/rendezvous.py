@@ -22,9 +22,9 @@ from datetime import timedelta
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from unisono.dist.address import address_towards, refuse_every_interface, require_private_ranks
+from unisono.dist.authentication import HANDSHAKE_S, AuthenticationRefused, PeerError, authenticate
 from unisono.dist.job_store import JobStore
 from unisono.dist.jobspec import LOOPBACK, JobSpec
-from unisono.dist.proof import HANDSHAKE_S, Refused, Stranger, introduce
 from unisono.dist.secret import job_secret
 from unisono.dist.store_server import StoreServer
 from unisono.errors import CommError, LaunchError
@@ -59,17 +59,17 @@ def open_store(job: JobSpec, timeout_s: float, environ: Mapping[str, str] = os.e
             sock = socket.create_connection(address, timeout=min(HANDSHAKE_S, max(0.001, deadline - time.monotonic())))
             try:
                 require_private_ranks(str(sock.getpeername()[0]))
-                introduce(sock, secret, name, job.run_id, job.world_size)
+                authenticate(sock, secret, name, job.run_id, job.world_size)
                 return JobStore(sock, secret)
             except BaseException:
                 sock.close()
                 raise
-        except Refused as refused:
+        except AuthenticationRefused as refused:
             # a port that is looked up may be an earlier attempt's, or a stranger's who wrote it there
             if refused.reason not in ("taken", "full") and published is None:
                 raise _refusal(job, name, refused) from None
             reason = _REASONS[refused.reason]
-        except (OSError, Stranger, RuntimeError) as error:
+        except (OSError, PeerError, RuntimeError) as error:
             reason = _first_line(error)
         if time.monotonic() > deadline:
             raise _no_store(job, timeout_s, reason)
@@ -84,7 +84,7 @@ def serve_store(job: JobSpec, listener: socket.socket, secret: bytes | None, nam
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Meeting:
+class Rendezvous:
     """What the ranks of one attempt share once all have joined.
 
     - ``store``: the job's store under a key prefix that no earlier attempt has used.
@@ -100,12 +100,12 @@ class Meeting:
     restart_count: int
     address: str
 
-    def of_group(self, name: str) -> Meeting:
+    def of_group(self, name: str) -> Rendezvous:
         """The same for a group of its own."""
         return replace(self, store=PrefixStore(f"group/{name}", self.store), label=f"{self.label}/{name}")
 
 
-def join_ranks(job: JobSpec, timeout_s: float, store: JobStore | None = None) -> tuple[Meeting, JobStore | None]:
+def join_ranks(job: JobSpec, timeout_s: float, store: JobStore | None = None) -> tuple[Rendezvous, JobStore | None]:
     """Join all ranks of the job, at ``store`` or at one that is opened and returned.
 
     Raises CommError, naming the ranks that did not arrive within ``timeout_s`` seconds, and as ``open_store``.
@@ -120,7 +120,7 @@ def join_ranks(job: JobSpec, timeout_s: float, store: JobStore | None = None) ->
             return _meet(own, job, timeout_s, left_s), opened
         except DistError as error:
             _close(opened)
-            # rank 0 may be about to leave an earlier meeting of these processes
+            # rank 0 may be about to leave an earlier rendezvous of these processes
             if opened is None or job.rank == 0 or time.monotonic() > deadline:
                 raise _left(job, error) from error
             time.sleep(_SLOW_POLL_S)
@@ -134,11 +134,11 @@ def _close(store: JobStore | None) -> None:
         store.close()
 
 
-def _meet(store: JobStore, job: JobSpec, timeout_s: float, left_s: float) -> Meeting:
+def _meet(store: JobStore, job: JobSpec, timeout_s: float, left_s: float) -> Rendezvous:
     prefix, restart_count, missing = store.join(job.restart_count, left_s)
     if missing:
         raise _absent(job, missing, timeout_s, [] if store.server is None else store.server.refused())
-    return Meeting(
+    return Rendezvous(
         store=PrefixStore(prefix, store),
         label=prefix,
         key=store.group_key(prefix),
@@ -213,10 +213,10 @@ def _address(job: JobSpec, published: PrefixStore | None) -> tuple[str, int]:
     if published is None:
         return _host(job), job.master_port
     if not published.check([_PLACE]):
-        raise Stranger("rank 0 has not come")
+        raise PeerError("rank 0 has not come")
     host, _, port = published.get(_PLACE).decode(errors="replace").rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) < 2**16):
-        raise Stranger("the address of rank 0 in the launcher's store is none")
+        raise PeerError("the address of rank 0 in the launcher's store is none")
     return host, int(port)
 
 
@@ -235,7 +235,7 @@ _REASONS = {
 }
 
 
-def _refusal(job: JobSpec, name: str, refused: Refused) -> LaunchError:
+def _refusal(job: JobSpec, name: str, refused: AuthenticationRefused) -> LaunchError:
     about_secret = refused.reason in ("proof", "secret", "no secret", "server")
     return LaunchError(
         given=f"{name} of {job.world_size} at {job.master_addr}:{job.master_port}: {_REASONS[refused.reason]}",

@@ -30,17 +30,17 @@ from typing import Any, cast
 
 import msgspec
 
-from unisono.dist.proof import (
+from unisono.dist.authentication import (
     HANDSHAKE_S,
     LENGTH,
-    STRANGER_BYTES,
+    MAX_UNAUTHENTICATED_BYTES,
+    Challenge,
     Hello,
-    Offer,
     Refusal,
     Verdict,
+    check_hello,
     frame,
-    judge,
-    make_offer,
+    make_challenge,
     prove,
 )
 
@@ -63,7 +63,7 @@ class _Peer:
 
     sock: socket.socket
     address: str
-    offer: Offer
+    challenge: Challenge
     deadline: float
     name: str | None = None
     received: bytearray = field(default_factory=bytearray)
@@ -196,14 +196,14 @@ class StoreServer:
             self._drop(next(iter(self._strangers)), "made no proof while others came")
         peer = self._add(sock, f"{address[0]}:{address[1]}")
         self._strangers[peer] = None
-        self._answer(peer, peer.offer)
+        self._answer(peer, peer.challenge)
 
     def _add(self, sock: socket.socket, address: str) -> _Peer:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        peer = _Peer(sock, address, make_offer(self._secret), time.monotonic() + HANDSHAKE_S)
+        peer = _Peer(sock, address, make_challenge(self._secret), time.monotonic() + HANDSHAKE_S)
         self._selector.register(sock, selectors.EVENT_READ, peer)
         return peer
 
@@ -250,7 +250,7 @@ class StoreServer:
         peer.received += data
         while peer.sock.fileno() >= 0 and len(peer.received) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(peer.received)
-            if length > (STRANGER_BYTES if peer.name is None else MAX_MESSAGE_BYTES):
+            if length > (MAX_UNAUTHENTICATED_BYTES if peer.name is None else MAX_MESSAGE_BYTES):
                 self._drop(peer, "announced more than a stranger may send")
                 return
             if len(peer.received) < LENGTH.size + length:
@@ -285,7 +285,7 @@ class StoreServer:
         except (msgspec.DecodeError, RecursionError):
             self._drop(peer, "did not speak as a process of this job")
             return
-        refusal: Refusal | None = judge(self._secret, peer.offer, hello, self._run_id, self._world_size)
+        refusal: Refusal | None = check_hello(self._secret, peer.challenge, hello, self._run_id, self._world_size)
         is_named = _NAME.fullmatch(hello.name) is not None
         if refusal is None and (not is_named or (hello.name.startswith("rank ") and hello.name not in self._ranks)):
             refusal = "name"
@@ -298,7 +298,7 @@ class StoreServer:
             self._drop(peer, _REFUSALS[refusal])
             return
         self._admit(peer, hello.name)
-        self._answer(peer, Verdict(proof=prove(self._secret, "server", peer.offer, hello)))
+        self._answer(peer, Verdict(proof=prove(self._secret, "server", peer.challenge, hello)))
 
     def _answer(self, peer: _Peer, message: Any) -> None:
         peer.unsent += frame(message)

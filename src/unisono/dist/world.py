@@ -34,7 +34,7 @@ from unisono.dist.address import address_of, interface_of, require_private_ranks
 from unisono.dist.dmlc import take_role
 from unisono.dist.job_store import JobStore
 from unisono.dist.jobspec import JobSpec
-from unisono.dist.rendezvous import Meeting, join_ranks
+from unisono.dist.rendezvous import Rendezvous, join_ranks
 from unisono.dist.roll_call import identity, missing_ranks, roll_call
 from unisono.errors import CommError, LaunchError, Problem, UnisonoError
 
@@ -62,7 +62,7 @@ class World:
     Args:
         job: This process's place in the job; its rank and world size become attributes.
         group: The process group of the collectives; None for a single process, whose collectives change nothing.
-        meeting: How the ranks met: the store in which they look for the missing one after a time-out, and the key with which
+        rendezvous: How the ranks met: the store in which they look for the missing one after a time-out, and the key with which
             those of a new group prove their connections. None: they do neither.
         store: A connection to the job's store that is closed with this World.
         timeout_s: Seconds after which a collective fails.
@@ -75,7 +75,7 @@ class World:
         job: JobSpec,
         *,
         group: ProcessGroup | None = None,
-        meeting: Meeting | None = None,
+        rendezvous: Rendezvous | None = None,
         store: JobStore | None = None,
         timeout_s: float = 0.0,
         name: str = "default",
@@ -87,7 +87,7 @@ class World:
         self.group = group
         self.timeout_s = timeout_s
         self.name = name
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._store = store
         self._peers = peers
         self._operations = 0
@@ -170,21 +170,21 @@ class World:
 
         Collectives of one group must be issued in the same order on all ranks, which two threads cannot guarantee.
         """
-        if self.group is None or self._meeting is None:
+        if self.group is None or self._rendezvous is None:
             world = World(self.job, name=name)
             world.rank, world.world_size = self.rank, self.world_size
             return world
-        meeting = self._meeting.of_group(name)
-        with self.guard(f"with_own_group({name!r})"), _gloo_interface(self.job, meeting):
+        rendezvous = self._rendezvous.of_group(name)
+        with self.guard(f"with_own_group({name!r})"), _gloo_interface(self.job, rendezvous):
             group = cast(
                 ProcessGroup,
                 dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s), group_desc=name),
             )
-            _prove_connections(group, list(range(self.world_size)), self.rank, meeting)
+            _prove_connections(group, list(range(self.world_size)), self.rank, rendezvous)
             world = World(
                 self.job,
                 group=group,
-                meeting=meeting,
+                rendezvous=rendezvous,
                 timeout_s=self.timeout_s,
                 name=name,
                 peers=self._peers,
@@ -200,14 +200,14 @@ class World:
         same lists.
         """
         own_groups: dict[str, ProcessGroup] = {}
-        with self.guard(f"groups({', '.join(rank_lists)})"), _gloo_interface(self.job, self._meeting):
+        with self.guard(f"groups({', '.join(rank_lists)})"), _gloo_interface(self.job, self._rendezvous):
             for name, lists in rank_lists.items():
                 for ranks in map(sorted, lists):  # as torch numbers the ranks of a group
                     group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), group_desc=name)
                     if self.rank in ranks:
                         own_groups[name] = cast(ProcessGroup, group)
-                        if self._meeting is not None:
-                            _prove_connections(own_groups[name], ranks, self.rank, self._meeting.of_group(name))
+                        if self._rendezvous is not None:
+                            _prove_connections(own_groups[name], ranks, self.rank, self._rendezvous.of_group(name))
         self.barrier()  # as in with_own_group
         return own_groups
 
@@ -237,8 +237,8 @@ class World:
         text = " ".join(str(error).split())
         timed_out = "imed out" in text or "imeout" in text
         culprits = missing_ranks(self._peers, self.rank, settle=not timed_out)
-        if not culprits and timed_out and self._meeting is not None:
-            culprits = roll_call(self._meeting.store, self.rank, self.world_size, operation)
+        if not culprits and timed_out and self._rendezvous is not None:
+            culprits = roll_call(self._rendezvous.store, self.rank, self.world_size, operation)
         size = f" of {num_bytes} bytes" if num_bytes else ""
         return CommError(
             given=f"{operation}{size} in group {self.name!r} failed on rank {self.rank} of {self.world_size} after "
@@ -257,7 +257,7 @@ class World:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
             wait_for_gloo_threads()
-        self._meeting = None
+        self._rendezvous = None
         if self._store is not None:
             self._store.close()
 
@@ -298,47 +298,47 @@ def join_world(
     if job.server_addresses and not job.master_port:
         raise LaunchError(
             given=f"rank {job.rank} of {job.world_size} was to meet the others in a job with parameter servers",
-            rule="a launcher that starts servers restarts each worker alone, so workers share the servers and no meeting point",
+            rule="a launcher that starts servers restarts each worker alone, so workers share the servers and do not meet",
             consequence="there is nobody to all-reduce with, so nothing was started",
             nearest="a launch without --servers; or dist_async (plan.sync=dist_async, create_kvstore('dist_async'))",
         )
     meet_timeout_s = max(timeout_s, MEET_S) if meet_timeout_s is None else meet_timeout_s
-    meeting, owned = join_ranks(job, meet_timeout_s, store)
-    job = replace(job, restart_count=meeting.restart_count)
+    rendezvous, owned = join_ranks(job, meet_timeout_s, store)
+    job = replace(job, restart_count=rendezvous.restart_count)
     try:
-        with _gloo_interface(job, meeting):
+        with _gloo_interface(job, rendezvous):
             dist.init_process_group(
                 _backend(job, device_type),
-                store=meeting.store,
+                store=rendezvous.store,
                 rank=job.rank,
                 world_size=job.world_size,
                 timeout=timedelta(seconds=timeout_s),
                 device_id=None if device_type == "cpu" else torch.device(device_type, job.local_rank),
             )
         group = cast(ProcessGroup, dist.group.WORLD)
-        first = World(job, group=group, meeting=meeting, timeout_s=timeout_s)
+        first = World(job, group=group, rendezvous=rendezvous, timeout_s=timeout_s)
         with first.guard("the proof of the connections"):
-            _prove_connections(group, list(range(job.world_size)), job.rank, meeting)
+            _prove_connections(group, list(range(job.world_size)), job.rank, rendezvous)
         # exchanges identities; afterwards no rank needs the store, so its host may leave at any time
-        peers = World(job, group=group, meeting=meeting, timeout_s=timeout_s).gather_json(identity())
+        peers = World(job, group=group, rendezvous=rendezvous, timeout_s=timeout_s).gather_json(identity())
     except BaseException:
         if owned is not None:
             owned.close()
         raise
-    return World(job, group=group, meeting=meeting, store=owned, timeout_s=timeout_s, peers=peers)
+    return World(job, group=group, rendezvous=rendezvous, store=owned, timeout_s=timeout_s, peers=peers)
 
 
-def _prove_connections(group: ProcessGroup, ranks: Sequence[int], rank: int, meeting: Meeting) -> None:
+def _prove_connections(group: ProcessGroup, ranks: Sequence[int], rank: int, rendezvous: Rendezvous) -> None:
     """Every two ranks of a new group prove to each other, over the very connection, that they belong to the job.
 
     Gloo takes whoever connects first for a rank. No proof is the same in both directions, or in two groups. Raises CommError.
     """
-    if meeting.key is None or len(ranks) == 1:
+    if rendezvous.key is None or len(ranks) == 1:
         return
-    key = meeting.key
+    key = rendezvous.key
 
     def proof(source: int, target: int) -> bytes:
-        return hmac.digest(key, f"{meeting.label} {list(ranks)} {source} to {target}".encode(), "sha256")
+        return hmac.digest(key, f"{rendezvous.label} {list(ranks)} {source} to {target}".encode(), "sha256")
 
     mine = torch.frombuffer(bytearray(b"".join(proof(rank, other) for other in ranks)), dtype=torch.uint8)
     theirs = torch.zeros_like(mine)
@@ -386,12 +386,12 @@ def _backend(job: JobSpec, device_type: str) -> str:
 
 
 @contextmanager
-def _gloo_interface(job: JobSpec, meeting: Meeting | None) -> Generator[None]:
+def _gloo_interface(job: JobSpec, rendezvous: Rendezvous | None) -> Generator[None]:
     """Make Gloo listen on loopback for a job of one host, else on the interface towards the other ranks; by default it takes
     that of the host's name. Raises ConfigError where that has a public address."""
     variable = "GLOO_SOCKET_IFNAME"
     name = os.environ.get(variable)
-    if name is not None or meeting is None:
+    if name is not None or rendezvous is None:
         if name is not None and (address := address_of(name.partition(",")[0])) is not None:
             require_private_ranks(address)
         yield
@@ -399,8 +399,8 @@ def _gloo_interface(job: JobSpec, meeting: Meeting | None) -> Generator[None]:
     if job.is_local:
         name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     else:
-        require_private_ranks(meeting.address)
-        name = interface_of(meeting.address)
+        require_private_ranks(rendezvous.address)
+        name = interface_of(rendezvous.address)
     if name is None:
         yield
         return

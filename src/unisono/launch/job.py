@@ -192,12 +192,12 @@ def describe_launch(job: JobLayout) -> dict[str, Any]:
     starts.
     """
     tls_folder(job.options, {**os.environ, **job.environ})
-    addresses = [f"{job.meeting_host(slot)}:{_free_port()}" for slot in job.servers]
+    addresses = [f"{job.rendezvous_host(slot)}:{_free_port()}" for slot in job.servers]
     workers = job.workers
     if job.servers or len(workers) == 1:
         master = f"{LOOPBACK}:0"
     else:
-        master = f"{job.meeting_host(workers[0])}:{job.port or _free_port()}"
+        master = f"{job.rendezvous_host(workers[0])}:{job.port or _free_port()}"
     processes: list[dict[str, Any]] = []
     for slot in [*job.servers, *workers]:
         host = job.hosts[slot.host]

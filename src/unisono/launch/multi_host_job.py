@@ -1,4 +1,4 @@
-"""The running processes of a job on one or many hosts: an agent on each host, the meeting port, the servers' ports."""
+"""The running processes of a job on one or many hosts: an agent on each host, the rendezvous port, the servers' ports."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class MultiHostJob:
                 "listen": f"server-{slot.index}" if is_server else _STORE if hosts_store else None,
                 "keep": is_server,
                 "interface": self.job.interface,
-                "towards": self.job.meeting_host(self.job.slots[0]),
+                "towards": self.job.rendezvous_host(self.job.slots[0]),
                 "restarted": restarted,
                 "environ": self.job.variables(slot),
             },
@@ -125,7 +125,7 @@ class MultiHostJob:
 
     def _listen(self, slot: ProcessSlot, key: str, port: int) -> str:
         """Open a listening socket on the host of ``slot``, under ``key``; returns its ``host:port``."""
-        answer = self._agents[slot.host].listen(key, self.job.meeting_host(slot), self.job.interface, port)
+        answer = self._agents[slot.host].listen(key, self.job.rendezvous_host(slot), self.job.interface, port)
         names = [self.job.hosts[other.host].name for other in self.job.slots]
         if answer["loopback"] and not self.job.on_one_host and not all(map(_is_loopback, names)):
             raise LaunchError(

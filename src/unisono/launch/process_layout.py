@@ -86,7 +86,7 @@ class JobLayout:
         """Whether all processes share one host, so traffic stays on the loopback interface."""
         return len({slot.host for slot in self.slots}) == 1
 
-    def meeting_host(self, slot: ProcessSlot) -> str:
+    def rendezvous_host(self, slot: ProcessSlot) -> str:
         """The name under which other processes reach the host of ``slot``."""
         return LOOPBACK if self.on_one_host else self.hosts[slot.host].name
 

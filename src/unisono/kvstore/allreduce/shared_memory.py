@@ -109,7 +109,7 @@ class SharedMemoryAllReduce:
         """Return once all workers have made as many calls as this one.
 
         A worker may overwrite its slot for the next sum while others still read this sum; the sum is overwritten only
-        after the next meeting.
+        after the next rendezvous.
         """
         self._turn += 1
         self._counters[self._world.rank * _COUNTERS] = self._turn

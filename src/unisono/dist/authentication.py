@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 LENGTH = struct.Struct("<I")
-STRANGER_BYTES = 4096
+MAX_UNAUTHENTICATED_BYTES = 4096
 HANDSHAKE_S = 5.0
 
 NONCE_BYTES = 32
@@ -36,7 +36,7 @@ Refusal = Literal["proof", "secret", "no secret", "run", "size", "name", "taken"
 _T = TypeVar("_T")
 
 
-class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Challenge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The server's first message."""
 
     nonce: bytes
@@ -61,7 +61,7 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refusal: Refusal | None = None
 
 
-class Refused(Exception):
+class AuthenticationRefused(Exception):
     """The two sides do not belong together, for a reason that is no accident of the network."""
 
     def __init__(self, reason: Refusal | Literal["server"]) -> None:
@@ -69,26 +69,30 @@ class Refused(Exception):
         self.reason = reason
 
 
-class Stranger(Exception):
+class PeerError(Exception):
     """The other side does not speak as it should, or not in time."""
 
 
-def prove(secret: bytes | None, direction: Literal["member", "server"], offer: Offer, hello: Hello) -> bytes:
+def prove(secret: bytes | None, direction: Literal["member", "server"], challenge: Challenge, hello: Hello) -> bytes:
     """The proof of one direction over everything that was said."""
-    said = [offer.nonce.hex(), hello.nonce.hex(), hello.name, hello.run_id, hello.world_size]
+    said = [challenge.nonce.hex(), hello.nonce.hex(), hello.name, hello.run_id, hello.world_size]
     return hmac.digest(secret or b"", json.dumps(["unisono ranks 1", direction, *said]).encode(), hashlib.sha256)
 
 
-def make_offer(secret: bytes | None) -> Offer:
-    """An offer with a new nonce."""
-    return Offer(secrets.token_bytes(NONCE_BYTES), secret is not None)
+def make_challenge(secret: bytes | None) -> Challenge:
+    """A challenge with a new nonce."""
+    return Challenge(secrets.token_bytes(NONCE_BYTES), secret is not None)
 
 
-def judge(secret: bytes | None, offer: Offer, hello: Hello, run_id: str, world_size: int) -> Refusal | None:
+def check_hello(
+    secret: bytes | None, challenge: Challenge, hello: Hello, run_id: str, world_size: int
+) -> Refusal | None:
     """The server's part: why this member is refused, or None."""
-    if hello.has_secret != offer.has_secret:
-        return "no secret" if offer.has_secret else "secret"
-    good = len(hello.nonce) == NONCE_BYTES and hmac.compare_digest(hello.proof, prove(secret, "member", offer, hello))
+    if hello.has_secret != challenge.has_secret:
+        return "no secret" if challenge.has_secret else "secret"
+    good = len(hello.nonce) == NONCE_BYTES and hmac.compare_digest(
+        hello.proof, prove(secret, "member", challenge, hello)
+    )
     if not good:
         return "proof"
     if hello.run_id != run_id:
@@ -96,21 +100,24 @@ def judge(secret: bytes | None, offer: Offer, hello: Hello, run_id: str, world_s
     return None if hello.world_size == world_size else "size"
 
 
-def introduce(sock: socket.socket, secret: bytes | None, name: str, run_id: str, world_size: int) -> None:
-    """The member's part, on a new connection. Raises Refused, or Stranger when the other side is not a server of a job."""
+def authenticate(sock: socket.socket, secret: bytes | None, name: str, run_id: str, world_size: int) -> None:
+    """The member's part, on a new connection.
+
+    Raises AuthenticationRefused, or PeerError when the other side is not a server of a job.
+    """
     deadline = time.monotonic() + HANDSHAKE_S
-    offer = receive(sock, Offer, deadline)
-    if len(offer.nonce) != NONCE_BYTES:
-        raise Stranger("its nonce is of another length")
-    if offer.has_secret != (secret is not None):
-        raise Refused("no secret" if offer.has_secret else "secret")
-    hello = Hello(secrets.token_bytes(NONCE_BYTES), offer.has_secret, name, run_id, world_size, b"")
-    send(sock, msgspec.structs.replace(hello, proof=prove(secret, "member", offer, hello)), deadline)
+    challenge = receive(sock, Challenge, deadline)
+    if len(challenge.nonce) != NONCE_BYTES:
+        raise PeerError("its nonce is of another length")
+    if challenge.has_secret != (secret is not None):
+        raise AuthenticationRefused("no secret" if challenge.has_secret else "secret")
+    hello = Hello(secrets.token_bytes(NONCE_BYTES), challenge.has_secret, name, run_id, world_size, b"")
+    send(sock, msgspec.structs.replace(hello, proof=prove(secret, "member", challenge, hello)), deadline)
     verdict = receive(sock, Verdict, deadline)
     if verdict.refusal is not None:
-        raise Refused(verdict.refusal)
-    if not hmac.compare_digest(verdict.proof, prove(secret, "server", offer, hello)):
-        raise Refused("server")
+        raise AuthenticationRefused(verdict.refusal)
+    if not hmac.compare_digest(verdict.proof, prove(secret, "server", challenge, hello)):
+        raise AuthenticationRefused("server")
 
 
 # --- frames ----------------------------------------------------------------------------------------------------------
@@ -123,24 +130,24 @@ def frame(message: Any) -> bytes:
 
 
 def send(sock: socket.socket, message: Any, deadline: float) -> None:
-    """Send one message. Raises Stranger when the other side is gone or does not read until ``deadline`` (monotonic)."""
+    """Send one message. Raises PeerError when the other side is gone or does not read until ``deadline`` (monotonic)."""
     try:
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         sock.sendall(frame(message))
     except OSError as error:
-        raise Stranger(f"the connection broke ({error})") from error
+        raise PeerError(f"the connection broke ({error})") from error
 
 
-def receive(sock: socket.socket, kind: type[_T], deadline: float, *, max_bytes: int = STRANGER_BYTES) -> _T:
-    """The next message. Raises Stranger when none has come until ``deadline``, however steadily bytes trickle in, or when it
+def receive(sock: socket.socket, kind: type[_T], deadline: float, *, max_bytes: int = MAX_UNAUTHENTICATED_BYTES) -> _T:
+    """The next message. Raises PeerError when none has come until ``deadline``, however steadily bytes trickle in, or when it
     is not of the kind or larger than ``max_bytes``."""
     (length,) = LENGTH.unpack(_exactly(sock, LENGTH.size, deadline))
     if length > max_bytes:
-        raise Stranger(f"it announces {length} bytes where {max_bytes} are allowed")
+        raise PeerError(f"it announces {length} bytes where {max_bytes} are allowed")
     try:
         return msgspec.msgpack.decode(_exactly(sock, length, deadline), type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise Stranger("what it says cannot be read") from error
+        raise PeerError("what it says cannot be read") from error
 
 
 def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
@@ -148,15 +155,15 @@ def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     while len(data) < count:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise Stranger("it says nothing in time")
+            raise PeerError("it says nothing in time")
         try:
             sock.settimeout(left)
             more = sock.recv(count - len(data))
         except TimeoutError:
             continue
         except OSError as error:
-            raise Stranger(f"the connection broke ({error})") from error
+            raise PeerError(f"the connection broke ({error})") from error
         if not more:
-            raise Stranger("it closes the connection")
+            raise PeerError("it closes the connection")
         data += more
     return bytes(data)
