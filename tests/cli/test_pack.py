@@ -12,7 +12,7 @@ from commands import Desk, problem
 from PIL import Image
 
 from unisono.data.convert import Table, write_table
-from unisono.data.convert.pack import RecordSchema, pack_job
+from unisono.data.convert.pack import RecordSchema, partial_target
 from unisono.data.recordio import RecordFile, RecordWriter
 from unisono.data.tokens.shards import open_tokens
 
@@ -71,7 +71,7 @@ def test_bad_inputs_and_the_report(desk: Desk, album: Path, tmp_path: Path) -> N
 
 
 def test_progress_is_logged(desk: Desk, album: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_job, "_PROGRESS_S", 0.0)
+    monkeypatch.setattr(partial_target, "_PROGRESS_S", 0.0)
     done = desk.here("data", "pack", str(album), str(tmp_path / "a.rec"), "-v")
     lines = [line for line in done.err.splitlines() if "packing:" in line]
     assert len(lines) == 8

@@ -326,6 +326,14 @@ def _main(memory_mib: int) -> None:
     import pyarrow.parquet
     import torch
 
+    import unisono.checkpoint.integrity  # what a reader imports is not what its file takes
+    import unisono.data.mindrecord
+    import unisono.data.recordio
+    import unisono.data.tokens.windows
+    import unisono.plan.rules
+    import unisono.train.config
+
+    del unisono
     torch.set_num_threads(1)
     pyarrow.set_cpu_count(1)
     pyarrow.set_io_thread_count(1)

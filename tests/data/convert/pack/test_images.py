@@ -14,6 +14,7 @@ import zlib
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -442,16 +443,16 @@ def test_other_options_do_not_take_over(many: Path, tmp_path: Path, caplog: pyte
 def test_cut_short_while_files_get_their_names(album: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack_images(album, tmp_path / "a.rec", pack=PackOptions(shards=3))
     moved = 0
-    replace = Path.replace
+    replace = os.replace
 
-    def failing(self: Path, target: Path) -> Path:
+    def failing(old: Any, new: Any, **folders: Any) -> None:
         nonlocal moved
-        moved += self.parent.parent.suffix == ".part" and target.parent == tmp_path
+        moved += "src_dir_fd" in folders and Path(new).parent == tmp_path
         if moved == 5:
             raise KeyboardInterrupt
-        return replace(self, target)
+        replace(old, new, **folders)
 
-    monkeypatch.setattr(Path, "replace", failing)
+    monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(KeyboardInterrupt):
         pack_images(album, tmp_path / "b.rec", pack=PackOptions(shards=3))
     monkeypatch.undo()

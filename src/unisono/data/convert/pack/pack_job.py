@@ -185,11 +185,12 @@ def _refuse_existing(target: Path, series: Sequence[str], side_files: Mapping[st
         raise unwritable_error(
             f"{target}, in a folder that does not exist", "a target's folder exists", f"mkdir -p {target.parent}"
         )
-    existing = sorted(
+    existing = [
         path
-        for path in target.parent.iterdir()
+        for path in sorted(target.parent.iterdir())
         if ours.fullmatch(path.name) or (path.name in beside and _content(path) != beside[path.name])
-    )
+    ]
+    existing.sort(key=lambda path: path.suffix != target.suffix)  # the files themselves before those beside them
     if existing:
         raise unwritable_error(
             f"{existing[0]}, which exists",
