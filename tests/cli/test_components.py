@@ -293,6 +293,7 @@ def config():
 """
 
 
+@pytest.mark.full
 def test_worker_processes_have_the_data_set_of_the_configuration(desk: Desk, tmp_path: Path) -> None:
     (desk.folder / "neighbour.py").write_text("def half(values):\n    return values / 2\n")
     path, run_dir = desk.folder / "points.py", tmp_path / "run"

@@ -69,6 +69,7 @@ def launches(tmp_path: Path) -> Iterator[Launches]:
         launch.communicate()
 
 
+@pytest.mark.full
 def test_a_killed_worker_leaves_the_job_and_another_joins_it(launches: Launches) -> None:
     folder = launches.folder
     job = launches.start("-n", "2", "--servers", "1", "--elastic", "--max-restarts", "0", "--dir", "job")

@@ -78,6 +78,7 @@ def test_launches_started_together_have_folders_of_their_own(tmp_path: Path) -> 
     assert all((folder / "launch.json").is_file() for folder in folders)
 
 
+@pytest.mark.full
 def test_what_a_dry_run_shows_is_a_job_when_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ALL_REDUCE)
     shown = _launch(["-n", "2", "--dry-run", "--json", "--", sys.executable, "train.py"], tmp_path)

@@ -56,9 +56,8 @@ MODELS = {"tied": "lambda run: Tied()", "llama": "llama"}
     [
         ("tied", ""),
         ("llama", ""),
-        ("llama", "dp_shard"),
         *(pytest.param(model, axis, marks=pytest.mark.full) for model, axis in (("tied", "dp_shard"), ("tied", "pp"))),
-        *(pytest.param("llama", axis, marks=pytest.mark.full) for axis in ("tp", "pp", "cp")),
+        *(pytest.param("llama", axis, marks=pytest.mark.full) for axis in ("dp_shard", "tp", "pp", "cp")),
     ],
 )
 def test_train_eval_and_export(desk: Desk, tmp_path: Path, model: str, axis: str) -> None:

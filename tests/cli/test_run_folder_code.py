@@ -150,6 +150,7 @@ def test_a_base_of_the_base_and_a_link_are_the_run_folders_too(desk: Desk, scrip
     assert canary.exists()
 
 
+@pytest.mark.full
 def test_ranks_of_one_start_run_what_their_parent_was_trusted_with(desk: Desk, script: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert desk.train(run_dir, str(script)).code == 0

@@ -155,6 +155,7 @@ def test_tables(desk: Desk, tmp_path: Path, target: str) -> None:
     assert values["rmse"] == pytest.approx(task["target_std"] * values["loss"] ** 0.5, rel=1e-4)
 
 
+@pytest.mark.full
 def test_language_models_of_samples_and_of_token_shards(desk: Desk, tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "lines.jsonl")
     assert (

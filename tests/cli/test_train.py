@@ -26,6 +26,7 @@ def test_a_model_that_no_process_holds_is_the_same_model(desk: Desk, trained: Pa
     assert "perf/matmul_ceiling_frac" in steps_of(run_dir)[-1]
 
 
+@pytest.mark.full
 def test_debug_makes_the_same_run_as_a_launch(desk: Desk, trained: Path) -> None:
     run_dir = desk.folder / "launched"
     done = desk.process(

@@ -248,7 +248,7 @@ def test_recompute(pool: Pool, schedule: str, recompute: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "schedule"),
     [
-        ("gpt2", "1f1b"),
+        pytest.param("gpt2", "1f1b", marks=pytest.mark.full),
         pytest.param("llama", "interleaved", marks=pytest.mark.full),
         ("llama", "zbv"),
         pytest.param("gpt2", "zbv", marks=pytest.mark.full),

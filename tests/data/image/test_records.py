@@ -80,6 +80,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return all(np.array_equal(a[0], b[0]) and a[1] == b[1] for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.full
 def test_pixels_do_not_depend_on_workers_kind_ranks_tiles_or_resume_point(files: dict[str, Path]) -> None:
     plain = image_records([files["plain"]])
     alone = batches(plain)
