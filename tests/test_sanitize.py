@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from unisono.cli.terminal import shown
 from unisono.errors import DataError
 from unisono.sanitize import (
     REDACTED,
+    has_password,
     is_secret,
     printable,
     redact,
@@ -86,6 +88,9 @@ def test_innocent_names(name: str) -> None:
         f"curl -H 'authorization: basic {CANARY}{CANARY}'",
         f"a=1&access_key={CANARY}&b=2",
         f"password: {CANARY}",
+        f"{{password: {CANARY}, user: me}}",
+        f"Authorization: Basic {CANARY[:8]}",
+        f"authorization: token {CANARY}",
         f"user: me\n  api_key: {CANARY}\n",
         f"PGPASSWORD={CANARY} psql",
     ],
@@ -106,6 +111,9 @@ def test_secrets_inside_text(text: str) -> None:
         "https://example.org/a?b=c",
         "password",
         "see http://localhost:6006/ for tokens: 12",
+        "/run/secret: not readable",
+        "next_token: 17",
+        "Unable to locate credentials: see the manual",
     ],
 )
 def test_plain_text_is_left_alone(text: str) -> None:
@@ -204,6 +212,26 @@ def test_a_long_hostile_text_ends_soon(piece: str, end: str) -> None:
     """Half a second each; a search of quadratic time would run for an hour, which the time-out of the tests ends."""
     text = piece * 100_000 + end
     assert redact_text(text) == text or REDACTED in redact_text(text)
+
+
+def test_marks_that_hide_text_are_shown_wherever_text_is() -> None:
+    wild = "a\u3164b\U000e0101c\u115f"
+    shown_as = r"a\u3164b\U000e0101c\u115f"
+    assert shown(wild) == shown_as
+    assert DataError(given=wild, rule="r", consequence="c", nearest="n").problems[0].given == shown_as
+
+
+def test_which_addresses_have_a_password() -> None:
+    for text in ("ftp://me:p@host", "https://h/?sig=x", "x ftp://me:p/w@host y"):
+        assert has_password(text), text
+    for text in (
+        "abfss://container@account/x",
+        "hdfs://user@nn:8020/x",
+        "http://host:80/a@b",
+        "/bin:/sw@1/bin",
+        "a:b@c",
+    ):
+        assert not has_password(text), text
 
 
 def test_a_problem_quotes_neither_credentials_nor_terminal_sequences() -> None:

@@ -40,7 +40,7 @@ class Problem:
         # names and texts of files, peers and addresses are quoted: neither passwords nor terminal sequences leave with them
         for part in ("given", "rule", "consequence", "nearest"):
             text = getattr(self, part)
-            if "://" in text or not text.isprintable():
+            if "://" in text or not (text.isascii() and text.isprintable()):
                 object.__setattr__(self, part, _clean(text))
 
     def __str__(self) -> str:

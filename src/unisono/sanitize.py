@@ -34,7 +34,10 @@ _URL_PARAMETER = re.compile(r"([?&]([\w.-]{1,128})=)[^&#\s'\"]+")
 _SECRET_PARAMETER = re.compile(r"sig|(?:[\w.-]*-)?signature|key|pass|pwd|pw|auth", flags=re.IGNORECASE)
 _NAME_BEFORE_VALUE = re.compile(r"(--?)?\b([A-Za-z][\w.-]{0,127})(=|[\"']?\s*:\s*|\s+)(?=\S)")
 _VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s,;&)}\]]+")
-_BEARER = re.compile(r"(?i)\b(bearer\s+|authorization:\s*\w+\s+)[\w.~+/=-]{16,}")
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{16,}")
+_AUTHORIZATION = re.compile(r"(?i)\b(authorization\s*[:=]\s*)[^\r\n'\"]+")
+# after "password: x" without quotes: prose goes on with another word
+_END_OF_VALUE = re.compile(r"[ \t]*(?:[\r\n,;)}\]'\"]|$)")
 
 # C0 and C1 controls, and the marks that reorder or hide text (Trojan Source, CVE-2021-42574; those with which Unicode writes
 # invisible text). The joiners U+200C and U+200D and the selector U+FE0F do neither: Persian and emoji need them.
@@ -89,6 +92,13 @@ def without_credentials_of(address: str, text: str) -> str:
     return without_credentials(text)
 
 
+def has_password(text: str) -> bool:
+    """Whether an address in ``text`` has a password or a secret parameter. A name alone, such as that of a container, is none."""
+    logins = [*_USERINFO.finditer(text), *_MISTYPED_USERINFO.finditer(text[: text.rfind("@") + 1])]
+    parameters = _URL_PARAMETER.finditer(text) if "://" in text else ()
+    return any(":" in login[0] for login in logins) or any(_clean_parameter(each) != each[0] for each in parameters)
+
+
 def _clean_mistyped(match: re.Match[str]) -> str:
     text, at, rest = match[0].rpartition("@")
     return _MISTYPED_USERINFO.sub(f"{REDACTED}@", text + at) + rest if at and ":/" in text else match[0]
@@ -103,7 +113,7 @@ def redact_text(text: str) -> str:
     """Replace credentials of URLs, bearer credentials and the values of secret-like assignments in ``text``."""
     text = without_credentials(text)
     if len(text) >= 24:  # shorter than any bearer credential; the usual strings skip the search
-        text = _BEARER.sub(rf"\1{REDACTED}", text)
+        text = _AUTHORIZATION.sub(rf"\1{REDACTED}", _BEARER.sub(rf"\1{REDACTED}", text))
     if "=" in text or ":" in text or "--" in text:
         text = _redact_assigned(text)
     return text
@@ -118,6 +128,9 @@ def _redact_assigned(text: str) -> str:
         if match.end() < done or (between.isspace() and not dashes) or not is_secret(name):
             continue
         value = _VALUE.match(text, match.end())
+        is_bare = between.lstrip().startswith(":")
+        if is_bare and value is not None and (value[0].isdigit() or not _END_OF_VALUE.match(text, value.end())):
+            continue
         if value is not None and not value.group().startswith(REDACTED):
             parts += [text[done : match.end()], REDACTED]
             done = value.end()

@@ -541,6 +541,9 @@ def test_arrow_folders_of_another_shape(tmp_path: Path, child: Confined, state: 
         ('"a\\"".' * 100_000 + "a = 1", "a key of more than 100 parts"),
         ("".join(f"k{number} = 1\n" for number in range(90_000)), "more than 4,096 keys"),
         ("#" * (MIB + 1), "more than 1,048,576 bytes"),
+        ("a = 1 # " + '\\"' * 400_000 + "\nb", "b"),
+        ("a = [" + ',"' * 400_000 + "\nb", "b|a = "),
+        ("a = [" + ",'" * 400_000 + "\nb", "b|a = "),
         ("x = " + "[" * 100_000, "nested hundreds deep"),
     ],
 )
@@ -561,3 +564,14 @@ def test_a_chain_of_bases(tmp_path: Path, child: Confined) -> None:
     for number in range(2000):
         (tmp_path / f"{number}.toml").write_text(f"base = '{number + 1}.toml'\n")
     refused(child.read("toml", tmp_path / "0.toml"), tmp_path / "29.toml", "is one more")
+
+
+def test_what_looks_like_a_long_key_and_is_none(tmp_path: Path, child: Confined) -> None:
+    numbers = " ".join(f"{number}." for number in range(300))
+    (tmp_path / "config.toml").write_text(f'# {numbers}\n[run]\ndir = "{"a." * 500}"\n')
+    assert child.read("toml", tmp_path / "config.toml").rows
+
+
+def test_names_of_fields_are_no_types(tmp_path: Path, child: Confined) -> None:
+    folder = arrow(tmp_path, [{"review": "good", "page_views": [1, 2]}, {"review": "union", "page_views": []}])
+    assert len(child.read("arrow", folder).rows or ()) == 2 + 2

@@ -88,7 +88,7 @@ def test_torchrun() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["a" * 64, "a." * 130, "x..y", "ü" * 80, " "])
+@pytest.mark.parametrize("name", ["a" * 64, "a." * 130, "x..y", "host..", "ü" * 80, " "])
 def test_a_master_address_that_no_resolver_takes(name: str) -> None:
     with pytest.raises(LaunchError, match="processes meet at the name or IP address of a host"):
         job_from_environ(TORCHRUN | {"MASTER_ADDR": name})

@@ -174,11 +174,13 @@ def test_an_address_with_a_password_does_not_travel(caplog: pytest.LogCaptureFix
         "NCCL_PROXY": "http://me:canary@proxy",
         "NCCL_X": "a@b",
     }
-    assert forwarded(environ, {}) == {"NCCL_X": "a@b"}
-    assert "UNISONO__DATA__CORPUS is not forwarded to other hosts: its value has credentials" in caplog.text
+    without = {"UNISONO__DATA__TRAIN": "abfss://data@acct.dfs.core.windows.net/c", "PATH": "/usr/lib:/home/a:b@x:/bin"}
+    assert forwarded(environ | without, {}) == {"NCCL_X": "a@b"} | without
+    assert "UNISONO__DATA__CORPUS is not forwarded to other hosts: its value has a password" in caplog.text
+    assert parse_settings(["A=sftp://alice@nas/data"], {}) == {"A": "sftp://alice@nas/data"}
     with pytest.raises(LaunchError) as caught:
         parse_settings(["NCCL_PROXY", "A=ftp://me:canary@host"], environ)
-    assert str(caught.value).count("rule: an address with credentials is never forwarded") == 2
+    assert str(caught.value).count("rule: an address with a password is never forwarded") == 2
     assert "canary" not in str(caught.value) + caplog.text
 
 

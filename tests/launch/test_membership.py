@@ -56,13 +56,15 @@ def test_only_claims_are_deleted(tmp_path: Path) -> None:
         assert [path.name for path in (tmp_path / "joined").iterdir()] == ["rank-sheet.ods"]
 
 
-@pytest.mark.parametrize("planted", ["a pipe", "of another user", "for others to write"])
+@pytest.mark.parametrize("planted", ["a pipe", "of another user", "for others to write", "no number"])
 def test_a_record_that_another_user_can_have_written_is_not_joined(tmp_path: Path, planted: str) -> None:
     with open_to_workers(tmp_path, "r", 1, SERVERS, bytes(32)):
         record = tmp_path / "join.json"
         if planted == "a pipe":
             record.unlink()
             os.mkfifo(record)
+        elif planted == "no number":
+            record.write_text(record.read_text().replace('"world_size": 1', '"world_size": 1e999'))
         elif planted == "for others to write":
             record.chmod(0o666)
         elif os.geteuid() == 0:

@@ -126,6 +126,26 @@ def test_a_lock_that_counts_on_its_own_host_alone(tmp_path: Path, monkeypatch: p
         lock(path).close()
 
 
+def test_two_that_begin_at_the_same_moment_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On hosts whose locks count for themselves alone."""
+    monkeypatch.setattr(folder_lock, "_HEARTBEAT_S", 0.05)
+    path = tmp_path / "run.lock"
+    held = lock(path)
+    path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', '"pid": 1'))
+    wait_until(lambda: "process 1 on" in caplog.text, "it is said")
+    assert f"{tmp_path}: process 1 on" in caplog.text
+    assert "works here too: end one of the two" in caplog.text
+    held.close()
+
+
+def test_a_lock_without_a_heartbeat_starts_no_thread(tmp_path: Path) -> None:
+    held = FolderLock(tmp_path / "launch.lock", work="runs a job", nearest="wait", heartbeat=False)
+    assert not any(thread.name == "unisono-folder-lock" for thread in threading.enumerate())
+    held.close()
+
+
 def test_without_locks_of_the_file_system_a_heartbeat_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -167,7 +167,7 @@ class RemoteCheckpoints:
 
     def _read(self, path: str) -> bytes:
         """A manifest or marker. Raises ValueError for one larger than any."""
-        data: bytes = self._files.cat_file(path, end=MAX_JSON_BYTES + 1)
+        data: bytes = self._files.cat_file(path, start=0, end=MAX_JSON_BYTES + 1)
         if len(data) > MAX_JSON_BYTES:
             raise ValueError(f"{path.rpartition('/')[2]} has more than {MAX_JSON_BYTES:,} bytes")
         return data

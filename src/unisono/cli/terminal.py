@@ -21,7 +21,7 @@ def echo(text: str, *, err: bool = False) -> None:
 
 def shown(text: str) -> str:
     """``text`` as it is printed, of one line or several."""
-    if text.isprintable():
+    if text.isascii() and text.isprintable():
         return text
     from unisono.sanitize import printable
 

@@ -20,7 +20,11 @@ from unisono.storage.limits import MAX_CONFIG_BYTES, MAX_CONFIG_KEYS, MAX_KEY_PA
 
 KeyPath = tuple[str, ...]
 
-_LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*')[ \t]*\.[ \t]*){{{MAX_KEY_PARTS}}}""")
+# where a key can begin, so that each part of a text is searched once
+_LONG_KEY = re.compile(
+    rf"""(?:^|[\[{{{{,])[ \t]*(?:(?:[\w-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*')[ \t]*\.[ \t]*){{{MAX_KEY_PARTS}}}""",
+    re.MULTILINE,
+)
 NOTHING_STARTED = "nothing was started"
 
 

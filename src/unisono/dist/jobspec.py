@@ -327,7 +327,7 @@ def _all_or_none(environ: Mapping[str, str], source: str, names: list[str], mark
 def _is_host_name(text: str) -> bool:
     """Whether a resolver takes ``text``: labels of at most 63 bytes (RFC 1035), or another script (RFC 3490)."""
     if text.isascii():  # the common case, without the tables of all scripts
-        return len(text) <= 253 and all(0 < len(label) <= 63 for label in text.rstrip(".").split("."))
+        return len(text) <= 253 and all(0 < len(label) <= 63 for label in text.removesuffix(".").split("."))
     try:
         return len(text.encode("idna")) <= 253
     except UnicodeError:

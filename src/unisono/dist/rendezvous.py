@@ -190,8 +190,8 @@ def _unresolved(job: JobSpec) -> str | None:
     """Why the master address does not resolve on this host; None if it does."""
     try:
         socket.getaddrinfo(job.master_addr, job.master_port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        return f"the name does not resolve on this host: {error.strerror}"
+    except (OSError, UnicodeError) as error:
+        return f"the name does not resolve on this host: {error}"
     return None
 
 
@@ -290,9 +290,9 @@ def listen_at_master(job: JobSpec, who: str) -> socket.socket:
         family, kind, proto, _, address = socket.getaddrinfo(
             job.master_addr, job.master_port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except socket.gaierror as error:
+    except (OSError, UnicodeError) as error:
         raise LaunchError(
-            given=f"the master address {job.master_addr!r} does not resolve on this host ({error.strerror})",
+            given=f"the master address {job.master_addr!r} does not resolve on this host ({error})",
             rule=f"{who} listens at the master address",
             consequence="the ranks cannot find each other, so nothing was started",
             nearest=f"set MASTER_ADDR to a name or address of the host {who} runs on",

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from unisono.dist.jobspec import OWN_VARIABLES
 from unisono.errors import LaunchError, Problem
-from unisono.sanitize import is_secret, without_credentials
+from unisono.sanitize import has_password, is_secret
 
 _LOG = logging.getLogger("unisono")
 _NAMES = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "GLIBC_TUNABLES"}
 _PREFIXES = ("UNISONO_", "NCCL_", "GLOO_", "OMP_", "MKL_", "MALLOC_")
 _CREDENTIAL = re.compile(
-    r"AWS_.*|.*(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS)|UNISONO_SECRET_.*", flags=re.IGNORECASE
+    r"AWS_.*|.*(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASS|_PAT|_SAS|CREDENTIALS)|UNISONO_SECRET_.*", flags=re.IGNORECASE
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", flags=re.ASCII)
 _NAME_RULE = "a variable's name has letters, digits and _"
@@ -41,10 +41,10 @@ def forwarded(environ: Mapping[str, str], extra: Mapping[str, str]) -> dict[str,
         and name not in _PLACES
         and name not in extra
     }
-    for name in [name for name, value in chosen.items() if _has_credentials(value)]:
+    for name in [name for name, value in chosen.items() if name not in _NAMES and has_password(value)]:
         del chosen[name]
         _LOG.warning(
-            "%s is not forwarded to other hosts: its value has credentials. Set it in the environment of each host",
+            "%s is not forwarded to other hosts: its value has a password. Set it in the environment of each host",
             name,
         )
     return chosen | dict(extra)
@@ -68,12 +68,12 @@ def parse_settings(settings: Sequence[str], environ: Mapping[str, str]) -> dict[
             problems.append(
                 _wrong(name, "without a value the launcher's own is forwarded, and it has none", f"--env {name}=VALUE")
             )
-        elif _has_credentials(given := value if separator else environ[name]):
+        elif name not in _NAMES and has_password(value if separator else environ[name]):
             problems.append(
-                _wrong(name, "an address with credentials is never forwarded", "the environment of each host")
+                _wrong(name, "an address with a password is never forwarded", "the environment of each host")
             )
         else:
-            variables[name] = given
+            variables[name] = value if separator else environ[name]
     if problems:
         raise LaunchError(*problems)
     return variables
@@ -94,10 +94,6 @@ def require_names(names: Iterable[str]) -> list[str]:
 
 def _is_credential(name: str) -> bool:
     return _CREDENTIAL.fullmatch(name) is not None or is_secret(name)
-
-
-def _has_credentials(value: str) -> bool:
-    return without_credentials(value) != value
 
 
 def _wrong(name: str, rule: str, nearest: str) -> Problem:

@@ -76,7 +76,7 @@ def read_membership(folder: Path) -> Membership:
             world_size=int(facts["world_size"]),
             server_addresses=servers,
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise LaunchError(
             given=f"--join {folder}, whose {_FACTS} cannot be read ({error})",
             rule="workers join a job while it runs: unisono launch --servers 1 --elastic",

@@ -100,7 +100,10 @@ def job_folder(run_dir: Path) -> Generator[None]:
     try:
         make_folder(run_dir / "logs", may_be_link=False)
         lock = FolderLock(
-            run_dir / "launch.lock", work="runs a job", nearest="wait until it has ended, or another folder"
+            run_dir / "launch.lock",
+            work="runs a job",
+            nearest="wait until it has ended, or another folder",
+            heartbeat=False,  # workers are forked from a process without threads; the run has a heartbeat of its own
         )
     except OSError as error:
         raise LaunchError(unwritable(run_dir, error)) from error

@@ -40,13 +40,14 @@ class FolderLock:
         path: A file in the folder, made if it is missing. Its folder exists.
         work: What the holder does, in words: ``"is training"``.
         nearest: What to do while another process has it.
+        heartbeat: Whether a thread changes the file. Without, only locks of the file system count, where there are any.
 
     Raises:
         ConfigError: Another process, or this one, has it.
         OSError: The file cannot be opened for writing.
     """
 
-    def __init__(self, path: Path, *, work: str, nearest: str) -> None:
+    def __init__(self, path: Path, *, work: str, nearest: str, heartbeat: bool = True) -> None:
         self._stop = threading.Event()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         try:
@@ -65,10 +66,12 @@ class FolderLock:
             os.close(self._fd)
             raise
         mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(mine).encode() + b"\n", 0)
+        self._text = json.dumps(mine).encode() + b"\n"
+        os.pwrite(self._fd, self._text, 0)  # at no moment is the file empty
+        os.ftruncate(self._fd, len(self._text))
         _HELD.add(self)
-        threading.Thread(target=self._beat, name="unisono-folder-lock", daemon=True).start()
+        if heartbeat or not has_locks:
+            threading.Thread(target=self._beat, args=[path], name="unisono-folder-lock", daemon=True).start()
 
     def close(self) -> None:
         """Give the folder up. Idempotent."""
@@ -98,10 +101,14 @@ class FolderLock:
             raise
         return True
 
-    def _beat(self) -> None:
+    def _beat(self, path: Path) -> None:
+        is_said = False
         while not self._stop.wait(_HEARTBEAT_S):
             with suppress(OSError):
                 os.utime(self._fd)
+                if not is_said and os.pread(self._fd, len(self._text), 0) != self._text:
+                    is_said = True  # two that began at the same moment, on hosts whose locks count for themselves alone
+                    _LOG.error("%s: %s works here too: end one of the two", path.parent, _holder(_record(self._fd)))
 
 
 def _forget_all() -> None:

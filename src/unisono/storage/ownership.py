@@ -7,13 +7,14 @@ import json
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from unisono.errors import DataError
 from unisono.storage.directory import make_folder
-from unisono.storage.files import open_regular
+from unisono.storage.files import open_new, open_regular, temporary_name
 from unisono.storage.limits import MAX_JSON_BYTES, decode_json
 
 
@@ -30,7 +31,8 @@ def foreign_reason(path: Path) -> str:
             found.append(os.stat(path))
     except FileNotFoundError:
         return ""
-    return next(filter(None, (_foreign(path, each) for each in found)), "")
+    folder = path if stat.S_ISDIR(found[-1].st_mode) else path.parent
+    return next(filter(None, (foreign_status_reason(path, each, folder) for each in found)), "")
 
 
 def open_own(path: Path) -> BinaryIO:
@@ -41,7 +43,7 @@ def open_own(path: Path) -> BinaryIO:
         OSError: It cannot be opened, is a link or no regular file.
     """
     file = open_regular(path, flags=os.O_NOFOLLOW)
-    if reason := _foreign(path, os.fstat(file.fileno())):
+    if reason := foreign_status_reason(path, os.fstat(file.fileno()), path.parent):
         file.close()
         raise PermissionError(errno.EPERM, reason)
     return file
@@ -64,13 +66,12 @@ def shared_folder_reason(path: Path, *, mode: int) -> str:
     One with the sticky bit is shared too. Raises OSError if it cannot be created.
     """
     make_folder(path, mode=mode)
-    reason = foreign_reason(path)
-    if not reason and (who := _writers(found := path.stat())):
-        reason = f"{path} can be written by {who} (mode {stat.S_IMODE(found.st_mode):o})"
+    reason = foreign_reason(path) or foreign_folder_reason(path, path.stat())
     above = path.absolute().parent
-    if not reason and (who := _writers(found := above.stat())) and not found.st_mode & stat.S_ISVTX:
-        reason = f"{who} can replace it: {above} has mode {stat.S_IMODE(found.st_mode):o}"
-    return reason
+    found = above.stat()
+    if reason or found.st_mode & stat.S_ISVTX or not (who := _writers(found)) or _is_of_file_system(above, found):
+        return reason
+    return f"{who} can replace it: {above} has mode {stat.S_IMODE(found.st_mode):o}"
 
 
 def make_own_folder(path: Path, *, mode: int = 0o755) -> None:
@@ -85,29 +86,45 @@ def make_own_folder(path: Path, *, mode: int = 0o755) -> None:
             given=f"a folder of prepared data that is not this user's alone: {reason}",
             rule="prepared data and copies are read only from a folder that this user or root alone can have written",
             consequence="nothing was read from it or written to it",
-            nearest="data.cache_dir=~/.cache/unisono, or chmod go-w on that folder if it is yours",
+            nearest="chmod go-w on the folder that has this mode, if it is yours; or data.cache_dir=FOLDER of your own",
         )
 
 
-def _foreign(path: Path, found: os.stat_result) -> str:
+def foreign_status_reason(path: Path, found: os.stat_result, folder: Path) -> str:
+    """As ``foreign_reason``, of what is open or was looked at: ``found`` is its status, ``folder`` what it is in, or is."""
+    reason = ""
     if found.st_uid not in (os.geteuid(), 0):
-        return f"{path} belongs to {_user(found.st_uid)}"
-    is_shared = stat.S_ISLNK(found.st_mode) or (stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX)
-    if not is_shared and (who := _writers(found)):
-        return f"{path} can be written by {who} (mode {stat.S_IMODE(found.st_mode):o})"
-    return ""
+        reason = f"{path} belongs to {_user(found.st_uid)}"
+    elif not stat.S_ISLNK(found.st_mode) and not (stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX):
+        reason = _writers_reason(path, found)
+    return "" if reason and _is_of_file_system(folder, found) else reason
+
+
+def foreign_folder_reason(path: Path, found: os.stat_result) -> str:
+    """Why others can have written into a folder of this status; with the sticky bit they can make files there."""
+    reason = foreign_status_reason(path, found, path) or _writers_reason(path, found)
+    return "" if reason and _is_of_file_system(path, found) else reason
+
+
+def _writers_reason(path: Path, found: os.stat_result) -> str:
+    who = _writers(found)
+    return f"{path} can be written by {who} (mode {stat.S_IMODE(found.st_mode):o})" if who else ""
 
 
 def _writers(found: os.stat_result) -> str:
     """Who but its owner can write to a file or folder, in words; empty for nobody."""
     if found.st_mode & stat.S_IWOTH:
         return "others"
-    return _others_in_group(found.st_gid, found.st_uid) if found.st_mode & stat.S_IWGRP else ""
+    return _others_in_group(found.st_gid, found.st_uid, os.geteuid()) if found.st_mode & stat.S_IWGRP else ""
 
 
 @cache
-def _others_in_group(gid: int, uid: int) -> str:
-    """The group in words if it has members besides ``uid``; empty for one's private group, which Linux gives each user."""
+def _others_in_group(gid: int, owner: int, user: int) -> str:
+    """The group in words, if others than its owner, this user and root may be in it; empty for a private group.
+
+    A private group is that of root, or has its user's number or name and is that user's own group, as Linux makes one for each
+    user. Members are counted as far as they are listed: directories such as LDAP do not list those whose own group it is.
+    """
     import grp  # these two rarely needed
     import pwd
 
@@ -115,9 +132,30 @@ def _others_in_group(gid: int, uid: int) -> str:
         group, members = grp.getgrgid(gid).gr_name, set(grp.getgrgid(gid).gr_mem)
     except KeyError:  # no name, no list of members
         group, members = str(gid), set[str]()
-    members |= {user.pw_name for user in pwd.getpwall() if user.pw_gid == gid}
-    names = {user.pw_name for user in pwd.getpwall() if user.pw_uid == uid}
-    return f"the group {group}" if members - names else ""
+    members |= {each.pw_name for each in pwd.getpwall() if each.pw_gid == gid}
+    is_private, trusted = gid in (0, owner, user), set[str]()
+    for uid in {0, owner, user}:
+        with suppress(KeyError):
+            known = pwd.getpwuid(uid)
+            trusted.add(known.pw_name)
+            is_private |= (known.pw_gid, known.pw_name) == (gid, group)
+    return "" if is_private and members <= trusted else f"the group {group}"
+
+
+def _is_of_file_system(folder: Path, found: os.stat_result) -> bool:
+    """Whether owner and permissions are those that the file system gives to what this process makes in ``folder``.
+
+    It may have none of its own (FAT), or give the files of root to nobody (NFS).
+    """
+    probe = temporary_name(folder / ".probe")
+    try:
+        with open_new(probe, mode=0o600) as file:
+            made = os.fstat(file.fileno())
+        probe.unlink()
+    except OSError:
+        return False
+    is_owner = found.st_uid in (made.st_uid, os.geteuid(), 0)
+    return is_owner and (not _writers(found) or bool(_writers(made)))
 
 
 def _user(uid: int) -> str:

@@ -199,3 +199,11 @@ def test_a_tokenizer_at_an_address(byte_level: Path, tmp_path: Path, monkeypatch
         assert str(caught.value).startswith(
             f"{url}, which {what}\n  rule: the address is that of one file or folder\n  so:   nothing was opened\n  try:  "
         )
+
+
+def test_what_the_caller_does_wrong_is_not_the_files_fault(byte_level: Path) -> None:
+    tokenizer = load_tokenizer(str(byte_level))
+    with pytest.raises(TypeError):
+        tokenizer.encode([None])  # type: ignore[list-item]
+    with pytest.raises(OverflowError):
+        tokenizer.decode([2**40])

@@ -121,7 +121,7 @@ def test_only_its_user_reads_it_and_a_replaced_server_writes_no_more(tmp_path: P
     assert snapshot.read_newest_snapshot(tmp_path / "server-0").facts == {"value": 1}
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o757])
+@pytest.mark.parametrize("mode", [0o777, 0o757, 0o1777])
 def test_a_folder_that_others_can_write_is_neither_read_nor_written(tmp_path: Path, mode: int) -> None:
     take(tmp_path / "mine", 1)
     (tmp_path / "mine").chmod(mode)

@@ -143,12 +143,8 @@ def _message(messages: Any, kind: str) -> Any:
 
 def _check_type(pa: Any, kind: Any) -> None:
     """Raise ValueError for a type whose values share bytes, so that few of them can be without end."""
-    if (
-        pa.types.is_dictionary(kind)
-        or pa.types.is_run_end_encoded(kind)
-        or pa.types.is_union(kind)
-        or "view" in str(kind)
-    ):
+    tests = ("dictionary", "run_end_encoded", "union", "list_view", "large_list_view", "string_view", "binary_view")
+    if any(getattr(pa.types, f"is_{test}")(kind) for test in tests):
         raise ValueError(f"a column of type {kind}")
     if isinstance(kind, pa.BaseExtensionType):
         _check_type(pa, kind.storage_type)

@@ -235,7 +235,7 @@ def _errors_of_file(name: str) -> Generator[None]:
     """Raise what the package raises as DataError: bare ``Exception``, and for a bug of it Rust's panic, no ``Exception``."""
     try:
         yield
-    except UnisonoError:
+    except (UnisonoError, TypeError, OverflowError):  # the latter two are the caller's
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":

@@ -35,7 +35,7 @@ from unisono.storage.directory import (
     remove_directory,
 )
 from unisono.storage.files import file_digest
-from unisono.storage.ownership import foreign_reason
+from unisono.storage.ownership import foreign_folder_reason
 
 KEEP = 2
 _FACTS, _TENSORS = "state.json", "state.safetensors"
@@ -123,12 +123,12 @@ def newer_snapshot_error(folder: Path, newer: int, known: int) -> CommError:
 
 
 def _refuse_shared(folder: Path) -> None:
-    if reason := foreign_reason(folder):
+    if folder.exists() and (reason := foreign_folder_reason(folder, folder.stat())):
         raise CommError(
             given=f"a folder of snapshots that is not this user's alone: {reason}",
             rule="a server's state is read from a folder that this user or root alone can have written",
             consequence="no snapshot was read or written",
-            nearest="another folder, or chmod go-w on this one if nobody else has written to it",
+            nearest="another run.dir, or chmod go-w on this folder if it is yours and nobody else has written to it",
         )
 
 

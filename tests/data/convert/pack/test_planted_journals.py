@@ -6,6 +6,7 @@ import grp
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +146,34 @@ def test_a_link_that_takes_the_folders_place_meanwhile(
         return before(*args, **kwargs)
 
     monkeypatch.setattr(PartialTarget, moment, exchange)
-    with pytest.raises((OSError, DataError)):
-        pack_images(album, tmp_path / "b.rec")
+    with suppress(OSError, DataError):
+        assert pack_images(album, tmp_path / "b.rec").num_records == 30
     assert (precious / "all-00000" / "b.rec").read_text() == "mine"
     assert sorted(path.name for path in precious.iterdir())[:2] == ["all-00000", "job.json"]
+
+
+@pytest.mark.parametrize("name", ["b.rec", "b.idx", "b.uidx", "b.rec.classes.txt"])
+def test_files_that_others_make_meanwhile_are_not_overwritten(
+    album: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    build = PartialTarget.build
+
+    def meanwhile(*args: Any, **kwargs: Any) -> Any:
+        (tmp_path / name).write_text("mine")
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(PartialTarget, "build", meanwhile)
+    with pytest.raises(DataError, match=f"{name}, which exists"):
+        pack_images(album, tmp_path / "b.rec")
+    assert (tmp_path / name).read_text() == "mine"
+    monkeypatch.undo()
+    (tmp_path / name).unlink()
+    assert pack_images(album, tmp_path / "b.rec").num_records == 30
+
+
+def test_a_folder_in_which_others_can_make_files(album: Path, interrupted: Path) -> None:
+    interrupted.chmod(0o1777)
+    assert again(album, interrupted) == f"{interrupted} can be written by others (mode 1777)"
 
 
 def test_a_lock_that_is_a_pipe_or_a_link(album: Path, interrupted: Path, tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ def run_pack_job(job: PackJob, series: Sequence[ShardSeries], *, numbered: bool 
             except BadInputError as error:
                 _write_report(job, [error.bad], None)
                 raise bad_inputs_error([error.bad]) from None
+            _refuse_existing(job.target, names, job.side_files)  # made by others meanwhile
             plan = CommitPlan(journals=journals)
             partial.plan(plan)
         moves = _moves(job.target, plan.journals, numbered)
@@ -180,7 +181,7 @@ def _refuse_existing(target: Path, series: Sequence[str], side_files: Mapping[st
     beside = {f"{target.name}{suffix}": text.encode() for suffix, text in side_files.items()}
     parts = "|".join(f"-{re.escape(name)}" for name in series if name != UNSPLIT)
     number, suffix = "(-[0-9]{5}(-of-[0-9]{5})?)?", re.escape(target.suffix)
-    ours = re.compile(rf"{re.escape(target.stem)}({parts})?{number}({suffix}|{suffix}\.db|\.idx)")
+    ours = re.compile(rf"{re.escape(target.stem)}({parts})?{number}({suffix}|{suffix}\.db|\.u?idx)")
     if not target.parent.is_dir():
         raise unwritable_error(
             f"{target}, in a folder that does not exist", "a target's folder exists", f"mkdir -p {target.parent}"
@@ -195,7 +196,7 @@ def _refuse_existing(target: Path, series: Sequence[str], side_files: Mapping[st
         raise unwritable_error(
             f"{existing[0]}, which exists",
             "a target, its parts and its shards are written once",
-            "another name for the target",
+            "remove it, or another name for the target",
         )
 
 

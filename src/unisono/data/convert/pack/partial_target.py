@@ -19,7 +19,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -31,7 +31,7 @@ from unisono.errors import DataError
 from unisono.storage.directory import make_folder
 from unisono.storage.files import file_digest, open_regular, os_reason, sync_folder, write_atomically
 from unisono.storage.limits import read_json
-from unisono.storage.ownership import foreign_reason
+from unisono.storage.ownership import foreign_folder_reason
 
 UNSPLIT: Final = "all"  # the series of inputs without a split
 _PROGRESS_S = 5.0
@@ -213,7 +213,7 @@ class PartialTarget:
     def commit(self, moves: Mapping[str, str], folder: Path) -> None:
         """Move the remaining files to their names in ``folder`` and remove this folder."""
         for old, new in moves.items():
-            if (self.folder / old).exists():
+            with suppress(FileNotFoundError):  # moved before
                 os.replace(old, folder / new, src_dir_fd=self._fd)
         sync_folder(folder)
         self.remove()
@@ -221,7 +221,8 @@ class PartialTarget:
     def remove(self) -> None:
         """Delete the folder with all files in it."""
         self.clear(keep="")
-        self.folder.rmdir()
+        with suppress(OSError):  # another process has put something else in its place
+            self.folder.rmdir()
 
     def clear(self, *, keep: str) -> bool:
         """Delete all files but ``keep``; whether there were any."""
@@ -315,10 +316,8 @@ def _open_folder(folder: Path) -> int:
     except OSError as error:
         raise _foreign_folder(folder, "it is a link" if folder.is_symlink() else os_reason(error)) from error
     try:
-        if reason := foreign_reason(folder):
+        if reason := foreign_folder_reason(folder, os.fstat(fd)):
             raise _foreign_folder(folder, reason)
-        if not os.path.samestat(os.fstat(fd), os.stat(folder, follow_symlinks=False)):
-            raise _foreign_folder(folder, "another process replaced it in this moment")
         is_job = set(os.listdir(fd)) <= {_LOCK} or _JOB.fullmatch(_content(folder / "job.json"))
         if not is_job:
             raise _foreign_folder(folder, "it has no job.json of a packing job")
