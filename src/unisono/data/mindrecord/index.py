@@ -43,7 +43,9 @@ _COLUMNS: Final = (
     "PAGE_OFFSET_BLOB_END",
 )
 _TABLES: Final = ("INDEXES", "SHARD_NAME")
-_STRETCH: Final = 1 << 16  # rows fetched at once
+_STRETCH: Final = (
+    32  # rows fetched at once: a text of MAX_SQL_BYTES can stand in each of their columns, without taking space
+)
 _STEPS: Final = 1 << 16  # of SQLite's machine, between two looks at their limit
 _SQL_TYPES: Final = {"string": "TEXT", "int32": "INTEGER", "int64": "INTEGER"}
 
@@ -131,14 +133,12 @@ def _confine(index: sqlite3.Connection, rows: int) -> None:
 
 def _table(index: sqlite3.Connection, rows: int) -> NDArray[np.int64]:
     """The index as an array [rows, columns], sorted by row."""
-    # no text is fetched, however long it is
-    columns = ", ".join(f"CASE typeof({name}) WHEN 'integer' THEN {name} END" for name in _COLUMNS)
-    cursor = index.execute(f"SELECT {columns} FROM INDEXES NOT INDEXED LIMIT {rows + 1}")
+    cursor = index.execute(f"SELECT {', '.join(_COLUMNS)} FROM INDEXES NOT INDEXED LIMIT {rows + 1}")
     chunks = [np.empty((0, len(_COLUMNS)), np.int64)]
     while lines := cursor.fetchmany(_STRETCH):
         try:
             chunks.append(np.array(lines, np.int64))
-        except TypeError:
+        except (TypeError, ValueError):
             raise ValueError("it has a location that is no integer") from None
     table = np.concatenate(chunks)
     if len(table) != rows:
