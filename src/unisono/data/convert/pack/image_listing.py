@@ -23,11 +23,10 @@ import xxhash
 from unisono.data.convert.formats.table import unreadable_error
 from unisono.data.convert.pack.partial_target import BadInput
 from unisono.storage.files import is_inside
-from unisono.storage.limits import MAX_RECORD_BYTES
+from unisono.storage.limits import MAX_LABELS, MAX_RECORD_BYTES
 
 IMAGE_SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm"})
 _BEGINNINGS: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"RIFF", b"BM", b"P")
-_MAX_LABELS: Final = 1 << 16
 _MAX_INTEGER: Final = 1 << 24  # up to which a 32-bit float holds every integer
 
 
@@ -145,7 +144,7 @@ def _lst_entries(source: Path, listing: ImageListing) -> Iterator[ListEntry]:
         parts = line.split("\t")
         where = f"{source.name}:{number}"
         try:
-            if len(parts) < 3 or len(parts) > _MAX_LABELS:
+            if len(parts) < 3 or len(parts) > MAX_LABELS:
                 raise ValueError(f"{len(parts)} parts")
             key, labels = int(parts[0]), tuple(float(part) for part in parts[1:-1])
             if not 0 <= key < 1 << 63:

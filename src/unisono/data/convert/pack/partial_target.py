@@ -38,13 +38,12 @@ from unisono.storage.files import (
     sync_folder,
     write_atomically,
 )
-from unisono.storage.limits import read_json
+from unisono.storage.limits import MAX_JOB_BYTES, read_json
 from unisono.storage.ownership import foreign_folder_reason
 
 UNSPLIT: Final = "all"  # the series of inputs without a split
 _PROGRESS_S = 5.0
 _JOB = re.compile(rb"[0-9a-f]{32} of .*\n", re.DOTALL)  # content of job.json
-_MAX_JOB_BYTES = 1 << 20
 _LOCK: Final = "lock"
 _LOG = logging.getLogger("unisono")
 
@@ -360,7 +359,7 @@ def _is_plain(name: str) -> bool:
 def _content(path: Path) -> bytes:
     try:
         with open_regular(path, flags=os.O_NOFOLLOW) as file:
-            return file.read(_MAX_JOB_BYTES)
+            return file.read(MAX_JOB_BYTES)
     except OSError:
         return b""
 
