@@ -273,7 +273,7 @@ def announces_to_all(world: World) -> str:
         if world.rank == 1:
             dist.all_gather([torch.zeros(1, dtype=torch.int64) for _ in range(2)], torch.tensor([-5]))
             return ""
-        world.gather_json("x")
+        world.all_gather_json("x")
     except CommError as error:
         return str(error)
     return "no error"

@@ -44,7 +44,7 @@ def every_operation(world: World) -> dict[str, Any]:
         "min": world.all_reduce(mine.clone(), "min").tolist(),
         "broadcast": world.broadcast(sent, src=world.world_size - 1).tolist(),
         "side": side_sum.item(),
-        "gathered": world.gather_json({"rank": world.rank, "text": "é" * world.rank, "none": None}),
+        "gathered": world.all_gather_json({"rank": world.rank, "text": "é" * world.rank, "none": None}),
         "told": world.broadcast_json({"from": world.rank, "shape": (2, 3)}, src=world.world_size - 1),
         "group": world.group is not None,
     }
@@ -73,14 +73,14 @@ def test_one_process_needs_no_group_and_no_port() -> None:
     assert not torch.distributed.is_initialized()
     tensor = torch.ones(2)
     assert world.all_reduce(tensor) is tensor
-    assert world.with_own_group("side").gather_json((1, 2)) == [[1, 2]]
+    assert world.with_own_group("side").all_gather_json((1, 2)) == [[1, 2]]
     assert listening(os.getpid()) == before
     world.close()
     world.close()
 
 
 def big_json(world: World) -> list[int]:
-    return [len(text) for text in world.gather_json("x" * (world.rank * 3_000_000))]
+    return [len(text) for text in world.all_gather_json("x" * (world.rank * 3_000_000))]
 
 
 def test_json_of_very_unequal_sizes(pool: Any) -> None:
@@ -89,7 +89,7 @@ def test_json_of_very_unequal_sizes(pool: Any) -> None:
 
 def too_big(world: World) -> str:
     try:
-        world.gather_json("x" * (65 * 2**20))
+        world.all_gather_json("x" * (65 * 2**20))
     except ValueError as error:
         return str(error)
     return "no error"
@@ -107,7 +107,7 @@ def two_threads(world: World) -> tuple[float, float]:
     def save() -> None:
         for _ in range(40):
             side.all_reduce(own, "max")
-            side.gather_json({"rank": world.rank})
+            side.all_gather_json({"rank": world.rank})
 
     saver = threading.Thread(target=save)
     saver.start()
@@ -200,7 +200,7 @@ def test_only_loopback_listens_and_nothing_stays(pool: Any) -> None:
 
 def peer_killed(world: World, folder: str) -> None:
     """The killed rank fails the call as a whole, so the survivor's words come back through a file."""
-    pid = world.gather_json(os.getpid())[1]
+    pid = world.all_gather_json(os.getpid())[1]
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(CommError) as caught:
@@ -221,7 +221,7 @@ def test_a_dead_peer_is_named(pool: Any, tmp_path: Path) -> None:
 
 
 def peer_stopped(world: World) -> str:
-    pids = world.gather_json(os.getpid())
+    pids = world.all_gather_json(os.getpid())
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
         return "went on"

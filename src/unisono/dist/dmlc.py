@@ -27,7 +27,7 @@ from unisono.errors import CommError, LaunchError
 from unisono.storage.files import os_reason
 
 SERVER = "dmlc/server/{}"
-MEET_S = 120.0
+SCHEDULER_WAIT_S = 120.0  # for the scheduler, and for all servers to report
 
 _MODULE = "unisono.kvstore.server.dmlc"
 _SECRET_BYTES = 32
@@ -103,10 +103,10 @@ def has_credentials(environ: Mapping[str, str]) -> bool:
 def scheduler_store(job: JobSpec, name: str) -> JobStore:
     """A connection to the scheduler's store, as its member ``name``. Raises CommError where no scheduler answers in 120 s."""
     try:
-        return open_store(job, MEET_S, name=name)
+        return open_store(job, SCHEDULER_WAIT_S, name=name)
     except CommError as error:
         raise CommError(
-            given=f"no scheduler at {job.master_addr}:{job.master_port} (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT) in {MEET_S:g} s",
+            given=f"no scheduler at {job.master_addr}:{job.master_port} (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT) in {SCHEDULER_WAIT_S:g} s",
             rule=f"a job of DMLC_NUM_SERVER={job.servers} has a process with DMLC_ROLE=scheduler there",
             consequence=f"this {job.role} knows no other process and was not started",
             nearest="the tracker's log of the scheduler; DMLC_NUM_SERVER=0 for a job without servers and scheduler",
@@ -127,7 +127,9 @@ def worker_store(job: JobSpec) -> JobStore:
     return _LIFELINES[pid]
 
 
-def server_addresses(job: JobSpec, timeout_s: float = MEET_S, store: JobStore | None = None) -> list[tuple[str, int]]:
+def server_addresses(
+    job: JobSpec, timeout_s: float = SCHEDULER_WAIT_S, store: JobStore | None = None
+) -> list[tuple[str, int]]:
     """Host and port of each server, once all have reported. Raises CommError naming those that have not."""
     store = store or worker_store(job)
     keys = [SERVER.format(number) for number in range(job.servers)]

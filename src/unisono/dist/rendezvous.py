@@ -1,7 +1,7 @@
 """Rendezvous: the ranks prove to rank 0 that they belong to the job, and it to them; then all join under a fresh prefix.
 
 Rank 0 (under MXNet's tracker the scheduler) serves the job's store at the master address. Every other rank connects and
-both sides prove that they hold the job's secret (``proof``); only then does either say more (``job_store``). All ranks
+both sides prove that they hold the job's secret (``authentication``); only then does either say more (``job_store``). All ranks
 ask to join, and when the last has come each gets the same new key prefix. A rank is a connection that lives: one that
 died is not waited for, and one that is there is not replaced. So an attempt never meets the dead of an earlier one.
 

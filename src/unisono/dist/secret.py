@@ -42,19 +42,19 @@ def job_secret(job: JobSpec, environ: Mapping[str, str]) -> bytes | None:
     """The secret that all ranks of ``job`` share; None where there is none, and ranks trust host and network.
 
     A job has one if its launcher passes it or UNISONO_SECRET_FILE names it. Several ranks of one host fall back on the user's
-    own file, unless the home folder cannot be written. Raises LaunchError as ``read_secret``.
+    own file, unless the home folder cannot be written. Raises LaunchError as ``read_or_create_secret``.
     """
     if environ.get("UNISONO_SECRET_FD") is not None or environ.get("UNISONO_SECRET_FILE") is not None:
-        return read_secret(environ)
+        return read_or_create_secret(environ)
     if job.world_size == 1 or not job.is_local:
         return None
     try:
-        return read_secret(environ)
+        return read_or_create_secret(environ)
     except OSError:  # the same for all ranks: they are one user's, on one host
         return None
 
 
-def read_secret(environ: Mapping[str, str]) -> bytes:
+def read_or_create_secret(environ: Mapping[str, str]) -> bytes:
     """The secret from the descriptor, the file or the user's own file. A descriptor stays open, for this process only, and
     can be read again.
 

@@ -1,10 +1,10 @@
 """The server of a job's store: a thread that keeps what ranks write for each other and tells when all have come.
 
-It accepts requests only from members, processes that proved themselves (``proof``); torch's TCPStore accepts them from
+It accepts requests only from members, processes that proved themselves (``authentication``); torch's TCPStore accepts them from
 everyone who reaches the port. A name has one member: while its connection lives, another one of that name is refused.
 Everything is bounded: what a stranger can make it hold, the strangers themselves, a message, and all values together.
 
-Requests and answers (``proof.frame``); ``job_store.JobStore`` is the other side:
+Requests and answers (``authentication.frame``); ``job_store.JobStore`` is the other side:
 
     ["set", key, value]  ["get", key]  ["add", key, n]  ["compare_set", key, old, new]  ["append", key, value]
     ["delete", key]  ["check", keys]  ["num_keys"]
@@ -371,23 +371,24 @@ class StoreServer:
         self._values[key] = value
         self._values_bytes += change
         for waiting in self._waiting.pop(key, ()):
-            if waiting.peer.waiting is waiting and self._is_ready(waiting):
+            if waiting.peer.waiting is waiting and not self._register_missing(waiting):
                 self._finish(waiting, True)
 
     def _wait(self, peer: _Peer, waiting: _Waiting, seconds: float) -> bool:
         """Answers at once, or leaves ``waiting`` to be answered later."""
-        if self._is_ready(waiting):
+        if not self._register_missing(waiting):
             return True
         if seconds > 0:
             self._defer(waiting, seconds)
         return False
 
-    def _is_ready(self, waiting: _Waiting) -> bool:
+    def _register_missing(self, waiting: _Waiting) -> bool:
+        """Register ``waiting`` under the first of its keys that is missing; False if none is."""
         missing = next((key for key in waiting.keys or () if key not in self._values), None)
         if missing is not None:
             others = [each for each in self._waiting.get(missing, ()) if each.peer.waiting is each]
             self._waiting[missing] = [*others, waiting]
-        return missing is None
+        return missing is not None
 
     def _join(self, peer: _Peer, restart_count: int, seconds: float) -> dict[str, Any]:
         if peer.name not in self._ranks:

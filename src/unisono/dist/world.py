@@ -3,7 +3,7 @@
 ``join_world`` creates torch's default process group from a JobSpec. A job of one process gets a World without a
 group, in which every operation is the identity. Structured data is exchanged as JSON in byte tensors, because torch's
 object collectives unpickle what another rank sends. ``unisono.kvstore`` reduces gradients on ``World.group``, under
-``guard``.
+``explain_errors``.
 
 Gloo never frees a blocked collective before its time-out, not even on abort: a hang ends after ``timeout_s`` seconds
 or when the launcher kills the process. A connection that timed out stays closed, so after a CommError this World
@@ -45,7 +45,7 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 # JSON between ranks is control data; a larger value is refused before memory is allocated for it
 _MAX_JSON_BYTES = 64 * 2**20
 
-MEET_S = 60.0  # shortest time to wait for the other ranks
+MIN_MEET_S = 60.0  # shortest time to wait for the other ranks
 _SHOWN_CHARS = 120
 
 # texts by which a plain RuntimeError is recognised as a failed collective
@@ -55,7 +55,7 @@ _TRANSPORTS = ("gloo/", "ProcessGroup", "Connection closed by peer")
 class World:
     """This process and its peers, created by ``join_world``.
 
-    Every method except ``guard``, ``guard_collectives`` and ``close`` is a collective: all ranks call it in the same
+    Every method except ``explain_errors``, ``explain_collective_errors`` and ``close`` is a collective: all ranks call it in the same
     order. A failed one raises CommError with the operation, the time waited and, if it can be found out, the missing
     rank.
 
@@ -107,14 +107,14 @@ class World:
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> torch.Tensor:
         """Reduce ``tensor`` over all ranks in place; returns it."""
         if self.group is not None:
-            with self.guard(f"all_reduce({op})", tensor.nbytes):
+            with self.explain_errors(f"all_reduce({op})", tensor.nbytes):
                 dist.all_reduce(tensor, op=_REDUCTIONS[op], group=self.group)
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrite ``tensor`` with that of rank ``src``; returns it."""
         if self.group is not None:
-            with self.guard(f"broadcast from rank {src}", tensor.nbytes):
+            with self.explain_errors(f"broadcast from rank {src}", tensor.nbytes):
                 dist.broadcast(tensor, src=src, group=self.group)
         return tensor
 
@@ -122,7 +122,7 @@ class World:
         """Return once every rank has called it."""
         if self.group is not None:
             # one element on the host: torch's own barrier would use the accelerator and wait for its whole stream
-            with self.guard("barrier"):
+            with self.explain_errors("barrier"):
                 dist.all_reduce(torch.zeros(1, dtype=torch.int32), group=self.group)
 
     # --- structured data -------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class World:
             return json.loads(json.dumps(value))
         payload = self._encode(value) if self.rank == src else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([payload.numel()])
-        with self.guard(f"broadcast_json from rank {src}"):
+        with self.explain_errors(f"broadcast_json from rank {src}"):
             dist.broadcast(size, src=src, group=self.group)
             _check_announced(size)
             if self.rank != src:
@@ -141,12 +141,12 @@ class World:
             dist.broadcast(payload, src=src, group=self.group)
         return json.loads(payload.numpy().tobytes())
 
-    def gather_json(self, value: Any) -> list[Any]:
+    def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on all ranks. JSON types only; tuples become lists."""
         if self.group is None:
             return [json.loads(json.dumps(value))]
         payload = self._encode(value)
-        with self.guard("gather_json", payload.numel()):
+        with self.explain_errors("all_gather_json", payload.numel()):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
             dist.all_gather(sizes, torch.tensor([payload.numel()]), group=self.group)
             _check_announced(*sizes)
@@ -175,7 +175,7 @@ class World:
             world.rank, world.world_size = self.rank, self.world_size
             return world
         rendezvous = self._rendezvous.of_group(name)
-        with self.guard(f"with_own_group({name!r})"), _gloo_interface(self.job, rendezvous):
+        with self.explain_errors(f"with_own_group({name!r})"), _gloo_interface(self.job, rendezvous):
             group = cast(
                 ProcessGroup,
                 dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s), group_desc=name),
@@ -200,7 +200,7 @@ class World:
         same lists.
         """
         own_groups: dict[str, ProcessGroup] = {}
-        with self.guard(f"groups({', '.join(rank_lists)})"), _gloo_interface(self.job, self._rendezvous):
+        with self.explain_errors(f"groups({', '.join(rank_lists)})"), _gloo_interface(self.job, self._rendezvous):
             for name, lists in rank_lists.items():
                 for ranks in map(sorted, lists):  # as torch numbers the ranks of a group
                     group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), group_desc=name)
@@ -212,18 +212,18 @@ class World:
         return own_groups
 
     @contextmanager
-    def guard_collectives(self, operation: str) -> Generator[None]:
-        """``guard`` for code that also computes: only an error raised by a collective becomes a CommError."""
+    def explain_collective_errors(self, operation: str) -> Generator[None]:
+        """``explain_errors`` for code that also computes: only an error raised by a collective becomes a CommError."""
         try:
             yield
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or any(word in str(error) for word in _TRANSPORTS):
-                with self.guard(operation):
+                with self.explain_errors(operation):
                     raise
             raise
 
     @contextmanager
-    def guard(self, operation: str, num_bytes: int = 0) -> Generator[None]:
+    def explain_errors(self, operation: str, num_bytes: int = 0) -> Generator[None]:
         """Turn a RuntimeError inside into a CommError with the operation, the time waited and the missing rank."""
         self._operations += 1
         number = self._operations
@@ -302,7 +302,7 @@ def join_world(
             consequence="there is nobody to all-reduce with, so nothing was started",
             nearest="a launch without --servers; or dist_async (plan.sync=dist_async, create_kvstore('dist_async'))",
         )
-    meet_timeout_s = max(timeout_s, MEET_S) if meet_timeout_s is None else meet_timeout_s
+    meet_timeout_s = max(timeout_s, MIN_MEET_S) if meet_timeout_s is None else meet_timeout_s
     rendezvous, owned = join_ranks(job, meet_timeout_s, store)
     job = replace(job, restart_count=rendezvous.restart_count)
     try:
@@ -317,10 +317,10 @@ def join_world(
             )
         group = cast(ProcessGroup, dist.group.WORLD)
         first = World(job, group=group, rendezvous=rendezvous, timeout_s=timeout_s)
-        with first.guard("the proof of the connections"):
+        with first.explain_errors("the proof of the connections"):
             _prove_connections(group, list(range(job.world_size)), job.rank, rendezvous)
         # exchanges identities; afterwards no rank needs the store, so its host may leave at any time
-        peers = World(job, group=group, rendezvous=rendezvous, timeout_s=timeout_s).gather_json(identity())
+        peers = World(job, group=group, rendezvous=rendezvous, timeout_s=timeout_s).all_gather_json(identity())
     except BaseException:
         if owned is not None:
             owned.close()
@@ -434,7 +434,7 @@ def agree(world: World, name: str, value: Any) -> None:
 
     Raises CommError naming the ranks that differ and, for objects, the entries that differ.
     """
-    texts = [json.dumps(rank_value, sort_keys=True) for rank_value in world.gather_json(value)]
+    texts = [json.dumps(rank_value, sort_keys=True) for rank_value in world.all_gather_json(value)]
     counts = Counter(texts)
     if len(counts) == 1:
         return

@@ -61,7 +61,7 @@ from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
 from unisono.train.settings import count_modules, run_settings
-from unisono.train.setup import count_tokens, find_peak, open_store, throughput_unit
+from unisono.train.setup import count_tokens, find_peak, build_kvstore, throughput_unit
 from unisono.train.state import StageTensors, TrainState
 from unisono.train.step import Batch, ForwardBackward, TrainStep, input_selector
 
@@ -156,7 +156,7 @@ def agree_on_run(given: RunInputs, plan: Plan, world: World) -> KVStore:
     check_train_options(plan, given.options)
     check_objective(given.objective, plan)
     given.optim.check(plan)
-    return open_store(plan, world)
+    return build_kvstore(plan, world)
 
 
 def build_model(

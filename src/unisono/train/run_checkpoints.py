@@ -118,7 +118,7 @@ class RunCheckpoints:
             current = {**self._meta["settings"], "code": self._code.start}
             differences += setting_differences(reader.meta["settings"], current)
         # each rank has read as many samples as it had time for
-        differences = list(dict.fromkeys(chain.from_iterable(self._world.gather_json(differences))))
+        differences = list(dict.fromkeys(chain.from_iterable(self._world.all_gather_json(differences))))
         if mode == "strict" and differences:
             raise CheckpointError(
                 given=f"resume 'strict' from {path} with " + "; ".join(differences),

@@ -24,7 +24,7 @@ from unisono.dist import JobSpec, World, agree, job_from_environ, join_world, re
 from unisono.dist.dmlc import take_role
 from unisono.dist.job_store import JobStore
 from unisono.dist.notebook import in_notebook, notebook_name
-from unisono.dist.world import MEET_S, on_first_rank
+from unisono.dist.world import MIN_MEET_S, on_first_rank
 from unisono.errors import ConfigError, PlanError, Problem
 from unisono.kvstore import KVStore, create_kvstore
 from unisono.measure.ceiling import PeakFlops, peak_flops
@@ -87,10 +87,10 @@ def _kept_store(job: JobSpec, timeout_s: float) -> JobStore:
     If rank 0 served another one then, it might close the first after other ranks had connected to it; and the socket that a
     launcher hands down can be used only once.
     """
-    return rendezvous.open_store(job, max(timeout_s, MEET_S))
+    return rendezvous.open_store(job, max(timeout_s, MIN_MEET_S))
 
 
-def open_store(plan: Plan, world: World) -> KVStore:
+def build_kvstore(plan: Plan, world: World) -> KVStore:
     """Create the store of the plan's kind; an asynchronous worker has a local one, for its model's start."""
     kind = "local" if plan.sync.kind == "dist_async" else plan.sync.kind
     return create_kvstore(kind, world, local_sgd=local_sgd_config(plan) if kind == "dist_local" else None)
@@ -142,7 +142,7 @@ def open_events(run_dir: Path, world: World) -> EventLog:
 
     on_first_rank(world, take_folder if rank == 0 else lambda: None)
     try:
-        attempt = max(world.gather_json(next_attempt(path)))
+        attempt = max(world.all_gather_json(next_attempt(path)))
         return EventLog(path, rank=rank, run_id=run_dir.absolute().name, attempt=attempt, lock=lock)
     except BaseException:
         if lock is not None:
