@@ -137,4 +137,21 @@ def test_a_folder_others_may_write_to_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / ".config/unisono"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    assert _said({"HOME": str(tmp_path)}) == f"{folder} has mode 0777"
+    assert _said({"HOME": str(tmp_path)}) == f"{folder} can be written by others (mode 777)"
+    folder.chmod(0o1777)  # the sticky bit lets others make the file first
+    assert _said({"HOME": str(tmp_path)}) == f"{folder} can be written by others (mode 1777)"
+
+
+def test_a_folder_of_a_group_that_is_the_users_alone_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / ".config/unisono"
+    folder.mkdir(parents=True)
+    folder.chmod(0o775)  # as under umask 002, with which Linux gives every user a group of its own
+    os.chown(folder, -1, os.getuid())
+    assert len(read_or_create_secret({"HOME": str(tmp_path)})) == 32
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    environ = _file(tmp_path / "secret")
+    os.chown(tmp_path / "secret", 54321, 54321)
+    assert _said(environ) == f"{tmp_path}/secret belongs to the user 54321"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import ConfigError, Problem
+from unisono.sanitize import shorten
 from unisono.storage.files import open_regular
 from unisono.storage.limits import MAX_CONFIG_BYTES, MAX_CONFIG_KEYS, MAX_KEY_PARTS, LimitError
 
@@ -70,11 +71,6 @@ def read_config_file(path: Path) -> bytes:
     if len(raw) > MAX_CONFIG_BYTES:
         raise ConfigError(_no_configuration(path, f"more than {MAX_CONFIG_BYTES:,} bytes"))
     return raw
-
-
-def shorten(text: str) -> str:
-    """The first 80 characters of ``text`` at most; an ellipsis marks the omission."""
-    return text if len(text) <= 80 else text[:79] + "…"
 
 
 def _text(path: Path) -> str:

@@ -17,8 +17,7 @@ import json
 import os
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -37,6 +36,7 @@ from unisono.dist.jobspec import JobSpec
 from unisono.dist.rendezvous import Rendezvous, join_ranks
 from unisono.dist.roll_call import identity, missing_ranks, roll_call
 from unisono.errors import CommError, LaunchError, Problem, UnisonoError
+from unisono.sanitize import shorten
 
 Reduction = Literal["sum", "max", "min"]
 
@@ -47,6 +47,7 @@ _MAX_JSON_BYTES = 64 * 2**20
 
 MIN_MEET_S = 60.0  # shortest time to wait for the other ranks
 _SHOWN_CHARS = 120
+_SHOWN_VALUES = 3  # of ranks that disagree, besides the most frequent one
 
 # texts by which a plain RuntimeError is recognised as a failed collective
 _TRANSPORTS = ("gloo/", "ProcessGroup", "Connection closed by peer")
@@ -55,8 +56,8 @@ _TRANSPORTS = ("gloo/", "ProcessGroup", "Connection closed by peer")
 class World:
     """This process and its peers, created by ``join_world``.
 
-    Every method except ``explain_errors``, ``explain_collective_errors`` and ``close`` is a collective: all ranks call it in the same
-    order. A failed one raises CommError with the operation, the time waited and, if it can be found out, the missing
+    Every method except ``explain_errors``, ``explain_collective_errors`` and ``close`` is a collective: all ranks call it in the
+    same order. A failed one raises CommError with the operation, the time waited and, if it can be found out, the missing
     rank.
 
     Args:
@@ -189,8 +190,7 @@ class World:
                 name=name,
                 peers=self._peers,
             )
-            # afterwards no rank needs the store, so its host may leave at any time
-            world.barrier()
+            world.barrier()  # so that the store's host can leave at any time: ``roll_call`` copes without the store
         return world
 
     def groups(self, rank_lists: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, ProcessGroup]:
@@ -319,7 +319,7 @@ def join_world(
         first = World(job, group=group, rendezvous=rendezvous, timeout_s=timeout_s)
         with first.explain_errors("the proof of the connections"):
             _prove_connections(group, list(range(job.world_size)), job.rank, rendezvous)
-        # exchanges identities; afterwards no rank needs the store, so its host may leave at any time
+        # afterwards the store is read by new groups and by ``roll_call`` only, which copes without it: its host may leave
         peers = World(job, group=group, rendezvous=rendezvous, timeout_s=timeout_s).all_gather_json(identity())
     except BaseException:
         if owned is not None:
@@ -432,39 +432,44 @@ def on_first_rank(world: World, function: Callable[[], Any]) -> Any:
 def agree(world: World, name: str, value: Any) -> None:
     """Check that ``value`` (JSON types) is equal on all ranks. A collective; pass a hash of a large value.
 
-    Raises CommError naming the ranks that differ and, for objects, the entries that differ.
+    Raises CommError with the values and their ranks; of objects, with the entries that differ.
     """
-    texts = [json.dumps(rank_value, sort_keys=True) for rank_value in world.all_gather_json(value)]
-    counts = Counter(texts)
-    if len(counts) == 1:
+    ranks: dict[str, list[int]] = {}
+    for rank, rank_value in enumerate(world.all_gather_json(value)):
+        ranks.setdefault(json.dumps(rank_value, sort_keys=True), []).append(rank)
+    if len(ranks) == 1:
         return
     # in a tie the value of the lowest rank counts as usual, so that all ranks report the same
-    usual = max(counts, key=lambda text: (counts[text], -texts.index(text)))
-    odd = [rank for rank, text in enumerate(texts) if text != usual]
-    those = ", ".join(str(rank) for rank, text in enumerate(texts) if text == usual)
-    other, usual = _differing_entries(texts[odd[0]], usual)
+    usual = max(ranks, key=lambda text: len(ranks[text]))
+    odd = [text for text in ranks if text != usual]
+    shown = [*odd[:_SHOWN_VALUES], usual]
+    *others, last = (
+        f"{shorten(entries, _SHOWN_CHARS)} on rank {_joined(ranks[text])}"
+        for text, entries in zip(shown, _differing_entries(shown), strict=True)
+    )
+    if hidden := [rank for text in odd[_SHOWN_VALUES:] for rank in ranks[text]]:
+        others.append(f"something else on rank {_joined(hidden)}")
+    odd_ranks = _joined(rank for text in odd for rank in ranks[text])
     raise CommError(
-        given=f"{name} is {_short(other)} on rank {', '.join(map(str, odd))} and {_short(usual)} on rank {those}",
+        given=f"{name} is {', '.join(others)} and {last}",
         rule=f"{name} is the same on all {world.world_size} ranks",
         consequence="the ranks would train different things, so no step was made",
-        nearest=f"start rank {odd[0]} with the same code, configuration and environment as the others",
+        nearest=f"start rank {odd_ranks} with the same code, configuration and environment as the others",
     )
 
 
-def _differing_entries(one: str, other: str) -> tuple[str, str]:
-    """Two JSON texts, reduced to the entries that differ if both are objects."""
-    mine, theirs = json.loads(one), json.loads(other)
-    if not (isinstance(mine, dict) and isinstance(theirs, dict)):
-        return one, other
-    return _without(cast("dict[str, Any]", mine), theirs), _without(cast("dict[str, Any]", theirs), mine)
+def _joined(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
-def _without(mine: dict[str, Any], theirs: Any) -> str:
-    return json.dumps({name: value for name, value in mine.items() if name not in theirs or theirs[name] != value})
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"
+def _differing_entries(texts: Sequence[str]) -> Sequence[str]:
+    """JSON texts, reduced to the entries that differ if all are objects."""
+    values = [json.loads(text) for text in texts]
+    if not all(isinstance(value, dict) for value in values):
+        return texts
+    objects = cast("list[dict[str, Any]]", values)
+    equal = [name for name in objects[0] if all(name in each and each[name] == objects[0][name] for each in objects)]
+    return [json.dumps({name: value for name, value in each.items() if name not in equal}) for each in objects]
 
 
 def wait_for_gloo_threads(longest_s: float = 5.0) -> None:

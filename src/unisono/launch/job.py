@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.dist import JobSpec, job_from_environ
+from unisono.dist.address import free_port
 from unisono.dist.interpreter import module_command
 from unisono.dist.jobspec import LOOPBACK
 from unisono.dist.secret import new_secret
@@ -192,12 +193,12 @@ def describe_launch(job: JobLayout) -> dict[str, Any]:
     starts.
     """
     tls_folder(job.options, {**os.environ, **job.environ})
-    addresses = [f"{job.rendezvous_host(slot)}:{_free_port()}" for slot in job.servers]
+    addresses = [f"{job.rendezvous_host(slot)}:{free_port(LOOPBACK)}" for slot in job.servers]
     workers = job.workers
     if job.servers or len(workers) == 1:
         master = f"{LOOPBACK}:0"
     else:
-        master = f"{job.rendezvous_host(workers[0])}:{job.port or _free_port()}"
+        master = f"{job.rendezvous_host(workers[0])}:{job.port or free_port(LOOPBACK)}"
     processes: list[dict[str, Any]] = []
     for slot in [*job.servers, *workers]:
         host = job.hosts[slot.host]
@@ -234,8 +235,3 @@ def dry_run_text(description: dict[str, Any]) -> str:
         lines += [f"# {process['name']} on {process['host']}", shlex.join(["env", *settings, *process["command"]])]
     lines += [f"# decided when the job starts: {item}" for item in description["decided_at_start"]]
     return "\n".join(lines)
-
-
-def _free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as probe:
-        return int(probe.getsockname()[1])

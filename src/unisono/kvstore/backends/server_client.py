@@ -100,8 +100,8 @@ class ServerConfig:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str], *, worker_restart_count: int = 0) -> ServerConfig:
-        """The servers of UNISONO_SERVER_ADDRESSES, or of MXNet's tracker, with the job's secret (``read_or_create_secret``) and, if
-        UNISONO_TLS is set, TLS.
+        """The servers of UNISONO_SERVER_ADDRESSES, or of MXNet's tracker, with the job's secret (``read_or_create_secret``) and,
+        if UNISONO_TLS is set, TLS.
 
         Raises LaunchError and ConfigError for variables that are missing or wrong.
         """
