@@ -74,8 +74,8 @@ def make_and_check_folder(path: Path, *, mode: int) -> str:
     return f"{who} can replace it: {above} has mode {stat.S_IMODE(found.st_mode):o}"
 
 
-def make_own_folder(path: Path, *, mode: int = 0o755) -> None:
-    """Create a folder of copies and prepared data, unless it is there.
+def make_own_folder(path: Path, *, mode: int = 0o755, option: str = "") -> None:
+    """Create a folder of copies and prepared data, unless it is there. ``option`` is the one that names another, for the error.
 
     Raises:
         DataError: Another user of the host can have written into it; so they can into one with the sticky bit.
@@ -86,7 +86,8 @@ def make_own_folder(path: Path, *, mode: int = 0o755) -> None:
             given=f"a folder of prepared data that is not this user's alone: {reason}",
             rule="prepared data and copies are read only from a folder that this user or root alone can have written",
             consequence="nothing was read from it or written to it",
-            nearest="chmod go-w on the folder that has this mode, if it is yours; or data.cache_dir=FOLDER of your own",
+            nearest="chmod go-w on the folder that has this mode, if it is yours; or "
+            + (f"{option}=FOLDER of your own" if option else "a folder of your own"),
         )
 
 

@@ -61,7 +61,7 @@ from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
 from unisono.train.settings import count_modules, run_settings
-from unisono.train.setup import count_tokens, find_peak, build_kvstore, throughput_unit
+from unisono.train.setup import build_kvstore, count_tokens, find_peak, throughput_unit
 from unisono.train.state import StageTensors, TrainState
 from unisono.train.step import Batch, ForwardBackward, TrainStep, input_selector
 
