@@ -95,8 +95,12 @@ def _text(path: Path) -> str:
 
 
 def _no_configuration(path: Path, what: str) -> Problem:
-    rule = "a configuration has some hundred keys, and nests as deep as its sections"
-    return config_problem(f"{path}: {what}", rule, "write a new file; this is no configuration")
+    rule = (
+        f"a configuration has at most {MAX_CONFIG_BYTES:,} bytes, {MAX_CONFIG_KEYS:,} keys and {MAX_KEY_PARTS} parts in a key, "
+        "and nests as deep as its sections"
+    )
+    nearest = "move data into files of its own; for a new configuration, begin with what unisono init writes"
+    return config_problem(f"{path}: {what}", rule, nearest)
 
 
 def _syntax_problem(path: Path, text: str, message: str) -> Problem:
