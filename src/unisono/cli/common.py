@@ -19,12 +19,13 @@ from unisono.config import Resolved, load_config
 from unisono.config.fields import BASE
 from unisono.config.renames import announce
 from unisono.config.toml_file import read_toml
-from unisono.config.trust import RUN_FILE, record_python
+from unisono.config.trust import record_python
 from unisono.config.values import CALLABLE
 from unisono.errors import CheckpointError, ConfigError
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RUN_FILE
 from unisono.tasks.options import PREDICTORS
 from unisono.train.config import RunConfig
-from unisono.train.options import PLAN_FILE, two_lengths
+from unisono.train.options import two_lengths
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -94,7 +95,7 @@ def chosen_checkpoint(run_dir: str, checkpoint: str | None, *, best: bool) -> st
         )
     from unisono.checkpoint import find_best
 
-    return str(find_best(Path(run_dir) / "checkpoints"))
+    return str(find_best(Path(run_dir) / CHECKPOINTS_FOLDER))
 
 
 def is_python_trusted() -> bool:

@@ -32,6 +32,7 @@ from unisono.launch.process_layout import JobLayout, assign_processes
 from unisono.launch.resources import count_accelerators, divide_host
 from unisono.launch.supervise import job_folder, print_message, supervise
 from unisono.launch.workers import Reaper, Worker, WorkerSpec, open_log, start_worker
+from unisono.storage.run_folder import LOGS_FOLDER
 
 SERVER = tuple(module_command("unisono.kvstore.server"))
 
@@ -70,7 +71,9 @@ def launch_local(
     extra = {**(interface.environ() if interface else {}), **(environ or {})}
     share = divide_host(options, {**os.environ, **extra})
     job = JobSpec(run_id=run_id, world_size=share.processes, local_world=share.processes, source="unisono")
-    spec = WorkerSpec(command=command, job=job, share=share, logs=run_dir / "logs", environ=extra, secret=new_secret())
+    spec = WorkerSpec(
+        command=command, job=job, share=share, logs=run_dir / LOGS_FOLDER, environ=extra, secret=new_secret()
+    )
     record = {"run_id": run_id, "command": list(command), **share.record()}
     if interface is not None:
         record |= {"interface": interface.name, "interface_why": interface.why}
@@ -168,7 +171,7 @@ def run_job(job: JobLayout, run_dir: Path) -> int:
         ):  # they are for restarts of a server within one launch; a later launch begins from a checkpoint
             shutil.rmtree(job.snapshots, ignore_errors=True)
             job = replace(job, snapshots=f"{job.snapshots}/{secrets.token_hex(4)}")
-        running = stack.enter_context(MultiHostJob(job, run_dir / "logs", print_message))
+        running = stack.enter_context(MultiHostJob(job, run_dir / LOGS_FOLDER, print_message))
         record = {"run_id": job.run_id, "command": list(job.command), "hosts": running.facts}
         if job.servers:
             record["server_command"] = list(job.server_command)

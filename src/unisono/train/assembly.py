@@ -41,6 +41,7 @@ from unisono.parallel.tensor.dtensor_placements import parameter_placements
 from unisono.parallel.transforms import ParallelModel, parallelize
 from unisono.plan.plan import Plan, precision_reason
 from unisono.plan.resolve import worker_plan
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER
 from unisono.train.async_loop import AsyncLoop
 from unisono.train.async_worker import open_async_worker, require_random_access
 from unisono.train.callbacks import Every
@@ -328,7 +329,7 @@ def _open_checkpoints(parts: RunParts, facts: Mapping[str, Any]) -> RunCheckpoin
         loader=given.input.options,
     )
     return RunCheckpoints(
-        given.run_dir / "checkpoints",
+        given.run_dir / CHECKPOINTS_FOLDER,
         parts.state,
         parts.built.dims,
         options=given.checkpoint,

@@ -46,6 +46,7 @@ from unisono.plan.validate import validate_plan
 from unisono.storage.directory import make_folder
 from unisono.storage.files import os_reason
 from unisono.storage.folder_lock import FolderLock
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER, LOGS_FOLDER
 from unisono.train.gradient_sync import local_sgd_config
 from unisono.train.objectives import Batch, Objective, find_targets, masked_token, next_token
 from unisono.train.run_record import TOKEN_ENTRIES
@@ -152,10 +153,10 @@ def open_events(run_dir: Path, world: World) -> EventLog:
 
 def report_failure(events: EventLog, run_dir: Path, job: JobSpec, error: BaseException, step: int | None) -> None:
     """Record the error that ends this rank, for the launcher and in the event log. A disk that takes neither hides no error."""
-    logs = Path(os.environ.get("UNISONO_LOGS", run_dir / "logs"))  # where the launcher looks
+    logs = Path(os.environ.get("UNISONO_LOGS", run_dir / LOGS_FOLDER))  # where the launcher looks
     newest = ""
     with suppress(OSError):  # rank 0 may be deleting an old one
-        committed = [entry for entry in list_checkpoints(run_dir / "checkpoints") if entry.state == "committed"]
+        committed = [entry for entry in list_checkpoints(run_dir / CHECKPOINTS_FOLDER) if entry.state == "committed"]
         newest = committed[-1].path.name if committed else ""
     try:
         record_failure(logs, job, error, step=step, checkpoint=newest)
