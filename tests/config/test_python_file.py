@@ -277,5 +277,5 @@ def test_a_python_file_is_the_lowest_layer(folder: Path):
 
 def test_code_that_is_too_long_for_a_script_is_not_read(folder: Path):
     path = write(folder, "NAME = 1\n" + "#" * (1 << 20))
-    with pytest.raises(ConfigError, match="config.py: more than 1,048,576 bytes"):
+    with pytest.raises(ConfigError, match=r"config\.py: more than 1,048,576 bytes"):
         read_objects(f"{path}:NAME")

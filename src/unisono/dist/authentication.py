@@ -79,7 +79,7 @@ class AuthenticationRefused(Exception):
 
     def __init__(self, reason: Refusal | Literal["server"]) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason: Refusal | Literal["server"] = reason
 
 
 class PeerError(Exception):
