@@ -140,7 +140,7 @@ def gpt_pair(arguments: argparse.Namespace, folder: Path, world: World) -> dict[
         if world.world_size > 1:
             # a step is as long as its slowest rank; CPU time is everybody's
             gathered = np.array(
-                world.gather_json({name: value.tolist() for name, value in times.items()}), dtype=object
+                world.all_gather_json({name: value.tolist() for name, value in times.items()}), dtype=object
             )
             for name in times:
                 ranks = np.array([each[name] for each in gathered])  # [ranks, blocks, 2]

@@ -187,6 +187,7 @@ def listeners(source: Source) -> Found:
 # each of them checks its address first, and a test of docs/security.md ("Twenty rules", row 5) looks at its socket
 LISTENERS = {
     "src/unisono/kvstore/wire/frame_server.py",  # parameter servers: refuse_every_interface, require_private
+    "src/unisono/dist/address.py",  # free_port: bound and closed again, never listened at
     "src/unisono/dist/rendezvous.py",  # the job's store: refuse_every_interface, require_private_ranks
     "src/unisono/launch/host_agent.py",  # sockets for ranks and servers of a host: refuse_every_interface
     "src/unisono/launch/job.py",  # loopback

@@ -137,7 +137,7 @@ def serve(listener: socket.socket, log: Path, environ: Mapping[str, str]) -> Non
 
     end_with_starter()
     sys.stderr = log.open("w")
-    own = {"UNISONO_SERVER": "0", "UNISONO_EPOCH": "0", "UNISONO_LISTEN_FD": str(listener.detach())}
+    own = {"UNISONO_SERVER": "0", "UNISONO_RESTART_COUNT": "0", "UNISONO_LISTEN_FD": str(listener.detach())}
     os.environ.update({**environ, **own})
     sys.exit(serve_until_killed())
 

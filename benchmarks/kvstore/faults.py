@@ -58,7 +58,7 @@ class _Server:
         given = {
             "SERVER": "0",
             "SERVER_ADDRESSES": "{}:{}".format(*self.address),
-            "EPOCH": str(self._epoch),
+            "RESTART_COUNT": str(self._epoch),
             "LISTEN_FD": str(self.listener.fileno()),
             "SECRET_FILE": str(self.file),
             "SNAPSHOTS": str(self._folder / "snapshots"),
@@ -162,7 +162,7 @@ def waits_for_a_peer() -> None:
     from unisono.errors import CommError
 
     world = join_world(job_from_environ(os.environ), device_type="cpu", timeout_s=60)
-    pids = world.gather_json(os.getpid())
+    pids = world.all_gather_json(os.getpid())
     if world.rank == 1:
         print("waits", flush=True)
         time.sleep(600)

@@ -63,7 +63,7 @@ def pair(axis: Axis, arguments: argparse.Namespace, folder: Path, world: World) 
         held_frac = held(run, world)
         if axis.cuts and held_frac > LARGEST_PART:
             raise ValueError(f"a rank of the trainer's holds {held_frac:.2f} of the parameters: nothing was cut")
-    gathered = world.gather_json({name: value.tolist() for name, value in times.items()})
+    gathered = world.all_gather_json({name: value.tolist() for name, value in times.items()})
     for name in times:
         ranks = np.array([each[name] for each in gathered])  # [ranks, blocks, 2]
         times[name] = np.stack([ranks[..., 0].max(0), ranks[..., 1].sum(0)], axis=-1)
@@ -78,7 +78,7 @@ def pair(axis: Axis, arguments: argparse.Namespace, folder: Path, world: World) 
 def held(run: Trainer, world: World) -> float:
     """The largest share of the parameters that a rank of the trainer's has."""
     pieces = run.state.sharded
-    return max(world.gather_json(sum(p.numel() for p in pieces.parameters.values()) / pieces.num_parameters))
+    return max(world.all_gather_json(sum(p.numel() for p in pieces.parameters.values()) / pieces.num_parameters))
 
 
 def check(axis: Axis, arguments: argparse.Namespace, world: World) -> dict[str, Any]:

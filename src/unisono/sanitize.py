@@ -171,6 +171,11 @@ def printable(text: str, *, newlines: bool = False) -> str:
     return text if newlines else text.replace("\n", " ").replace("\t", " ")
 
 
+def shorten(text: str, limit: int = 80) -> str:
+    """The first ``limit`` characters of ``text`` at most; an ellipsis marks the omission."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -32,7 +32,7 @@ class ThreadRank:
     def with_own_group(self, name):
         return self
 
-    def gather_json(self, value):
+    def all_gather_json(self, value):
         self._slots[self.rank] = json.dumps(value)
         self._barrier.wait(20)
         values = [json.loads(slot) for slot in self._slots]

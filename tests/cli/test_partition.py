@@ -46,7 +46,7 @@ def ranks(
         for rank, namespace in enumerate((line.here, line.there)):
             place = {
                 "UNISONO_RUN_ID": "partition",
-                "UNISONO_EPOCH": str(epoch),
+                "UNISONO_RESTART_COUNT": str(epoch),
                 "UNISONO_RANK": str(rank),
                 "UNISONO_LOCAL_RANK": "0",
                 "UNISONO_WORLD": "2",

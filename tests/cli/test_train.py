@@ -180,7 +180,7 @@ def test_a_restarted_worker_goes_on_from_the_newest(desk: Desk, mine: Path) -> N
     (path,) = (mine / "checkpoints").glob("*2")
     shutil.copytree(path, mine / "kept/step-00000002")
     environ = {
-        **{"UNISONO_RUN_ID": "x", "UNISONO_EPOCH": "1", "UNISONO_RANK": "0", "UNISONO_LOCAL_RANK": "0"},
+        **{"UNISONO_RUN_ID": "x", "UNISONO_RESTART_COUNT": "1", "UNISONO_RANK": "0", "UNISONO_LOCAL_RANK": "0"},
         **{"UNISONO_WORLD": "1", "UNISONO_LOCAL_WORLD": "1", "UNISONO_MASTER_ADDR": "127.0.0.1"},
         **{"UNISONO_MASTER_PORT": "0", "UNISONO_LAUNCH": json.dumps({"restarted": True})},
     }

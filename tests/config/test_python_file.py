@@ -9,6 +9,7 @@ import pytest
 from config_example import Model, Optim, Run, texts
 
 from unisono.config import diff, load_config
+from unisono.config.python_file import read_objects
 from unisono.errors import ConfigError
 
 GOOD = """\
@@ -272,3 +273,9 @@ def test_a_python_file_is_the_lowest_layer(folder: Path):
         (f'{over}:1: base = "config.py": {path} comes after {first}', rule, "name config.py first")
     ]
     assert load_config(Run, [path, first]).value.seed == 2
+
+
+def test_code_that_is_too_long_for_a_script_is_not_read(folder: Path):
+    path = write(folder, "NAME = 1\n" + "#" * (1 << 20))
+    with pytest.raises(ConfigError, match=r"config\.py: more than 1,048,576 bytes"):
+        read_objects(f"{path}:NAME")

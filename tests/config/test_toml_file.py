@@ -190,8 +190,8 @@ TWICE = "a key or a table is set once in a file"
         (
             b"x = " + b"[" * 100_000,
             ": arrays or tables nested hundreds deep",
-            "a configuration has some hundred keys, and nests as deep as its sections",
-            "write a new file; this is no configuration",
+            "a configuration has at most 1,048,576 bytes, 4,096 keys and 100 parts in a key, and nests as deep as its sections",
+            "move data into files of its own; for a new configuration, begin with what unisono init writes",
         ),
     ],
 )

@@ -27,6 +27,7 @@ from unisono.dist.authentication import (
     LENGTH,
     AuthenticationRefused,
     Challenge,
+    Hello,
     PeerError,
     Verdict,
     authenticate,
@@ -171,7 +172,10 @@ def test_a_rank_with_another_secret_is_told_at_once(pool: Any, tmp_path: Path) -
     first, second = pool.run(another_secret, str(tmp_path), ranks=2, joined=False)
     assert first.startswith("CommError rank 1 of 2 did not arrive within 2 s")
     assert second.startswith("LaunchError rank 1 of 2 at 127.0.0.1:")
-    assert "rank 0 finds the proof of the job's secret wrong\n  rule: the ranks of a job hold one secret" in second
+    assert (
+        "rank 0 refuses this process, which made a wrong proof of the job's secret\n  rule: the ranks of a job hold one secret"
+        in second
+    )
     assert "  so:   this rank has not joined, and has sent nothing but its name" in second
     assert "  try:  unisono launch, or the same UNISONO_SECRET_FILE" in second
 
@@ -273,7 +277,7 @@ def announces_to_all(world: World) -> str:
         if world.rank == 1:
             dist.all_gather([torch.zeros(1, dtype=torch.int64) for _ in range(2)], torch.tensor([-5]))
             return ""
-        world.gather_json("x")
+        world.all_gather_json("x")
     except CommError as error:
         return str(error)
     return "no error"
@@ -380,10 +384,36 @@ def test_who_is_refused_and_why() -> None:
             with pytest.raises(AuthenticationRefused, match=f"^{reason}$"):
                 member(port, **arguments)
         assert mine.num_keys() == 0
-    with served(secret=None) as (_, port):
+        assert mine.server.refused()[0].startswith("2 connections had a name that this job does not have (the newest")
+        assert mine.server.refused()[1].startswith("1 connection made a wrong proof of the job's secret")
+        assert mine.server.refused()[2].startswith("1 connection had no secret, where this job has one")
+    with served(secret=None) as (mine, port):
         with pytest.raises(AuthenticationRefused, match=r"^secret$"):
             member(port)
         member(port, secret=None).close()
+        assert mine.server.refused()[0].startswith("1 connection had a secret, where this job has none (the newest")
+
+
+def test_without_a_secret_a_name_alone_is_told() -> None:
+    """To a server that has one, which is another job's; the server knows then why this rank does not come."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(frame(Challenge(bytes(32), True)) + frame(Verdict(refusal="no secret")))
+        with pytest.raises(AuthenticationRefused, match=r"^no secret$"):
+            authenticate(ours, None, "rank 1", "r", 2)
+        hello = receive(theirs, Hello, time.monotonic() + 5)
+        assert (hello.name, hello.run_id, hello.proof) == ("rank 1", "", b"")
+
+
+def test_an_unknown_request_is_refused() -> None:
+    with served() as (_, port):
+        other = member(port)
+        with pytest.raises(
+            dist.DistStoreError, match=r"rank 1 sent \['unset', 'a'\], which is no request of the store of a job"
+        ):
+            other._ask("unset", "a")
+        assert other.num_keys() == 0
+        other.close()
 
 
 class Recorder:

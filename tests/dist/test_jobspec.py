@@ -230,7 +230,7 @@ def test_a_leftover_world_of_one_inside_many_tasks_is_refused() -> None:
 def test_half_set_sources_name_what_is_missing() -> None:
     with pytest.raises(LaunchError, match=r"RANK=5, MASTER_ADDR=a, MASTER_PORT=29500 but not WORLD_SIZE, LOCAL_RANK"):
         job_from_environ({"RANK": "5", "MASTER_PORT": "29500", "MASTER_ADDR": "a"})
-    with pytest.raises(LaunchError, match=r"but not UNISONO_EPOCH, UNISONO_LOCAL_RANK"):
+    with pytest.raises(LaunchError, match=r"but not UNISONO_RESTART_COUNT, UNISONO_LOCAL_RANK"):
         job_from_environ({"UNISONO_RANK": "0", "UNISONO_RUN_ID": "x"})
     with pytest.raises(LaunchError, match=r"slurm set SLURM_PROCID=3, .* but not SLURM_STEP_ID"):
         job_from_environ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"})

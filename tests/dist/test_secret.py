@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from procs import command_lines
 
-from unisono.dist.secret import read_secret
+from unisono.dist.secret import read_or_create_secret
 from unisono.errors import LaunchError
 
 SECRET = bytes(range(100, 132))
@@ -26,7 +26,7 @@ def _file(path: Path, content: bytes = SECRET, mode: int = 0o600) -> dict[str, s
 
 def _said(environ: dict[str, str]) -> str:
     with pytest.raises(LaunchError) as caught:
-        read_secret(environ)
+        read_or_create_secret(environ)
     assert SECRET.hex() not in str(caught.value)
     return caught.value.problems[0].given
 
@@ -42,7 +42,7 @@ def test_a_descriptor_is_read_as_often_as_this_process_wants_and_by_no_child(kin
         os.write(reading, SECRET)
     os.set_inheritable(reading, True)
     for _ in range(3):
-        assert read_secret({"UNISONO_SECRET_FD": str(reading)}) == SECRET
+        assert read_or_create_secret({"UNISONO_SECRET_FD": str(reading)}) == SECRET
     assert not os.get_inheritable(reading)
     os.close(reading)
     assert _said({"UNISONO_SECRET_FD": str(reading)}).startswith(
@@ -58,8 +58,8 @@ def test_a_child_reads_it_and_no_other_process_can_see_it(tmp_path: Path) -> Non
     os.close(writing)
     code = (
         "import os, sys\n"
-        "from unisono.dist.secret import read_secret\n"
-        "print(sum(read_secret(os.environ)), flush=True)\n"
+        "from unisono.dist.secret import read_or_create_secret\n"
+        "print(sum(read_or_create_secret(os.environ)), flush=True)\n"
         "sys.stdin.read()\n"
     )
     environ = os.environ | {"UNISONO_SECRET_FD": str(reading), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -79,7 +79,7 @@ def test_a_child_reads_it_and_no_other_process_can_see_it(tmp_path: Path) -> Non
 
 
 def test_a_file_of_ours_is_read(tmp_path: Path) -> None:
-    assert read_secret(_file(tmp_path / "secret")) == SECRET
+    assert read_or_create_secret(_file(tmp_path / "secret")) == SECRET
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602])
@@ -109,7 +109,9 @@ def test_two_sources_are_one_too_many(tmp_path: Path) -> None:
 
 def test_the_users_own_is_made_once_and_private(tmp_path: Path) -> None:
     found: list[bytes] = []
-    threads = [threading.Thread(target=lambda: found.append(read_secret({"HOME": str(tmp_path)}))) for _ in range(16)]
+    threads = [
+        threading.Thread(target=lambda: found.append(read_or_create_secret({"HOME": str(tmp_path)}))) for _ in range(16)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -135,4 +137,21 @@ def test_a_folder_others_may_write_to_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / ".config/unisono"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    assert _said({"HOME": str(tmp_path)}) == f"{folder} has mode 0777"
+    assert _said({"HOME": str(tmp_path)}) == f"{folder} can be written by others (mode 777)"
+    folder.chmod(0o1777)  # the sticky bit lets others make the file first
+    assert _said({"HOME": str(tmp_path)}) == f"{folder} can be written by others (mode 1777)"
+
+
+def test_a_folder_of_a_group_that_is_the_users_alone_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / ".config/unisono"
+    folder.mkdir(parents=True)
+    folder.chmod(0o775)  # as under umask 002, with which Linux gives every user a group of its own
+    os.chown(folder, -1, os.getuid())
+    assert len(read_or_create_secret({"HOME": str(tmp_path)})) == 32
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    environ = _file(tmp_path / "secret")
+    os.chown(tmp_path / "secret", 54321, 54321)
+    assert _said(environ) == f"{tmp_path}/secret belongs to the user 54321"

@@ -101,7 +101,7 @@ def freed_by_notice(world: World) -> str | None:
     """Rank 1 stops; rank 0 is blocked in all_reduce, gets SIGTERM there, and frees rank 1 once it has noticed."""
     import torch
 
-    peer = world.gather_json(os.getpid())[1]
+    peer = world.all_gather_json(os.getpid())[1]
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
         world.all_reduce(torch.ones(4))

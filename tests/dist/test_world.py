@@ -18,6 +18,7 @@ from pool import WorkersFailed
 from procs import listening, wait_until
 
 from unisono.dist import JobSpec, World, agree, join_world, on_first_rank
+from unisono.dist.rendezvous import open_store, serve_store
 from unisono.errors import CommError, DataError, LaunchError
 
 
@@ -44,7 +45,7 @@ def every_operation(world: World) -> dict[str, Any]:
         "min": world.all_reduce(mine.clone(), "min").tolist(),
         "broadcast": world.broadcast(sent, src=world.world_size - 1).tolist(),
         "side": side_sum.item(),
-        "gathered": world.gather_json({"rank": world.rank, "text": "é" * world.rank, "none": None}),
+        "gathered": world.all_gather_json({"rank": world.rank, "text": "é" * world.rank, "none": None}),
         "told": world.broadcast_json({"from": world.rank, "shape": (2, 3)}, src=world.world_size - 1),
         "group": world.group is not None,
     }
@@ -73,14 +74,14 @@ def test_one_process_needs_no_group_and_no_port() -> None:
     assert not torch.distributed.is_initialized()
     tensor = torch.ones(2)
     assert world.all_reduce(tensor) is tensor
-    assert world.with_own_group("side").gather_json((1, 2)) == [[1, 2]]
+    assert world.with_own_group("side").all_gather_json((1, 2)) == [[1, 2]]
     assert listening(os.getpid()) == before
     world.close()
     world.close()
 
 
 def big_json(world: World) -> list[int]:
-    return [len(text) for text in world.gather_json("x" * (world.rank * 3_000_000))]
+    return [len(text) for text in world.all_gather_json("x" * (world.rank * 3_000_000))]
 
 
 def test_json_of_very_unequal_sizes(pool: Any) -> None:
@@ -89,7 +90,7 @@ def test_json_of_very_unequal_sizes(pool: Any) -> None:
 
 def too_big(world: World) -> str:
     try:
-        world.gather_json("x" * (65 * 2**20))
+        world.all_gather_json("x" * (65 * 2**20))
     except ValueError as error:
         return str(error)
     return "no error"
@@ -107,7 +108,7 @@ def two_threads(world: World) -> tuple[float, float]:
     def save() -> None:
         for _ in range(40):
             side.all_reduce(own, "max")
-            side.gather_json({"rank": world.rank})
+            side.all_gather_json({"rank": world.rank})
 
     saver = threading.Thread(target=save)
     saver.start()
@@ -200,7 +201,7 @@ def test_only_loopback_listens_and_nothing_stays(pool: Any) -> None:
 
 def peer_killed(world: World, folder: str) -> None:
     """The killed rank fails the call as a whole, so the survivor's words come back through a file."""
-    pid = world.gather_json(os.getpid())[1]
+    pid = world.all_gather_json(os.getpid())[1]
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(CommError) as caught:
@@ -221,7 +222,7 @@ def test_a_dead_peer_is_named(pool: Any, tmp_path: Path) -> None:
 
 
 def peer_stopped(world: World) -> str:
-    pids = world.gather_json(os.getpid())
+    pids = world.all_gather_json(os.getpid())
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
         return "went on"
@@ -277,6 +278,36 @@ def test_disagreement_names_the_odd_rank_on_all_ranks(pool: Any) -> None:
     assert said[0].startswith('the plan is {"dp": 3} on rank 1 and {"dp": 2} on rank 0, 2\n')
     assert "rule: the plan is the same on all 3 ranks" in said[0]
     assert "try:  start rank 1 with the same code, configuration and environment as the others" in said[0]
+
+
+def all_different(world: World) -> str:
+    try:
+        agree(world, "the plan", {"dp": world.rank, "tp": 1})
+    except CommError as error:
+        return texts(error)
+    return "no error"
+
+
+def test_each_rank_s_own_value_is_told(pool: Any) -> None:
+    said = pool.run(all_different, ranks=3)
+    assert said[0] == said[1] == said[2]
+    assert said[0].startswith('the plan is {"dp": 1} on rank 1, {"dp": 2} on rank 2 and {"dp": 0} on rank 0\n')
+    assert "try:  start rank 1, 2 with the same code" in said[0]
+
+
+class Gathered(World):
+    """A world of many ranks, of which the values are known."""
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        return value
+
+
+def test_of_many_values_a_few_are_told() -> None:
+    with pytest.raises(CommError) as caught:
+        agree(Gathered(JobSpec()), "the seed", [0, 1, 2, 3, 4, 5, 0])
+    assert caught.value.problems[0].given == (
+        "the seed is 1 on rank 1, 2 on rank 2, 3 on rank 3, something else on rank 4, 5 and 0 on rank 0, 6"
+    )
 
 
 def first_rank(world: World) -> tuple[Any, str]:
@@ -361,6 +392,40 @@ def test_a_store_that_is_not_there() -> None:
     with pytest.raises(CommError) as caught:
         join_world(alone(port, rank=1, local_rank=1), device_type="cpu", timeout_s=5, meet_timeout_s=0.5)
     assert f"rank 1 of 2 found no store at 127.0.0.1:{port} in 0.5 s" in str(caught.value)
+
+
+def test_the_scheduler_is_named_where_it_serves(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        job = replace(alone(listener.getsockname()[1]), shared_store=True, source="dmlc", listen_fd=None)
+        store = serve_store(job, listener, bytes(32), "scheduler")
+        with pytest.raises(LaunchError) as refused:
+            open_store(job, 5, {"HOME": str(tmp_path)})
+        store.close()
+    assert "the scheduler refuses this process, which made a wrong proof" in str(refused.value)
+    with pytest.raises(CommError) as absent:
+        open_store(job, 0.2, {"HOME": str(tmp_path)})
+    assert "  rule: the scheduler keeps a store open there while the job runs" in texts(absent.value)
+    assert "  try:  see why the scheduler did not start" in texts(absent.value)
+
+
+def test_rank_0_is_sought_at_its_own_address_not_at_the_launchers(tmp_path: Path) -> None:
+    from torch.distributed import TCPStore
+
+    server = socket.create_server(("127.0.0.1", 0))
+    job = replace(
+        alone(server.getsockname()[1], rank=1, local_rank=1), shared_store=True, source="torchrun", listen_fd=None
+    )
+    store = TCPStore("127.0.0.1", job.master_port, None, True, wait_for_workers=False, master_listen_fd=server.detach())
+    with pytest.raises(CommError) as absent:
+        open_store(job, 0.2, {"HOME": str(tmp_path)})
+    assert texts(absent.value).startswith("rank 1 of 2 found no rank 0 in 0.2 s (rank 0 has not written its address")
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    store.set(f"unisono/{job.run_id}/rank 0", f"127.0.0.1:{port}")
+    with pytest.raises(CommError) as silent:
+        open_store(job, 0.2, {"HOME": str(tmp_path)})
+    assert texts(silent.value).startswith(f"rank 1 of 2 found no rank 0 at 127.0.0.1:{port} in 0.2 s (")
+    assert f"writes its address into the launcher's, at 127.0.0.1:{job.master_port}" in texts(silent.value)
 
 
 @pytest.mark.parametrize("fd", ["99999", "4000000000", "a file"])

@@ -135,7 +135,12 @@ class Side:
         secret.touch(mode=0o600)
         secret.write_bytes(secrets.token_bytes(32))
         address = f"127.0.0.1:{_free_port()}"
-        common = {"UNISONO_SERVER_ADDRESSES": address, "UNISONO_EPOCH": "0", "UNISONO_SECRET_FILE": str(secret)}
+        common = {
+            "UNISONO_SERVER_ADDRESSES": address,
+            "UNISONO_RESTART_COUNT": "0",
+            "UNISONO_EPOCH": "0",  # its name in earlier versions
+            "UNISONO_SECRET_FILE": str(secret),
+        }
         serving = server.start(
             [], folder, folder / "server", {**common, "UNISONO_SERVER": "0"}, module="unisono.kvstore.server"
         )

@@ -423,7 +423,7 @@ def refusal(nursery: Nursery, folder: Path, program: str, port: int) -> str:
     environ = {
         "UNISONO_SERVER": "0",
         "UNISONO_SERVER_ADDRESSES": f"127.0.0.1:{port}",
-        "UNISONO_EPOCH": "0",
+        "UNISONO_RESTART_COUNT": "0",
         "UNISONO_SECRET_FILE": str(folder / "secret"),
     }
     nursery.start(program, log=folder / "log", environ=environ).wait(20)

@@ -26,7 +26,7 @@ def serve(nursery: Nursery, line: Cable, folder: Path) -> tuple[list[Child], lis
         environ = {
             "UNISONO_SERVER": str(server),
             "UNISONO_SERVER_ADDRESSES": ",".join(f"{host}:{port}" for host, port in addresses),
-            "UNISONO_EPOCH": "0",
+            "UNISONO_RESTART_COUNT": "0",
             "UNISONO_SECRET_FILE": str(folder / "secret"),
         }
         log = folder / f"server-{server}.log"

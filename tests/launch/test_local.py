@@ -242,7 +242,7 @@ assert subprocess.run([sys.executable, "-c", "raise ValueError('of a helper')"],
 
 @pytest.mark.full
 def test_an_error_that_passes_in_a_plain_script_is_restarted(tmp_path: Path) -> None:
-    script = "import os\nif os.environ['UNISONO_EPOCH'] == '0': raise ConnectionResetError('peer')"
+    script = "import os\nif os.environ['UNISONO_RESTART_COUNT'] == '0': raise ConnectionResetError('peer')"
     code, said = run_plain(script, tmp_path, [sys.executable, "plain.py"])
     assert code == 0
     assert "restarting all ranks as attempt 1" in said

@@ -150,7 +150,7 @@ def built(world: World, axes: dict, factory: object = small_gpt) -> list[str]:
     allocate_shards(model, torch.device("cpu"))
     pieces = ShardedParameters(model, dims, table)
     materialize(recipe, model, pieces)
-    assert len({recipe.fingerprint, *world.gather_json(recipe.fingerprint)}) == 1
+    assert len({recipe.fingerprint, *world.all_gather_json(recipe.fingerprint)}) == 1
     wrong = []
     for name, piece in pieces.parameters.items():
         part, mine = pieces.shard_of(name, piece), whole[name]

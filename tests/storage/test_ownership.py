@@ -65,12 +65,12 @@ def test_a_folder_in_which_others_can_make_files_is_refused(tmp_path: Path, mode
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(mode)
     with pytest.raises(DataError) as caught:
-        make_own_folder(tmp_path / "cache")
+        make_own_folder(tmp_path / "cache", option="cache_dir")
     assert str(caught.value) == (
         f"a folder of prepared data that is not this user's alone: {tmp_path}/cache can be written by others (mode {mode:o})\n"
         "  rule: prepared data and copies are read only from a folder that this user or root alone can have written\n"
         "  so:   nothing was read from it or written to it\n"
-        "  try:  chmod go-w on the folder that has this mode, if it is yours; or data.cache_dir=FOLDER of your own"
+        "  try:  chmod go-w on the folder that has this mode, if it is yours; or cache_dir=FOLDER of your own"
     )
 
 

@@ -57,7 +57,7 @@ class ParameterServers:
         own = {
             "UNISONO_SERVER": str(server),
             "UNISONO_SERVER_ADDRESSES": ",".join(f"{host}:{port}" for host, port in self.addresses),
-            "UNISONO_EPOCH": str(epoch),
+            "UNISONO_RESTART_COUNT": str(epoch),
             "UNISONO_LISTEN_FD": str(listener.fileno()),
             "UNISONO_SECRET_FILE": str(self.secret_file),
             "UNISONO_SNAPSHOTS": str(self.snapshots),

@@ -148,7 +148,7 @@ def main(arguments: str) -> int:
         for step in run:
             losses.append(step.loss)
             samples.append(step.sample_ids.tolist())
-            if step.index == hoard_from and run.world.rank and os.environ["UNISONO_EPOCH"] == "0":
+            if step.index == hoard_from and run.world.rank and os.environ["UNISONO_RESTART_COUNT"] == "0":
                 hoard(Path(group))
         rank = run.world.rank
         outcome = {"digest": digest(run), "losses": losses, "samples": samples, "step": run.state.step}

@@ -181,7 +181,7 @@ def test_what_cannot_be_asynchronous_is_refused(tmp_path: Path) -> None:
 def joining(job: JobSpec, addresses: list[str], secret: str, run_dir: str) -> dict[str, Any]:
     """Rank 2 of a job of two. It comes when both have made a unit, and they make a second one when it has made one."""
     folder, began = Path(run_dir), 2 if job.rank == 2 else 0
-    names = {"RUN_ID": "run", "EPOCH": 0, "RANK": job.rank, "WORLD": 2, "LOCAL_RANK": 0, "LOCAL_WORLD": 1}
+    names = {"RUN_ID": "run", "RESTART_COUNT": 0, "RANK": job.rank, "WORLD": 2, "LOCAL_RANK": 0, "LOCAL_WORLD": 1}
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "SERVERS": 2, "SERVER_ADDRESSES": ",".join(addresses)}
     os.environ.update({f"UNISONO_{name}": str(value) for name, value in names.items()})
     place(job, addresses, secret)

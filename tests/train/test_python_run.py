@@ -368,7 +368,7 @@ def test_a_schedule_without_a_rate_is_refused(tmp_path: Path, schedule: Any, sai
         assert text in part
 
 
-def test_the_folder_names_an_own_optimizer_and_schedule(tmp_path: Path) -> None:
+def test_the_folder_names_an_own_optimizer_and_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Trainer(
         Line(3, 1),
         [(torch.ones(3), torch.ones(1))],
@@ -384,6 +384,8 @@ def test_the_folder_names_an_own_optimizer_and_schedule(tmp_path: Path) -> None:
     assert 'optimizer = "python:bias: SGD, *: NAdam"' in written
     assert "<lambda>" in written.partition('schedule = "python:')[2].partition("\n")[0]
     assert callable(load_run(str(tmp_path)).value.components.optimizer)
+    monkeypatch.setenv("UNISONO__COMPONENTS__OPTIMIZER", "adam")
+    assert load_run(str(tmp_path)).value.components.optimizer == "adam"  # a variable wins over the name of missing code
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (3, 5)], ids=["of one token", "ragged"])
@@ -531,3 +533,10 @@ def test_a_loop_that_is_left_by_break_can_be_continued(tmp_path: Path) -> None:
         assert run.state.step == reached
     ends = [e for e in read_events(events_path(tmp_path, 0)).events if e["kind"] == "run_end"]
     assert [(end["step"], end["reason"]) for end in ends] == [(2, "left"), (5, "finished")]
+
+
+def test_components_that_are_no_section_are_an_error_of_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("components = 3\n")
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config\.toml:1: .*components"):
+        load_run(str(tmp_path))

@@ -69,7 +69,7 @@ def find_latest(
     for step in reversed(steps):
         path = paths.get(step)
         found = _share_of_faults(path, world, digests) if path else [f"rank {world.rank} does not see it"]
-        faults: list[str] = sorted({text for texts in world.gather_json(found) for text in texts})
+        faults: list[str] = sorted({text for texts in world.all_gather_json(found) for text in texts})
         if not faults:
             return path
         reason = "; ".join(faults)

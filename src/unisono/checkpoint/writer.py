@@ -200,7 +200,7 @@ class SaveWriter:
             report: dict[str, Any] = {"value": work()}
         except Exception as error:
             report = {"problems": [asdict(problem) for problem in problems_of(error, operation)]}
-        reports = self._world.gather_json(report)
+        reports = self._world.all_gather_json(report)
         problems = dict.fromkeys(Problem(**parts) for answer in reports for parts in answer.get("problems", ()))
         if problems:
             raise CheckpointError(*problems)

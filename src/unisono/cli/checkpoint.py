@@ -16,8 +16,8 @@ from unisono.cli.common import (
     trusts_python,
 )
 from unisono.cli.own_code import read_code, takes_model
-from unisono.config.trust import RUN_FILE
 from unisono.errors import CheckpointError
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER, RUN_FILE
 
 
 @click.group("checkpoint")
@@ -36,7 +36,7 @@ def ls(run_dir: str, as_json: bool) -> None:
 
     rows = [
         (e.step, e.state, sum(f.stat().st_size for f in e.path.iterdir() if f.is_file()), str(e.path))
-        for e in list_checkpoints(Path(run_dir) / "checkpoints")
+        for e in list_checkpoints(Path(run_dir) / CHECKPOINTS_FOLDER)
     ]
     names = ("step", "state", "bytes", "path")
     listed = [dict(zip(names, row, strict=True)) for row in rows]
@@ -57,9 +57,9 @@ def verify_all(path: str, as_json: bool) -> int:
         raise _nothing_at(path, "nothing was verified")
     from unisono.checkpoint import list_checkpoints, verify
 
-    folders = [e.path for e in list_checkpoints(root / "checkpoints") if e.state == "committed"]
+    folders = [e.path for e in list_checkpoints(root / CHECKPOINTS_FOLDER) if e.state == "committed"]
     if not folders:
-        if (root / "checkpoints").is_dir() or (root / RUN_FILE).is_file():
+        if (root / CHECKPOINTS_FOLDER).is_dir() or (root / RUN_FILE).is_file():
             raise _nothing_at(path, "nothing was verified")
         folders = [root]
     results = [(str(folder), verify(folder)) for folder in folders]
@@ -98,7 +98,7 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
         raise _nothing_at(source, "nothing was written")
     from unisono.checkpoint import convert, list_checkpoints
 
-    inside = [e.path for e in list_checkpoints(Path(source) / "checkpoints") if e.state == "committed"]
+    inside = [e.path for e in list_checkpoints(Path(source) / CHECKPOINTS_FOLDER) if e.state == "committed"]
     if inside:
         raise CheckpointError(
             given=f"{source!r} is the folder of a run, no checkpoint",

@@ -19,12 +19,13 @@ from unisono.config import Resolved, check_file, load_config
 from unisono.config.fields import BASE
 from unisono.config.renames import announce
 from unisono.config.toml_file import read_toml
-from unisono.config.trust import RUN_FILE, record_python
+from unisono.config.trust import record_python
 from unisono.config.values import CALLABLE
 from unisono.errors import CheckpointError, ConfigError
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RUN_FILE
 from unisono.tasks.options import PREDICTORS
 from unisono.train.config import RunConfig
-from unisono.train.options import PLAN_FILE, two_lengths
+from unisono.train.options import two_lengths
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -94,7 +95,7 @@ def chosen_checkpoint(run_dir: str, checkpoint: str | None, *, best: bool) -> st
         )
     from unisono.checkpoint import find_best
 
-    return str(find_best(Path(run_dir) / "checkpoints"))
+    return str(find_best(Path(run_dir) / CHECKPOINTS_FOLDER))
 
 
 def is_python_trusted() -> bool:
@@ -118,15 +119,17 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str], *, is_shown:
     """
     run_file = None if files else _file_of_run(overrides)
     sources = [str(run_file)] if run_file else files
-    of_script = next((Path(path) for path in sources if _is_of_script(Path(path))), None)
-    if of_script is not None and is_shown:
-        return load_config(RunConfig, sources, overrides=overrides, environ=os.environ, planned=code_stands(of_script))
-    if of_script is not None:
+    script_run, stands = next(
+        ((Path(path).parent, of) for path in sources if (of := code_stands(Path(path)))), (None, {})
+    )
+    if stands and is_shown:
+        return load_config(RunConfig, sources, overrides=overrides, environ=os.environ, planned=stands)
+    if stands:
         raise ConfigError(
-            given=f"{of_script.parent}, the run of a Python script",
+            given=f"{script_run}, the run of a Python script",
             rule="the script has its model and data, and trains it; the folder holds their names only",
             consequence="nothing was started",
-            nearest=f"run the script again; to evaluate it: unisono eval {of_script.parent} --model SCRIPT.py:NAME",
+            nearest=f"run the script again; to evaluate it: unisono eval {script_run} --model SCRIPT.py:NAME",
         )
     try:
         resolved = _load(sources, overrides)
@@ -182,13 +185,22 @@ def _load(
 
 def _is_of_script(file: Path) -> bool:
     """Whether it is the configuration in the folder of a Python script's run."""
-    return file.name == RUN_FILE and (file.parent / PLAN_FILE).is_file() and bool(code_labels(file))
+    return bool(code_stands(file))
 
 
-def code_stands(run_file: Path) -> dict[str, Any]:
-    """Stand-ins for the code that the configuration of a Python script's run names, by dotted key."""
-    labels = code_labels(run_file)
-    return {f"components.{name}": _Missing(str(run_file.parent), name, label) for name, label in labels.items()}
+def code_stands(file: Path) -> dict[str, Any]:
+    """Stand-ins for the code that the configuration of a Python script's run names, by dotted key; empty for any other file."""
+    if file.name != RUN_FILE or not (file.parent / PLAN_FILE).is_file():
+        return {}
+    document: dict[str, Any] = {}
+    with suppress(OSError, ConfigError):  # reported when the whole configuration is loaded
+        document = read_toml(file).values
+    components = {} if BASE in document else document.get("components")
+    return {
+        f"components.{name}": _Missing(str(file.parent), name, label)
+        for name, label in (cast("dict[str, Any]", components).items() if isinstance(components, dict) else ())
+        if isinstance(label, str) and label.startswith(CALLABLE)
+    }
 
 
 def _require_task_of_run(run_file: Path, overrides: Sequence[str], error: ConfigError) -> None:
@@ -227,31 +239,18 @@ def load_run(run_dir: str, **code: Any) -> Resolved[RunConfig]:
         ConfigError: ``code`` is given for a run of the command line, which has its own.
     """
     run_file = require_run(run_dir) / RUN_FILE
-    labels = code_labels(run_file)
-    if code and not labels:
+    stands = code_stands(run_file)
+    if code and not stands:
         raise ConfigError(
             given=f"--{min(code)} for {run_dir}, a run of unisono train",
             rule=f"its {RUN_FILE} tells its model and data; only runs of Python scripts take them from a file",
             consequence="nothing was loaded",
             nearest=f"leave --{min(code)} out",
         )
-    missing = {name: _Missing(run_dir, name, label) for name, label in labels.items() if name not in code}
-    overrides = [f"run.dir={json.dumps(run_dir)}"]
-    planned = code_stands(run_file)
-    resolved = _load([run_file], overrides, planned)
+    resolved = _load([run_file], [f"run.dir={json.dumps(run_dir)}"], stands)
     announce(str(run_file), resolved.renamed)
     config = resolved.value
-    return replace(resolved, value=replace(config, components=replace(config.components, **missing, **code)))
-
-
-def code_labels(run_file: Path) -> dict[str, str]:
-    """Component → label of the code that a Python script's run had; empty for a run of the command line."""
-    with suppress(OSError, ConfigError):  # reported when the whole configuration is loaded
-        document = read_toml(run_file).values
-        if BASE not in document:
-            components = document.get("components", {}).items()
-            return {name: text for name, text in components if isinstance(text, str) and text.startswith(CALLABLE)}
-    return {}
+    return replace(resolved, value=replace(config, components=replace(config.components, **code)))
 
 
 class _Missing:

@@ -12,7 +12,7 @@ import click
 from unisono.cli.common import every_verb, load_run_config, print_result, takes_config
 from unisono.errors import ConfigError
 from unisono.plan.options import PlanOptions
-from unisono.train.options import PLAN_FILE
+from unisono.storage.run_folder import PLAN_FILE
 
 if TYPE_CHECKING:
     from unisono.plan.plan import Plan

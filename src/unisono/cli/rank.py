@@ -17,7 +17,6 @@ from torch import nn
 
 from unisono.cli.common import LOG
 from unisono.config import Resolved
-from unisono.config.trust import RUN_FILE
 from unisono.data.tokens.tokenizer import BYTES, Tokenizer, tokenizer_file
 from unisono.dist import JobSpec, join_world
 from unisono.errors import UnisonoError
@@ -27,6 +26,7 @@ from unisono.observe.events import Event
 from unisono.observe.formatting import RunEndFacts
 from unisono.observe.outputs import RunOutputs
 from unisono.storage.files import write_atomically
+from unisono.storage.run_folder import PLAN_FILE, RUN_FILE
 from unisono.train.build import (
     RunData,
     build_data,
@@ -39,7 +39,6 @@ from unisono.train.build import (
 )
 from unisono.train.config import RunConfig
 from unisono.train.load import empty_model, open_run_checkpoint, read_model
-from unisono.train.options import PLAN_FILE
 from unisono.train.parameter_servers import start_servers
 from unisono.train.run_checkpoints import best_before
 from unisono.train.settings import STRETCHED_SCHEDULES

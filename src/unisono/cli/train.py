@@ -21,7 +21,6 @@ import click
 
 from unisono.cli.common import LOG, every_verb, is_python_trusted, load_run_config, log_level, print_json, takes_config
 from unisono.config import Resolved
-from unisono.config.trust import RUN_FILE
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.jobspec import idle_role
 from unisono.errors import REQUEUE, USER_ERROR, CommError, ConfigError, LaunchError, UnisonoError
@@ -29,6 +28,7 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import with_strategy_file
 from unisono.storage import directory
 from unisono.storage.files import open_new
+from unisono.storage.run_folder import RUN_FILE
 from unisono.train.config import RunConfig
 
 

@@ -147,7 +147,7 @@ def _digest(source: bytes) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_config_file(path)
     except OSError as error:
         given = f"{path}: {error.strerror}"
         raise ConfigError(
@@ -206,7 +206,7 @@ def _blamed_on(path: Path, rule: str) -> Generator[None]:
             frames = traceback.extract_tb(error.__traceback__)
             line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(path)), None)
             text = str(error).partition("\n")[0]
-        source = path.read_bytes().decode("utf-8", "replace").splitlines()
+        source = read_config_file(path).decode("utf-8", "replace").splitlines()
         at, nearest = "", f"repair {path.name}"
         if line and line <= len(source):
             at, nearest = f":{line}", f"look at line {line}: {source[line - 1].strip()}"

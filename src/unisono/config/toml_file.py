@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import ConfigError, Problem
+from unisono.sanitize import shorten
 from unisono.storage.files import open_regular
 from unisono.storage.limits import MAX_CONFIG_BYTES, MAX_CONFIG_KEYS, MAX_KEY_PARTS, LimitError
 
@@ -72,11 +73,6 @@ def read_config_file(path: Path) -> bytes:
     return raw
 
 
-def shorten(text: str) -> str:
-    """The first 80 characters of ``text`` at most; an ellipsis marks the omission."""
-    return text if len(text) <= 80 else text[:79] + "…"
-
-
 def _text(path: Path) -> str:
     raw = read_config_file(path)
     if raw.startswith(b"\xef\xbb\xbf"):
@@ -99,8 +95,12 @@ def _text(path: Path) -> str:
 
 
 def _no_configuration(path: Path, what: str) -> Problem:
-    rule = "a configuration has some hundred keys, and nests as deep as its sections"
-    return config_problem(f"{path}: {what}", rule, "write a new file; this is no configuration")
+    rule = (
+        f"a configuration has at most {MAX_CONFIG_BYTES:,} bytes, {MAX_CONFIG_KEYS:,} keys and {MAX_KEY_PARTS} parts in a key, "
+        "and nests as deep as its sections"
+    )
+    nearest = "move data into files of its own; for a new configuration, begin with what unisono init writes"
+    return config_problem(f"{path}: {what}", rule, nearest)
 
 
 def _syntax_problem(path: Path, text: str, message: str) -> Problem:

@@ -18,8 +18,6 @@ from unisono.errors import Problem
 from unisono.storage.directory import make_folder
 from unisono.storage.ownership import foreign_reason
 
-RUN_FILE = "config.toml"  # in the folder of a run: its configuration
-
 
 def record_python(path: Path, digest: str, environ: Mapping[str, str]) -> None:
     """Record that the user runs this Python file; ``digest`` is that of its content.

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, cast
 
-from unisono.config.toml_file import shorten
+from unisono.sanitize import shorten
 
 NONE = "none"  # stands for None, because TOML has no null
 CALLABLE = "python:"  # prefix of the label that stands for a callable of the base Python file

@@ -11,6 +11,13 @@ import psutil
 from unisono.errors import ConfigError
 
 
+def free_port(host: str, family: int = socket.AF_INET) -> int:
+    """A port of ``host`` that nothing uses now."""
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
 def is_private(host: str) -> bool:
     """Whether ``host`` (a numeric address) is loopback or of a private network."""
     address = _parsed(host)

@@ -21,6 +21,7 @@ import secrets
 import socket
 import struct
 import time
+from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -32,6 +33,18 @@ HANDSHAKE_S = 5.0
 NONCE_BYTES = 32
 
 Refusal = Literal["proof", "secret", "no secret", "run", "size", "name", "taken", "full"]
+
+# what a refused connection did, as both sides say it: "rank 1 had no secret, …", "3 connections had no secret, …"
+REFUSALS: dict[Refusal, str] = {
+    "proof": "made a wrong proof of the job's secret",
+    "secret": "had a secret, where this job has none",
+    "no secret": "had no secret, where this job has one",
+    "run": "belonged to another run",
+    "size": "belonged to a job of another size",
+    "name": "had a name that this job does not have",
+    "taken": "had the name of a process that is connected already",
+    "full": "came when no more connections were taken",
+}
 
 _T = TypeVar("_T")
 
@@ -66,7 +79,7 @@ class AuthenticationRefused(Exception):
 
     def __init__(self, reason: Refusal | Literal["server"]) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason: Refusal | Literal["server"] = reason
 
 
 class PeerError(Exception):
@@ -109,9 +122,13 @@ def authenticate(sock: socket.socket, secret: bytes | None, name: str, run_id: s
     challenge = receive(sock, Challenge, deadline)
     if len(challenge.nonce) != NONCE_BYTES:
         raise PeerError("its nonce is of another length")
-    if challenge.has_secret != (secret is not None):
+    hello = Hello(secrets.token_bytes(NONCE_BYTES), secret is not None, name, run_id, world_size, b"")
+    if challenge.has_secret != hello.has_secret:
+        # no proof and no run id: the server only counts why this rank does not join, and tells its own user
+        with suppress(PeerError):
+            send(sock, msgspec.structs.replace(hello, run_id=""), deadline)
+            receive(sock, Verdict, deadline)
         raise AuthenticationRefused("no secret" if challenge.has_secret else "secret")
-    hello = Hello(secrets.token_bytes(NONCE_BYTES), challenge.has_secret, name, run_id, world_size, b"")
     send(sock, msgspec.structs.replace(hello, proof=prove(secret, "member", challenge, hello)), deadline)
     verdict = receive(sock, Verdict, deadline)
     if verdict.refusal is not None:
@@ -155,7 +172,7 @@ def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     while len(data) < count:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise PeerError("it says nothing in time")
+            raise PeerError(f"it sent {len(data)} of {count} bytes, and no more within the time for an answer")
         try:
             sock.settimeout(left)
             more = sock.recv(count - len(data))

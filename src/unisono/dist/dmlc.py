@@ -23,14 +23,14 @@ from unisono.dist.interpreter import module_command, module_path
 from unisono.dist.job_store import JobStore
 from unisono.dist.jobspec import JobSpec
 from unisono.dist.rendezvous import open_store
+from unisono.dist.secret import SECRET_BYTES
 from unisono.errors import CommError, LaunchError
 from unisono.storage.files import os_reason
 
 SERVER = "dmlc/server/{}"
-MEET_S = 120.0
+SCHEDULER_WAIT_S = 120.0  # for the scheduler, and for all servers to report
 
 _MODULE = "unisono.kvstore.server.dmlc"
-_SECRET_BYTES = 32
 # the connection of this process to the scheduler
 _LIFELINES: dict[int, JobStore] = {}
 
@@ -72,7 +72,7 @@ def require_credentials(environ: Mapping[str, str]) -> None:
 def check_credentials(environ: Mapping[str, str]) -> None:
     """Raise LaunchError if the secret's file or the folder of certificates is none. Their content is read when it is used."""
     for name, kind, is_kind in (
-        ("UNISONO_SECRET_FILE", "a plain file of 32 bytes", stat.S_ISREG),
+        ("UNISONO_SECRET_FILE", f"a plain file of {SECRET_BYTES} bytes", stat.S_ISREG),
         ("UNISONO_TLS", "a folder of certificates", stat.S_ISDIR),
     ):
         if not (value := environ.get(name)):
@@ -82,7 +82,7 @@ def check_credentials(environ: Mapping[str, str]) -> None:
             facts = os.stat(value)
             if not is_kind(facts.st_mode):
                 fault = "it is something else"
-            elif name == "UNISONO_SECRET_FILE" and facts.st_size != _SECRET_BYTES:
+            elif name == "UNISONO_SECRET_FILE" and facts.st_size != SECRET_BYTES:
                 fault = f"it holds {facts.st_size} bytes"
         except (OSError, ValueError) as error:
             fault = os_reason(error) if isinstance(error, OSError) else str(error)
@@ -103,10 +103,11 @@ def has_credentials(environ: Mapping[str, str]) -> bool:
 def scheduler_store(job: JobSpec, name: str) -> JobStore:
     """A connection to the scheduler's store, as its member ``name``. Raises CommError where no scheduler answers in 120 s."""
     try:
-        return open_store(job, MEET_S, name=name)
+        return open_store(job, SCHEDULER_WAIT_S, name=name)
     except CommError as error:
         raise CommError(
-            given=f"no scheduler at {job.master_addr}:{job.master_port} (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT) in {MEET_S:g} s",
+            given=f"no scheduler at {job.master_addr}:{job.master_port} (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT) in "
+            f"{SCHEDULER_WAIT_S:g} s",
             rule=f"a job of DMLC_NUM_SERVER={job.servers} has a process with DMLC_ROLE=scheduler there",
             consequence=f"this {job.role} knows no other process and was not started",
             nearest="the tracker's log of the scheduler; DMLC_NUM_SERVER=0 for a job without servers and scheduler",
@@ -127,7 +128,9 @@ def worker_store(job: JobSpec) -> JobStore:
     return _LIFELINES[pid]
 
 
-def server_addresses(job: JobSpec, timeout_s: float = MEET_S, store: JobStore | None = None) -> list[tuple[str, int]]:
+def server_addresses(
+    job: JobSpec, timeout_s: float = SCHEDULER_WAIT_S, store: JobStore | None = None
+) -> list[tuple[str, int]]:
     """Host and port of each server, once all have reported. Raises CommError naming those that have not."""
     store = store or worker_store(job)
     keys = [SERVER.format(number) for number in range(job.servers)]

@@ -28,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 # our variable -> field of JobSpec; all of them are always set
 _ALWAYS = {
     "UNISONO_RUN_ID": "run_id",
-    "UNISONO_EPOCH": "restart_count",
+    "UNISONO_RESTART_COUNT": "restart_count",
     "UNISONO_RANK": "rank",
     "UNISONO_LOCAL_RANK": "local_rank",
     "UNISONO_WORLD": "world_size",

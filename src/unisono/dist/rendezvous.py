@@ -1,7 +1,7 @@
 """Rendezvous: the ranks prove to rank 0 that they belong to the job, and it to them; then all join under a fresh prefix.
 
 Rank 0 (under MXNet's tracker the scheduler) serves the job's store at the master address. Every other rank connects and
-both sides prove that they hold the job's secret (``proof``); only then does either say more (``job_store``). All ranks
+both sides prove that they hold the job's secret (``authentication``); only then does either say more (``job_store``). All ranks
 ask to join, and when the last has come each gets the same new key prefix. A rank is a connection that lives: one that
 died is not waited for, and one that is there is not replaced. So an attempt never meets the dead of an earlier one.
 
@@ -21,8 +21,8 @@ from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from unisono.dist.address import address_towards, refuse_every_interface, require_private_ranks
-from unisono.dist.authentication import HANDSHAKE_S, AuthenticationRefused, PeerError, authenticate
+from unisono.dist.address import address_towards, free_port, refuse_every_interface, require_private_ranks
+from unisono.dist.authentication import HANDSHAKE_S, REFUSALS, AuthenticationRefused, PeerError, authenticate
 from unisono.dist.job_store import JobStore
 from unisono.dist.jobspec import LOOPBACK, JobSpec
 from unisono.dist.secret import job_secret
@@ -50,7 +50,7 @@ def open_store(job: JobSpec, timeout_s: float, environ: Mapping[str, str] = os.e
         if published is not None:
             published.set(_PLACE, "{}:{}".format(*listener.getsockname()[:2]))
         return store
-    started, reason, published = time.monotonic(), "", None
+    started, reason, published, address = time.monotonic(), "", None, None
     while True:
         try:
             if job.shared_store and not has_scheduler(job) and published is None:
@@ -68,11 +68,13 @@ def open_store(job: JobSpec, timeout_s: float, environ: Mapping[str, str] = os.e
             # a port that is looked up may be an earlier attempt's, or a stranger's who wrote it there
             if refused.reason not in ("taken", "full") and published is None:
                 raise _refusal(job, name, refused) from None
-            reason = _REASONS[refused.reason]
+            reason = _reason(job, refused)
         except (OSError, PeerError, RuntimeError) as error:
             reason = _first_line(error)
         if time.monotonic() > deadline:
-            raise _no_store(job, timeout_s, reason)
+            raise (
+                _no_store(job, timeout_s, reason) if published is None else _no_rank_0(job, address, timeout_s, reason)
+            )
         time.sleep(_POLL_S if time.monotonic() - started < 1 else _SLOW_POLL_S)
 
 
@@ -199,13 +201,13 @@ def _launchers_store(job: JobSpec, deadline: float) -> PrefixStore:
     budget_s = deadline - time.monotonic()
     while (reason := _unresolved(job)) is not None:  # torch would print its C++ frames; a name can appear later
         if time.monotonic() > deadline:
-            raise _no_store(job, budget_s, reason)
+            raise _no_store(job, budget_s, reason, server="the launcher")
         time.sleep(_NAME_POLL_S)
     timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     try:
         store = TCPStore(job.master_addr, job.master_port, None, False, timeout, wait_for_workers=False)
     except RuntimeError as error:
-        raise _no_store(job, timeout.total_seconds(), _first_line(error)) from error
+        raise _no_store(job, timeout.total_seconds(), _first_line(error), server="the launcher") from error
     return PrefixStore(f"unisono/{job.run_id}", store)
 
 
@@ -213,32 +215,31 @@ def _address(job: JobSpec, published: PrefixStore | None) -> tuple[str, int]:
     if published is None:
         return _host(job), job.master_port
     if not published.check([_PLACE]):
-        raise PeerError("rank 0 has not come")
+        raise PeerError("rank 0 has not written its address into the launcher's store")
     host, _, port = published.get(_PLACE).decode(errors="replace").rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) < 2**16):
-        raise PeerError("the address of rank 0 in the launcher's store is none")
+        raise PeerError("what the launcher's store has as the address of rank 0 is no HOST:PORT")
     return host, int(port)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 
-_REASONS = {
-    "proof": "rank 0 finds the proof of the job's secret wrong",
-    "secret": "this process has a secret and rank 0 has none",
-    "no secret": "rank 0 has a secret and this process has none",
-    "server": "what listens there has no proof that it holds the job's secret",
-    "run": "another run listens there",
-    "size": "a job of another size listens there",
-    "name": "rank 0 knows no such rank",
-    "taken": "another process of that rank has come already",
-    "full": "rank 0 takes no more connections",
-}
+
+def _server(job: JobSpec) -> str:
+    """Who serves the job's store, for an error."""
+    return "the scheduler" if has_scheduler(job) else "rank 0"
+
+
+def _reason(job: JobSpec, refused: AuthenticationRefused) -> str:
+    if refused.reason == "server":
+        return "what listens there has no proof that it holds the job's secret"
+    return f"{_server(job)} refuses this process, which {REFUSALS[refused.reason]}"
 
 
 def _refusal(job: JobSpec, name: str, refused: AuthenticationRefused) -> LaunchError:
     about_secret = refused.reason in ("proof", "secret", "no secret", "server")
     return LaunchError(
-        given=f"{name} of {job.world_size} at {job.master_addr}:{job.master_port}: {_REASONS[refused.reason]}",
+        given=f"{name} of {job.world_size} at {job.master_addr}:{job.master_port}: {_reason(job, refused)}",
         rule="the ranks of a job hold one secret and prove it to each other before anything else is said"
         if about_secret
         else "all processes that meet at a port are of one job",
@@ -249,22 +250,35 @@ def _refusal(job: JobSpec, name: str, refused: AuthenticationRefused) -> LaunchE
     )
 
 
-def _no_store(job: JobSpec, timeout_s: float, reason: str) -> CommError:
+def _no_store(job: JobSpec, timeout_s: float, reason: str, *, server: str = "") -> CommError:
+    server = server or _server(job)
     return CommError(
         given=f"rank {job.rank} of {job.world_size} found no store at {job.master_addr}:{job.master_port} in "
         f"{timeout_s:.3g} s ({reason})",
-        rule=f"{'the launcher' if job.shared_store else 'rank 0'} keeps a store open there while the job runs",
+        rule=f"{server} keeps a store open there while the job runs",
         consequence="this rank cannot join and has not trained",
-        nearest="see why rank 0 did not start, and that its host and port can be reached from here",
+        nearest=f"see why {server} did not start, and that its host and port can be reached from here",
+    )
+
+
+def _no_rank_0(job: JobSpec, address: tuple[str, int] | None, timeout_s: float, reason: str) -> CommError:
+    """The launcher's store is there, at the master address, and rank 0 does not answer at the one that it wrote into it."""
+    at = "" if address is None else " at {}:{}".format(*address)
+    return CommError(
+        given=f"rank {job.rank} of {job.world_size} found no rank 0{at} in {timeout_s:.3g} s ({reason})",
+        rule=f"rank 0 serves the job's store and writes its address into the launcher's, at {job.master_addr}:{job.master_port}",
+        consequence="this rank cannot join and has not trained",
+        nearest="see why rank 0 did not start, and that its host can be reached from here",
     )
 
 
 def _left(job: JobSpec, error: Exception) -> CommError:
     return CommError(
-        given=f"rank 0 of {job.world_size} left before all ranks had joined (seen from rank {job.rank}: {_first_line(error)})",
+        given=f"{_server(job)} left before all {job.world_size} ranks had joined (seen from rank {job.rank}: "
+        f"{_first_line(error)})",
         rule="all ranks join before the first step",
         consequence="no step was made",
-        nearest="see the log of rank 0",
+        nearest=f"see the log of {_server(job)}",
     )
 
 
@@ -317,7 +331,7 @@ def listen_at_master(job: JobSpec, who: str) -> socket.socket:
                 given=f"{who} was told to listen at {at}, and another process already does",
                 rule="a job has a port that nothing else uses",
                 consequence="the ranks would join another job, so nothing was started",
-                nearest=f"MASTER_PORT={_free_port(listener.family, str(address[0]))} is free now",
+                nearest=f"MASTER_PORT={free_port(str(address[0]), listener.family)} is free now",
             ) from error
         raise LaunchError(
             given=f"{who} cannot listen at {at} ({error.strerror})",
@@ -326,12 +340,6 @@ def listen_at_master(job: JobSpec, who: str) -> socket.socket:
             nearest="set MASTER_ADDR to an address of this host (127.0.0.1 when all ranks are here)",
         ) from error
     return listener
-
-
-def _free_port(family: int, host: str) -> int:
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def _first_line(error: Exception) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from unisono.dist.jobspec import JobSpec
 from unisono.errors import LaunchError
 from unisono.storage.directory import make_folder
+from unisono.storage.ownership import foreign_folder_reason, foreign_status_reason
 
 SECRET_BYTES = 32
 
@@ -42,19 +43,19 @@ def job_secret(job: JobSpec, environ: Mapping[str, str]) -> bytes | None:
     """The secret that all ranks of ``job`` share; None where there is none, and ranks trust host and network.
 
     A job has one if its launcher passes it or UNISONO_SECRET_FILE names it. Several ranks of one host fall back on the user's
-    own file, unless the home folder cannot be written. Raises LaunchError as ``read_secret``.
+    own file, unless the home folder cannot be written. Raises LaunchError as ``read_or_create_secret``.
     """
     if environ.get("UNISONO_SECRET_FD") is not None or environ.get("UNISONO_SECRET_FILE") is not None:
-        return read_secret(environ)
+        return read_or_create_secret(environ)
     if job.world_size == 1 or not job.is_local:
         return None
     try:
-        return read_secret(environ)
+        return read_or_create_secret(environ)
     except OSError:  # the same for all ranks: they are one user's, on one host
         return None
 
 
-def read_secret(environ: Mapping[str, str]) -> bytes:
+def read_or_create_secret(environ: Mapping[str, str]) -> bytes:
     """The secret from the descriptor, the file or the user's own file. A descriptor stays open, for this process only, and
     can be read again.
 
@@ -113,12 +114,11 @@ def _from_file(path: Path) -> bytes:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):
             raise _refused(f"{path} is not a plain file", "the secret is a plain file", nearest)
-        if facts.st_uid != os.geteuid():
-            rule = f"the secret's file belongs to the user who reads it ({os.geteuid()})"
-            raise _refused(f"{path} belongs to user {facts.st_uid}", rule, nearest)
-        if facts.st_mode & 0o077:
+        if facts.st_mode & 0o077:  # read by others is as bad as written
             rule = "only its owner may read or write it"
             raise _refused(f"{path} has mode {stat.S_IMODE(facts.st_mode):04o}", rule, f"chmod 600 {path}")
+        if reason := foreign_status_reason(path, facts, path.parent):
+            raise _refused(reason, "the secret's file belongs to the user who reads it", nearest)
         return _checked(_read(fd), str(path), nearest)
     finally:
         os.close(fd)
@@ -128,10 +128,9 @@ def _own(path: Path) -> bytes:
     if not os.path.lexists(path):
         make_folder(path.parent, mode=0o700)
         _make(path)
-    if path.parent.stat().st_mode & 0o022:
-        mode = stat.S_IMODE(path.parent.stat().st_mode)
+    if reason := foreign_folder_reason(path.parent, path.parent.stat()):
         rule = "only its owner may write to the folder of the secret"
-        raise _refused(f"{path.parent} has mode {mode:04o}", rule, f"chmod 700 {path.parent}")
+        raise _refused(reason, rule, f"chmod 700 {path.parent}, if it is yours")
     return _from_file(path)
 
 

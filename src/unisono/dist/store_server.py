@@ -1,10 +1,10 @@
 """The server of a job's store: a thread that keeps what ranks write for each other and tells when all have come.
 
-It accepts requests only from members, processes that proved themselves (``proof``); torch's TCPStore accepts them from
-everyone who reaches the port. A name has one member: while its connection lives, another one of that name is refused.
+It accepts requests only from members, processes that proved themselves (``authentication``); torch's TCPStore accepts them
+from everyone who reaches the port. A name has one member: while its connection lives, another one of that name is refused.
 Everything is bounded: what a stranger can make it hold, the strangers themselves, a message, and all values together.
 
-Requests and answers (``proof.frame``); ``job_store.JobStore`` is the other side:
+Requests and answers (``authentication.frame``); ``job_store.JobStore`` is the other side:
 
     ["set", key, value]  ["get", key]  ["add", key, n]  ["compare_set", key, old, new]  ["append", key, value]
     ["delete", key]  ["check", keys]  ["num_keys"]
@@ -34,6 +34,7 @@ from unisono.dist.authentication import (
     HANDSHAKE_S,
     LENGTH,
     MAX_UNAUTHENTICATED_BYTES,
+    REFUSALS,
     Challenge,
     Hello,
     Refusal,
@@ -43,6 +44,7 @@ from unisono.dist.authentication import (
     make_challenge,
     prove,
 )
+from unisono.sanitize import shorten
 
 # the largest request or answer: gloo writes 150 bytes for each rank under one key of each rank
 MAX_MESSAGE_BYTES = 2**22
@@ -295,7 +297,7 @@ class StoreServer:
             refusal = "full"
         if refusal is not None:
             self._answer(peer, Verdict(refusal=refusal))
-            self._drop(peer, _REFUSALS[refusal])
+            self._drop(peer, REFUSALS[refusal])
             return
         self._admit(peer, hello.name)
         self._answer(peer, Verdict(proof=prove(self._secret, "server", peer.challenge, hello)))
@@ -361,7 +363,10 @@ class StoreServer:
                 self._drop(peer, clean=True)
                 return True
             case _:
-                raise _Wrong("this request is unknown")
+                raise _Wrong(
+                    f"{peer.name} sent {shorten(repr(request))}, which is no request of the store of a job, so nothing was "
+                    "changed; use the same release of unisono on all ranks"
+                )
 
     def _put(self, key: str, value: bytes) -> None:
         old = self._values.get(key)
@@ -371,23 +376,24 @@ class StoreServer:
         self._values[key] = value
         self._values_bytes += change
         for waiting in self._waiting.pop(key, ()):
-            if waiting.peer.waiting is waiting and self._is_ready(waiting):
+            if waiting.peer.waiting is waiting and not self._register_missing(waiting):
                 self._finish(waiting, True)
 
     def _wait(self, peer: _Peer, waiting: _Waiting, seconds: float) -> bool:
         """Answers at once, or leaves ``waiting`` to be answered later."""
-        if self._is_ready(waiting):
+        if not self._register_missing(waiting):
             return True
         if seconds > 0:
             self._defer(waiting, seconds)
         return False
 
-    def _is_ready(self, waiting: _Waiting) -> bool:
+    def _register_missing(self, waiting: _Waiting) -> bool:
+        """Register ``waiting`` under the first of its keys that is missing; False if none is."""
         missing = next((key for key in waiting.keys or () if key not in self._values), None)
         if missing is not None:
             others = [each for each in self._waiting.get(missing, ()) if each.peer.waiting is each]
             self._waiting[missing] = [*others, waiting]
-        return missing is None
+        return missing is not None
 
     def _join(self, peer: _Peer, restart_count: int, seconds: float) -> dict[str, Any]:
         if peer.name not in self._ranks:
@@ -428,15 +434,3 @@ class StoreServer:
     def _finish(self, waiting: _Waiting, answer: Any) -> None:
         waiting.peer.waiting = None
         self._answer(waiting.peer, answer)
-
-
-_REFUSALS: dict[Refusal, str] = {
-    "proof": "made a wrong proof of the job's secret",
-    "no secret": "had no secret",
-    "secret": "had a secret, where this job has none",
-    "run": "belonged to another run",
-    "size": "belonged to a job of another size",
-    "name": "had a rank that this job does not have",
-    "taken": "named themselves a rank that had come already",
-    "full": "were too many",
-}

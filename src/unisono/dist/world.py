@@ -3,7 +3,7 @@
 ``join_world`` creates torch's default process group from a JobSpec. A job of one process gets a World without a
 group, in which every operation is the identity. Structured data is exchanged as JSON in byte tensors, because torch's
 object collectives unpickle what another rank sends. ``unisono.kvstore`` reduces gradients on ``World.group``, under
-``guard``.
+``explain_errors``.
 
 Gloo never frees a blocked collective before its time-out, not even on abort: a hang ends after ``timeout_s`` seconds
 or when the launcher kills the process. A connection that timed out stays closed, so after a CommError this World
@@ -17,8 +17,7 @@ import json
 import os
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -37,6 +36,7 @@ from unisono.dist.jobspec import JobSpec
 from unisono.dist.rendezvous import Rendezvous, join_ranks
 from unisono.dist.roll_call import identity, missing_ranks, roll_call
 from unisono.errors import CommError, LaunchError, Problem, UnisonoError
+from unisono.sanitize import shorten
 
 Reduction = Literal["sum", "max", "min"]
 
@@ -45,8 +45,9 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 # JSON between ranks is control data; a larger value is refused before memory is allocated for it
 _MAX_JSON_BYTES = 64 * 2**20
 
-MEET_S = 60.0  # shortest time to wait for the other ranks
+MIN_MEET_S = 60.0  # shortest time to wait for the other ranks
 _SHOWN_CHARS = 120
+_SHOWN_VALUES = 3  # of ranks that disagree, besides the most frequent one
 
 # texts by which a plain RuntimeError is recognised as a failed collective
 _TRANSPORTS = ("gloo/", "ProcessGroup", "Connection closed by peer")
@@ -55,8 +56,8 @@ _TRANSPORTS = ("gloo/", "ProcessGroup", "Connection closed by peer")
 class World:
     """This process and its peers, created by ``join_world``.
 
-    Every method except ``guard``, ``guard_collectives`` and ``close`` is a collective: all ranks call it in the same
-    order. A failed one raises CommError with the operation, the time waited and, if it can be found out, the missing
+    Every method except ``explain_errors``, ``explain_collective_errors`` and ``close`` is a collective: all ranks call it in the
+    same order. A failed one raises CommError with the operation, the time waited and, if it can be found out, the missing
     rank.
 
     Args:
@@ -107,14 +108,14 @@ class World:
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> torch.Tensor:
         """Reduce ``tensor`` over all ranks in place; returns it."""
         if self.group is not None:
-            with self.guard(f"all_reduce({op})", tensor.nbytes):
+            with self.explain_errors(f"all_reduce({op})", tensor.nbytes):
                 dist.all_reduce(tensor, op=_REDUCTIONS[op], group=self.group)
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrite ``tensor`` with that of rank ``src``; returns it."""
         if self.group is not None:
-            with self.guard(f"broadcast from rank {src}", tensor.nbytes):
+            with self.explain_errors(f"broadcast from rank {src}", tensor.nbytes):
                 dist.broadcast(tensor, src=src, group=self.group)
         return tensor
 
@@ -122,7 +123,7 @@ class World:
         """Return once every rank has called it."""
         if self.group is not None:
             # one element on the host: torch's own barrier would use the accelerator and wait for its whole stream
-            with self.guard("barrier"):
+            with self.explain_errors("barrier"):
                 dist.all_reduce(torch.zeros(1, dtype=torch.int32), group=self.group)
 
     # --- structured data -------------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ class World:
             return json.loads(json.dumps(value))
         payload = self._encode(value) if self.rank == src else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([payload.numel()])
-        with self.guard(f"broadcast_json from rank {src}"):
+        with self.explain_errors(f"broadcast_json from rank {src}"):
             dist.broadcast(size, src=src, group=self.group)
             _check_announced(size)
             if self.rank != src:
@@ -141,12 +142,12 @@ class World:
             dist.broadcast(payload, src=src, group=self.group)
         return json.loads(payload.numpy().tobytes())
 
-    def gather_json(self, value: Any) -> list[Any]:
+    def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on all ranks. JSON types only; tuples become lists."""
         if self.group is None:
             return [json.loads(json.dumps(value))]
         payload = self._encode(value)
-        with self.guard("gather_json", payload.numel()):
+        with self.explain_errors("all_gather_json", payload.numel()):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
             dist.all_gather(sizes, torch.tensor([payload.numel()]), group=self.group)
             _check_announced(*sizes)
@@ -175,7 +176,7 @@ class World:
             world.rank, world.world_size = self.rank, self.world_size
             return world
         rendezvous = self._rendezvous.of_group(name)
-        with self.guard(f"with_own_group({name!r})"), _gloo_interface(self.job, rendezvous):
+        with self.explain_errors(f"with_own_group({name!r})"), _gloo_interface(self.job, rendezvous):
             group = cast(
                 ProcessGroup,
                 dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s), group_desc=name),
@@ -189,8 +190,7 @@ class World:
                 name=name,
                 peers=self._peers,
             )
-            # afterwards no rank needs the store, so its host may leave at any time
-            world.barrier()
+            world.barrier()  # so that the store's host can leave at any time: ``roll_call`` copes without the store
         return world
 
     def groups(self, rank_lists: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, ProcessGroup]:
@@ -200,7 +200,7 @@ class World:
         same lists.
         """
         own_groups: dict[str, ProcessGroup] = {}
-        with self.guard(f"groups({', '.join(rank_lists)})"), _gloo_interface(self.job, self._rendezvous):
+        with self.explain_errors(f"groups({', '.join(rank_lists)})"), _gloo_interface(self.job, self._rendezvous):
             for name, lists in rank_lists.items():
                 for ranks in map(sorted, lists):  # as torch numbers the ranks of a group
                     group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), group_desc=name)
@@ -212,18 +212,18 @@ class World:
         return own_groups
 
     @contextmanager
-    def guard_collectives(self, operation: str) -> Generator[None]:
-        """``guard`` for code that also computes: only an error raised by a collective becomes a CommError."""
+    def explain_collective_errors(self, operation: str) -> Generator[None]:
+        """``explain_errors`` for code that also computes: only an error raised by a collective becomes a CommError."""
         try:
             yield
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or any(word in str(error) for word in _TRANSPORTS):
-                with self.guard(operation):
+                with self.explain_errors(operation):
                     raise
             raise
 
     @contextmanager
-    def guard(self, operation: str, num_bytes: int = 0) -> Generator[None]:
+    def explain_errors(self, operation: str, num_bytes: int = 0) -> Generator[None]:
         """Turn a RuntimeError inside into a CommError with the operation, the time waited and the missing rank."""
         self._operations += 1
         number = self._operations
@@ -302,7 +302,7 @@ def join_world(
             consequence="there is nobody to all-reduce with, so nothing was started",
             nearest="a launch without --servers; or dist_async (plan.sync=dist_async, create_kvstore('dist_async'))",
         )
-    meet_timeout_s = max(timeout_s, MEET_S) if meet_timeout_s is None else meet_timeout_s
+    meet_timeout_s = max(timeout_s, MIN_MEET_S) if meet_timeout_s is None else meet_timeout_s
     rendezvous, owned = join_ranks(job, meet_timeout_s, store)
     job = replace(job, restart_count=rendezvous.restart_count)
     try:
@@ -317,10 +317,10 @@ def join_world(
             )
         group = cast(ProcessGroup, dist.group.WORLD)
         first = World(job, group=group, rendezvous=rendezvous, timeout_s=timeout_s)
-        with first.guard("the proof of the connections"):
+        with first.explain_errors("the proof of the connections"):
             _prove_connections(group, list(range(job.world_size)), job.rank, rendezvous)
-        # exchanges identities; afterwards no rank needs the store, so its host may leave at any time
-        peers = World(job, group=group, rendezvous=rendezvous, timeout_s=timeout_s).gather_json(identity())
+        # afterwards the store is read by new groups and by ``roll_call`` only, which copes without it: its host may leave
+        peers = World(job, group=group, rendezvous=rendezvous, timeout_s=timeout_s).all_gather_json(identity())
     except BaseException:
         if owned is not None:
             owned.close()
@@ -432,39 +432,44 @@ def on_first_rank(world: World, function: Callable[[], Any]) -> Any:
 def agree(world: World, name: str, value: Any) -> None:
     """Check that ``value`` (JSON types) is equal on all ranks. A collective; pass a hash of a large value.
 
-    Raises CommError naming the ranks that differ and, for objects, the entries that differ.
+    Raises CommError with the values and their ranks; of objects, with the entries that differ.
     """
-    texts = [json.dumps(rank_value, sort_keys=True) for rank_value in world.gather_json(value)]
-    counts = Counter(texts)
-    if len(counts) == 1:
+    ranks: dict[str, list[int]] = {}
+    for rank, rank_value in enumerate(world.all_gather_json(value)):
+        ranks.setdefault(json.dumps(rank_value, sort_keys=True), []).append(rank)
+    if len(ranks) == 1:
         return
     # in a tie the value of the lowest rank counts as usual, so that all ranks report the same
-    usual = max(counts, key=lambda text: (counts[text], -texts.index(text)))
-    odd = [rank for rank, text in enumerate(texts) if text != usual]
-    those = ", ".join(str(rank) for rank, text in enumerate(texts) if text == usual)
-    other, usual = _differing_entries(texts[odd[0]], usual)
+    usual = max(ranks, key=lambda text: len(ranks[text]))
+    odd = [text for text in ranks if text != usual]
+    shown = [*odd[:_SHOWN_VALUES], usual]
+    *others, last = (
+        f"{shorten(entries, _SHOWN_CHARS)} on rank {_joined(ranks[text])}"
+        for text, entries in zip(shown, _differing_entries(shown), strict=True)
+    )
+    if hidden := [rank for text in odd[_SHOWN_VALUES:] for rank in ranks[text]]:
+        others.append(f"something else on rank {_joined(hidden)}")
+    odd_ranks = _joined(rank for text in odd for rank in ranks[text])
     raise CommError(
-        given=f"{name} is {_short(other)} on rank {', '.join(map(str, odd))} and {_short(usual)} on rank {those}",
+        given=f"{name} is {', '.join(others)} and {last}",
         rule=f"{name} is the same on all {world.world_size} ranks",
         consequence="the ranks would train different things, so no step was made",
-        nearest=f"start rank {odd[0]} with the same code, configuration and environment as the others",
+        nearest=f"start rank {odd_ranks} with the same code, configuration and environment as the others",
     )
 
 
-def _differing_entries(one: str, other: str) -> tuple[str, str]:
-    """Two JSON texts, reduced to the entries that differ if both are objects."""
-    mine, theirs = json.loads(one), json.loads(other)
-    if not (isinstance(mine, dict) and isinstance(theirs, dict)):
-        return one, other
-    return _without(cast("dict[str, Any]", mine), theirs), _without(cast("dict[str, Any]", theirs), mine)
+def _joined(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
-def _without(mine: dict[str, Any], theirs: Any) -> str:
-    return json.dumps({name: value for name, value in mine.items() if name not in theirs or theirs[name] != value})
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"
+def _differing_entries(texts: Sequence[str]) -> Sequence[str]:
+    """JSON texts, reduced to the entries that differ if all are objects."""
+    values = [json.loads(text) for text in texts]
+    if not all(isinstance(value, dict) for value in values):
+        return texts
+    objects = cast("list[dict[str, Any]]", values)
+    equal = [name for name in objects[0] if all(name in each and each[name] == objects[0][name] for each in objects)]
+    return [json.dumps({name: value for name, value in each.items() if name not in equal}) for each in objects]
 
 
 def wait_for_gloo_threads(longest_s: float = 5.0) -> None:

@@ -222,7 +222,7 @@ class KVStore:
         self._broadcast(dict(self._keys.pairs(key, value)))
 
     def _broadcast(self, values: Mapping[str, Tensor]) -> None:
-        if len(set(self.world.gather_json(hash_tensors(values)))) > 1:  # the tables themselves may be long
+        if len(set(self.world.all_gather_json(hash_tensors(values)))) > 1:  # the tables themselves may be long
             agree(self.world, "parameter table", describe_tensors(values))
         for name in sorted(values):
             self.world.broadcast(values[name].detach())

@@ -28,6 +28,7 @@ from unisono.launch.supervise import (
     write_record,
 )
 from unisono.launch.workers import WorkerProcess
+from unisono.storage.run_folder import LOGS_FOLDER
 
 _POLL_S = 0.05
 
@@ -64,7 +65,7 @@ def supervise_elastic(
     goes on while it has workers, and whose servers wait for those that others have joined to it. Call it on the main
     thread, inside ``job_folder``. Raises LaunchError if a process cannot be started.
     """
-    logs = run_dir / "logs"
+    logs = run_dir / LOGS_FOLDER
     states: list[_SlotState] = []
     shown: list[Failure] = []
     verdict: int | None = None

@@ -16,6 +16,7 @@ from unisono.dist import Failure, read_failure
 from unisono.errors import REQUEUE, USER_ERROR
 from unisono.launch.resources import oom_kills
 from unisono.launch.workers import WorkerProcess
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER
 
 _TAIL_LINES = 20
 
@@ -55,7 +56,7 @@ class Attempt:
     def read_failures(self) -> None:
         """Read the failures that ranks recorded before they ended, and note the time and the run's checkpoints."""
         self.took_s = time.monotonic() - self.began_s
-        checkpoints = self.folder.parent / "checkpoints"
+        checkpoints = self.folder.parent / CHECKPOINTS_FOLDER
         self.checkpoints = (
             frozenset(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else frozenset()
         )

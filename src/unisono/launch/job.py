@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.dist import JobSpec, job_from_environ
+from unisono.dist.address import free_port
 from unisono.dist.interpreter import module_command
 from unisono.dist.jobspec import LOOPBACK
 from unisono.dist.secret import new_secret
@@ -31,6 +32,7 @@ from unisono.launch.process_layout import JobLayout, assign_processes
 from unisono.launch.resources import count_accelerators, divide_host
 from unisono.launch.supervise import job_folder, print_message, supervise
 from unisono.launch.workers import Reaper, Worker, WorkerSpec, open_log, start_worker
+from unisono.storage.run_folder import LOGS_FOLDER
 
 SERVER = tuple(module_command("unisono.kvstore.server"))
 
@@ -69,7 +71,9 @@ def launch_local(
     extra = {**(interface.environ() if interface else {}), **(environ or {})}
     share = divide_host(options, {**os.environ, **extra})
     job = JobSpec(run_id=run_id, world_size=share.processes, local_world=share.processes, source="unisono")
-    spec = WorkerSpec(command=command, job=job, share=share, logs=run_dir / "logs", environ=extra, secret=new_secret())
+    spec = WorkerSpec(
+        command=command, job=job, share=share, logs=run_dir / LOGS_FOLDER, environ=extra, secret=new_secret()
+    )
     record = {"run_id": run_id, "command": list(command), **share.record()}
     if interface is not None:
         record |= {"interface": interface.name, "interface_why": interface.why}
@@ -167,7 +171,7 @@ def run_job(job: JobLayout, run_dir: Path) -> int:
         ):  # they are for restarts of a server within one launch; a later launch begins from a checkpoint
             shutil.rmtree(job.snapshots, ignore_errors=True)
             job = replace(job, snapshots=f"{job.snapshots}/{secrets.token_hex(4)}")
-        running = stack.enter_context(MultiHostJob(job, run_dir / "logs", print_message))
+        running = stack.enter_context(MultiHostJob(job, run_dir / LOGS_FOLDER, print_message))
         record = {"run_id": job.run_id, "command": list(job.command), "hosts": running.facts}
         if job.servers:
             record["server_command"] = list(job.server_command)
@@ -192,12 +196,12 @@ def describe_launch(job: JobLayout) -> dict[str, Any]:
     starts.
     """
     tls_folder(job.options, {**os.environ, **job.environ})
-    addresses = [f"{job.rendezvous_host(slot)}:{_free_port()}" for slot in job.servers]
+    addresses = [f"{job.rendezvous_host(slot)}:{free_port(LOOPBACK)}" for slot in job.servers]
     workers = job.workers
     if job.servers or len(workers) == 1:
         master = f"{LOOPBACK}:0"
     else:
-        master = f"{job.rendezvous_host(workers[0])}:{job.port or _free_port()}"
+        master = f"{job.rendezvous_host(workers[0])}:{job.port or free_port(LOOPBACK)}"
     processes: list[dict[str, Any]] = []
     for slot in [*job.servers, *workers]:
         host = job.hosts[slot.host]
@@ -234,8 +238,3 @@ def dry_run_text(description: dict[str, Any]) -> str:
         lines += [f"# {process['name']} on {process['host']}", shlex.join(["env", *settings, *process["command"]])]
     lines += [f"# decided when the job starts: {item}" for item in description["decided_at_start"]]
     return "\n".join(lines)
-
-
-def _free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as probe:
-        return int(probe.getsockname()[1])

@@ -28,11 +28,11 @@ from unisono.storage.directory import make_folder
 from unisono.storage.files import FILE_MODE
 from unisono.storage.folder_lock import FolderLock
 from unisono.storage.limits import MAX_EVENT_BYTES, decode_json
+from unisono.storage.run_folder import EVENTS_FOLDER
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
-EVENTS_FOLDER: Final = "events"
 SERIES: Final = ("step", "eval", "log")  # kinds whose numbers trackers and report show
 NUMBERED: Final = (*SERIES, "skipped_step", "gradient_stats")  # kinds that belong to one step of a run
 ENVELOPE: Final = frozenset({"kind", "t", "m", "rank", "run", "attempt"})

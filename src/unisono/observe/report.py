@@ -24,7 +24,6 @@ from markupsafe import Markup
 from unisono.errors import DataError
 from unisono.observe.events import (
     ENVELOPE,
-    EVENTS_FOLDER,
     SERIES,
     Event,
     EventHistory,
@@ -47,6 +46,7 @@ from unisono.observe.run_summary import (
 )
 from unisono.sanitize import printable
 from unisono.storage.files import write_atomically
+from unisono.storage.run_folder import EVENTS_FOLDER
 
 _POINTS: Final = 2000  # per curve
 _HAPPENINGS: Final = 500

@@ -183,7 +183,7 @@ class FSDPGradients:
 
     def wait(self, totals: Tensor) -> None:
         """Sum ``totals`` [k] over all ranks, and set the gradient of every shard."""
-        with self._world.guard("gradient totals"):
+        with self._world.explain_errors("gradient totals"):
             dist.all_reduce(totals, group=self._world.group)
         self._sharded.collect_grads()
         self._sharded.sum_partial_grads(self._sharded.unsharded_grad_groups)

@@ -101,7 +101,7 @@ class ParallelDims:
     def sum(self, values: Tensor, name: str) -> Tensor:
         """``values`` summed over the ranks along ``name``, in place."""
         if self.sizes[name] > 1:
-            with self.world.guard(f"sum over {name}", values.nbytes):
+            with self.world.explain_errors(f"sum over {name}", values.nbytes):
                 dist.all_reduce(values, group=self.group(name))
         return values
 
@@ -110,7 +110,7 @@ class ParallelDims:
         if self.sizes[name] == 1:
             return values
         missing = self.sum(values.isnan().to(values.dtype), name)
-        with self.world.guard(f"maximum over {name}", values.nbytes):
+        with self.world.explain_errors(f"maximum over {name}", values.nbytes):
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group(name))
         return torch.where(missing > 0, torch.nan, values)
 

@@ -365,7 +365,7 @@ class ShardedParameters:
         """``values`` by parameter name, with those of the other stages of a pipeline, in the model's order."""
         if self._dims.plan.mesh.pp == 1:
             return dict(values)
-        merged = {name: value for stage in self._dims.world.gather_json(values) for name, value in stage.items()}
+        merged = {name: value for stage in self._dims.world.all_gather_json(values) for name, value in stage.items()}
         return {name: merged[name] for name in self._table.spec.parameters if name in merged}
 
     def collect_grads(self) -> None:
@@ -398,7 +398,7 @@ class ShardedParameters:
                     by_dtype.setdefault(gradient.dtype, []).append(gradient)
             for members in by_dtype.values():
                 flat = torch.cat([member.flatten() for member in members])
-                with self._dims.world.guard("sum of shared gradients", flat.nbytes):
+                with self._dims.world.explain_errors("sum of shared gradients", flat.nbytes):
                     dist.all_reduce(flat, group=group)
                 for member, total in zip(members, flat.split([m.numel() for m in members]), strict=True):
                     member.copy_(total.view_as(member))

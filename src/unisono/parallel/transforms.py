@@ -39,7 +39,7 @@ from unisono.parallel.tensor.tp_validation import resolve_rules
 from unisono.plan.pipeline_schedule import stage_index
 from unisono.plan.plan import Plan
 from unisono.storage.files import os_reason
-from unisono.storage.ownership import shared_folder_reason
+from unisono.storage.ownership import make_and_check_folder
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -226,7 +226,7 @@ def _check_compile_folder() -> None:
 
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
     try:
-        reason = shared_folder_reason(folder, mode=0o700)
+        reason = make_and_check_folder(folder, mode=0o700)
     except OSError as error:
         reason = f"{folder} cannot be made ({os_reason(error)})"
     if reason:

@@ -38,7 +38,8 @@ MAX_PARQUET_ENTRIES: Final = 1 << 20
 MAX_THRIFT_DEPTH: Final = 16
 # Arrow, whose nulls take no space and whose booleans take a bit: values for each byte, beyond MAX_FREE_ROWS
 MAX_VALUES_PER_BYTE: Final = 64
-# JSON: lists and objects inside each other, and in all; values in all; bytes of a file of metadata, and of a plan
+# JSON: lists and objects inside each other, and in all; values in all, of which the commas are counted; bytes of a file of
+# metadata, and of a plan
 MAX_JSON_DEPTH: Final = 100
 MAX_JSON_LISTS: Final = 1 << 22
 MAX_JSON_VALUES: Final = 1 << 24
@@ -131,7 +132,10 @@ def read_json(path: Path, decode: Callable[[bytes], Any] = json.loads, *, max_by
 
 
 def _has_lists(text: bytes, number: int) -> bool:
-    """Whether there are more than ``number`` brackets that open a list or object, within strings too. Takes no time."""
+    """Whether there are more than ``number`` brackets that open a list or object, within strings too.
+
+    A search for bytes, far faster than ``_check_structure``, which only texts with so many brackets need.
+    """
     for bracket in (b"[", b"{"):
         at = text.find(bracket)
         while at >= 0:

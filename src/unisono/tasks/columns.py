@@ -70,7 +70,7 @@ def resolve_task(task: TaskOptions, data: DataOptions) -> TaskOptions:
     digest = xxhash.xxh3_128_hexdigest(repr((_SCAN_VERSION, known, asdict(task))).encode())
     path = cache_folder(data) / f"columns-{digest}.json"
     with suppress(OSError):
-        make_own_folder(path.parent)
+        make_own_folder(path.parent, option="data.cache_dir")
     with suppress(OSError, ValueError, TypeError):  # damaged or not there: read again
         return updated_task(task, read_own_json(path))
     resolved = _scan_columns(task, data)

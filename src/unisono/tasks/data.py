@@ -352,7 +352,7 @@ def _cached(dataset: Dataset, data: DataOptions, shares: int) -> Dataset:
     if not data.cache_gib:
         return dataset
     folder = cache_folder(data) / "samples"
-    make_own_folder(folder)
+    make_own_folder(folder, option="data.cache_dir")
     return cached(dataset, budget_bytes=int(data.cache_gib * 2**30 / shares), folder=folder)
 
 

@@ -10,7 +10,7 @@ from unisono.data.dataset import Batch, Dataset, read_samples
 from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.tasks.columns import number_columns
 from unisono.tasks.options import TaskOptions
-from unisono.tasks.targets import ClassNumbers, shorten, split_words, text_of
+from unisono.tasks.targets import ClassNumbers, first_names, split_words, text_of
 
 _MANY_CLASSES = 50
 _FEW_SAMPLES = 3  # of a class
@@ -21,7 +21,9 @@ _UNCUT = 1 << 30
 def found_notices(task: TaskOptions, train: Dataset) -> Iterator[dict[str, str]]:
     """What ``resolve_task`` found: columns, classes, and whether there are many classes for the samples of ``train``."""
     target = (
-        f"{task.target} of {len(task.classes)} classes ({shorten(task.classes)})" if task.has_classes else task.target
+        f"{task.target} of {len(task.classes)} classes ({first_names(task.classes)})"
+        if task.has_classes
+        else task.target
     )
     found = [f"inputs {', '.join(task.inputs)}"]
     if task.kind == "table":

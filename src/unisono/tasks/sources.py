@@ -18,7 +18,7 @@ from unisono.data.sources import open_source, source_groups, source_paths
 from unisono.data.tokens.shards import TokenSet, open_tokens
 from unisono.errors import ConfigError, DataError
 from unisono.tasks.options import TaskOptions
-from unisono.tasks.targets import ClassNumbers, Renumber, StandardNumber, is_string, shorten, text_of
+from unisono.tasks.targets import ClassNumbers, Renumber, StandardNumber, first_names, is_string, text_of
 
 TARGETS = "targets"
 INPUT_NAMES = {
@@ -94,7 +94,7 @@ def _with_targets(source: Dataset, task: TaskOptions) -> Dataset:
     if stray:
         raise DataError(
             given=f"data with the class {stray[0]!r}",
-            rule=f"the classes are the {len(task.classes)} of task.classes: {shorten(task.classes)}",
+            rule=f"the classes are the {len(task.classes)} of task.classes: {first_names(task.classes)}",
             consequence="the number of the class is not known",
             nearest="list all classes in task.classes, or rename the folder or class",
         )
@@ -172,7 +172,7 @@ def check_same_targets(data: DataOptions, task: TaskOptions) -> None:
             if not is_string(value := first(group)):
                 raise DataError(
                     given=f"{' '.join(group)}, whose first target is the number {text_of(value)}, where training data have names",
-                    rule=f"data.train and data.eval have the same targets: the classes are {shorten(names.names)}",
+                    rule=f"data.train and data.eval have the same targets: the classes are {first_names(names.names)}",
                     consequence="the numbers could be those of other classes",
                     nearest="the names as targets in data.eval too",
                 )

@@ -69,7 +69,7 @@ class ClassNumbers:
             return number
         raise DataError(
             given=f"the target {name!r}",
-            rule=f"the classes are the {len(self.names)} of task.classes: {shorten(self.names)}",
+            rule=f"the classes are the {len(self.names)} of task.classes: {first_names(self.names)}",
             consequence="the sample has no class",
             nearest="correct the sample, or list all classes in task.classes",
         )
@@ -326,7 +326,7 @@ def split_words(text: str) -> list[str]:
     return text.split("\n") if "\n" in text else text.split()
 
 
-def shorten(names: Iterable[str], limit: int = 6) -> str:
+def first_names(names: Iterable[str], limit: int = 6) -> str:
     """The first names, and how many more there are."""
     listed = list(names)
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")

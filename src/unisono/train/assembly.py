@@ -41,6 +41,7 @@ from unisono.parallel.tensor.dtensor_placements import parameter_placements
 from unisono.parallel.transforms import ParallelModel, parallelize
 from unisono.plan.plan import Plan, precision_reason
 from unisono.plan.resolve import worker_plan
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER
 from unisono.train.async_loop import AsyncLoop
 from unisono.train.async_worker import open_async_worker, require_random_access
 from unisono.train.callbacks import Every
@@ -61,7 +62,7 @@ from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
 from unisono.train.settings import count_modules, run_settings
-from unisono.train.setup import count_tokens, find_peak, open_store, throughput_unit
+from unisono.train.setup import build_kvstore, count_tokens, find_peak, throughput_unit
 from unisono.train.state import StageTensors, TrainState
 from unisono.train.step import Batch, ForwardBackward, TrainStep, input_selector
 
@@ -156,7 +157,7 @@ def agree_on_run(given: RunInputs, plan: Plan, world: World) -> KVStore:
     check_train_options(plan, given.options)
     check_objective(given.objective, plan)
     given.optim.check(plan)
-    return open_store(plan, world)
+    return build_kvstore(plan, world)
 
 
 def build_model(
@@ -328,7 +329,7 @@ def _open_checkpoints(parts: RunParts, facts: Mapping[str, Any]) -> RunCheckpoin
         loader=given.input.options,
     )
     return RunCheckpoints(
-        given.run_dir / "checkpoints",
+        given.run_dir / CHECKPOINTS_FOLDER,
         parts.state,
         parts.built.dims,
         options=given.checkpoint,

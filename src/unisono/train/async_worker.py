@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from unisono.data.loading.loader import Loader, StepBatch
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.dist import JobSpec
-from unisono.dist.secret import read_secret
+from unisono.dist.secret import read_or_create_secret
 from unisono.errors import ConfigError
 from unisono.kvstore.backends.server_client import Claim, ServerClient, ServerConfig, as_host_memory
 from unisono.kvstore.server.chunk_optimizer import LAYERWISE_OPTIMIZERS, ServerOptimizerSpec
@@ -177,7 +177,7 @@ class AsyncWorker(SyncState):
         self._servers = ServerClient(
             ServerConfig(
                 addresses=server_addresses(job),
-                secret=read_secret(os.environ),
+                secret=read_or_create_secret(os.environ),
                 tls=read_tls(os.environ),
                 worker_restart_count=job.restart_count,
             ),

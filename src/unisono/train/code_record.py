@@ -85,7 +85,7 @@ class ModelRecord:
             for name, value in attributes.items():
                 text = f"`{name}` of `{cls.__name__}`"
                 values.setdefault(text, []).append(value)
-                if module is not None and _short(_plain(vars(module).get(name))) != value:
+                if module is not None and _text_or_digest(_plain(vars(module).get(name))) != value:
                     changed.add(text)
         merged = {text: of[0] if len(set(of)) == 1 else _digest("\n".join(of)) for text, of in values.items()}
         return {**self._code, **{text: value for text, value in merged.items() if text not in changed}}
@@ -213,7 +213,7 @@ class _Recorder:
         """The value of a part. ``follow``: also the attributes of an object that is called."""
         plain = _plain(value)
         if plain:
-            self._put(text, _short(plain))
+            self._put(text, _text_or_digest(plain))
         elif isinstance(value, Tensor | np.ndarray):
             self._put(text, _tensor_digest(cast("Any", value)))
         elif isinstance(value, list | tuple) and any(map(callable, cast("list[Any]", value))):
@@ -320,7 +320,7 @@ def _attributes(module: nn.Module) -> dict[str, str]:
             continue
         plain = _plain(value) if isinstance(value, (*_NUMBERS, str, tuple)) else ""
         if plain and f"{name}={value!r}" not in shown:
-            found[name] = _short(plain)
+            found[name] = _text_or_digest(plain)
     return found
 
 
@@ -352,7 +352,7 @@ def _joined(parts: list[str], brackets: str) -> str:
     return f"{brackets[0]}{', '.join(parts)}{brackets[1]}" if all(parts) else ""
 
 
-def _short(text: str) -> str:
+def _text_or_digest(text: str) -> str:
     return text if len(text) <= _MAX_TEXT else _digest(text)
 
 

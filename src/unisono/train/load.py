@@ -14,6 +14,7 @@ from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.dist import World
 from unisono.errors import CheckpointError, PlanError
 from unisono.parallel.deferred_init import deferred_init
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER
 from unisono.train.build import build_model
 from unisono.train.config import RunConfig
 from unisono.train.whole_model import saved_names, tensor_reader
@@ -63,7 +64,7 @@ def empty_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
 
 def open_run_checkpoint(config: RunConfig, world: World, checkpoint: str | None) -> CheckpointReader:
     """The newest good checkpoint of a run, or the one named. Raises CheckpointError when there is none."""
-    root = Path(config.run.dir) / "checkpoints"
+    root = Path(config.run.dir) / CHECKPOINTS_FOLDER
     path = Path(checkpoint) if checkpoint else find_latest(root, world, quarantine=False)
     if path is None:
         raise CheckpointError(

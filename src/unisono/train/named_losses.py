@@ -63,7 +63,7 @@ class NamedLosses:
         """The sums [names] of the step that ends, in the dtype of ``like``. A collective where there are names."""
         if self.names is None:  # a rank of another pipeline stage computes no loss
             own = list(self._sums)
-            found = self._world.gather_json(own) if self._sums_ranks else [own]
+            found = self._world.all_gather_json(own) if self._sums_ranks else [own]
             self.names = tuple(dict.fromkeys(name for names in found for name in names))
         sums, self._sums = self._sums, {}
         total = torch.zeros(len(self.names), dtype=like.dtype, device=like.device)

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from unisono.config import option
 from unisono.config.fields import options_repr
-from unisono.config.trust import RUN_FILE
 from unisono.errors import Problem, inert_problem
 from unisono.storage.files import os_reason
+from unisono.storage.run_folder import RUN_FILE
 
-PLAN_FILE = "plan.json"  # and its plan
 DEFAULT_STEPS = 300
 
 

@@ -85,7 +85,7 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
 
 @contextmanager
 def _secret_variable(secret: bytes) -> Generator[None]:
-    """Inside, ``secret`` is what ``read_secret`` reads from this process's environment."""
+    """Inside, ``secret`` is what ``read_or_create_secret`` reads from this process's environment."""
     before = {
         name: value for name in ("UNISONO_SECRET_FD", "UNISONO_SECRET_FILE") if (value := os.environ.pop(name, None))
     }

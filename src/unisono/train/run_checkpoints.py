@@ -33,6 +33,7 @@ from unisono.errors import CheckpointError
 from unisono.observe.events import EventLog
 from unisono.parallel.mesh import ParallelDims
 from unisono.plan.plan import Plan
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER
 from unisono.train.code_record import RunCode
 from unisono.train.options import is_due, other_folder
 from unisono.train.settings import setting_differences
@@ -55,7 +56,7 @@ def run_environment(world: World, plan: Plan) -> dict[str, Any]:
 
 def best_before(run_dir: Path, step: int) -> tuple[float, int, Path] | None:
     """Held-out loss, step and path of a run's best checkpoint; None if it is that of ``step``, or none has a held-out loss."""
-    best = next(iter(scored_checkpoints(run_dir / "checkpoints")), None)
+    best = next(iter(scored_checkpoints(run_dir / CHECKPOINTS_FOLDER)), None)
     return best if best is not None and best[1] != step else None
 
 
@@ -118,7 +119,7 @@ class RunCheckpoints:
             current = {**self._meta["settings"], "code": self._code.start}
             differences += setting_differences(reader.meta["settings"], current)
         # each rank has read as many samples as it had time for
-        differences = list(dict.fromkeys(chain.from_iterable(self._world.gather_json(differences))))
+        differences = list(dict.fromkeys(chain.from_iterable(self._world.all_gather_json(differences))))
         if mode == "strict" and differences:
             raise CheckpointError(
                 given=f"resume 'strict' from {path} with " + "; ".join(differences),

@@ -16,7 +16,6 @@ import numpy as np
 from torch import nn
 
 from unisono.checkpoint import CheckpointOptions
-from unisono.config.trust import RUN_FILE
 from unisono.config.values import CALLABLE, encode, is_code, toml_value
 from unisono.data.dataset import Dataset, read_samples
 from unisono.data.options import LoaderOptions
@@ -26,9 +25,10 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.sanitize import without_credentials
 from unisono.storage.files import write_atomically
+from unisono.storage.run_folder import PLAN_FILE, RUN_FILE
 from unisono.train.metrics import METRICS, Metric
 from unisono.train.objectives import OBJECTIVES
-from unisono.train.options import PLAN_FILE, TrainOptions
+from unisono.train.options import TrainOptions
 
 TOKEN_ENTRIES = ("tokens", "input_ids")
 MIN_SEQ_LEN = 2  # of data.seq_len

@@ -24,7 +24,7 @@ from unisono.dist import JobSpec, World, agree, job_from_environ, join_world, re
 from unisono.dist.dmlc import take_role
 from unisono.dist.job_store import JobStore
 from unisono.dist.notebook import in_notebook, notebook_name
-from unisono.dist.world import MEET_S, on_first_rank
+from unisono.dist.world import MIN_MEET_S, on_first_rank
 from unisono.errors import ConfigError, PlanError, Problem
 from unisono.kvstore import KVStore, create_kvstore
 from unisono.measure.ceiling import PeakFlops, peak_flops
@@ -46,6 +46,7 @@ from unisono.plan.validate import validate_plan
 from unisono.storage.directory import make_folder
 from unisono.storage.files import os_reason
 from unisono.storage.folder_lock import FolderLock
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER, LOGS_FOLDER
 from unisono.train.gradient_sync import local_sgd_config
 from unisono.train.objectives import Batch, Objective, find_targets, masked_token, next_token
 from unisono.train.run_record import TOKEN_ENTRIES
@@ -87,10 +88,10 @@ def _kept_store(job: JobSpec, timeout_s: float) -> JobStore:
     If rank 0 served another one then, it might close the first after other ranks had connected to it; and the socket that a
     launcher hands down can be used only once.
     """
-    return rendezvous.open_store(job, max(timeout_s, MEET_S))
+    return rendezvous.open_store(job, max(timeout_s, MIN_MEET_S))
 
 
-def open_store(plan: Plan, world: World) -> KVStore:
+def build_kvstore(plan: Plan, world: World) -> KVStore:
     """Create the store of the plan's kind; an asynchronous worker has a local one, for its model's start."""
     kind = "local" if plan.sync.kind == "dist_async" else plan.sync.kind
     return create_kvstore(kind, world, local_sgd=local_sgd_config(plan) if kind == "dist_local" else None)
@@ -142,7 +143,7 @@ def open_events(run_dir: Path, world: World) -> EventLog:
 
     on_first_rank(world, take_folder if rank == 0 else lambda: None)
     try:
-        attempt = max(world.gather_json(next_attempt(path)))
+        attempt = max(world.all_gather_json(next_attempt(path)))
         return EventLog(path, rank=rank, run_id=run_dir.absolute().name, attempt=attempt, lock=lock)
     except BaseException:
         if lock is not None:
@@ -152,10 +153,10 @@ def open_events(run_dir: Path, world: World) -> EventLog:
 
 def report_failure(events: EventLog, run_dir: Path, job: JobSpec, error: BaseException, step: int | None) -> None:
     """Record the error that ends this rank, for the launcher and in the event log. A disk that takes neither hides no error."""
-    logs = Path(os.environ.get("UNISONO_LOGS", run_dir / "logs"))  # where the launcher looks
+    logs = Path(os.environ.get("UNISONO_LOGS", run_dir / LOGS_FOLDER))  # where the launcher looks
     newest = ""
     with suppress(OSError):  # rank 0 may be deleting an old one
-        committed = [entry for entry in list_checkpoints(run_dir / "checkpoints") if entry.state == "committed"]
+        committed = [entry for entry in list_checkpoints(run_dir / CHECKPOINTS_FOLDER) if entry.state == "committed"]
         newest = committed[-1].path.name if committed else ""
     try:
         record_failure(logs, job, error, step=step, checkpoint=newest)

@@ -223,7 +223,7 @@ class StageTensors:
             path: [list(shards[path].global_shape if path in shards else t.shape), str(t.dtype).removeprefix("torch.")]
             for path, t in state.local_state().items()
         }
-        tables: list[dict[str, Any]] = dims.world.gather_json(table)
+        tables: list[dict[str, Any]] = dims.world.all_gather_json(table)
         self._table = {path: spec for stage in reversed(tables) for path, spec in stage.items()}
         self._first = {path: rank for rank in reversed(range(len(tables))) for path in tables[rank]}
         self._here = table.keys()

@@ -241,12 +241,12 @@ class ForwardBackward:
             with self.whole_sequences(micro_batch):
                 with timers.phase("forward"):
                     sharded = self.shard_sequences(micro_batch)
-                    with self.world.guard_collectives("forward pass"), autocast(*self.precision):
+                    with self.world.explain_collective_errors("forward pass"), autocast(*self.precision):
                         value = loss(self.model(**self.inputs(sharded)), sharded)
                 fault_point("forward", step)
                 if number == len(micro_batches):
                     sync.prepare_last_backward()
-                with timers.phase("backward"), self.world.guard_collectives("backward pass"):
+                with timers.phase("backward"), self.world.explain_collective_errors("backward pass"):
                     value.backward()
             fault_point("backward", step)
 
@@ -264,7 +264,7 @@ class ForwardBackward:
             sharded = self.shard_sequences(micro_batch)
             with (
                 self.whole_sequences(micro_batch),
-                self.world.guard_collectives("forward pass of an evaluation"),
+                self.world.explain_collective_errors("forward pass of an evaluation"),
                 autocast(*self.precision),
             ):
                 consume(number, self.model(**self.inputs(sharded)), sharded)
@@ -296,7 +296,7 @@ class _StagePasses:
         forward_backward = self._forward_backward
         with (
             forward_backward.whole_sequences(self._whole[id(sharded)]),
-            forward_backward.world.guard_collectives("forward pass"),
+            forward_backward.world.explain_collective_errors("forward pass"),
             autocast(*forward_backward.precision),
         ):
             return forward_backward.model(**forward_backward.inputs(sharded))

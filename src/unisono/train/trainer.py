@@ -39,6 +39,7 @@ from unisono.parallel.batch_norm import batch_norms
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.sanitize import redact
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER
 from unisono.train.argument_checks import check_arguments, check_without_eval_data, inert_metrics_notice
 from unisono.train.assembly import (
     RunInputs,
@@ -472,7 +473,7 @@ class Trainer:
 
         ``Trainer(…, resume=run.best)`` continues from it; the command line's ``--best`` evaluates and exports it.
         """
-        return next((path for _, _, path in scored_checkpoints(self.run_dir / "checkpoints")), None)
+        return next((path for _, _, path in scored_checkpoints(self.run_dir / CHECKPOINTS_FOLDER)), None)
 
     def averaged_weights(self) -> AbstractContextManager[Any]:
         """A context in which the model has the weights that evaluation and export use."""
@@ -517,7 +518,7 @@ class Trainer:
         if path is None and self.plan.is_model_sharded:
             if self._is_open:  # leaving it saved the last step
                 self.save(wait=True)
-            path = self.run_dir / "checkpoints" / step_name(self.state.step)
+            path = self.run_dir / CHECKPOINTS_FOLDER / step_name(self.state.step)
         if self.world.job.rank == 0:
             with self.averaged_weights() if path is None else nullcontext():
                 export_model(

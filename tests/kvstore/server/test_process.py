@@ -14,7 +14,11 @@ from unisono.errors import LaunchError
 from unisono.kvstore.server import snapshot
 from unisono.kvstore.server.process import ServerSettings, server_settings
 
-ENVIRON = {"UNISONO_SERVER": "1", "UNISONO_SERVER_ADDRESSES": "10.0.0.1:5000,fe80::1:5001", "UNISONO_EPOCH": "4"}
+ENVIRON = {
+    "UNISONO_SERVER": "1",
+    "UNISONO_SERVER_ADDRESSES": "10.0.0.1:5000,fe80::1:5001",
+    "UNISONO_RESTART_COUNT": "4",
+}
 ADDRESSES = (("10.0.0.1", 5000), ("fe80::1", 5001))
 
 
@@ -44,7 +48,7 @@ def test_reads_its_seat() -> None:
     [
         ({"UNISONO_SERVER": "2"}, "UNISONO_SERVER is 2\n.*servers, 0 to 1"),
         ({"UNISONO_SERVER": "-1"}, "UNISONO_SERVER is '-1'"),
-        ({"UNISONO_EPOCH": None}, "UNISONO_EPOCH is unset"),
+        ({"UNISONO_RESTART_COUNT": None}, "UNISONO_RESTART_COUNT is unset"),
         ({"UNISONO_SERVER_ADDRESSES": None}, "UNISONO_SERVER_ADDRESSES is unset"),
         ({"UNISONO_SERVER_ADDRESSES": "h:1,host"}, "each server is host:port"),
         ({"UNISONO_SERVER_ADDRESSES": "h:1,h:70000"}, "each server is host:port"),

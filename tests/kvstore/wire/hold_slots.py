@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from unisono.dist.secret import read_secret
+from unisono.dist.secret import read_or_create_secret
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.frame import Frame, Limits, Op, payload_views
 from unisono.kvstore.wire.frame_server import FrameServer, listen
@@ -40,7 +40,7 @@ class Digesting:
 
 
 if __name__ == "__main__":
-    secret = read_secret(os.environ)
+    secret = read_or_create_secret(os.environ)
     port, epoch, answers = map(int, sys.argv[1:])
     server = FrameServer([listen("127.0.0.1", port)], Digesting(answers), secret, Limits(), restart_count=epoch)
     print(server.addresses[0][1], flush=True)

@@ -48,8 +48,8 @@ class RemoteFile:
             raise _unreachable(url, error) from public_cause(error, url)
         self.size = int(info["size"])
         self.folder = cache_dir / xxhash.xxh3_128(key.encode()).hexdigest()
-        make_own_folder(cache_dir)
-        make_own_folder(self.folder)
+        make_own_folder(cache_dir, option="cache_dir")
+        make_own_folder(self.folder, option="cache_dir")
         self.path = self.folder / "data.rec"
         count = -(-self.size // BLOCK_BYTES)
         self._data = _sparse(self.path, self.size)

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 import numpy as np
 import xxhash
 
-from unisono.data.convert.formats.table import Row, shorten
+from unisono.data.convert.formats.table import Row, describe_value
 from unisono.data.dataset import Batch, check_sample
 from unisono.data.packed_sample import pack_sample, unpack_sample
 from unisono.data.recordio import RecordDataset, RecordFile, RecordWriter
@@ -43,7 +43,7 @@ def converted(paths: Sequence[Path], rows: Callable[[], Iterator[Row]], cache: P
     name = f"rows-{xxhash.xxh3_128_hexdigest(repr((_VERSION, stamps)).encode())}"
     data = cache / f"{name}.rec"
     try:
-        make_own_folder(cache)
+        make_own_folder(cache, option="data.cache_dir")
         with file_lock(cache / f"{name}.lock"):
             if not data.exists() or foreign_reason(data):  # such as of an earlier version, under umask 002
                 _LOG.info("%s is copied to %s for random access", paths[0], data)
@@ -87,7 +87,7 @@ def _value(value: Any, name: str, number: int) -> Any:
         if parts and all(isinstance(part, str) for part in parts):
             if lines := [part for part in parts if "\n" in part]:
                 raise DataError(
-                    given=f"row {number}, column {name!r}: the string {shorten(lines[0])} of a list",
+                    given=f"row {number}, column {name!r}: the string {describe_value(lines[0])} of a list",
                     rule="a list of strings is read as one text with a line for each, so that none has a line end",
                     consequence="the list would have more parts than were written",
                     nearest="the same strings without line ends, or a column that is one text",

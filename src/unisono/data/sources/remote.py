@@ -135,8 +135,8 @@ def _copy(filesystem: Any, name: str, cache: Path, target: Path | None = None) -
             if beside != name and filesystem.exists(beside):
                 _copy(filesystem, beside, cache, target.parent / beside.rsplit("/", 1)[-1])
     try:
-        make_own_folder(cache)
-        make_own_folder(target.parent)
+        make_own_folder(cache, option="data.cache_dir")
+        make_own_folder(target.parent, option="data.cache_dir")
         lock = target.with_name(f".{target.name}.lock")  # hidden, as not to be taken for one of the files of its folder
         with file_lock(lock):
             if not target.exists():

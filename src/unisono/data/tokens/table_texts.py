@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from unisono.data.convert.file_kind import KINDS, kind_of_name
-from unisono.data.convert.formats.table import shorten
+from unisono.data.convert.formats.table import describe_value
 from unisono.data.convert.table_files import open_file, read_formats
 from unisono.data.tokens.corpus import Corpus
 from unisono.errors import DataError
@@ -63,7 +63,7 @@ def row_texts(path: Path, column: str) -> Iterator[str]:
             continue
         count += 1
         if count <= _SHOWN:
-            bad.append(f"row {number}: {'null' if value is None else shorten(value)}")
+            bad.append(f"row {number}: {'null' if value is None else describe_value(value)}")
     if count:
         more = f"; and {count - len(bad)} more" if count > len(bad) else ""
         raise DataError(

@@ -166,7 +166,7 @@ def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> Prepa
         corpus = replace(corpus, name=without_credentials(options.corpus))
     check_text_column(corpus, options.text_column)
     try:
-        make_own_folder(cache)
+        make_own_folder(cache, option="data.cache_dir")
         inputs = _Inputs(
             corpus=corpus,
             digests=_digests(corpus, cache),

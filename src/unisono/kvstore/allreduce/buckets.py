@@ -135,11 +135,11 @@ class BucketedAllReduce:
             return "nothing is sent: no other rank has these parameters"
         if self._group is None or self._group.size() < self._world.world_size:
             return f"{by}: a group of some of the workers"
-        hosts: list[str] = self._world.gather_json(host_id())
+        hosts: list[str] = self._world.all_gather_json(host_id())
         if is_hierarchy_useful(hosts):
             self._sum = hierarchical_all_reduce(self._world, hosts)
             return f"{by}: over the workers of each host, then across {len(set(hosts))} hosts"
-        if not all(self._world.gather_json(all(p.device.type == "cpu" for p in self._parameters.values()))):
+        if not all(self._world.all_gather_json(all(p.device.type == "cpu" for p in self._parameters.values()))):
             return f"{by}: gradients on devices"
         try:
             self._memory = SharedMemoryAllReduce(self._world)
@@ -165,7 +165,7 @@ class BucketedAllReduce:
             bucket = self._buckets[self._next]
             if only_complete and bucket.num_pending:
                 return
-            with self._world.guard("gradient all-reduce"):
+            with self._world.explain_errors("gradient all-reduce"):
                 if self._exchange is not None:
                     pending = self._exchange.launch(bucket.views)
                     self._count(pending.sent_bytes, pending.received_bytes)
@@ -185,7 +185,7 @@ class BucketedAllReduce:
         ``totals`` over all ranks, and wait for everything."""
         self._launch(only_complete=False)
         self._is_last_backward, self._next = False, 0  # the next step may come without prepare_last_backward
-        with self._world.guard("gradient all-reduce"):
+        with self._world.explain_errors("gradient all-reduce"):
             whole = self._exchange is None and (self._group is None or self._group.size() == self._world.world_size)
             sum_all_ranks = self._sum if whole else partial(dist.all_reduce, group=self._world.group, async_op=True)
             self._pending.append(sum_all_ranks(totals))

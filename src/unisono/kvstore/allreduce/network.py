@@ -71,7 +71,7 @@ def network_all_reduce(world: World, hierarchical: Literal["auto"] | bool) -> Ca
     group = world.group
     if group is None:
         return lambda tensor: Future(lambda: None)
-    hosts: list[str] = world.gather_json(host_id()) if hierarchical else []
+    hosts: list[str] = world.all_gather_json(host_id()) if hierarchical else []
     if hierarchical is True or is_hierarchy_useful(hosts):
         return hierarchical_all_reduce(world, hosts)
     return lambda tensor: piecewise_all_reduce(tensor, group)

@@ -47,7 +47,7 @@ class SharedMemoryAllReduce:
         self._world = world
         head = _LINE * world.world_size
         size = head + slot_bytes * (world.world_size + 1)
-        self._peers = world.gather_json(identity())
+        self._peers = world.all_gather_json(identity())
         self._memory = _open(world, self._peers, size)
         self._counters = memoryview(self._memory)[:head].cast("q")
         memory = torch.frombuffer(self._memory, dtype=torch.uint8)
@@ -153,7 +153,7 @@ def _open(world: World, peers: list[dict[str, Any]], size: int) -> mmap.mmap:
         raise _refused("1 worker", "no sum is needed")
     if len({peer["host"] for peer in peers}) > 1:
         raise _refused("workers on several hosts", "a sum over torch.distributed")
-    if set(world.gather_json(_able())) != {True}:
+    if set(world.all_gather_json(_able())) != {True}:
         raise _refused("a worker that is not on Linux and x86-64", "a sum over torch.distributed")
     if world.rank == 0:
         handle = os.memfd_create("unisono-sum", os.MFD_CLOEXEC)
@@ -164,7 +164,7 @@ def _open(world: World, peers: list[dict[str, Any]], size: int) -> mmap.mmap:
             handle = os.open(f"/proc/{peers[0]['pid']}/fd/{world.broadcast_json()}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             handle = -1
-    refused = [rank for rank, is_open in enumerate(world.gather_json(handle >= 0)) if not is_open]
+    refused = [rank for rank, is_open in enumerate(world.all_gather_json(handle >= 0)) if not is_open]
     try:
         if refused:
             raise _refused(f"rank {refused[0]}, which may not open rank 0's memory", "the same user for all workers")

@@ -246,7 +246,7 @@ class AllReduceBackend:
             self._apply(self._batches.popleft())
 
     def _apply(self, batch: _Batch) -> None:
-        with self._world.guard(f"push of {batch.entries[0].key!r}"):
+        with self._world.explain_errors(f"push of {batch.entries[0].key!r}"):
             batch.work.wait()
         for entry, total in zip(batch.entries, batch.totals, strict=True):
             self._apply_one(entry, total)
@@ -293,7 +293,7 @@ class AllReduceBackend:
         self._queue, self._queued_bytes = [], 0
         for kind, run in groupby(queue, key=_buffer_kind):
             for entries in [[entry] for entry in run] if kind in (_ROWS, _LARGE) else [list(run)]:
-                with self._world.guard(f"push of {', '.join(repr(entry.key) for entry in entries[:3])}"):
+                with self._world.explain_errors(f"push of {', '.join(repr(entry.key) for entry in entries[:3])}"):
                     batch = self._launch(entries)
                 for entry in entries:
                     entry.batch = batch

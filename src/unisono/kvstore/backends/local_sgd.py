@@ -265,11 +265,11 @@ class LocalSGD:
             torch.sub(part.outer, part.flat(), out=part.delta)
             if self._world.group is not None and not self._exchanges:
                 self._count(part.delta.nbytes, part.delta.nbytes)
-                with self._world.guard(f"average of fragment {fragment}"):
+                with self._world.explain_errors(f"average of fragment {fragment}"):
                     works.append(dist.all_reduce(part.delta, group=self._world.group, async_op=True))
         if self._exchanges:
             deltas = {part.name: part.delta for part in self._fragments[fragment]}
-            with self._world.guard(f"average of fragment {fragment}"):
+            with self._world.explain_errors(f"average of fragment {fragment}"):
                 pending = self._exchanges[fragment].launch(deltas)
             self._count(pending.sent_bytes, pending.received_bytes)
             works.append(pending)
@@ -281,7 +281,7 @@ class LocalSGD:
 
     def _wait(self, fragment: int) -> None:
         works = self._pending.get(fragment, [])
-        with self._world.guard(f"average of fragment {fragment}"):
+        with self._world.explain_errors(f"average of fragment {fragment}"):
             while works:
                 works.pop(0).wait()
                 if self._exchanges:

@@ -25,7 +25,7 @@ from torch import Tensor
 from unisono.dist import job_from_environ
 from unisono.dist.dmlc import require_credentials
 from unisono.dist.dmlc import server_addresses as dmlc_servers
-from unisono.dist.secret import SECRET_BYTES, read_secret
+from unisono.dist.secret import SECRET_BYTES, read_or_create_secret
 from unisono.errors import CommError, ConfigError
 from unisono.kvstore.backends.acknowledged import AcknowledgedPushes
 from unisono.kvstore.compression import Codec, ErrorFeedback
@@ -100,8 +100,8 @@ class ServerConfig:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str], *, worker_restart_count: int = 0) -> ServerConfig:
-        """The servers of UNISONO_SERVER_ADDRESSES, or of MXNet's tracker, with the job's secret (``read_secret``) and, if
-        UNISONO_TLS is set, TLS.
+        """The servers of UNISONO_SERVER_ADDRESSES, or of MXNet's tracker, with the job's secret (``read_or_create_secret``) and,
+        if UNISONO_TLS is set, TLS.
 
         Raises LaunchError and ConfigError for variables that are missing or wrong.
         """
@@ -117,7 +117,7 @@ class ServerConfig:
             addresses = server_addresses(environ)
         return cls(
             addresses=addresses,
-            secret=read_secret(environ),
+            secret=read_or_create_secret(environ),
             tls=read_tls(environ),
             worker_restart_count=worker_restart_count,
         )

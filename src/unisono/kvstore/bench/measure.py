@@ -132,8 +132,8 @@ def _timed(side: _Side, world: World, rounds: int, what: str) -> dict[str, Any]:
     sent = _sent(side, world) - before
     side.settle()
     _check(side, world, rounds + 1, what)
-    slowest = [max(times) for times in zip(*world.gather_json(seconds[1:]), strict=True)]
-    sent_by_worker = world.gather_json(sent if side.sent is not None else sent / world.job.local_world)
+    slowest = [max(times) for times in zip(*world.all_gather_json(seconds[1:]), strict=True)]
+    sent_by_worker = world.all_gather_json(sent if side.sent is not None else sent / world.job.local_world)
     median_s = statistics.median(slowest)
     return {
         "median_s": median_s,
@@ -162,7 +162,9 @@ def _check(side: _Side, world: World, rounds: int, what: str) -> None:
     if side.expected is not None:
         expected = side.expected(rounds)
         wrong = [key for key, value in side.out.items() if not torch.equal(value, expected[key])]
-    digests = world.gather_json({key: xxhash.xxh3_64_hexdigest(raw_bytes(value)) for key, value in side.out.items()})
+    digests = world.all_gather_json(
+        {key: xxhash.xxh3_64_hexdigest(raw_bytes(value)) for key, value in side.out.items()}
+    )
     unlike = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if wrong or unlike:
         raise CommError(

@@ -157,7 +157,7 @@ def measure_codec(codec: Codec, device: torch.device) -> CodecSpeed:
 
 def _link_s(world: World, device: torch.device, group: ProcessGroup | None) -> float:
     value = torch.zeros(_SAMPLE_ELEMENTS, device=device)
-    with world.guard("measuring all-reduce", value.nbytes):
+    with world.explain_errors("measuring all-reduce", value.nbytes):
         return _quickest(lambda: dist.all_reduce(value, group=group or world.group), device) / value.nbytes
 
 

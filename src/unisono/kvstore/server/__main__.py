@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from unisono.dist.address import require_private
-from unisono.dist.secret import read_secret
+from unisono.dist.secret import read_or_create_secret
 from unisono.errors import LaunchError, UnisonoError
 from unisono.kvstore.server.parameter_server import ParameterServer
 from unisono.kvstore.server.process import ReplicaClient, ServerSettings, run_until_stopped, server_settings
@@ -28,7 +28,7 @@ def main(listening: Callable[[], None] = lambda: None) -> int:
     """Serve until a stop signal; returns the exit code. ``listening`` is called once the socket accepts connections."""
     try:
         allow_files(Admission().max_connections + _OTHER_FILES)
-        settings, secret, tls = server_settings(os.environ), read_secret(os.environ), read_tls(os.environ)
+        settings, secret, tls = server_settings(os.environ), read_or_create_secret(os.environ), read_tls(os.environ)
         os.environ.pop("UNISONO_SECRET_FD", None)
         replica = ReplicaClient(settings, secret, tls) if settings.num_copies > 1 else None
         server = ParameterServer(

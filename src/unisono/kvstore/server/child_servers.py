@@ -57,7 +57,7 @@ def child_servers(
     common = {DRAIN: "1", **({"UNISONO_TLS": tls} if tls else {}), **(more or {})}
     with ExitStack() as stack:
         listeners = {server: stack.enter_context(listen(_address(world), tls=bool(tls))) for server in mine}
-        answers = world.gather_json({server: listener.getsockname()[:2] for server, listener in listeners.items()})
+        answers = world.all_gather_json({server: listener.getsockname()[:2] for server, listener in listeners.items()})
         by_server = {
             int(server): (str(host), int(port)) for answer in answers for server, (host, port) in answer.items()
         }
@@ -66,7 +66,7 @@ def child_servers(
         for server, listener in listeners.items():
             children.append(_Child(server, listener, secret, restarts, common))
             stack.callback(children[-1].end)
-        ended = world.gather_json({child.server: code for child in children if (code := child.begun()) is not None})
+        ended = world.all_gather_json({child.server: code for child in children if (code := child.begun()) is not None})
         if wrong := [f"server {server} with exit code {code}" for codes in ended for server, code in codes.items()]:
             raise LaunchError(
                 given=f"{', '.join(wrong)} ended before it listened",
@@ -185,7 +185,7 @@ class _Child:
     def _start(self) -> subprocess.Popen[str]:
         secret, listener = secret_descriptor(self._secret), self._listener.fileno()
         self._word, word = os.pipe()
-        identity = {"UNISONO_SERVER": str(self.server), "UNISONO_EPOCH": str(self._restart_count)}
+        identity = {"UNISONO_SERVER": str(self.server), "UNISONO_RESTART_COUNT": str(self._restart_count)}
         passed = {"UNISONO_LISTEN_FD": str(listener), "UNISONO_SECRET_FD": str(secret), _WORD: str(word)}
         process = subprocess.Popen(
             module_command(_MODULE),

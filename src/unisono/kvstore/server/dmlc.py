@@ -116,7 +116,7 @@ def _serve(job: JobSpec) -> int:
     os.environ |= {
         "UNISONO_SERVER": str(number),
         "UNISONO_SERVER_ADDRESSES": ",".join(f"{host}:{port}" for host, port in addresses),
-        "UNISONO_EPOCH": "0",
+        "UNISONO_RESTART_COUNT": "0",
         "UNISONO_LISTEN_FD": str(listener.detach()),
         DRAIN: "1",
     }

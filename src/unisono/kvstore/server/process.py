@@ -2,7 +2,7 @@
 
     UNISONO_SERVER             index of this server, from 0
     UNISONO_SERVER_ADDRESSES   host:port of all servers, comma-separated
-    UNISONO_EPOCH              its restart count, one higher at each restart
+    UNISONO_RESTART_COUNT      its restart count, one higher at each restart
     UNISONO_LISTEN_FD          a listening socket inherited from the launcher; unset: it listens at its own host and port
     UNISONO_REPLICAS           2: the next server keeps a replica of this one
     UNISONO_TLS                folder of certificates (``wire.tls``); unset: no encryption
@@ -74,7 +74,7 @@ def server_settings(environ: Mapping[str, str]) -> ServerSettings:
     return ServerSettings(
         server_index=server,
         addresses=addresses,
-        server_restart_count=_whole(environ, "UNISONO_EPOCH"),
+        server_restart_count=_whole(environ, "UNISONO_RESTART_COUNT"),
         listen_fd=_whole(environ, "UNISONO_LISTEN_FD") if "UNISONO_LISTEN_FD" in environ else None,
         num_copies=replicas,
         snapshots=Path(folder) / f"server-{server}" if folder else None,

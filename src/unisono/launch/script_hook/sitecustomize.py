@@ -39,7 +39,7 @@ def _record(error: BaseException | None) -> bool:
         from unisono.dist import JobSpec, read_failure, record_failure
 
         logs = Path(os.environ["UNISONO_LOGS"])
-        job = JobSpec(rank=int(os.environ["UNISONO_RANK"]), restart_count=int(os.environ["UNISONO_EPOCH"]))
+        job = JobSpec(rank=int(os.environ["UNISONO_RANK"]), restart_count=int(os.environ["UNISONO_RESTART_COUNT"]))
         known = read_failure(logs, job.rank, job.restart_count)
         if known is None or (known.type, known.message) != (type(error).__name__, str(error)):
             record_failure(logs, job, error, step=None, script_s=time.monotonic() - _BEGIN_S)

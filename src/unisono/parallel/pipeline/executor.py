@@ -73,7 +73,7 @@ class PipelineExecutor:
         for link in links:
             if _link(*link) in self._groups:
                 token = torch.zeros(1, device=self._device)
-                with self._world.guard(f"connecting stages {link[0]} and {link[1]}"):
+                with self._world.explain_errors(f"connecting stages {link[0]} and {link[1]}"):
                     exchange = self._isend if link[0] in self._stages.stage_ids else self._irecv
                     exchange(token, *link).wait()
 
@@ -186,7 +186,7 @@ class PipelineExecutor:
         gradient = None if action.stage == self._stages.num_stages - 1 else self._receive(action, ())
         received, output = self._activations.pop(action[1:])
         if output.requires_grad:  # a first stage may have no trained parameter
-            with around, self._world.guard_collectives("backward pass"):
+            with around, self._world.explain_collective_errors("backward pass"):
                 torch.autograd.backward(output, gradient)
         if received is not None:
             self._send(action, received.grad if received.grad is not None else torch.zeros_like(received))
@@ -219,14 +219,14 @@ class PipelineExecutor:
                 return  # later messages of the same link must not overtake
             if action not in self._posted:
                 buffer = torch.empty(spec[0], dtype=spec[1], device=self._device)
-                with self._world.guard_collectives("receive from another stage"):
+                with self._world.explain_collective_errors("receive from another stage"):
                     self._posted[action] = self._irecv(buffer, self._source(action).stage, action.stage), buffer
 
     def _receive(self, action: Action, micros: Sequence[Micro]) -> Tensor:
         source = self._source(action)
         if not self._is_remote(action):
             return self._local.pop(source)
-        with self._world.guard_collectives(f"receive from stage {source.stage}"):
+        with self._world.explain_collective_errors(f"receive from stage {source.stage}"):
             if action not in self._posted:  # its spec was not known
                 header = torch.zeros(_MAX_DIMS + 2, dtype=torch.int64)
                 self._irecv(header, source.stage, action.stage).wait()
@@ -265,11 +265,11 @@ class PipelineExecutor:
 
     def _start_send(self, tensor: Tensor, sender: int, receiver: int) -> None:
         self._sending = [(work, sent) for work, sent in self._sending if not work.is_completed()]
-        with self._world.guard_collectives(f"send to stage {receiver}"):
+        with self._world.explain_collective_errors(f"send to stage {receiver}"):
             self._sending.append((self._isend(tensor, sender, receiver), tensor))
 
     def _finish_sending(self) -> None:
-        with self._world.guard_collectives("send to another stage"):
+        with self._world.explain_collective_errors("send to another stage"):
             for work, _ in self._sending:
                 work.wait()
 

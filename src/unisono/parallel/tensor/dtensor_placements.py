@@ -210,7 +210,7 @@ class DTensorGradients:
     def wait(self, totals: Tensor) -> None:
         """Sum ``totals`` [k] over all ranks, and set the gradient of every shard."""
         world = self._dims.world
-        with world.guard("gradient totals"):
+        with world.explain_errors("gradient totals"):
             dist.all_reduce(totals, group=world.group)
         redistribute_grads(self._model)
         self._sharded.collect_grads()

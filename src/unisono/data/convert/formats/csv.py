@@ -20,9 +20,9 @@ from unisono.data.convert.formats.table import (
     Table,
     check_rows,
     damaged_error,
+    describe_value,
     infer_schema,
     open_source,
-    shorten,
     unreadable_error,
     unwritable_error,
 )
@@ -222,7 +222,9 @@ def _text(value: Any, number: int, name: str) -> str:
         return base64.b64encode(value).decode()
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise unwritable_error(
-            f"row {number}, field {name!r}: {shorten(value)}", "an integer column is int64", "a .jsonl file holds it"
+            f"row {number}, field {name!r}: {describe_value(value)}",
+            "an integer column is int64",
+            "a .jsonl file holds it",
         )
     return repr(value)
 

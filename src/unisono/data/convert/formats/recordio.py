@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from unisono.data.convert.formats.table import (
     Row,
     Table,
+    describe_value,
     encode_image_column,
-    shorten,
     unreadable_error,
     unwritable_error,
 )
@@ -81,7 +81,7 @@ def write(path: Path, table: Table) -> int:
                 kind = value.dtype.str if isinstance(value, np.ndarray) else type(value).__name__
                 if kinds.setdefault(name, kind) != kind:
                     raise unwritable_error(
-                        f"row {number}, field {name!r}: {shorten(value)}",
+                        f"row {number}, field {name!r}: {describe_value(value)}",
                         "a side column is of ints, of floats, or of arrays of one type, in all rows",
                         "a .jsonl file holds fields of any type",
                     )
@@ -104,13 +104,13 @@ def _parts(row: Row, number: int) -> tuple[bytes, int | None, dict[str, Any]]:
     for name, value in numbers.items():
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise unwritable_error(
-                f"row {number}, field {name!r}: {shorten(value)}",
+                f"row {number}, field {name!r}: {describe_value(value)}",
                 "a number beside a record is an int64 or a float64",
                 "a .jsonl file holds such numbers",
             )
     if "data" in numbers:
         raise unwritable_error(
-            f"row {number}, field 'data': {shorten(row['data'])}",
+            f"row {number}, field 'data': {describe_value(row['data'])}",
             "'data' is the payload",
             "another name for this field",
         )

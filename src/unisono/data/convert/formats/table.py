@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from unisono.data.mindrecord import FieldType
 from unisono.errors import DataError, nearest_name
+from unisono.sanitize import shorten
 
 Row = Mapping[str, Any]
 _SCALARS: Final[dict[type, str]] = {bool: "bool", int: "int64", float: "float64", str: "string", bytes: "bytes"}
@@ -137,7 +138,7 @@ def check_rows(rows: Iterable[Row], schema: Mapping[str, FieldType], format_name
         for name, field in schema.items():
             if not _fits(row[name], field):
                 raise unwritable_error(
-                    f"row {number}, field {name!r}: {shorten(row[name])}",
+                    f"row {number}, field {name!r}: {describe_value(row[name])}",
                     f"in {format_name} the field is {_described(field)} in all rows",
                     "a .jsonl file holds fields of any type",
                 )
@@ -184,13 +185,13 @@ def _value_bytes(value: Any) -> int:
     return getattr(value, "nbytes", len(value) if isinstance(value, str | bytes) else 8)
 
 
-def shorten(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A value for an error text: its type, and itself if it is short."""
     if isinstance(value, np.ndarray):
         array = cast("np.ndarray[Any, Any]", value)
         return f"an array of {array.dtype} and shape {list(array.shape)}"
     text = repr(value)
-    return f"{text if len(text) <= 40 else text[:40] + '…'} ({type(value).__name__})"
+    return f"{shorten(text, 41)} ({type(value).__name__})"
 
 
 def _is_string_list(value: Any) -> bool:

@@ -26,7 +26,7 @@ from unisono.data.convert.formats.table import (
     Row,
     Table,
     damaged_error,
-    shorten,
+    describe_value,
     unreadable_error,
     unwritable_error,
 )
@@ -85,7 +85,7 @@ def write(path: Path, table: Table) -> int:
             key = row.get(KEY, f"{count:09d}")
             if not isinstance(key, str) or not _is_key(key) or key == before or len(row.keys() - {KEY}) == 0:
                 raise unwritable_error(
-                    f"row {count} with the key {shorten(key)} and {len(row.keys() - {KEY})} fields besides",
+                    f"row {count} with the key {describe_value(key)} and {len(row.keys() - {KEY})} fields besides",
                     "a sample has fields, and a key that is a path without dots in its last part, unlike the key before it",
                     f"another {KEY}, or none: then rows are numbered",
                 )
@@ -239,7 +239,7 @@ def _encode(number: int, name: str, value: Any) -> tuple[str, bytes]:
     kind = float if is_array and value.ndim else type(value)
     if kind not in _TYPES or not re.fullmatch(r"[^/\0]*[^./\0]", name) or name.startswith("."):
         raise unwritable_error(
-            f"row {number}, field {name!r}: {shorten(value)}",
+            f"row {number}, field {name!r}: {describe_value(value)}",
             "a member is an int, a float, a string, bytes or an array of numbers, under a name without / and outer dots",
             "a .jsonl file holds such rows",
         )

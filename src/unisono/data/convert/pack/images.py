@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.convert.formats.table import encode_image_column, shorten, unwritable_error
+from unisono.data.convert.formats.table import describe_value, encode_image_column, unwritable_error
 from unisono.data.convert.pack.image_encoding import ImageOptions
 from unisono.data.convert.pack.image_listing import (
     ImageListing,
@@ -208,9 +208,9 @@ def _image_request(
     """The image of a row; ``kind`` is that of the first row's label."""
     labels = _labels(row[label])
     if not isinstance(row[field], bytes):
-        reason = f"field {field!r} is {shorten(row[field])}, no image"
+        reason = f"field {field!r} is {describe_value(row[field])}, no image"
     elif labels is None or _kind(row[label]) != kind:
-        reason = f"field {label!r} is {shorten(row[label])}, not a label as that of the first row"
+        reason = f"field {label!r} is {describe_value(row[label])}, not a label as that of the first row"
     elif (reason := label_problem(labels)) is None:
         return ListedImage(name=name, labels=tuple(labels), key=number), row[field]
     return BadInput(path=name, reason=reason), None

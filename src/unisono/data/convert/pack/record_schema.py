@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.convert.formats.table import shorten
+from unisono.data.convert.formats.table import describe_value
 from unisono.data.mindrecord import FieldType
 from unisono.errors import DataError
 from unisono.storage.limits import MAX_RECORD_BYTES
@@ -109,7 +109,7 @@ class RecordSchema:
             try:
                 parts += _encoded(row[name], field)
             except (ValueError, TypeError, OverflowError) as error:
-                raise _unfit(f"field {name!r}, {shorten(row[name])}: {error}", self.text) from error
+                raise _unfit(f"field {name!r}, {describe_value(row[name])}: {error}", self.text) from error
         return b"".join(parts)
 
     def decode(self, record: bytes | memoryview) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from unisono.data.convert.file_kind import kind_of_name
-from unisono.data.convert.formats.table import shorten, unreadable_error, unwritable_error
+from unisono.data.convert.formats.table import describe_value, unreadable_error, unwritable_error
 from unisono.data.convert.pack.pack_job import (
     PackJob,
     PackOptions,
@@ -124,7 +124,7 @@ def _column_texts(source: Path, column: str) -> Iterator[str | BadInput]:
         if isinstance(value, str):
             yield value
         else:
-            yield BadInput(path=f"{source.name}: row {number}", reason=f"{shorten(value)}, no text")
+            yield BadInput(path=f"{source.name}: row {number}", reason=f"{describe_value(value)}, no text")
 
 
 def _encoded(texts: Iterator[str | BadInput], tokenizer: Tokenizer, workers: int) -> Generator[PackedInput]:
