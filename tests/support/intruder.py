@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from unisono.dist.authentication import (
     LENGTH,
     AuthenticationRefused,
@@ -23,6 +25,10 @@ from unisono.dist.authentication import (
 )
 
 NOBODY = 65534
+
+needs_another_user = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can act as another user: this attack of another user was not tried"
+)
 
 
 def as_another_user(attack: Callable[..., Any], *args: Any) -> Any:
@@ -149,4 +155,14 @@ def take_a_place_in_gloo(ports: list[int], reader: int, ready: int) -> str:
     return data.hex()
 
 
-__all__ = ["PeerError", "as_another_user", "drip", "hold", "junk", "late_hello", "take_a_place_in_gloo"]
+__all__ = [
+    "NOBODY",
+    "PeerError",
+    "as_another_user",
+    "drip",
+    "hold",
+    "junk",
+    "late_hello",
+    "needs_another_user",
+    "take_a_place_in_gloo",
+]
