@@ -463,6 +463,41 @@ def test_a_member_does_not_fill_the_memory_of_rank_0(monkeypatch: pytest.MonkeyP
         other.close()
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["sent", "announced"])
+def test_a_request_of_more_than_4_MiB_is_refused_and_the_store_goes_on(whole: bool) -> None:
+    """By a rank, which has proved itself, but does not keep to what ``JobStore`` sends."""
+    assert store_server.MAX_MESSAGE_BYTES == 4 << 20
+    with served(world_size=3) as (mine, port):
+        largest = (4 << 20) - len(frame(["set", "k", b"a" * 2**16])) + LENGTH.size + 2**16
+        with connect(port) as sock:
+            authenticate(sock, SECRET, "rank 1", "r", 3)
+            sock.sendall(frame(["set", "k", b"a" * largest]))
+            assert receive(sock, object, time.monotonic() + 20) is True
+            assert mine.get("k") == b"a" * largest
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            data = frame(["set", "k", b"b" * (largest + 1)])
+            assert LENGTH.unpack_from(data) == (4 * 2**20 + 1,)
+            try:
+                sock.sendall(data if whole else LENGTH.pack(2**31))
+            except ConnectionError:
+                assert whole
+            assert until_closed(sock) == b""
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+        # nothing of it was taken, and the others go on
+        assert mine.get("k") == b"a" * largest
+        other = member(port, "rank 2", size=3)
+        other.set("k", b"c")
+        assert mine.get("k") == b"c"
+        other.close()
+        # that rank may come again
+        wait_until(lambda: "rank 1" not in mine.server.members()[1], "its end is noticed")
+        again = member(port, size=3)
+        assert again.get("k") == b"c"
+        with pytest.raises(ValueError, match=r"bytes for the store; a value has at most"):
+            again.set("k", b"d" * (4 << 20))
+        again.close()
+
+
 def test_one_that_trickles_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_server, "HANDSHAKE_S", 0.4)
     with served() as (mine, port):
