@@ -393,13 +393,14 @@ def test_every_new_file_has_permissions_and_follows_no_link() -> None:
     assert not finds(new_files, "open(p, 'wb', opener=opener)\nopen(p, 'rb')\np.open()")
 
 
-def test_no_permission_lets_others_write() -> None:
+def test_no_permission_lets_others_or_a_group_write() -> None:
     wide: Rule = lambda source: (  # noqa: E731
         (node, oct(value))
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Call)
         for name in ("mode",)
-        if isinstance(value := constant(argument(node, name)), int) and not isinstance(value, bool) and value & 0o002
+        if isinstance(value := constant(argument(node, name)), int) and not isinstance(value, bool) and value & 0o022
     )
     assert found(wide, PACKAGE) == {}
     assert finds(wide, "p.mkdir(mode=0o777)")
+    assert finds(wide, "p.mkdir(mode=0o775)")

@@ -1,5 +1,26 @@
-"""``python -m unisono``."""
+"""The program ``unisono``, also as ``python -m unisono``. It minds SIGTERM before it imports anything large."""
 
-from unisono.cli.main import entry
+import os
+import sys
+from typing import NoReturn
 
-entry()
+
+def main() -> NoReturn:
+    """Run the command line and exit with its code.
+
+    Until a run listens for stop signals itself, SIGTERM ends ``train`` and ``launch`` as preempted: nothing has changed since the
+    start. Python itself and this package take some 20 ms before that, in which SIGTERM ends the process as any other.
+    """
+    if sys.argv[1:2] in (["train"], ["launch"]):
+        import signal  # 2 ms, of which --help has no use
+
+        from unisono.errors import REQUEUE
+
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(REQUEUE))
+    from unisono.cli.main import entry
+
+    entry()
+
+
+if __name__ == "__main__":
+    main()

@@ -166,7 +166,7 @@ def test_going_back_sets_the_later_checkpoints_aside(tmp_path):
     assert "resumed from step 10" in (tmp_path / "quarantine" / "step-00000030" / "reason.txt").read_text()
 
 
-@pytest.mark.parametrize(("mask", "folder", "file"), [(0, 0o775, 0o664), (0o027, 0o750, 0o640), (0o077, 0o700, 0o600)])
+@pytest.mark.parametrize(("mask", "folder", "file"), [(0, 0o755, 0o644), (0o027, 0o750, 0o640), (0o077, 0o700, 0o600)])
 def test_files_and_folders_follow_the_umask_and_others_never_write(tmp_path, mask, folder, file):
     with umask(mask):
         save_steps(tmp_path / "checkpoints", 5)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,15 +16,36 @@ from unisono.errors import REQUEUE
 
 
 @pytest.mark.parametrize(("command", "code"), [("train", REQUEUE), ("launch", REQUEUE), ("eval", -15)])
-def test_sigterm_before_anything_was_started(command: str, code: int) -> None:
+def test_sigterm_before_anything_large_is_imported(command: str, code: int) -> None:
     program = (
-        f"import os, signal, sys; sys.path[:] = {sys.path!r}; sys.argv = ['unisono', {command!r}]\n"
-        "from unisono.cli import main\n"
-        "main.cli.main = lambda **_: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "main.entry()\n"
+        f"import os, runpy, signal, sys; sys.path[:] = {sys.path!r}; sys.argv = ['unisono', {command!r}]\n"
+        "class Killer:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'click':\n            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.meta_path.insert(0, Killer())\n"
+        "runpy.run_module('unisono', run_name='__main__')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (code, "")
+
+
+@pytest.mark.parametrize("after_s", [0, 0.03, 0.1, 0.25])
+def test_sigterm_at_any_time_of_a_start(tmp_path: Path, after_s: float) -> None:
+    desk = make_desk(tmp_path / "desk", tmp_path / "cache")
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "unisono", "train", *desk.settings],
+        cwd=desk.folder,
+        env=desk.child_environ(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    status, bit = Path(f"/proc/{process.pid}/status"), 1 << (signal.SIGTERM - 1)
+    while not int(status.read_text().partition("SigCgt:")[2].split()[0], 16) & bit:  # Python itself is still starting
+        assert process.poll() is None
+    time.sleep(after_s)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == REQUEUE
+    assert list(desk.folder.glob("runs/*/checkpoints/*")) == []
 
 
 @pytest.mark.full

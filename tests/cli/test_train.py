@@ -236,6 +236,18 @@ def test_an_error_in_the_runs_own_file_is_said_when_another_configuration_is_giv
     assert "config.toml:" in done.err
     assert "unknown section train.extra" in done.err
     assert own.read_text() == text
+    (mine.parent / "other.py").write_text("raise ValueError('ran')\n")
+    own.write_text(
+        text
+        := f'base = "{mine.parent}/other.py"\n[components]\nmodel = "python:Model"\n[train]\nsteps = "many"\nstep = 3\n'
+    )
+    done = desk.here("train", "--debug", str(other), f"--set=run.dir={mine}", "--set=train.steps=5")
+    assert done.code == 2
+    assert [line.partition("config.toml:")[2] for line in done.err.splitlines() if "config.toml:" in line] == [
+        '5: train.steps = "many"',
+        "6: unknown key train.step = 3",
+    ]
+    assert own.read_text() == text
     own.write_text("a = = b")
     done = desk.here("train", "--debug", str(other), f"--set=run.dir={mine}", "--set=train.steps=5")
     assert done.code == 2

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FILE, FOLDER, PRIVATE = 0o664, 0o775, 0o600  # before the umask
+FILE, FOLDER, PRIVATE = 0o644, 0o755, 0o600  # before the umask
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 
-from unisono.storage.limits import decode_json, num_elements
+from unisono.storage.limits import MAX_SAFETENSORS_HEADER_BYTES, decode_json, num_elements
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -38,8 +38,6 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
-# The limit of the safetensors package.
-_MAX_HEADER_BYTES = 100_000_000
 # The header is padded with blanks so that tensor bytes start on a cache line.
 _DATA_ALIGNMENT = 64
 
@@ -94,7 +92,7 @@ def header_length(first: bytes, file_bytes: int) -> int:
     if len(first) < 8:
         raise ValueError(f"{len(first)} bytes are too few for a header")
     (length,) = struct.unpack("<Q", first)
-    if length > min(_MAX_HEADER_BYTES, file_bytes - 8):
+    if length > min(MAX_SAFETENSORS_HEADER_BYTES, file_bytes - 8):
         raise ValueError(f"a header of {length} bytes does not fit a file of {file_bytes}")
     return length
 
@@ -104,7 +102,7 @@ def parse_header(text: bytes, file_bytes: int) -> dict[str, TensorExtent]:
 
     Raises ValueError unless they fill the file exactly, without gap or overlap, and each has the size of its shape.
     """
-    header = decode_json(text, max_bytes=_MAX_HEADER_BYTES)
+    header = decode_json(text, max_bytes=MAX_SAFETENSORS_HEADER_BYTES)
     if not isinstance(header, dict):
         raise ValueError("the header is no JSON object")
     start = 8 + len(text)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from unisono.cli.terminal import TextFormatter, echo
-from unisono.config import Resolved, load_config
+from unisono.config import Resolved, check_file, load_config
 from unisono.config.fields import BASE
 from unisono.config.renames import announce
 from unisono.config.toml_file import read_toml
@@ -154,14 +154,16 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str], *, is_shown:
 def _require_readable(run_file: Path) -> None:
     """Raise ConfigError for an error in a run's own file. The start replaces that file, and somebody may have edited it.
 
-    A file with a Python base is left alone, because that code would have to run.
+    Code that the file names does not run: of such a file keys and values are checked, but not whether they fit together.
     """
-    if not run_file.is_file() or _is_of_script(run_file):
+    if not run_file.is_file():
         return
     base: object = None
     with suppress(OSError, ConfigError):  # reported below
         base = read_toml(run_file).values.get(BASE)
-    if not str(base).endswith(".py"):
+    if str(base).endswith(".py") or _is_of_script(run_file):
+        check_file(RunConfig, run_file)
+    else:
         load_config(RunConfig, [run_file])
 
 

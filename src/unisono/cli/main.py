@@ -18,7 +18,7 @@ import click
 
 from unisono.cli.terminal import clean_log_messages, echo, show_click_error, shown
 from unisono.dist.interpreter import open_standard_descriptors
-from unisono.errors import REQUEUE, USER_ERROR, Problem, UnisonoError, nearest_name
+from unisono.errors import USER_ERROR, Problem, UnisonoError, nearest_name
 
 COMMANDS = {
     "train": "Train a model; without arguments a small GPT on the standard library's source.",
@@ -78,7 +78,6 @@ def cli() -> None:
 def entry() -> NoReturn:
     """Run the command line and exit with its code; a ``UnisonoError`` prints its four parts without a traceback,
     any other error its traceback from the user's code on."""
-    _end_early_on_sigterm()
     open_standard_descriptors()
     clean_log_messages()
     try:
@@ -101,14 +100,6 @@ def entry() -> NoReturn:
         _show_exception(error)
         sys.exit(1)
     sys.exit(result if isinstance(result, int) else 0)
-
-
-def _end_early_on_sigterm() -> None:
-    """Until a run listens for stop signals itself, SIGTERM ends ``train`` as preempted: nothing has changed since the start."""
-    if sys.argv[1:2] in (["train"], ["launch"]):
-        import signal  # 2 ms, of which --help has no use
-
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(REQUEUE))
 
 
 def show_error(error: UnisonoError) -> None:

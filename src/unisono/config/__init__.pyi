@@ -2,6 +2,7 @@ from .fields import option as option
 from .help_text import explain as explain
 from .help_text import starter as starter
 from .json_schema import schema as schema
+from .loading import check_file as check_file
 from .loading import load_config as load_config
 from .resolved import Difference as Difference
 from .resolved import Resolved as Resolved

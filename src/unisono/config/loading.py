@@ -13,13 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
-from unisono.config.fields import OptionTree, join, option_tree
+from unisono.config.fields import BASE, OptionTree, join, option_tree
 from unisono.config.renames import given_twice
 from unisono.config.resolved import Resolved, resolve
 from unisono.config.sources import SourceEntry, environment_entries, fixed, override_entries, read_files
-from unisono.config.toml_file import KeyPath
+from unisono.config.toml_file import KeyPath, read_toml
 from unisono.config.validate import checked_value, not_a_section, one_value, unknown_key
-from unisono.config.values import shown
+from unisono.config.values import CALLABLE, shown
 from unisono.errors import ConfigError, Problem
 
 T = TypeVar("T")
@@ -80,6 +80,32 @@ def load_config(
         raise ConfigError(*walk.problems) from reading.cause
     renamed = tuple(dict.fromkeys(reading.renamed))
     return resolve(cast(T, value), walk.values, walk.origins, layout, reading.python, renamed)
+
+
+def check_file(cls: type, path: Path) -> None:
+    """Check each key and value of a TOML file by itself: its ``base`` is not read, and code that it names is not needed.
+
+    Raises:
+        ConfigError: A key is unknown, or a value is wrong; it holds all problems at once.
+        OSError: The file cannot be read.
+    """
+    read = read_toml(path)
+    values = {key: _without_code(raw) for key, raw in read.values.items() if key != BASE}
+    walk = _Walk(layout=option_tree(cls), problems=[], renamed=[], unread=True)
+    walk.defaults()
+    walk.take([SourceEntry(path=(key,), raw=raw, origin=read.where) for key, raw in values.items()])
+    if walk.problems:
+        raise ConfigError(*walk.problems)
+
+
+def _without_code(raw: Any) -> Any:
+    """A value of a TOML file without the labels that stand for code of its base, in tables of it too."""
+    if not isinstance(raw, dict):
+        return raw
+    items = cast("dict[str, Any]", raw).items()
+    return {
+        name: _without_code(item) for name, item in items if not (isinstance(item, str) and item.startswith(CALLABLE))
+    }
 
 
 @dataclass(kw_only=True, slots=True)

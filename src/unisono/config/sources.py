@@ -20,9 +20,9 @@ from unisono.config.toml_file import KeyPath, config_problem, read_toml
 from unisono.config.trust import RUN_FILE, python_problem
 from unisono.config.values import ENV, SET, literal, shown
 from unisono.errors import ConfigError, Problem
+from unisono.storage.limits import MAX_CONFIG_LAYERS
 
 SUFFIXES = (".toml", ".py")
-_MAX_LAYERS = 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +87,8 @@ class Reading:
             raise ConfigError(
                 config_problem(f"{named}comes back to {path}", "the layers beneath a file end somewhere", nearest)
             )
-        if len(above) >= _MAX_LAYERS:
-            rule = f"a configuration has {_MAX_LAYERS} layers at most"
+        if len(above) >= MAX_CONFIG_LAYERS:
+            rule = f"a configuration has {MAX_CONFIG_LAYERS} layers at most"
             raise ConfigError(config_problem(f"{named}is one more", rule, f"drop the {BASE} of {above[-1]}"))
 
     def _toml(self, path: Path, above: tuple[Path, ...], *, of_run: bool) -> None:

@@ -22,7 +22,12 @@ RUN_FILE = "config.toml"  # in the folder of a run: its configuration
 
 
 def record_python(path: Path, digest: str, environ: Mapping[str, str]) -> None:
-    """Record that the user runs this Python file; ``digest`` is that of its content. Does nothing where no state can be kept."""
+    """Record that the user runs this Python file; ``digest`` is that of its content.
+
+    Does nothing for a file that another user can have written, nor where no state can be kept.
+    """
+    if _foreign(path.resolve()):
+        return
     with suppress(OSError):
         folder = _records(environ)
         make_folder(folder, mode=0o700)
@@ -33,7 +38,7 @@ def python_problem(path: Path, digest: str, named: str, environ: Mapping[str, st
     """Why a Python file that a run's folder names may not run; None if it may. ``named`` is the line that names it."""
     path = path.resolve()
     record = _records(environ) / _record(path, digest)
-    foreign = foreign_reason(path) or foreign_reason(path.parent)
+    foreign = _foreign(path)
     if not foreign and record.is_file() and not foreign_reason(record):
         return None
     return config_problem(
@@ -43,6 +48,10 @@ def python_problem(path: Path, digest: str, named: str, environ: Mapping[str, st
         "look at the file, then add --trust-python (each time, for a file that others own or can write); "
         "a run of TOML alone needs no code",
     )
+
+
+def _foreign(path: Path) -> str:
+    return foreign_reason(path) or foreign_reason(path.parent)
 
 
 def _records(environ: Mapping[str, str]) -> Path:

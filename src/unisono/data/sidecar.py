@@ -33,13 +33,12 @@ from numpy.typing import NDArray
 
 from unisono.errors import DataError, Problem
 from unisono.storage.files import write_atomically
-from unisono.storage.limits import check_columns_number, decode_json
+from unisono.storage.limits import MAX_SIDECAR_HEAD_BYTES, check_columns_number, decode_json
 
 MAGIC: Final = b"unisidx\n"
 VERSION: Final = 1
 Facts = TypeVar("Facts")
 _FIXED: Final = struct.Struct("<8sIIQ16s")
-_MAX_HEAD_BYTES: Final = 1 << 20
 _ALIGN: Final = 64
 COLUMN_DTYPES: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")
 
@@ -133,7 +132,7 @@ def open_sidecar(path: Path, *, kind: str) -> Sidecar:
             _, version, head_bytes, total, digest = _FIXED.unpack(fixed)
             if version != VERSION:
                 raise damaged_sidecar_error(path, f"it has version {version}, this unisono reads version {VERSION}")
-            if total != size or head_bytes > min(_MAX_HEAD_BYTES, size - _FIXED.size):
+            if total != size or head_bytes > min(MAX_SIDECAR_HEAD_BYTES, size - _FIXED.size):
                 raise damaged_sidecar_error(path, f"it has {size} bytes where its head says {total}")
             raw = file.read(head_bytes)
     except OSError as error:
@@ -141,7 +140,7 @@ def open_sidecar(path: Path, *, kind: str) -> Sidecar:
     if xxhash.xxh3_128(fixed[:24] + raw).digest() != digest:
         raise damaged_sidecar_error(path, "its head does not match the head's digest")
     try:
-        head: SidecarHeader = decode_json(raw, _HEADER.decode, max_bytes=_MAX_HEAD_BYTES)
+        head: SidecarHeader = decode_json(raw, _HEADER.decode, max_bytes=MAX_SIDECAR_HEAD_BYTES)
         check_columns_number(len(head.columns))
     except ValueError as error:
         raise damaged_sidecar_error(path, f"its head is not understood: {error}") from error

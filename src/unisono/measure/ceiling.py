@@ -212,6 +212,6 @@ def _read_cache(cache: Path | None) -> dict[str, Any]:
 def _write_cache(cache: Path, key: str, result: dict[str, float]) -> None:
     """Add one entry; the file is replaced atomically."""
     with contextlib.suppress(OSError):
-        make_folder(cache.parent, mode=0o755)
+        make_folder(cache.parent)
         entries = _read_cache(cache) | {key: result}
         write_atomically(cache, json.dumps(entries, indent=1, sort_keys=True).encode(), mode=0o600)

@@ -27,15 +27,13 @@ REASON = "reason.txt"
 
 
 def make_folder(folder: Path, *, mode: int = FOLDER_MODE, may_be_link: bool = True) -> None:
-    """Create a folder with the permissions ``mode`` less the umask, and those above it; none for others to write.
-
-    A group may write to those above only if it may to the folder; it may read them in any case.
+    """Create a folder with the permissions ``mode`` less the umask, and those above it, to which only this user can write.
 
     A folder that exists is left as it is. Raises OSError, also where the name is that of a file, or of a link that may be none.
     """
     for path in reversed(folder.parents):
         if not os.path.lexists(path):
-            path.mkdir(mode=FOLDER_MODE & (mode | 0o055), exist_ok=True)  # another rank may make it at the same time
+            path.mkdir(mode=FOLDER_MODE, exist_ok=True)  # another rank may make it at the same time
     folder.mkdir(mode=mode, exist_ok=True)
     if not may_be_link and folder.is_symlink():
         raise NotADirectoryError(errno.ENOTDIR, f"{folder.name} is a link", str(folder))

@@ -1,4 +1,4 @@
-"""Files that are complete or absent, also after a crash, and that others cannot write to."""
+"""Files that are complete or absent, also after a crash, and that only their owner can write to."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import IO, Any, BinaryIO, Final
 
 import xxhash
 
-# Permissions of new files and folders before the umask, which decides who reads them; others may never write to them.
-FILE_MODE: Final = 0o664
-FOLDER_MODE: Final = 0o775
+# Permissions of new files and folders before the umask, which decides who reads them; only their owner writes to them.
+FILE_MODE: Final = 0o644
+FOLDER_MODE: Final = 0o755
 PRIVATE_MODE: Final = 0o600  # of files with arguments or secrets
 
 _READ_BYTES = 1 << 20
@@ -62,8 +62,8 @@ def open_regular(path: Path, *, flags: int = 0) -> BinaryIO:
 
 
 def opener(path: str, flags: int) -> int:
-    """For ``open(path, "wb", opener=opener)``: a new file has the permissions that the umask leaves, but others cannot
-    write. Raises OSError for a link."""
+    """For ``open(path, "wb", opener=opener)``: a new file has the permissions that the umask leaves, and only its owner
+    can write to it. Raises OSError for a link."""
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
 
 
@@ -71,7 +71,7 @@ def opener(path: str, flags: int) -> int:
 def new_file(path: Path, *, mode: int = FILE_MODE) -> Generator[IO[Any]]:
     """Open a binary file under a temporary name; when the block ends normally it is synced and renamed to ``path``.
 
-    ``mode`` are the permissions of the new file, before the umask; others may never write to it by default.
+    ``mode`` are the permissions of the new file, before the umask.
     """
     temporary = temporary_name(path)
     try:
@@ -124,6 +124,11 @@ def file_digest(path: Path) -> str:
         while count := file.readinto(block):
             digest.update(memoryview(block)[:count])
     return digest.hexdigest()
+
+
+def is_inside(root: Path, path: Path) -> bool:
+    """Whether ``path`` lies in the folder ``root``, once links are followed."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
 def os_reason(error: OSError) -> str:

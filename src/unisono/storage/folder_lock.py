@@ -18,13 +18,13 @@ from typing import Any, Final
 
 from unisono.errors import ConfigError
 from unisono.storage.files import FILE_MODE
+from unisono.storage.limits import MAX_LOCK_RECORD_BYTES
 
 _HEARTBEAT_S: Final = 10.0
 _WATCH_S: Final = 25.0  # two heartbeats and what a network file system keeps back
 _POLL_S: Final = 0.5
 _STALE_S: Final = 60.0  # a holder without a lock of the file system and without a heartbeat for so long has ended
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_MAX_RECORD_BYTES: Final = 4096
 _LOG: Final = logging.getLogger("unisono")
 _HELD: Final[weakref.WeakSet[FolderLock]] = weakref.WeakSet()
 
@@ -134,7 +134,7 @@ def _changes(path: Path, record: dict[str, Any]) -> bool:
 
 def _record(fd: int) -> dict[str, Any]:
     with suppress(ValueError, OSError, RecursionError):
-        record: Any = json.loads(os.pread(fd, _MAX_RECORD_BYTES, 0))
+        record: Any = json.loads(os.pread(fd, MAX_LOCK_RECORD_BYTES, 0))
         if isinstance(record, dict):
             return {str(name): value for name, value in record.items()}
     return {}

@@ -30,6 +30,12 @@ MAX_ROWS_PER_BYTE: Final = 1_000
 MAX_FREE_ROWS: Final = 1 << 20
 MAX_PARQUET_EXPANSION: Final = 10_000
 MAX_FREE_PARQUET_BYTES: Final = 1 << 28
+# Parquet's metadata: bytes of a page's header and of any text, where pyarrow's own limits are 16 MiB and 100 MB; entries of any
+# list; structs inside each other
+MAX_PARQUET_HEADER_BYTES: Final = 1 << 24
+MAX_PARQUET_TEXT_BYTES: Final = 64 << 20
+MAX_PARQUET_ENTRIES: Final = 1 << 20
+MAX_THRIFT_DEPTH: Final = 16
 # Arrow, whose nulls take no space and whose booleans take a bit: values for each byte, beyond MAX_FREE_ROWS
 MAX_VALUES_PER_BYTE: Final = 64
 # JSON: lists and objects inside each other, and in all; values in all; bytes of a file of metadata, and of a plan
@@ -38,12 +44,33 @@ MAX_JSON_LISTS: Final = 1 << 22
 MAX_JSON_VALUES: Final = 1 << 24
 MAX_JSON_BYTES: Final = 1 << 28
 MAX_PLAN_BYTES: Final = 1 << 20
-# a configuration: bytes, keys with those of its tables, parts of a dotted key
+# a configuration: bytes, keys with those of its tables, parts of a dotted key; files beneath each other
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_CONFIG_KEYS: Final = 1 << 12
 MAX_KEY_PARTS: Final = 100
-# names of the classes beside packed records
+MAX_CONFIG_LAYERS: Final = 30
+# names of the classes beside packed records; labels of one image in a list
 MAX_NAMES_BYTES: Final = 1 << 24
+MAX_LABELS: Final = 1 << 16
+# an image: pixels; scans of one JPEG, each a pass over all pixels, of which encoders write about ten
+MAX_PIXELS: Final = 1 << 26
+MAX_JPEG_SCANS: Final = 200
+# CSV: characters of a number, of which no float64 needs more
+MAX_NUMBER_CHARACTERS: Final = 400
+# tar: extra headers that hold long names, and all members of one sample
+MAX_TAR_NAME_BYTES: Final = 1 << 16
+MAX_TAR_SAMPLE_BYTES: Final = 1 << 29
+# heads of sidecars of record files, of MindRecord and of safetensors (the limit of its own library); files of a MindRecord set
+MAX_SIDECAR_HEAD_BYTES: Final = 1 << 20
+MAX_MINDRECORD_HEADER_BYTES: Final = 128 << 20
+MAX_MINDRECORD_SHARDS: Final = 4096
+MAX_SAFETENSORS_HEADER_BYTES: Final = 100_000_000
+# the folder of a pretrained model: bytes of each JSON file; layers, beyond which there is a tensor for each
+MAX_MODEL_CONFIG_BYTES: Final = 64 << 20
+MAX_MODEL_LAYERS: Final = 1_000
+# records of who packs into a folder, and of who works in one
+MAX_JOB_BYTES: Final = 1 << 20
+MAX_LOCK_RECORD_BYTES: Final = 1 << 12
 # one event of a run
 MAX_EVENT_BYTES: Final = 1 << 24
 # a pattern of module names, in characters

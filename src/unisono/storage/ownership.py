@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from unisono.errors import DataError
 from unisono.storage.directory import make_folder
-from unisono.storage.files import open_new, open_regular, temporary_name
+from unisono.storage.files import FOLDER_MODE, open_new, open_regular, temporary_name
 from unisono.storage.limits import MAX_JSON_BYTES, decode_json
 
 
@@ -74,7 +74,7 @@ def shared_folder_reason(path: Path, *, mode: int) -> str:
     return f"{who} can replace it: {above} has mode {stat.S_IMODE(found.st_mode):o}"
 
 
-def make_own_folder(path: Path, *, mode: int = 0o755) -> None:
+def make_own_folder(path: Path, *, mode: int = FOLDER_MODE) -> None:
     """Create a folder of copies and prepared data, unless it is there.
 
     Raises:

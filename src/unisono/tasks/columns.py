@@ -18,8 +18,7 @@ import xxhash
 from unisono.data.options import DataOptions
 from unisono.errors import ConfigError, DataError
 from unisono.storage.files import write_atomically
-from unisono.storage.limits import read_json
-from unisono.storage.ownership import make_own_folder
+from unisono.storage.ownership import make_own_folder, read_own_json
 from unisono.tasks.options import LANGUAGE_MODELS, TaskOptions, updated_task
 from unisono.tasks.sources import (
     INPUT_NAMES,
@@ -73,7 +72,7 @@ def resolve_task(task: TaskOptions, data: DataOptions) -> TaskOptions:
     with suppress(OSError):
         make_own_folder(path.parent)
     with suppress(OSError, ValueError, TypeError):  # damaged or not there: read again
-        return updated_task(task, read_json(path))
+        return updated_task(task, read_own_json(path))
     resolved = _scan_columns(task, data)
     with suppress(OSError):  # a folder that cannot be written costs only the next start's time
         write_atomically(path, json.dumps(asdict(resolved)).encode())

@@ -15,11 +15,10 @@ from typing import Any, Final, cast
 from safetensors import SafetensorError, safe_open
 
 from unisono.errors import ConfigError
-from unisono.storage.limits import read_json
+from unisono.storage.limits import MAX_MODEL_CONFIG_BYTES, MAX_MODEL_LAYERS, read_json
 
 _CONFIG, _GENERATION, _ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_MAX_JSON_BYTES: Final = 64 << 20
 
 # files of tokenizers other than tokenizer.json, which alone is read
 _TOKENIZER = "tokenizer.json"
@@ -38,7 +37,6 @@ _OTHER_FIELDS: Final = (
 _OWN_ATTENTION: Final = ("eager", "sdpa", "flex_attention")
 _OWN_EXPERTS: Final = ("eager", "batched_mm", "grouped_mm")
 _LAYER_COUNTS: Final = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
-_MAX_LAYERS_UNCHECKED: Final = 1000
 
 FOLDER_RULE: Final = "the folder has config.json and the weights as *.safetensors"
 SAVE: Final = "model.save_pretrained(folder) of a model of transformers, or a run's export"
@@ -142,12 +140,12 @@ def _read_json(path: Path, name: str, folder: str) -> dict[str, Any]:
     try:
         if file.is_file():
             _refuse_outside(path, name, folder)
-            if (size := file.stat().st_size) > _MAX_JSON_BYTES:
-                raise ValueError(f"{name} has {size} bytes, at most {_MAX_JSON_BYTES} are read")
+            if (size := file.stat().st_size) > MAX_MODEL_CONFIG_BYTES:
+                raise ValueError(f"{name} has {size} bytes, at most {MAX_MODEL_CONFIG_BYTES} are read")
         elif file.exists():  # reading a pipe would wait
             raise OSError(f"{name} is not a file")
         decode = partial(json.loads, parse_constant=lambda text: _constant(name, text))
-        content = read_json(file, decode, max_bytes=_MAX_JSON_BYTES)
+        content = read_json(file, decode, max_bytes=MAX_MODEL_CONFIG_BYTES)
     except (OSError, ValueError) as error:
         raise unusable(f"{given}: {type(error).__name__}: {error}", FOLDER_RULE, SAVE) from error
     if not isinstance(content, dict):
@@ -229,7 +227,7 @@ def _check_config(config: dict[str, Any], folder: str) -> None:
 def _check_layers(config: dict[str, Any], num_tensors: int, folder: str) -> None:
     """Refuse more layers than there are tensors, which take memory and time also without values."""
     for name, value in _fields(config):
-        if name in _LAYER_COUNTS and isinstance(value, int) and value > max(_MAX_LAYERS_UNCHECKED, num_tensors):
+        if name in _LAYER_COUNTS and isinstance(value, int) and value > max(MAX_MODEL_LAYERS, num_tensors):
             raise unusable(
                 f"model.pretrained {folder!r}, whose config.json has {name} {value} for {num_tensors} tensors",
                 "the weights of every layer are in the folder",

@@ -395,7 +395,7 @@ def test_a_copy_is_complete_or_absent_follows_no_link_and_overwrites_nothing(tmp
     assert copy.read_bytes() == b"x,y\n5,6\n"
     copy.unlink()
     with mock.patch.object(secrets, "token_hex", return_value="0" * 8):  # even where a name is foreseen
-        (copy.parent / f".{copy.name}.tmp-{'0' * 8}").symlink_to(victim)
+        (copy.parent / f".{copy.name}.tmp-{os.getpid()}-{'0' * 8}").symlink_to(victim)
         with pytest.raises(DataError, match="EEXIST"):
             local_copies("memory://copied/a.csv", cache)
     assert victim.read_text() == "mine"

@@ -28,17 +28,44 @@ def test_the_standard_library_is_source_only() -> None:
     assert find_corpus("stdlib") == corpus
 
 
-def test_a_folder_leaves_hidden_files_out_and_follows_linked_files(tmp_path: Path) -> None:
+def test_a_folder_leaves_hidden_files_out_and_follows_links_that_stay_inside(tmp_path: Path) -> None:
     root = tmp_path / "root"
     for name in ("b.txt", "a/z.txt", "a/.hidden", ".git/config", "__pycache__/x.pyc", "test/kept.txt"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(name)
-    (tmp_path / "elsewhere.txt").write_text("linked")
-    (root / "linked.txt").symlink_to(tmp_path / "elsewhere.txt")
+    (root / "linked.txt").symlink_to(root / "a/.hidden")
     (root / "loop").symlink_to(root)
     corpus = find_corpus(str(root))
     assert [file.path for file in corpus.files] == ["a/z.txt", "b.txt", "linked.txt", "test/kept.txt"]
-    assert [file.size for file in corpus.files] == [7, 5, 6, 13]
+    assert [file.size for file in corpus.files] == [7, 5, 9, 13]
+
+
+@pytest.mark.parametrize("target", ["../elsewhere.txt", "/etc/hostname", "inner/../../elsewhere.txt", "chain"])
+def test_a_link_that_leads_out_of_a_corpus_is_refused(tmp_path: Path, target: str) -> None:
+    root = tmp_path / "root"
+    (root / "inner").mkdir(parents=True)
+    (root / "a.txt").write_text("a")
+    (tmp_path / "elsewhere.txt").write_text("secret")
+    (root / ".chain").symlink_to("../elsewhere.txt")
+    (root / "b.txt").symlink_to(".chain" if target == "chain" else target)
+    with pytest.raises(DataError) as caught:
+        find_corpus(str(root))
+    outside = "/etc/hostname" if target == "/etc/hostname" else tmp_path / "elsewhere.txt"
+    assert str(caught.value) == (
+        f"{root}/b.txt, a link to {outside}\n"
+        f"  rule: the files of a corpus lie in its folder, {root}, links followed: whoever made a link chose what it leads to\n"
+        "  so:   the corpus was not prepared; no file is left out silently\n"
+        "  try:  a copy with the files in place of the links ('cp -rL CORPUS COPY'), or remove the link"
+    )
+
+
+def test_the_corpus_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root/a.txt").write_text("text")
+    (tmp_path / "folder").symlink_to("root")
+    (tmp_path / "file.txt").symlink_to("root/a.txt")
+    assert [file.path for file in find_corpus(str(tmp_path / "folder")).files] == ["a.txt"]
+    assert [file.size for file in find_corpus(str(tmp_path / "file.txt")).files] == [4]
 
 
 def test_one_file(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_the_second_time_nothing_is_read(corpus: Path, tmp_path: Path, monkeypat
 def test_files_changed_just_now_are_read_again(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_corpus(options(corpus), tmp_path / "cache")
     read: list[str] = []
-    monkeypatch.setattr(module, "_read", lambda c, path: read.append(path) or (c.root / path).read_bytes())
+    monkeypatch.setattr(module, "_read", lambda c, file: read.append(file.path) or (c.root / file.path).read_bytes())
     assert prepare_corpus(options(corpus), tmp_path / "cache").from_cache
     assert len(read) == 30, "their time stamps may be too coarse to show a later change"
 

@@ -18,9 +18,10 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.image.decoding import MAX_PIXELS, Color
+from unisono.data.image.decoding import Color
 from unisono.data.image.tiles import Box
 from unisono.errors import ConfigError, Problem
+from unisono.storage.limits import MAX_PIXELS
 
 AugmentParams = NDArray[np.float32]  # [len(DRAWN)]
 

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from unisono.data.image.jpeg_header import Encoded, JpegHeader, as_view, is_jpeg, read_header, unreadable_jpeg_error
 from unisono.errors import DataError, missing_extra
+from unisono.storage.limits import MAX_JPEG_SCANS, MAX_PIXELS
 
 if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 Pixels = NDArray[np.uint8]  # [height, width, channels]
 Color = Literal["rgb", "gray"]
 
-MAX_PIXELS: Final = 1 << 26
-_MAX_SCANS: Final = 200  # of one JPEG: each is a pass over all pixels, and encoders write about ten
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 
 
@@ -141,8 +140,8 @@ def dct_factor(height: int, width: int, min_size: tuple[int, int]) -> int:
 
 def check_scans(data: memoryview, header: JpegHeader) -> None:
     """Raise DataError for a progressive JPEG with so many scans that it must be an attack."""
-    if not header.sequential and (scans := bytes(data).count(b"\xff\xda")) > _MAX_SCANS:
-        raise unreadable_jpeg_error(f"a JPEG of {scans} scans, where {_MAX_SCANS} are the limit")
+    if not header.sequential and (scans := bytes(data).count(b"\xff\xda")) > MAX_JPEG_SCANS:
+        raise unreadable_jpeg_error(f"a JPEG of {scans} scans, where {MAX_JPEG_SCANS} are the limit")
 
 
 def decode_jpeg(data: bytearray | memoryview, height: int, width: int, color: Color, factor: int) -> Pixels:

@@ -14,10 +14,11 @@ import math
 import shutil
 import subprocess
 
-from unisono.data.image.decoding import MAX_PIXELS, Pixels, check_pixels, check_scans
+from unisono.data.image.decoding import Pixels, check_pixels, check_scans
 from unisono.data.image.jpeg_header import Encoded, as_view, read_header, unreadable_jpeg_error
 from unisono.data.image.tiles import tile_grid
 from unisono.errors import ExtraError, missing_extra
+from unisono.storage.limits import MAX_PIXELS
 
 _TIMEOUT_S = 120  # for one image below the pixel cap
 

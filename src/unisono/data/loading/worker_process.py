@@ -138,7 +138,7 @@ class ProcessWorker(PoolWorker[MicroBatchSpec, Delivered]):
 
 # Pickle, because a user's data set and transforms are arbitrary objects and a fork after threads may hang. It writes only for our
 # own child, over a socket pair that nobody else has; nothing from a file or another machine comes this way (docs/adr/0005).
-class _ImportablePickler(pickle.Pickler):
+class _ImportablePickler(pickle.Pickler):  # writes for our own child only (docs/adr/0005)
     """Refuses what is defined in the parent's program, which the child never runs."""
 
     def reducer_override(self, obj: Any, /) -> Any:

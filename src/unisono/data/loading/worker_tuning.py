@@ -190,7 +190,7 @@ def _remembered(path: Path) -> WorkerSetting | None:
 
 def _remember(path: Path, setting: WorkerSetting) -> None:
     try:
-        make_folder(path.parent, mode=0o755)
+        make_folder(path.parent)
         write_atomically(path, msgspec.json.encode(asdict(setting)), mode=PRIVATE_MODE)
     except OSError:  # a read-only home: the next run tunes again
         return

@@ -24,16 +24,20 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from unisono.errors import DataError
-from unisono.storage.limits import MAX_RECORD_BYTES, check_columns_number, decode_json, num_elements
+from unisono.storage.limits import (
+    MAX_MINDRECORD_HEADER_BYTES,
+    MAX_MINDRECORD_SHARDS,
+    MAX_RECORD_BYTES,
+    check_columns_number,
+    decode_json,
+    num_elements,
+)
 
 LENGTH: Final = struct.Struct("<Q")
 LENGTH_BYTES: Final = LENGTH.size
 VERSION: Final = "3.0"
 VERSIONS: Final = ("2.0", VERSION)
 BLOB, RAW = "BLOB_DATA", "RAW_DATA"
-MAX_HEADER_BYTES: Final = 128 << 20
-MAX_PAGE_BYTES: Final = MAX_RECORD_BYTES
-MAX_SHARDS: Final = 4096
 ARRAY_TYPES: Final = ("int32", "int64", "float32", "float64")
 SCALAR_TYPES: Final = (*ARRAY_TYPES, "string")
 _INTEGERS: Final = ("int32", "int64")
@@ -169,7 +173,7 @@ def begins_like_header(path: Path, head: bytes) -> bool:
     if len(head) <= LENGTH_BYTES or head[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{":
         return False
     (length,) = LENGTH.unpack_from(head)
-    return 1 < length <= min(path.stat().st_size, MAX_HEADER_BYTES) - LENGTH_BYTES
+    return 1 < length <= min(path.stat().st_size, MAX_MINDRECORD_HEADER_BYTES) - LENGTH_BYTES
 
 
 def read_header(path: Path, data: memoryview) -> MindRecordHeader:
@@ -177,7 +181,7 @@ def read_header(path: Path, data: memoryview) -> MindRecordHeader:
     if len(data) < LENGTH_BYTES:
         raise damaged_error(path, 0, f"the file ends after {len(data)} bytes, before the length of its header")
     (length,) = LENGTH.unpack_from(data)
-    if length > min(len(data), MAX_HEADER_BYTES) - LENGTH_BYTES:
+    if length > min(len(data), MAX_MINDRECORD_HEADER_BYTES) - LENGTH_BYTES:
         raise damaged_error(path, 0, f"the header says {length} bytes, and the file has {len(data)}")
     try:
         head: MindRecordHeader = decode_json(data[LENGTH_BYTES : LENGTH_BYTES + length], _HEADER.decode)
@@ -193,14 +197,14 @@ def _contradiction(head: MindRecordHeader, length: int) -> str:
     """The first contradiction in a header, or an empty string."""
     if head.version not in VERSIONS:
         return f"the header has version {head.version!r}, and there are {' and '.join(VERSIONS)}"
-    if not LENGTH_BYTES + length <= head.header_size <= MAX_HEADER_BYTES:
+    if not LENGTH_BYTES + length <= head.header_size <= MAX_MINDRECORD_HEADER_BYTES:
         return f"the header of {LENGTH_BYTES + length} bytes says it has room for {head.header_size}"
-    if not 0 < head.page_size <= MAX_PAGE_BYTES:
-        return f"the header says pages of {head.page_size} bytes, and they have 1 to {MAX_PAGE_BYTES}"
+    if not 0 < head.page_size <= MAX_RECORD_BYTES:
+        return f"the header says pages of {head.page_size} bytes, and they have 1 to {MAX_RECORD_BYTES}"
     if len(head.schema) != 1:
         return f"the header has {len(head.schema)} schemas instead of one"
-    if not 0 < len(head.shard_addresses) <= MAX_SHARDS:
-        return f"the header names {len(head.shard_addresses)} files, and a set has 1 to {MAX_SHARDS}"
+    if not 0 < len(head.shard_addresses) <= MAX_MINDRECORD_SHARDS:
+        return f"the header names {len(head.shard_addresses)} files, and a set has 1 to {MAX_MINDRECORD_SHARDS}"
     fields, blobs = head.fields, head.blob_fields
     if not fields:
         return "the header has no fields"

@@ -16,8 +16,6 @@ from unisono.data.mindrecord.header import (
     BLOB,
     LENGTH,
     LENGTH_BYTES,
-    MAX_HEADER_BYTES,
-    MAX_PAGE_BYTES,
     RAW,
     VERSION,
     FieldEntry,
@@ -33,6 +31,7 @@ from unisono.data.mindrecord.index import index_path, scan_rows, write_index
 from unisono.data.mindrecord.row_encoder import Kind, RowEncoder
 from unisono.errors import DataError, Problem
 from unisono.storage.files import FILE_MODE, sync_folder
+from unisono.storage.limits import MAX_MINDRECORD_HEADER_BYTES, MAX_RECORD_BYTES
 
 _MIN_HEADER_BYTES: Final = 16 << 10
 _MIN_PAGE_BYTES: Final = 32 << 10
@@ -133,7 +132,7 @@ class MindRecordWriter:
                     given=f"row {number}: {kind} of {len(part)} bytes",
                     rule=f"the scalars, or the blobs, of a row are in one page: of {self._page_bytes} bytes, 8 for the length",
                     consequence="the row was not written; the rows before it are kept",
-                    nearest=f"page_bytes={-(-(len(part) + LENGTH_BYTES) // 4) * 4} or more, up to {MAX_PAGE_BYTES}",
+                    nearest=f"page_bytes={-(-(len(part) + LENGTH_BYTES) // 4) * 4} or more, up to {MAX_RECORD_BYTES}",
                 )
         self._shards[number % len(self._shards)].append(raw, blob, number)
         self._rows += 1
@@ -322,7 +321,7 @@ def _header_full(given: str, header_bytes: int) -> Problem:
         given=given,
         rule=f"the header lists the fields and all pages in its {header_bytes} bytes",
         consequence="it was not written; what was written before is kept",
-        nearest=f"a larger header_bytes, up to {MAX_HEADER_BYTES}, larger page_bytes, or more shards",
+        nearest=f"a larger header_bytes, up to {MAX_MINDRECORD_HEADER_BYTES}, larger page_bytes, or more shards",
     )
 
 
@@ -332,8 +331,8 @@ def _problems(name: str, shards: int, page_bytes: int, header_bytes: int) -> Ite
     if not 1 <= shards <= _MAX_SHARDS:
         yield _bad(f"shards={shards}", f"a set has 1 to {_MAX_SHARDS} files")
     for option, value, least, most in (
-        ("page_bytes", page_bytes, _MIN_PAGE_BYTES, MAX_PAGE_BYTES),
-        ("header_bytes", header_bytes, _MIN_HEADER_BYTES, MAX_HEADER_BYTES),
+        ("page_bytes", page_bytes, _MIN_PAGE_BYTES, MAX_RECORD_BYTES),
+        ("header_bytes", header_bytes, _MIN_HEADER_BYTES, MAX_MINDRECORD_HEADER_BYTES),
     ):
         if not least <= value <= most or value % 4:
             yield _bad(f"{option}={value}", f"it is a multiple of 4 from {least} to {most}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import posixpath
-import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from unisono.data.recordio.remote_file import is_url
 from unisono.errors import DataError, UnisonoError
 from unisono.sanitize import without_credentials
 from unisono.storage.address import failure_text, open_address, public_cause
-from unisono.storage.files import file_lock, open_new, os_reason, sync_folder
+from unisono.storage.files import file_lock, open_new, os_reason, sync_folder, temporary_name
 from unisono.storage.limits import MAX_EXPANSION, MAX_FREE_BYTES
 from unisono.storage.ownership import make_own_folder
 
@@ -160,7 +159,7 @@ def _download(filesystem: Any, name: str, target: Path) -> None:
     facts: dict[str, Any] = filesystem.info(name)
     _check_sizes(without_credentials(name), [facts], target.parent)
     size = int(facts["size"])
-    temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
+    temporary = temporary_name(target.with_name(f".{target.name}"))
     try:
         open_new(temporary).close()  # with our permissions, and no link
         for attempt in range(1, _ATTEMPTS + 1):

@@ -22,6 +22,7 @@ from pathlib import Path
 import xxhash
 
 from unisono.errors import DataError
+from unisono.storage.files import is_inside
 
 STDLIB = "stdlib"
 
@@ -66,18 +67,18 @@ def find_corpus(corpus: str) -> Corpus:
         corpus: ``"stdlib"``, a folder, without its hidden files and folders, or one file.
 
     Raises:
-        DataError: There is no such file or folder, it has no files, or it cannot be read.
+        DataError: There is no such file or folder, it has no files, it cannot be read, or a link of it leads out of it.
     """
     if corpus == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         name = f"standard library of {platform.python_implementation()} {platform.python_version()}"
-        files = tuple(_stat(root, path) for path in _walk(root, stdlib=True))
+        files = tuple(_stat(root, path, may_lead_out=True) for path in _walk(root, stdlib=True))
         if not files:
             raise _empty(f"the {name} at {root}, which has no .py files (a zipped or stripped interpreter)")
         return Corpus(name=name, root=root, files=files, skip_undecodable=True)
     path = Path(corpus).expanduser()
     if path.is_file():
-        file = _stat(path.parent, path.name)
+        file = _stat(path.parent, path.name, may_lead_out=True)
         return Corpus(name=str(path), root=path.parent, files=(file,), skip_undecodable=False)
     if not path.is_dir():
         raise DataError(
@@ -86,7 +87,7 @@ def find_corpus(corpus: str) -> Corpus:
             consequence="there is nothing to train on",
             nearest=f"the nearest folder that exists is {_nearest_folder(path)}; 'stdlib' always exists",
         )
-    files = tuple(_stat(path, relative) for relative in _walk(path, stdlib=False))
+    files = tuple(_stat(path, relative, may_lead_out=False) for relative in _walk(path, stdlib=False))
     if not files:
         raise _empty(f"corpus {corpus!r}: the folder {path.absolute()} holds no files")
     return Corpus(name=str(path), root=path, files=files, skip_undecodable=False)
@@ -138,7 +139,7 @@ def undecodable_error(problems: Sequence[tuple[str, str]]) -> DataError:
 
 
 def _walk(root: Path, *, stdlib: bool) -> list[str]:
-    """Relative paths of the corpus' files, sorted. Links to files are followed, links to folders are not."""
+    """Relative paths of the corpus' files, sorted; links to files are among them, links to folders are not followed."""
     paths: list[str] = []
     for folder, folders, files in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not _skipped_folder(name, stdlib=stdlib)]
@@ -174,11 +175,16 @@ def unreadable_file_error(path: Path, why: str | None) -> DataError:
     )
 
 
-def _stat(root: Path, relative: str) -> SourceFile:
+def _stat(root: Path, relative: str, *, may_lead_out: bool) -> SourceFile:
+    """The facts of a file. Raises DataError if it is no regular file, or a link out of ``root`` that may not lead there."""
     path = root / relative
     try:
         relative.encode()
-        status = path.stat()
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            if not may_lead_out and not is_inside(root, path):
+                raise _leads_out_error(root, path)
+            status = path.stat()
     except UnicodeEncodeError as error:
         raise unreadable_file_error(
             Path(relative.encode(errors="replace").decode()), "its name is not UTF-8"
@@ -188,6 +194,15 @@ def _stat(root: Path, relative: str) -> SourceFile:
     if not stat.S_ISREG(status.st_mode):
         raise unreadable_file_error(path, "it is not a regular file")
     return SourceFile(path=relative, size=status.st_size, mtime_ns=status.st_mtime_ns, ctime_ns=status.st_ctime_ns)
+
+
+def _leads_out_error(root: Path, path: Path) -> DataError:
+    return DataError(
+        given=f"{path}, a link to {os.path.realpath(path)}",
+        rule=f"the files of a corpus lie in its folder, {root}, links followed: whoever made a link chose what it leads to",
+        consequence="the corpus was not prepared; no file is left out silently",
+        nearest="a copy with the files in place of the links ('cp -rL CORPUS COPY'), or remove the link",
+    )
 
 
 def _empty(given: str) -> DataError:

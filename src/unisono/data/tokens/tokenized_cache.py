@@ -52,9 +52,9 @@ from unisono.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from unisono.errors import DataError
 from unisono.sanitize import without_credentials
 from unisono.storage.directory import commit_directory
-from unisono.storage.files import FOLDER_MODE, file_lock, write_atomically
-from unisono.storage.limits import decode_json, read_json
-from unisono.storage.ownership import make_own_folder
+from unisono.storage.files import FOLDER_MODE, file_lock, open_regular, write_atomically
+from unisono.storage.limits import decode_json
+from unisono.storage.ownership import foreign_reason, make_own_folder, read_own_json
 
 _FORMAT = 1
 _SPLITS = ("train", "eval")
@@ -186,17 +186,19 @@ def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> Prepa
 
 
 def _find_or_build(folder: Path, inputs: _Inputs) -> PreparedCorpus:
-    if (folder / "set.json").exists():
+    foreign = foreign_reason(folder)  # made by an earlier version under umask 002, or changed later
+    if (folder / "set.json").exists() and not foreign:
         with suppress(DataError):  # a damaged folder is opened again, and reported, under the lock
             return _open(folder, inputs, from_cache=True)
     with file_lock(folder.with_suffix(".lock")) as exclusive:
-        damage = ""
-        if folder.exists():
+        damage = foreign_reason(folder)
+        if folder.exists() and not damage:
             try:
                 return _open(folder, inputs, from_cache=True)
             except DataError as error:
                 damage = "; ".join(problem.given for problem in error.problems)
-                _remove(folder)
+        if damage:
+            _remove(folder)
         if exclusive:
             for leftover in folder.parent.glob(f"{folder.name}.*-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -220,8 +222,8 @@ def _digests(corpus: Corpus, cache: Path) -> dict[str, str]:
     """xxh3-128 of every file by path; taken from the listing of an earlier run if size and times are unchanged."""
     path = cache / f"listing-{xxhash.xxh3_64_hexdigest(os.fsencode(corpus.root.absolute()))}.json"
     earlier: dict[str, _FileDigest] = {}
-    with suppress(FileNotFoundError, ValueError):  # no listing, or not one of ours: take every digest anew
-        earlier = {entry.file.path: entry for entry in read_json(path, _LISTING.decode)}
+    with suppress(OSError, ValueError):  # no listing, or not one of ours: take every digest anew
+        earlier = {entry.file.path: entry for entry in read_own_json(path, _LISTING.decode)}
     settled_ns = time.time_ns() - _FRESH_NS
     entries: list[_FileDigest] = []
     for file in corpus.files:
@@ -229,7 +231,7 @@ def _digests(corpus: Corpus, cache: Path) -> dict[str, str]:
         if before is not None and before.file == file:
             entries.append(before)
         else:
-            entries.append(_FileDigest(file=file, digest=xxhash.xxh3_128_hexdigest(_read(corpus, file.path))))
+            entries.append(_FileDigest(file=file, digest=xxhash.xxh3_128_hexdigest(_read(corpus, file))))
     settled = [entry for entry in entries if max(entry.file.mtime_ns, entry.file.ctime_ns) < settled_ns]
     if settled != list(earlier.values()):
         with suppress(OSError):  # only speed is lost; a folder that cannot be written is reported when it matters
@@ -243,6 +245,8 @@ def _build(folder: Path, inputs: _Inputs, exclusive: bool) -> None:
     ``exclusive``: no other process writes it, so the finished shards of an interrupted build remain for the next call.
     """
     temporary = folder.with_name(f"{folder.name}.part" if exclusive else f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    if foreign_reason(temporary):
+        _remove(temporary)
     temporary.mkdir(mode=FOLDER_MODE, exist_ok=exclusive)
     try:
         paths, skipped = _write_shards(temporary, inputs)
@@ -398,10 +402,11 @@ def _open(folder: Path, inputs: _Inputs, *, from_cache: bool, rebuild_reason: st
 def _documents(inputs: _Inputs, skipped: list[tuple[str, str]]) -> Iterator[Document]:
     """(split, text) of every document, in the order of the files; adds files that are not text to ``skipped``."""
     corpus, eval_frac = inputs.corpus, inputs.eval_frac
-    paths = [file.path for file in corpus.files if file.size]
+    files = [file for file in corpus.files if file.size]
+    paths = [file.path for file in files]
     held_out = held_out_files(paths, eval_frac) if len(paths) > 1 else frozenset[str]()
-    for path in paths:
-        raw = _read(corpus, path)
+    for path, file in zip(paths, files, strict=True):
+        raw = _read(corpus, file)
         if xxhash.xxh3_128_hexdigest(raw) != inputs.digests[path]:
             raise unreadable_file_error(corpus.root / path, "it changes while it is being read")
         if inputs.text_column:
@@ -430,11 +435,17 @@ def _rows(path: Path, inputs: _Inputs, split: str, *, alone: bool) -> Iterator[D
             yield ("eval" if str(number) in held_out else split), text
 
 
-def _read(corpus: Corpus, path: str) -> bytes:
+def _read(corpus: Corpus, file: SourceFile) -> bytes:
+    """The bytes of a file. Raises DataError if it is not the one that was listed, such as a link that leads elsewhere now."""
+    path = corpus.root / file.path
     try:
-        return (corpus.root / path).read_bytes()
+        with open_regular(path) as opened:
+            found = os.fstat(opened.fileno())
+            if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
+                raise unreadable_file_error(path, "it changes while it is being read")
+            return opened.read()
     except OSError as error:
-        raise unreadable_file_error(corpus.root / path, error.strerror) from error
+        raise unreadable_file_error(path, error.strerror) from error
 
 
 def _remove(folder: Path) -> None:

@@ -28,13 +28,12 @@ from unisono.data.convert.formats.table import (
 )
 from unisono.data.mindrecord import FieldType
 from unisono.storage.files import new_file
-from unisono.storage.limits import MAX_COLUMNS, MAX_RECORD_BYTES
+from unisono.storage.limits import MAX_COLUMNS, MAX_NUMBER_CHARACTERS, MAX_RECORD_BYTES
 
 _CELL: Final = re.compile(r'(?:"((?:[^"]++|"")*+)"|([^",\r\n]*+))(,|\Z)')
 _PLAIN: Final = re.compile(r"[^\",\r\n\ufeff]+")
 _INT: Final = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _FLOAT: Final = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,5})?")
-_MAX_NUMBER: Final = 400  # characters: more than any float64 needs
 _WORDS: Final = ("nan", "inf", "-inf")
 _BOM: Final = b"\xef\xbb\xbf"
 _Cell = tuple[str, bool]  # the text, and whether it stood in quotes
@@ -137,7 +136,7 @@ def _is_int(text: str) -> bool:
 
 
 def _is_float(text: str) -> bool:
-    if len(text) > _MAX_NUMBER or not _FLOAT.fullmatch(text):
+    if len(text) > MAX_NUMBER_CHARACTERS or not _FLOAT.fullmatch(text):
         return text in _WORDS
     return int(text) == float(text) if text.lstrip("-").isdigit() else math.isfinite(float(text))
 

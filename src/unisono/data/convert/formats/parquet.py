@@ -30,13 +30,17 @@ from unisono.data.convert.formats.table import (
 from unisono.data.mindrecord import FieldType
 from unisono.errors import missing_extra
 from unisono.storage.files import new_file
-from unisono.storage.limits import MAX_FREE_PARQUET_BYTES, MAX_PARQUET_EXPANSION, LimitError
+from unisono.storage.limits import (
+    MAX_FREE_PARQUET_BYTES,
+    MAX_PARQUET_ENTRIES,
+    MAX_PARQUET_EXPANSION,
+    MAX_PARQUET_TEXT_BYTES,
+    LimitError,
+)
 
 _BUFFER_BYTES: Final = 1 << 20  # of a column at once; without it, a row group's whole column
 _GROUP_ROWS: Final = 1 << 12
 _GROUP_BYTES: Final = 32 << 20
-_MAX_NAME_BYTES: Final = 64 << 20  # of any text in the footer; pyarrow's own limit is 100 MB
-_MAX_ENTRIES: Final = 1 << 20  # of any list in the footer
 _NAMES: Final = {"bool": "bool", "halffloat": "float16", "float": "float32", "double": "float64"}
 _TEXTS: Final = ("string", "large_string", "string_view")
 _BYTES: Final = ("binary", "large_binary", "binary_view")
@@ -55,8 +59,8 @@ def read(path: Path, columns: Sequence[str] | None = None) -> Table:
     try:
         file = pq.ParquetFile(
             path,
-            thrift_string_size_limit=_MAX_NAME_BYTES,
-            thrift_container_size_limit=_MAX_ENTRIES,
+            thrift_string_size_limit=MAX_PARQUET_TEXT_BYTES,
+            thrift_container_size_limit=MAX_PARQUET_ENTRIES,
             page_checksum_verification=True,
             pre_buffer=False,
             buffer_size=_BUFFER_BYTES,

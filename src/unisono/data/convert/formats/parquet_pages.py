@@ -25,6 +25,7 @@ from unisono.storage.limits import (
     MAX_FREE_ROWS,
     MAX_JSON_BYTES,
     MAX_JSON_DEPTH,
+    MAX_PARQUET_HEADER_BYTES,
     MAX_RECORD_BYTES,
     MAX_ROWS_PER_BYTE,
     LimitError,
@@ -46,7 +47,6 @@ _DICTIONARY_CODES: Final = (2, 8)  # encodings: PLAIN_DICTIONARY, RLE_DICTIONARY
 _DELTA_BYTE_ARRAY: Final = 7  # each value shares a prefix with the one before
 _LENGTH: Final = struct.Struct("<I")
 _HEADER_BYTES: Final = 1 << 12  # read at first for a page's header
-_MAX_HEADER_BYTES: Final = 1 << 24  # pyarrow's own limit; its statistics hold values
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def _header(fd: int, at: int, stop: int) -> tuple[Struct, int]:
         try:
             return reader.struct(_PAGE), at + reader.at
         except IndexError:
-            if len(data) < size or size >= _MAX_HEADER_BYTES:
+            if len(data) < size or size >= MAX_PARQUET_HEADER_BYTES:
                 raise ValueError(f"the header of the page at offset {at} does not end") from None
         size *= 16
 

@@ -31,12 +31,10 @@ from unisono.data.convert.formats.table import (
     unwritable_error,
 )
 from unisono.storage.files import new_file
-from unisono.storage.limits import MAX_RECORD_BYTES
+from unisono.storage.limits import MAX_RECORD_BYTES, MAX_TAR_NAME_BYTES, MAX_TAR_SAMPLE_BYTES
 
 KEY: Final = "__key__"
 _BLOCK: Final = 512
-_MAX_NAME_BYTES: Final = 1 << 16  # of the extra headers that hold long names
-_MAX_SAMPLE_BYTES: Final = 1 << 29
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)")
 _PAX: Final = re.compile(rb"(\d{1,10}) ([^=]+)=")
 _NPY: Final = re.compile(
@@ -69,8 +67,8 @@ def _rows(path: Path) -> Iterator[Row]:
         field = _field_of(extension)
         if field in row:
             raise damaged_error(path, offset, f"sample {key!r} has field {field!r} twice")
-        if size > _MAX_SAMPLE_BYTES:
-            raise damaged_error(path, offset, f"sample {key!r} has more than {_MAX_SAMPLE_BYTES:,} bytes")
+        if size > MAX_TAR_SAMPLE_BYTES:
+            raise damaged_error(path, offset, f"sample {key!r} has more than {MAX_TAR_SAMPLE_BYTES:,} bytes")
         try:
             row[field] = _decode(extension, content)
         except ValueError as error:
@@ -119,9 +117,9 @@ def _members(path: Path) -> Iterator[tuple[str, int, bytes]]:
                 return
             kind, name, size = _header(path, offset, header)
             if kind in "xL":
-                if size > _MAX_NAME_BYTES:
+                if size > MAX_TAR_NAME_BYTES:
                     raise damaged_error(
-                        path, offset, f"a name of {size:,} bytes, where {_MAX_NAME_BYTES:,} are the most"
+                        path, offset, f"a name of {size:,} bytes, where {MAX_TAR_NAME_BYTES:,} are the most"
                     )
                 extra |= _long_name(path, offset, kind, _content(source, size))
                 continue

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-from unisono.storage.limits import MAX_JSON_LISTS, LimitError
+from unisono.storage.limits import MAX_JSON_LISTS, MAX_THRIFT_DEPTH, LimitError
 
 # the fields to keep by number: I32, I64 or BINARY, or the fields of a struct, or of the structs in a list
 Wanted = Mapping[int, "int | Wanted | list[Wanted]"]
 Struct = dict[int, Any]
 _TRUE, _FALSE, _BYTE, _I16, I32, I64, _DOUBLE, BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
-_MAX_DEPTH: Final = 16
 _NOTHING: Final[Wanted] = {}
 
 
@@ -33,7 +32,7 @@ class ThriftReader:
     def struct(self, wanted: Wanted, depth: int = 0) -> Struct:
         """The wanted fields of a struct: integers, bytes, lists and structs, by number."""
         self._structs += 1
-        if depth > _MAX_DEPTH or self._structs > MAX_JSON_LISTS:
+        if depth > MAX_THRIFT_DEPTH or self._structs > MAX_JSON_LISTS:
             raise LimitError(f"structs inside each other, or more than {MAX_JSON_LISTS:,} of them")
         data, fields, number = self._data, Struct(), 0
         while head := data[self.at]:

@@ -13,10 +13,11 @@ from typing import Any, Literal
 import numpy as np
 
 from unisono.data.convert.pack.pack_job import RecordAnswer
-from unisono.data.image.decoding import MAX_PIXELS, Color, ImageInfo, Pixels, check_pixels, decode, probe
+from unisono.data.image.decoding import Color, ImageInfo, Pixels, check_pixels, decode, probe
 from unisono.data.image.restart_markers import add_restart_markers, encode_jpeg
 from unisono.data.image.tiles import tile_grid
 from unisono.errors import DataError, missing_extra
+from unisono.storage.limits import MAX_PIXELS
 
 DEFAULT_QUALITY = 95  # im2rec's
 _EXIF_ORIENTATION = 0x0112

@@ -22,11 +22,11 @@ import xxhash
 
 from unisono.data.convert.formats.table import unreadable_error
 from unisono.data.convert.pack.partial_target import BadInput
-from unisono.storage.limits import MAX_RECORD_BYTES
+from unisono.storage.files import is_inside
+from unisono.storage.limits import MAX_LABELS, MAX_RECORD_BYTES
 
 IMAGE_SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm"})
 _BEGINNINGS: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"RIFF", b"BM", b"P")
-_MAX_LABELS: Final = 1 << 16
 _MAX_INTEGER: Final = 1 << 24  # up to which a 32-bit float holds every integer
 
 
@@ -127,7 +127,7 @@ def _walk(listing: ImageListing, parts: tuple[str, ...], above: set[str], follow
                 yield from _walk(listing, entry_parts, above | {real}, follow)
         elif Path(entry.name).suffix.lower() not in IMAGE_SUFFIXES:
             listing.left_out += 1
-        elif entry.is_symlink() and not follow and not _inside(listing.root, Path(entry.path)):
+        elif entry.is_symlink() and not follow and not is_inside(listing.root, Path(entry.path)):
             listing.refuse("/".join(entry_parts), "a link that leads out; --follow-links takes it")
         else:
             yield entry_parts
@@ -144,7 +144,7 @@ def _lst_entries(source: Path, listing: ImageListing) -> Iterator[ListEntry]:
         parts = line.split("\t")
         where = f"{source.name}:{number}"
         try:
-            if len(parts) < 3 or len(parts) > _MAX_LABELS:
+            if len(parts) < 3 or len(parts) > MAX_LABELS:
                 raise ValueError(f"{len(parts)} parts")
             key, labels = int(parts[0]), tuple(float(part) for part in parts[1:-1])
             if not 0 <= key < 1 << 63:
@@ -188,7 +188,7 @@ def _take(listing: ImageListing, entries: Iterator[ListEntry], follow_links: boo
     for name, labels, key, where in entries:
         if name in names:
             listing.refuse(where, f"{name} appears twice")
-        elif not follow_links and not _inside(listing.root, listing.root / name):
+        elif not follow_links and not is_inside(listing.root, listing.root / name):
             listing.refuse(where, f"{name} lies outside of {listing.root}; --follow-links takes it")
         else:
             names.add(name)
@@ -219,10 +219,6 @@ def _add(listing: ImageListing, name: str, labels: tuple[float, ...], key: int) 
         listing.samples.append(
             ListedImage(name=name, labels=labels, key=key, stamp=(status.st_size, status.st_mtime_ns))
         )
-
-
-def _inside(root: Path, path: Path) -> bool:
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
 def _lines(source: Path) -> list[str]:

@@ -29,17 +29,21 @@ import msgspec
 
 from unisono.errors import DataError
 from unisono.storage.directory import make_folder
-from unisono.storage.files import file_digest, open_regular, os_reason, sync_folder, write_atomically
-from unisono.storage.limits import read_json
+from unisono.storage.files import (
+    FILE_MODE,
+    FOLDER_MODE,
+    file_digest,
+    open_regular,
+    os_reason,
+    sync_folder,
+    write_atomically,
+)
+from unisono.storage.limits import MAX_JOB_BYTES, read_json
 from unisono.storage.ownership import foreign_folder_reason
 
 UNSPLIT: Final = "all"  # the series of inputs without a split
 _PROGRESS_S = 5.0
 _JOB = re.compile(rb"[0-9a-f]{32} of .*\n", re.DOTALL)  # content of job.json
-_MAX_JOB_BYTES = 1 << 20
-_PART_MODE: Final = (
-    0o755  # of the folder and those in it, before the umask: a group whose members could write is a foreign one
-)
 _LOCK: Final = "lock"
 _LOG = logging.getLogger("unisono")
 
@@ -152,7 +156,7 @@ class PartialTarget:
                 folder = self.folder / f"{series.name}-{len(done):05d}"
                 if os.path.lexists(folder):
                     _remove(self._fd, folder.name)
-                os.mkdir(folder.name, mode=_PART_MODE, dir_fd=self._fd)
+                os.mkdir(folder.name, mode=FOLDER_MODE, dir_fd=self._fd)
                 inputs = chain(() if first is None else (first,), outcomes)
                 start = done[-1].stop if done else 0
                 journal = ShardJournal(start=start, stop=start, records=0, empty=0, bad=[], files={})
@@ -278,7 +282,7 @@ def open_partial_target(folder: Path, job: bytes) -> Generator[PartialTarget]:
 
     Raises DataError while another process has it open, and for a folder that another user can have written or that no job made.
     """
-    make_folder(folder, mode=_PART_MODE)
+    make_folder(folder)
     with ExitStack() as stack:
         fd = _open_folder(folder)
         stack.callback(os.close, fd)
@@ -331,7 +335,7 @@ def _open_lock(folder: Path, fd: int) -> int:
     """Open the lock's file in the folder ``fd``. Raises DataError if it is none: to open a pipe would wait for its other end."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        lock = os.open(_LOCK, flags, _PART_MODE & 0o666, dir_fd=fd)
+        lock = os.open(_LOCK, flags, FILE_MODE, dir_fd=fd)
     except OSError as error:
         raise _foreign_folder(folder, f"its file {_LOCK} cannot be opened ({os_reason(error)})") from error
     if not stat.S_ISREG(os.fstat(lock).st_mode):
@@ -355,7 +359,7 @@ def _is_plain(name: str) -> bool:
 def _content(path: Path) -> bytes:
     try:
         with open_regular(path, flags=os.O_NOFOLLOW) as file:
-            return file.read(_MAX_JOB_BYTES)
+            return file.read(MAX_JOB_BYTES)
     except OSError:
         return b""
 

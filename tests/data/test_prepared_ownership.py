@@ -1,0 +1,112 @@
+"""Prepared data that others could have changed are made again; a link that is exchanged after the listing is not followed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from modes import umask, writable_by_others
+
+from unisono.data.options import DataOptions
+from unisono.data.sources.converted import converted
+from unisono.data.tokens import tokenized_cache
+from unisono.data.tokens.tokenized_cache import prepare_corpus
+from unisono.errors import DataError
+from unisono.tasks.columns import resolve_task
+from unisono.tasks.options import TaskOptions
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> DataOptions:
+    for number in range(8):
+        path = tmp_path / f"corpus/{number}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"text {number}\n" * 20)
+    return DataOptions(corpus=str(tmp_path / "corpus"), eval_frac=0.2)
+
+
+def test_prepared_tokens_that_others_could_write_are_made_again(corpus: DataOptions, tmp_path: Path) -> None:
+    with umask(0):
+        first = prepare_corpus(corpus, tmp_path / "cache")
+    assert writable_by_others(tmp_path / "cache") == {}
+    first.folder.chmod(0o777)
+    second = prepare_corpus(corpus, tmp_path / "cache")
+    assert not second.from_cache
+    assert second.rebuild_reason == f"{first.folder} can be written by others (mode 777)"
+    assert second.train.fingerprint == first.train.fingerprint
+    assert prepare_corpus(corpus, tmp_path / "cache").from_cache
+
+
+def test_an_unfinished_folder_that_others_could_write_is_not_continued(corpus: DataOptions, tmp_path: Path) -> None:
+    folder = prepare_corpus(corpus, tmp_path / "cache").folder
+    folder.rename(folder.with_name(f"{folder.name}.part"))
+    folder.with_name(f"{folder.name}.part").chmod(0o777)
+    (folder.with_name(f"{folder.name}.part") / "planted").touch()
+    prepared = prepare_corpus(corpus, tmp_path / "cache")
+    assert not (prepared.folder / "planted").exists()
+
+
+def test_a_listing_that_others_could_write_is_not_read(
+    corpus: DataOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenized_cache, "_FRESH_NS", -3_600_000_000_000)
+    first = prepare_corpus(corpus, tmp_path / "cache")
+    (listing,) = (tmp_path / "cache").glob("listing-*.json")
+    entries = json.loads(listing.read_text())
+    entries[0]["digest"] = "0" * 32
+    listing.write_text(json.dumps(entries))
+    listing.chmod(0o666)
+    assert prepare_corpus(corpus, tmp_path / "cache").train.fingerprint == first.train.fingerprint
+
+
+def test_copied_rows_that_others_could_write_are_copied_again(tmp_path: Path) -> None:
+    source = tmp_path / "rows.csv"
+    source.write_text("a\n1\n")
+    calls: list[int] = []
+
+    def rows():  # type: ignore[no-untyped-def]
+        calls.append(1)
+        yield {"a": 1}
+
+    with umask(0):
+        converted([source], rows, tmp_path / "cache")
+    assert writable_by_others(tmp_path / "cache") == {}
+    (copy,) = (tmp_path / "cache").glob("rows-*.rec")
+    converted([source], rows, tmp_path / "cache")
+    assert len(calls) == 1
+    copy.chmod(0o666)
+    converted([source], rows, tmp_path / "cache")
+    assert len(calls) == 2
+
+
+def test_columns_that_others_could_write_are_read_from_the_data_again(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("x,y\n" + "".join(f"{n},{n % 3}\n" for n in range(30)))
+    data = DataOptions(train=(str(tmp_path / "rows.csv"),), cache_dir=str(tmp_path / "cache"))
+    task = TaskOptions(kind="table", target="y", inputs=("x",))
+    with umask(0):
+        first = resolve_task(task, data)
+    assert writable_by_others(tmp_path / "cache") == {}
+    (kept,) = (tmp_path / "cache").glob("columns-*.json")
+    kept.write_text(kept.read_text().replace('"inputs": ["x"]', '"inputs": ["planted"]'))
+    assert resolve_task(task, data).inputs == ("planted",), "one's own file is used"
+    kept.chmod(0o666)
+    assert resolve_task(task, data) == first
+
+
+def test_a_link_that_leads_elsewhere_after_the_listing_is_not_read(
+    corpus: DataOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, find = Path(corpus.corpus, "link.txt"), tokenized_cache.find_corpus
+    link.symlink_to("0.txt")
+    (tmp_path / "secret").write_text("a secret of this user")
+
+    def found_then_changed(name: str):  # type: ignore[no-untyped-def]
+        listed = find(name)
+        link.unlink()
+        link.symlink_to(tmp_path / "secret")
+        return listed
+
+    monkeypatch.setattr(tokenized_cache, "find_corpus", found_then_changed)
+    with pytest.raises(DataError, match=r"link\.txt cannot be read: it changes while it is being read"):
+        prepare_corpus(corpus, tmp_path / "cache")
