@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import socket
@@ -13,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -131,6 +133,43 @@ def test_the_secret_of_a_users_ranks_is_not_an_intruders(tmp_path: Path) -> None
         assert rendezvous.job_secret(replace(job, local_world=1), environ) is None
     (tmp_path / "file").touch()
     assert rendezvous.job_secret(job, {"HOME": str(tmp_path / "file")}) is None
+
+
+def warned(job: JobSpec, home: str) -> list[str]:
+    """What a rank logs that joins its job twice, where its user's secret can be at ``home``."""
+    said: list[str] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(f"{record.levelname} {record.getMessage()}")
+
+    # the secret is then the user's own, if there can be one
+    own = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_SECRET_")}
+    handler = Heard()
+    logging.getLogger("unisono").addHandler(handler)
+    try:
+        with mock.patch.dict(os.environ, own | {"HOME": home}, clear=True):
+            store = open_store(replace(job, source="torchrun"), 20.0)
+            for _ in range(2):
+                world = join_world(replace(job, source="torchrun"), device_type="cpu", timeout_s=20, store=store)
+                assert world.all_reduce(torch.ones(1)).item() == job.world_size
+                world.close()
+            store.close()
+    finally:
+        logging.getLogger("unisono").removeHandler(handler)
+    return said
+
+
+def test_a_job_without_a_secret_is_warned_of_once_by_one_rank(pool: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    first, *others = pool.run(warned, str(tmp_path / "file"), ranks=3, joined=False)
+    assert first == [
+        "WARNING this job has no secret, so its 3 ranks trust their hosts and the network between them; "
+        "UNISONO_SECRET_FILE names one (docs/security.md, Ranks of a job)"
+    ]
+    assert others == [[], []]
+    (tmp_path / "home").mkdir()
+    assert pool.run(warned, str(tmp_path / "home"), ranks=3, joined=False) == [[], [], []]
 
 
 def absent_rank(job: JobSpec) -> str:
