@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import Desk, make_desk
-from modes import modes, public_folder, umask
+from modes import PRIVATE, modes, public_folder, umask
 
 COLLEAGUE = 65534
 
@@ -30,7 +30,8 @@ for uid in (os.geteuid(), int(os.environ["COLLEAGUE"])):
     for command in (["eval", run, "--json"], ["checkpoint", "verify", run, "--json"],
                     ["checkpoint", "export", run, f"{own}/export", "--json"]):
         cli.main(command, standalone_mode=False)
-print(json.dumps({"private": [name for name in ("launch.json",) if os.access(f"{run}/launch/{name}", os.R_OK)]}))
+found = f"{run}/launch/launch.json"
+print(json.dumps({"exists": os.path.exists(found), "readable": os.access(found, os.R_OK)}))
 """
 
 
@@ -54,7 +55,10 @@ def test_a_colleague_evaluates_a_run_if_the_umask_lets_her(mask: int, readable: 
             train = ["-P", "-m", "unisono", "train", *desk.settings, f"--set=run.dir={run}"]
             done = desk.process("launch", "-n", "1", "--dir", str(run / "launch"), "--", sys.executable, *train)
         assert done.code == 0, done.err
+        # what is looked at below must be there
+        assert (run / "launch/launch.json").is_file()
         before = modes(run)
+        assert before["launch/launch.json"] == PRIVATE
         seen = read_by_another(desk, run, folder / "theirs")
         lines = [json.loads(line) for line in seen.stdout.splitlines()]
         assert lines[0] == {"uid": 0}
@@ -65,7 +69,7 @@ def test_a_colleague_evaluates_a_run_if_the_umask_lets_her(mask: int, readable: 
             assert lines[5]["evaluation"]
             assert lines[6] == lines[2]
             assert (folder / f"theirs/{COLLEAGUE}/export/model.safetensors").is_file()
-            assert lines[8] == {"private": []}  # arguments of the launch are its owner's
+            assert lines[8] == {"exists": True, "readable": False}  # arguments of the launch are its owner's
         else:
             assert seen.returncode != 0
             assert len(lines) == 5

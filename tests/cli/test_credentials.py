@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from commands import Desk, Outcome, problem
-from modes import FILE, FOLDER, PRIVATE, mode_of, modes, umask
+from modes import FILE, FOLDER, PRIVATE, mode_of, modes, umask, writable_by_others
 from PIL import Image
 
+from unisono.data.sources.open_source import open_source
 from unisono.errors import ConfigError
 from unisono.storage.address import open_address
 from unisono.storage.directory import make_folder
@@ -189,7 +191,7 @@ def test_files_of_a_run_follow_the_umask_and_others_never_write(desk: Desk, tmp_
         for name in ("ant", "bee"):
             (tmp_path / "album" / name).mkdir(parents=True)
             Image.new("RGB", (20, 30)).save(tmp_path / "album" / name / "0.jpg")
-        (above / "packed").mkdir(mode=0o775)
+        (above / "packed").mkdir(mode=FOLDER)
         cache = f"--set=data.cache_dir={above}/cache/data"
         made = [
             desk.process("checkpoint", "export", str(run), str(above / "more/export")),
@@ -216,6 +218,7 @@ def test_files_of_a_run_follow_the_umask_and_others_never_write(desk: Desk, tmp_
         if mode != (FOLDER if name in (".", *folders) else PRIVATE if name in private else FILE)
     }
     assert wrong == {}
+    assert writable_by_others(tmp_path / "above") == {}
     made_by_each = (
         "run/config.toml",
         "run/plan.json",
@@ -233,6 +236,28 @@ def test_files_of_a_run_follow_the_umask_and_others_never_write(desk: Desk, tmp_
         "run.toml",
     )
     assert [part for part in made_by_each if not any(name.startswith(part) for name in found)] == []
+
+
+@pytest.mark.parametrize("mask", [0, 0o002])
+def test_no_group_writes_to_prepared_data(desk: Desk, tmp_path: Path, mask: int) -> None:
+    """Under the umask of private groups too: tokens, their listing, and rows that are copied for random access."""
+    cache = tmp_path / "cache"
+    table = tmp_path / "table.csv"
+    table.write_text("a,b\n1,x\n2,y\n")
+    with umask(mask):
+        done = desk.train(tmp_path / "run", f"--set=data.cache_dir={cache}")
+        assert done.code == 0, done.err
+        assert len(open_source(table, cache_dir=cache)) == 2
+    found = modes(cache)
+    wanted = {
+        r"tokens-\w+": FOLDER,
+        r"tokens-\w+/train-00000\.bin": FILE,
+        r"listing-\w+\.json": FILE,
+        r"(.*/)?rows-\w+\.rec": FILE,
+    }
+    for pattern, mode in wanted.items():
+        assert [found[name] for name in found if re.fullmatch(pattern, name)] == [mode], pattern
+    assert writable_by_others(cache) == {}
 
 
 def test_a_run_folder_follows_the_umask(tmp_path: Path) -> None:

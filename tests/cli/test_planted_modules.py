@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,8 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from code_rules import ROOT, Source, constant, finds, found, is_in
 from commands import Desk
 from PIL import Image
+from sshd import serve
 
 MAIN = [
     "-P",
@@ -198,15 +203,150 @@ def test_the_benchmark_of_stores(hostile: Hostile, desk: Desk) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def interpreter_lines() -> Iterator[tuple[str, str]]:
-    root = Path(__file__).parents[2] / "src" / "unisono"
-    for path in sorted(root.rglob("*.py")):
-        for line in path.read_text().splitlines():
-            if "sys.executable" in line:
-                yield path.relative_to(root).as_posix(), line.strip()
+@pytest.mark.full
+def test_agents_of_hosts(hostile: Hostile, desk: Desk, tmp_path: Path) -> None:
+    """They are reached over ssh, and go to the working folder of the launcher before they start."""
+    script, hosts, folder = tmp_path / "script.py", tmp_path / "hosts", tmp_path / "launch"
+    script.write_text("import os\nprint('rank', os.environ['UNISONO_RANK'], 'in', os.getcwd())\n")
+    (tmp_path / "sshd").mkdir()
+    with serve(tmp_path / "sshd") as sshd:
+        hosts.write_text(f"127.0.0.1 slots=1\n127.0.0.2:{sshd.port} slots=1\n")
+        launch = ["launch", "--hostfile", str(hosts), "--ssh-port", str(sshd.port), "--dir", str(folder)]
+        # the script leaves its working folder out too, so that what is imported is an agent's import
+        done = hostile.run(desk, [*MAIN, *launch, "--", sys.executable, "-P", str(script)], **sshd.environ)
+    assert done.returncode == 0, done.stderr
+    said = sorted(line.partition("] ")[2] for line in done.stdout.splitlines() if "rank" in line)
+    assert said == [f"rank {rank} in {hostile.folder}" for rank in range(2)]
+    assert set(json.loads((folder / "launch.json").read_text())["hosts"]) == {"127.0.0.1", "127.0.0.2"}
+
+
+# --- every command line with Python ----------------------------------------------------------------------------------
+
+# names under which a program finds its own interpreter, and what starts one by itself
+INTERPRETERS = {"sys.executable", "sys._base_executable", "sys.orig_argv"}
+STARTERS = {"multiprocessing", "concurrent.futures.ProcessPoolExecutor", "concurrent.futures.process"}
+NO_PROCESSES = {"multiprocessing.connection", "multiprocessing.shared_memory"}
+# as a path, with a version or with an option; the mere word is one where it is a part of a command line
+PYTHON = re.compile(
+    r"(^|[/\\ ])(python|pypy)([0-9.]+w?(\.exe)?$|w?(\.exe)$|[0-9.]*w? -)|[/\\](python|pypy)$|^/proc/(self|[0-9]+)/exe$"
+)
+WORDS = re.compile(r"python|pypy|pythonw|executable|_base_executable")
+
+
+def pythons(source: Source) -> Iterator[tuple[ast.AST, str]]:
+    """Where a file names an interpreter: as an attribute of ``sys``, by its own name or path in a text, or by what starts one."""
+    documentation = {
+        id(node.body[0].value)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    parts = {
+        id(part)
+        for node in ast.walk(source.tree)
+        for part in (
+            node.elts[:2]
+            if isinstance(node, ast.List | ast.Tuple)
+            else node.args
+            if isinstance(node, ast.Call) and source.full_name(node.func) in ("shutil.which", "getattr")
+            else ()
+        )
+    }
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute | ast.Name) and source.full_name(node) in INTERPRETERS | STARTERS:
+            yield node, source.full_name(node)
+        text = constant(node) if id(node) not in documentation else None
+        if isinstance(text, str) and (PYTHON.search(text) or (id(node) in parts and WORDS.fullmatch(text))):
+            yield node, text
+    for node, name in source.imports():
+        if is_in(name, INTERPRETERS | STARTERS) and not is_in(name, NO_PROCESSES):
+            yield node, name
+
+
+def starts(source: Source) -> Iterator[tuple[ast.AST, str]]:
+    """Where a file starts a process, however its program is called."""
+    for node, name in source.calls():
+        if re.fullmatch(
+            r"subprocess\.(Popen|run|call|check_call|check_output|getoutput|getstatusoutput)", name
+        ) or re.fullmatch(
+            r"(os|posix)\.(exec[lvpe]+|spawn[lvpe]+|posix_spawnp?|system|popen|startfile)|_posixsubprocess\.fork_exec"
+            r"|asyncio\.(subprocess\.)?create_subprocess_(exec|shell)|runpy\.\w+",
+            name,
+        ):
+            yield node, name
 
 
 def test_one_function_makes_the_command_lines_of_our_own_processes() -> None:
-    """The others are a comparison, a text for people, and the reaper of a launch, which has ``-I -S``."""
-    others = {file for file, line in interpreter_lines() if '[sys.executable, "-I", "-S", ' not in line}
-    assert others == {"dist/interpreter.py", "launch/script_hook/sitecustomize.py", "launch/workers.py"}
+    """The others are texts for people, a comparison, and the reaper of a launch, which has ``-I -S`` and starts in ``/``."""
+    named = {
+        file.removeprefix("src/unisono/"): [re.sub(r" in line \d+$", "", each) for each in lines]
+        for file, lines in found(pythons, "src/unisono").items()
+    }
+    assert named == {
+        # the name of a module and of a fact in a record
+        "config/help_text.py": ["python"],
+        "train/setup.py": ["python"],
+        "data/convert/pack/worker.py": ["python -c 'from MODULE import FUNCTION' says whether it can be found"],
+        "dist/interpreter.py": ["sys.executable"] * 2,
+        "launch/script_hook/sitecustomize.py": ["sys.executable"],
+        "launch/workers.py": ["sys.executable"] * 2,
+    }
+    text = (ROOT / "src/unisono/launch/workers.py").read_text()
+    assert '[sys.executable, "-I", "-S", str(Path(reaper.__file__))]' in text
+
+
+def test_every_place_that_starts_a_process_is_known() -> None:
+    """Each takes its command from ``dist/interpreter.py``, from the user, or runs another program than Python."""
+    begun = {file.removeprefix("src/unisono/"): len(lines) for file, lines in found(starts, "src/unisono").items()}
+    assert begun == {
+        "data/image/restart_markers.py": 1,
+        "data/loading/subprocess_map.py": 1,
+        "dist/dmlc.py": 1,
+        "kvstore/bench/processes.py": 1,
+        "kvstore/server/child_servers.py": 1,
+        "launch/host_agent_client.py": 1,
+        "launch/mpi_slurm.py": 1,
+        "launch/resources.py": 1,
+        "launch/workers.py": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import sys\nx = [sys.executable, '-m', y]",
+        "from sys import executable as mine\nx = [mine]",
+        "import sys as s\nx = [getattr(s, 'executable')]",
+        "import sys\nx = sys._base_executable",
+        "import sys\nx = sys.orig_argv[0]",
+        "x = ['python3', '-m', y]",
+        "x = f'{folder}/bin/python'",
+        "x = 'exec python3.11 -m unisono'",
+        "import shutil\nx = shutil.which('python')",
+        "x = ['/usr/bin/env', 'python3']",
+        "import os\nx = os.readlink('/proc/self/exe')",
+        "import multiprocessing",
+        "from multiprocessing import get_context",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "from concurrent import futures\nx = futures.ProcessPoolExecutor()",
+    ],
+)
+def test_every_way_to_name_an_interpreter_is_seen(text: str) -> None:
+    assert finds(pythons, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import subprocess as s\ns.run(x)",
+        "from subprocess import Popen as Child\nChild(x)",
+        "import os\nos.execvp(x, y)",
+        "import os\nos.posix_spawn(x, y, z)",
+        "import os\nos.spawnlp(x, y)",
+        "import asyncio\nasyncio.create_subprocess_exec(x)",
+        "import runpy\nrunpy.run_module(x)",
+    ],
+)
+def test_every_way_to_start_a_process_is_seen(text: str) -> None:
+    assert finds(starts, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import socket
@@ -13,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -132,6 +134,43 @@ def test_the_secret_of_a_users_ranks_is_not_an_intruders(tmp_path: Path) -> None
         assert rendezvous.job_secret(replace(job, local_world=1), environ) is None
     (tmp_path / "file").touch()
     assert rendezvous.job_secret(job, {"HOME": str(tmp_path / "file")}) is None
+
+
+def warned(job: JobSpec, home: str) -> list[str]:
+    """What a rank logs that joins its job twice, where its user's secret can be at ``home``."""
+    said: list[str] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(f"{record.levelname} {record.getMessage()}")
+
+    # the secret is then the user's own, if there can be one
+    own = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_SECRET_")}
+    handler = Heard()
+    logging.getLogger("unisono").addHandler(handler)
+    try:
+        with mock.patch.dict(os.environ, own | {"HOME": home}, clear=True):
+            store = open_store(replace(job, source="torchrun"), 20.0)
+            for _ in range(2):
+                world = join_world(replace(job, source="torchrun"), device_type="cpu", timeout_s=20, store=store)
+                assert world.all_reduce(torch.ones(1)).item() == job.world_size
+                world.close()
+            store.close()
+    finally:
+        logging.getLogger("unisono").removeHandler(handler)
+    return said
+
+
+def test_a_job_without_a_secret_is_warned_of_once_by_one_rank(pool: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    first, *others = pool.run(warned, str(tmp_path / "file"), ranks=3, joined=False)
+    assert first == [
+        "WARNING this job has no secret, so its 3 ranks trust their hosts and the network between them; "
+        "UNISONO_SECRET_FILE names one (docs/security.md, Ranks of a job)"
+    ]
+    assert others == [[], []]
+    (tmp_path / "home").mkdir()
+    assert pool.run(warned, str(tmp_path / "home"), ranks=3, joined=False) == [[], [], []]
 
 
 def absent_rank(job: JobSpec) -> str:
@@ -491,6 +530,41 @@ def test_a_member_does_not_fill_the_memory_of_rank_0(monkeypatch: pytest.MonkeyP
         other.set("15", b"b")
         assert mine.get("15") == b"b"
         other.close()
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["sent", "announced"])
+def test_a_request_of_more_than_4_MiB_is_refused_and_the_store_goes_on(whole: bool) -> None:
+    """By a rank, which has proved itself, but does not keep to what ``JobStore`` sends."""
+    assert store_server.MAX_MESSAGE_BYTES == 4 << 20
+    with served(world_size=3) as (mine, port):
+        largest = (4 << 20) - len(frame(["set", "k", b"a" * 2**16])) + LENGTH.size + 2**16
+        with connect(port) as sock:
+            authenticate(sock, SECRET, "rank 1", "r", 3)
+            sock.sendall(frame(["set", "k", b"a" * largest]))
+            assert receive(sock, object, time.monotonic() + 20) is True
+            assert mine.get("k") == b"a" * largest
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            data = frame(["set", "k", b"b" * (largest + 1)])
+            assert LENGTH.unpack_from(data) == (4 * 2**20 + 1,)
+            try:
+                sock.sendall(data if whole else LENGTH.pack(2**31))
+            except ConnectionError:
+                assert whole
+            assert until_closed(sock) == b""
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+        # nothing of it was taken, and the others go on
+        assert mine.get("k") == b"a" * largest
+        other = member(port, "rank 2", size=3)
+        other.set("k", b"c")
+        assert mine.get("k") == b"c"
+        other.close()
+        # that rank may come again
+        wait_until(lambda: "rank 1" not in mine.server.members()[1], "its end is noticed")
+        again = member(port, size=3)
+        assert again.get("k") == b"c"
+        with pytest.raises(ValueError, match=r"bytes for the store; a value has at most"):
+            again.set("k", b"d" * (4 << 20))
+        again.close()
 
 
 def test_one_that_trickles_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

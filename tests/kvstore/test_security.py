@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
+import signal
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from faults_worker import table
 from hostile import Hostile
+from intruder import NOBODY, as_another_user, needs_another_user
+from modes import public_folder
 from nursery import Nursery
 from parameter_servers import ParameterServers, numbers, parameter_servers, recipe
 from procs import command_lines, is_running, listening, wait_until
@@ -25,7 +30,8 @@ from unisono.kvstore.server import snapshot
 from unisono.kvstore.server.chunk_payload import WRITE, write_chunks
 from unisono.kvstore.server.chunk_state import encode_chunk_state
 from unisono.kvstore.server.run_spec import RunSpec
-from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.auth import AuthError, Peer, client_handshake, preauth_limits
+from unisono.kvstore.wire.channel import Channel
 from unisono.kvstore.wire.connection import Connection, Endpoint
 from unisono.kvstore.wire.frame import PEER_LIMITS, VERSION, Frame, Op, json_frame
 
@@ -252,3 +258,67 @@ def test_another_secret_opens_nothing(servers: ParameterServers) -> None:
     with pytest.raises(CommError, match=r"the proof that came from .* is wrong"):
         Connection(Endpoint(servers.addresses[0], bytes(32)), enemy, {}, limits=PEER_LIMITS, deadline_s=10.0)
     assert is_running(servers.processes[0].pid)
+
+
+def what_another_user_reaches(address: tuple[str, int], pid: int, memory: list[str], folder: str) -> dict[str, Any]:
+    """Of a server process: its port, the memory that it shares with a worker, its environment and its files."""
+
+    def tried(attempt: Callable[[], Any]) -> str:
+        try:
+            attempt()
+        except PermissionError:
+            return "not permitted"
+        except AuthError:
+            return "refused"
+        return "done"
+
+    def prove(secret: bytes) -> None:
+        channel = Channel(socket.create_connection(address, 10), preauth_limits(PEER_LIMITS))
+        try:
+            with mock.patch.object(hmac, "compare_digest", return_value=True):  # it does not mind who the server is
+                client_handshake(channel, secret, Peer("worker", 0, 0, 0, ""), 0, PEER_LIMITS)
+        finally:
+            channel.close()
+
+    return {
+        "uid": os.geteuid(),
+        "proofs": [tried(lambda secret=secret: prove(secret)) for secret in (b"", bytes(32), b"guessed" * 5)],
+        "memory": [
+            tried(lambda path=path, how=how: os.open(path, how)) for path in memory for how in (os.O_RDONLY, os.O_RDWR)
+        ],
+        "process": [
+            tried(lambda name=name: Path(f"/proc/{pid}/{name}").read_bytes()) for name in ("environ", "maps", "mem")
+        ],
+        "snapshots": tried(lambda: os.listdir(f"{folder}/server-0")),
+        "planted": tried(lambda: os.mkdir(f"{folder}/server-0/snapshot-99999999")),
+        "signal": tried(lambda: os.kill(pid, signal.SIGTERM)),
+    }
+
+
+@needs_another_user
+def test_another_user_reaches_no_part_of_a_server_that_serves_its_job(nursery: Nursery) -> None:
+    with public_folder() as folder, begun(folder, nursery=nursery) as servers:
+        pid, into = servers.processes[0].pid, {key: torch.ones_like(value) for key, value in table().items()}
+        own = servers.connect(table(), worker=12)
+        own.pull(into).wait()
+        memory = [str(path) for path in Path(f"/proc/{pid}/fd").iterdir() if "memfd:unisono-wire" in os.readlink(path)]
+        assert memory, "the worker and the server share memory"
+        found = as_another_user(what_another_user_reaches, servers.addresses[0], pid, memory, str(servers.snapshots))
+        assert found == {
+            "uid": NOBODY,
+            "proofs": ["refused"] * 3,
+            "memory": ["not permitted"] * 2 * len(memory),
+            "process": ["not permitted"] * 3,
+            "snapshots": "not permitted",
+            "planted": "not permitted",
+            "signal": "not permitted",
+        }
+        again = {key: torch.ones_like(value) for key, value in table().items()}
+        own.pull(again).wait()
+        assert all(torch.equal(again[key], into[key]) for key in into)
+        own.push(table()).wait()
+        own.close()
+        newcomer = servers.connect(table(), worker=13)
+        newcomer.pull(again).wait()
+        newcomer.close()
+        assert is_running(pid)

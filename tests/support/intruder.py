@@ -6,10 +6,15 @@ import contextlib
 import json
 import os
 import resource
+import select
 import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
 
 from unisono.dist.authentication import (
     LENGTH,
@@ -17,12 +22,17 @@ from unisono.dist.authentication import (
     Challenge,
     Hello,
     PeerError,
+    Verdict,
     authenticate,
     frame,
     receive,
 )
 
 NOBODY = 65534
+
+needs_another_user = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can act as another user: this attack of another user was not tried"
+)
 
 
 def as_another_user(attack: Callable[..., Any], *args: Any) -> Any:
@@ -149,4 +159,35 @@ def take_a_place_in_gloo(ports: list[int], reader: int, ready: int) -> str:
     return data.hex()
 
 
-__all__ = ["PeerError", "as_another_user", "drip", "hold", "junk", "late_hello", "take_a_place_in_gloo"]
+def change_the_place_of_rank_0(port: int, run_id: str, reader: int, ready: int) -> dict[str, Any]:
+    """Writes its own address into torchrun's store once rank 0's is there, and answers there as a rank 0 would, without the
+    secret. Returns what was in its place, and what each rank that came has sent, in hexadecimal."""
+    key = f"unisono/{run_id}/rank 0"
+    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
+    store.wait([key])
+    before, heard = store.get(key).decode(), list[str]()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        store.set(key, f"127.0.0.1:{listener.getsockname()[1]}")
+        os.write(ready, b"!")
+        while reader not in select.select([reader, listener], [], [])[0]:
+            sock, _ = listener.accept()
+            with sock, contextlib.suppress(OSError):
+                sock.settimeout(5)
+                sock.sendall(frame(Challenge(bytes(32), True)))
+                heard.append(sock.recv(65536).hex())
+                sock.sendall(frame(Verdict(proof=bytes(32))))
+    return {"uid": os.geteuid(), "before": before, "heard": heard}
+
+
+__all__ = [
+    "NOBODY",
+    "PeerError",
+    "as_another_user",
+    "change_the_place_of_rank_0",
+    "drip",
+    "hold",
+    "junk",
+    "late_hello",
+    "needs_another_user",
+    "take_a_place_in_gloo",
+]

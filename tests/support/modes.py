@@ -53,5 +53,5 @@ def modes(folder: Path) -> dict[str, int]:
 
 
 def writable_by_others(folder: Path) -> dict[str, str]:
-    """What anybody can write to in ``folder``, and it, with its mode."""
-    return {name: oct(mode) for name, mode in modes(folder).items() if mode & stat.S_IWOTH}
+    """What a group or anybody can write to in ``folder``, and it, with its mode."""
+    return {name: oct(mode) for name, mode in modes(folder).items() if mode & (stat.S_IWGRP | stat.S_IWOTH)}

@@ -12,6 +12,7 @@ at another port, and the ranks look up only that port in torchrun's store. What 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import time
@@ -29,6 +30,7 @@ from unisono.dist.secret import job_secret
 from unisono.dist.store_server import StoreServer
 from unisono.errors import CommError, LaunchError
 
+_LOG = logging.getLogger("unisono")
 _POLL_S = 0.005
 _SLOW_POLL_S = 0.05
 _NAME_POLL_S = 0.2
@@ -79,7 +81,16 @@ def open_store(job: JobSpec, timeout_s: float, environ: Mapping[str, str] = os.e
 
 
 def serve_store(job: JobSpec, listener: socket.socket, secret: bytes | None, name: str) -> JobStore:
-    """Serve the store of ``job`` on ``listener``, which it owns from then on; returns this process's own connection."""
+    """Serve the store of ``job`` on ``listener``, which it owns from then on; returns this process's own connection.
+
+    Warns if the job has no secret: one process of a job serves its store, so that the warning comes once.
+    """
+    if secret is None and job.world_size > 1:
+        _LOG.warning(
+            "this job has no secret, so its %d ranks trust their hosts and the network between them; "
+            "UNISONO_SECRET_FILE names one (docs/security.md, Ranks of a job)",
+            job.world_size,
+        )
     own, theirs = socket.socketpair()
     server = StoreServer(listener, theirs, secret, run_id=job.run_id, world_size=job.world_size, owner_name=name)
     return JobStore(own, secret, server)

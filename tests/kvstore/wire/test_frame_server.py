@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import random
@@ -11,9 +12,11 @@ import threading
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
+from intruder import NOBODY, as_another_user, needs_another_user, until_closed
 from procs import listening, wait_until
 
 from unisono.errors import CommError, ConfigError
@@ -108,6 +111,54 @@ def test_no_secret_and_a_replayed_exchange_are_refused(wires: Any, counting: Any
             pass
         replay.close()
     assert counting.peers == []
+    _works(wires, server.addresses[0])
+
+
+def strangers_attempts(address: tuple[str, int]) -> dict[str, Any]:
+    """What a process without the secret does at the port: proofs of guessed secrets, requests without a proof, noise."""
+    said: list[str] = []
+    for guess in (b"", bytes(32), b"guessed" * 5):
+        channel = Channel(socket.create_connection(address, 10), preauth_limits(HASTY))
+        try:
+            with mock.patch.object(hmac, "compare_digest", return_value=True):  # it does not mind who the server is
+                client_handshake(channel, guess, ME, 0, HASTY)
+            channel.send(json_frame(Op.HELLO, {"plan": "same"}))
+            reply = channel.receive(wait_s=5)
+            said.append("closed" if reply is None else "refused" if reply.op is Op.ERROR else "admitted")
+        except (AuthError, ConnectionLost):
+            said.append("refused")
+        channel.close()
+    stamps = {"worker": 3, "worker_restart_count": 1, "job": 77}
+    for op in (Op.PUSH, Op.PULL, Op.MEMORY):
+        channel = Channel(socket.create_connection(address, 10), HASTY)
+        channel.receive(wait_s=5)  # the challenge
+        try:
+            channel.send(Frame(op, seq=9, payload=b"{}", **stamps))
+            reply = channel.receive(wait_s=5)
+            said.append("closed" if reply is None else reply.op.name)
+        except ConnectionLost:
+            said.append("closed")
+        channel.close()
+    with socket.create_connection(address, 10) as sock:
+        sock.sendall(os.urandom(64))
+        said.append(f"{len(until_closed(sock)) < 400}")
+    return {"uid": os.geteuid(), "said": said}
+
+
+@needs_another_user
+def test_another_user_is_refused_and_the_servers_own_job_goes_on(wires: Any, counting: Any) -> None:
+    server = wires.serve(counting, limits=HASTY)
+    own = wires.connect(server.addresses[0])
+    own.request(Frame(Op.PUSH, seq=1)).result(10)
+    found = as_another_user(strangers_attempts, server.addresses[0])
+    assert found["uid"] == NOBODY
+    assert found["said"][:3] == ["refused"] * 3
+    assert set(found["said"][3:6]) <= {"ERROR", "closed"}
+    assert found["said"][6] == "True"
+    assert len(counting.peers) == 1
+    assert counting.arrived == [1]
+    assert own.request(Frame(Op.PUSH, seq=2)).result(10).op is Op.ACK
+    own.close()
     _works(wires, server.addresses[0])
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from intruder import as_another_user, needs_another_user
+from modes import public_folder
 
 from unisono.data.convert.pack import PackOptions, pack_images
 from unisono.data.convert.pack.partial_target import PartialTarget
@@ -115,6 +117,48 @@ def test_a_folder_of_another_user(album: Path, interrupted: Path) -> None:
     os.chown(interrupted, 65534, 65534)
     assert again(album, interrupted) == f"{interrupted} belongs to the user nobody"
     assert (interrupted / "ending.json").exists()
+
+
+def plants(part: str, files: dict[str, bytes]) -> str:
+    """Makes the folder and ``files`` in it, readable for all."""
+    os.umask(0)
+    os.mkdir(part, 0o755)
+    for name, content in files.items():
+        path = Path(part, name)
+        path.parent.mkdir(mode=0o755, exist_ok=True)
+        path.write_bytes(content)
+    return "planted"
+
+
+def everything_in(folder: Path) -> dict[str, tuple[int, int, int, bytes]]:
+    """Owner and permissions of all that is in ``folder``, and of files the time of change and the content."""
+    found = {path: path.lstat() for path in sorted(folder.rglob("*"))}
+    return {
+        path.relative_to(folder).as_posix(): (
+            status.st_uid,
+            status.st_mode,
+            # a file is made in a folder, and deleted, to see whether the file system gives files to another user
+            status.st_mtime_ns if path.is_file() else 0,
+            path.read_bytes() if path.is_file() else b"",
+        )
+        for path, status in found.items()
+    }
+
+
+@needs_another_user
+def test_a_folder_that_another_user_planted(album: Path, interrupted: Path) -> None:
+    """In a folder like /tmp, with all that a job of this very target would have written."""
+    files = {
+        path.relative_to(interrupted).as_posix(): path.read_bytes() for path in interrupted.rglob("*") if path.is_file()
+    }
+    assert {"job.json", "ending.json"} < set(files)
+    with public_folder() as shared:
+        shared.chmod(0o1777)
+        part = shared / "b.rec.part"
+        assert as_another_user(plants, str(part), files) == "planted"
+        before = everything_in(shared)
+        assert again(album, part) == f"{part} belongs to the user nobody"
+        assert everything_in(shared) == before
 
 
 def test_a_link(album: Path, interrupted: Path, tmp_path: Path) -> None:
