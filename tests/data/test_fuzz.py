@@ -1,4 +1,4 @@
-"""Mutated files of every format give right rows or an error of four parts, in bounded memory and time, and end no process.
+"""Mutated files of the kinds in ``fuzz.FORMATS`` give rows or an error of four parts, in bounded memory and time.
 
 What was found is kept in ``crashes/`` (``FORMAT-SEED-FILE.bin.z``: the mutated file, compressed) and replayed. More of
 them: ``make fuzz``, which CI runs with seeds of the commit. One case again:
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from fuzz import FORMATS, make, mutate
-from fuzz_run import check, fuzz
+from fuzz_run import check, fuzz, read_whole
 from untrusted import Confined
 
 QUICK = 30  # mutations of each format
@@ -30,9 +30,7 @@ def child() -> Iterator[Confined]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_whole_file_is_read(name: str, tmp_path: Path, child: Confined) -> None:
-    make(name, tmp_path / "whole")
-    outcome = child.read(FORMATS[name].reader, tmp_path / "whole" / FORMATS[name].file)
-    assert outcome.rows, outcome
+    assert read_whole(name, tmp_path, child).rows
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -45,8 +43,7 @@ def test_mutations(name: str, tmp_path: Path, child: Confined) -> None:
 def test_what_was_found_before(path: Path, tmp_path: Path, child: Confined) -> None:
     name, _, target = path.name.removesuffix(".bin.z").partition("-")
     case = FORMATS[name]
-    make(name, tmp_path / "whole")
-    whole = child.read(case.reader, tmp_path / "whole" / case.file)
+    whole = read_whole(name, tmp_path, child)
     mutated = next(file for file in case.mutated if target.endswith(Path(file).name))
     (tmp_path / "whole" / mutated).write_bytes(zlib.decompress(path.read_bytes()))
     outcome = child.read(case.reader, tmp_path / "whole" / case.file)
