@@ -332,6 +332,12 @@ FORMATS: dict[str, Format] = {
         make=lambda folder: (_recordio(folder), (folder / "a.uidx").unlink()),
     ),
     "sidecar": Format(reader="recordio", file="a.rec", make=_recordio, mutated=("a.uidx",), text=True, reseal=_reseal_sidecar),
+    "recordio_verified": Format(
+        reader="recordio_verified", file="a.rec", make=_recordio, mutated=("a.rec", "a.uidx", "a.idx"), text=True, rows="same"
+    ),
+    "recordio_repaired": Format(
+        reader="recordio_repaired", file="a.rec", make=_recordio, mutated=("a.rec", "a.uidx", "a.idx"), text=True, rows="some"
+    ),
     "mindrecord": Format(reader="mindrecord", file="a", make=_mindrecord, mutated=("a",), text=True),
     "mindrecord_index": Format(reader="mindrecord", file="a", make=_mindrecord, mutated=("a.db",), rows="same"),
     "parquet": Format(reader="table", file="a.parquet", make=_parquet, mutated=("a.parquet",)),

@@ -141,6 +141,7 @@ def pretrained_model(folder: Path) -> None:
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     config = transformers.BertConfig(vocab_size=12, max_position_embeddings=8, **sizes)

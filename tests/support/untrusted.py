@@ -135,6 +135,24 @@ def _recordio(path: Path) -> Iterable[Any]:
         yield [payload, {name: column[number] for name, column in side.items()}]
 
 
+def _recordio_verified(path: Path) -> Iterable[Any]:
+    """The records of a file in which ``data verify`` finds no damage."""
+    from unisono.data.recordio.maintenance import verify
+    from unisono.errors import DataError
+
+    if findings := verify(path).findings:
+        raise DataError(given=str(findings[0]), rule="what verify says", consequence="not read", nearest="repair")
+    return _recordio(path)
+
+
+def _recordio_repaired(path: Path) -> Iterable[Any]:
+    from unisono.data.recordio import RecordFile
+    from unisono.data.recordio.maintenance import repair
+
+    repair(path, path.with_name("new.rec"))
+    return RecordFile(path.with_name("new.rec"))
+
+
 def _mindrecord(path: Path) -> Iterable[Any]:
     from unisono.data.mindrecord import MindRecordFile
 
@@ -356,6 +374,8 @@ def _packing(path: Path) -> Iterable[Any]:
 READERS: dict[str, Callable[..., Iterable[Any]]] = {
     "table": _rows_of_table,
     "recordio": _recordio,
+    "recordio_verified": _recordio_verified,
+    "recordio_repaired": _recordio_repaired,
     "mindrecord": _mindrecord,
     "tokens": _tokens,
     "checkpoint": _checkpoint,
