@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -143,7 +144,7 @@ def pretrained_model(folder: Path) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     config = transformers.BertConfig(vocab_size=12, max_position_embeddings=8, **sizes)
     transformers.BertForMaskedLM(config).save_pretrained(folder / "m")
 
@@ -220,12 +221,5 @@ def ending_packing(folder: Path) -> None:
     """A job that ended after all shards, before it moved any."""
     from unisono.data.convert.pack.partial_target import PartialTarget
 
-    def commit(_self: PartialTarget, _moves: object, _folder: Path) -> None:
-        raise KeyboardInterrupt
-
-    whole, PartialTarget.commit = PartialTarget.commit, commit
-    try:
-        with suppress(KeyboardInterrupt):
-            run_packing_job(folder)
-    finally:
-        PartialTarget.commit = whole
+    with suppress(KeyboardInterrupt), patch.object(PartialTarget, "commit", side_effect=KeyboardInterrupt):
+        run_packing_job(folder)

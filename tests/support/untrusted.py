@@ -283,7 +283,7 @@ def _image_record(path: Path) -> Iterable[Any]:
     from unisono.data.image import decode
     from unisono.data.sources import open_source
 
-    data = open_source(path, classes=False, cache_dir=path.parent / "cache")
+    data: Any = open_source(path, classes=False, cache_dir=path.parent / "cache")
     for number in range(len(data)):
         (sample,) = data.samples(np.array([number]))
         yield sample | ({"image": decode(sample["image"], max_pixels=MAX_PIXELS)} if "image" in sample else {})
@@ -334,7 +334,7 @@ def _pretrained_model(path: Path) -> Iterable[Any]:
     from unisono.tasks.pretrained import load_pretrained
 
     task = TaskOptions(kind="text", classes=("neg", "pos"))
-    model = load_pretrained(str(path), task, LoraOptions(), padding=None, cache=path.parent / "cache")
+    model: Any = load_pretrained(str(path), task, LoraOptions(), padding=None, cache=path.parent / "cache")
     for name, tensor in model.base_model.state_dict().items():  # not the new head, which is random
         yield [name, tensor.numpy()]
 
