@@ -444,11 +444,11 @@ FORMATS: dict[str, Format] = {
         make=lambda folder: (_mindrecord(folder), files.encrypted(folder, "a"), files.encrypted(folder, "a.db")),
     ),
     "packing_journal": Format(
-        reader="packing", file="", make=files.interrupted_packing, text=True, rows="some",
+        reader="packing", file="", make=files.interrupted_packing, text=True, rows="same",
         mutated=("a.rec.part/all-00000.json", "a.rec.part/job.json", "a.rec.part/all-00000/part.rec"),
     ),
     "packing_ending": Format(
-        reader="packing", file="", make=files.ending_packing, text=True, rows="some",
+        reader="packing", file="", make=files.ending_packing, text=True, rows="same",
         mutated=("a.rec.part/ending.json", "a.rec.part/all-00001/part.rec"),
     ),
 }  # fmt: skip
