@@ -20,7 +20,13 @@ from fuzz_run import check, fuzz, keep, read_whole
 from untrusted import Confined
 
 QUICK = 30  # mutations of each kind
-RECORDED = 10_000  # mutations of each kind that were read once, at least
+RECORDED, RECORDED_LATER = 100_000, 10_000  # mutations that were read once, at least; of LATER, the second number
+LATER = {
+    *("image_jpeg", "image_progressive", "image_png", "image_png_sealed", "image_gif", "image_webp", "image_bmp"),
+    *("image_ppm", "image_record", "image_lst", "image_csv", "class_names", "packed_sample", "mindrecord_encrypted"),
+    *("recordio_verified", "recordio_repaired", "pretrained", "pretrained_model", "snapshot", "optimizer_states"),
+    *("packing_journal", "packing_ending"),
+}
 CRASHES = Path(__file__).parent / "crashes"
 
 
@@ -57,14 +63,14 @@ def test_all_kinds_were_mutated_many_times() -> None:
     recorded = json.loads((Path(__file__).parent / "mutations.json").read_text())
     assert recorded.keys() == FORMATS.keys()
     for name, counts in recorded.items():
-        assert counts["mutations"] >= RECORDED, name
+        assert counts["mutations"] >= (RECORDED_LATER if name in LATER else RECORDED), name
         assert counts["failures"] == 0, name
         assert counts["read"] + counts["refused"] == counts["mutations"], name
 
 
 def test_the_page_names_the_kinds() -> None:
     page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
-    kinds = page.partition("These kinds are mutated:")[2].partition("`tests/data/mutations.json`")[0]
+    kinds = page.partition("These kinds are mutated:")[2].partition("At least 10,000")[0]
     assert sorted(re.findall("`([^`]*)`", kinds)) == sorted(FORMATS)
 
 
