@@ -25,7 +25,7 @@ LATER = {
     *("image_jpeg", "image_progressive", "image_png", "image_png_sealed", "image_gif", "image_webp", "image_bmp"),
     *("image_ppm", "image_record", "image_lst", "image_csv", "class_names", "packed_sample", "mindrecord_encrypted"),
     *("recordio_verified", "recordio_repaired", "pretrained", "pretrained_model", "snapshot", "optimizer_states"),
-    *("packing_journal", "packing_ending"),
+    *("packing_journal", "packing_ending", "bert"),
 }
 CRASHES = Path(__file__).parent / "crashes"
 

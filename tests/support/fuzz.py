@@ -431,6 +431,9 @@ FORMATS: dict[str, Format] = {
         reader="pretrained_model", file="m", make=files.pretrained_model, mutated=("m/config.json", "m/model.safetensors"),
         text=True,
     ),
+    "bert": Format(
+        reader="bert", file="m", make=files.bert, mutated=("m/config.json", "m/model.safetensors"), text=True
+    ),
     "snapshot": Format(
         reader="snapshot", file="s", make=files.snapshots, text=True, rows="same",
         mutated=("s/snapshot-00000001/state.json", "s/snapshot-00000001/state.safetensors"),

@@ -149,6 +149,22 @@ def pretrained_model(folder: Path) -> None:
     transformers.BertForMaskedLM(config).save_pretrained(folder / "m")
 
 
+def bert(folder: Path) -> None:
+    """A folder of ``BertForMaskedLM`` as a run exports it."""
+    import torch
+    from safetensors.torch import save_file
+
+    from unisono.interop.bert import bert_config, bert_name
+    from unisono.models.bert import BERT, BertOptions
+
+    torch.manual_seed(0)
+    model = BERT(BertOptions(vocab_size=12, num_layers=1, dim=8, num_heads=2, ffn_dim=8, max_length=8))
+    (folder / "m").mkdir()
+    (folder / "m" / "config.json").write_text(json.dumps(bert_config(model)))
+    tensors = {bert_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    save_file(tensors, folder / "m" / "model.safetensors")
+
+
 def snapshots(folder: Path) -> None:
     """The only snapshot of a parameter server."""
     import torch

@@ -339,6 +339,13 @@ def _pretrained_model(path: Path) -> Iterable[Any]:
         yield [name, tensor.numpy()]
 
 
+def _bert(path: Path) -> Iterable[Any]:
+    from unisono.interop.bert import load_bert
+
+    for name, tensor in load_bert(path).state_dict().items():
+        yield [name, tensor.numpy()]
+
+
 def _snapshot(path: Path) -> Iterable[Any]:
     from unisono.kvstore.server.snapshot import read_newest_snapshot
 
@@ -392,6 +399,7 @@ READERS: dict[str, Callable[..., Iterable[Any]]] = {
     "image_list": _image_list,
     "pretrained": _pretrained,
     "pretrained_model": _pretrained_model,
+    "bert": _bert,
     "snapshot": _snapshot,
     "optimizer_states": _optimizer_states,
     "mindrecord_encrypted": _mindrecord_encrypted,
