@@ -202,7 +202,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ({"num_hidden_layers": 1 << 40}, f"num_hidden_layers = {1 << 40}"),
         ({"num_hidden_layers": 1 << 20}, f"num_hidden_layers = {1 << 20}"),
         ({"vocab_size": 1 << 30}, "bert.embeddings.word_embeddings.weight is "),
-        ({"num_attention_heads": 5}, "5"),
+        ({"num_attention_heads": 5}, "num_heads 5 with dim 24"),
     ],
 )
 def test_sizes_that_are_not_those_of_the_weights(change: dict[str, object] | None, said: str, tmp_path: Path) -> None:

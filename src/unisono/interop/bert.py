@@ -119,11 +119,13 @@ def load_bert(folder: Path | str) -> BERT:
         ["num_hidden_layers"] if config["num_hidden_layers"] > len(stored) else []
     ):
         raise _mismatch(folder, ", ".join(f"{theirs} = {config[theirs]!r}" for theirs in wrong))
-    options = BertOptions(**{ours: config[theirs] for theirs, ours in _SETTINGS.items()})
     try:
+        options = BertOptions(**{ours: config[theirs] for theirs, ours in _SETTINGS.items()})
         with torch.device("meta"):  # shapes are compared before anything is allocated
             shapes = {bert_name(name): parameter.shape for name, parameter in BERT(options).named_parameters()}
-    except (UnisonoError, ValueError, RuntimeError) as error:
+    except UnisonoError as error:
+        raise _mismatch(folder, error.problems[0].given) from error
+    except (ValueError, RuntimeError) as error:
         raise _mismatch(folder, f"{type(error).__name__}: {error}") from error
     tensors = {_modern_name(name): tensor for name, tensor in stored.items() if not _IGNORED.match(name)}
     problems = [f"{name} is missing" for name in sorted(shapes.keys() - tensors.keys())]
