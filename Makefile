@@ -43,11 +43,12 @@ test: $(BIN)/.dev
 test-full: $(BIN)/.dev
 	$(BIN)/python -m pytest -q -n $(FULL_PROCESSES) --dist load --maxschedchunk=1 -m "full or peer" $(if $(BUDGET_S),--budget-s '$(BUDGET_S)')
 
-# Mutated files of every format, COUNT of each; the seeds are of the commit.
+# Mutated files of the kinds in tests/support/fuzz.py, COUNT of each; the seeds are of the commit. The file of a failure is kept in KEEP.
 COUNT ?= 1000
+KEEP ?= fuzz-failures
 SEED ?= $(shell printf '%d' 0x$$(git rev-parse --short=7 HEAD))
 fuzz: $(BIN)/.dev
-	$(BIN)/python tests/support/fuzz_run.py all $(SEED) $(COUNT)
+	$(BIN)/python tests/support/fuzz_run.py all $(SEED) $(COUNT) --keep '$(KEEP)'
 
 check: $(BIN)/.dev
 	$(BIN)/ruff check .

@@ -194,6 +194,27 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_bert(folder)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (None, "config.json is not an object"),
+        ({"hidden_size": "x"}, "hidden_size = 'x'"),
+        ({"num_hidden_layers": 1 << 40}, f"num_hidden_layers = {1 << 40}"),
+        ({"num_hidden_layers": 1 << 20}, f"num_hidden_layers = {1 << 20}"),
+        ({"vocab_size": 1 << 30}, "bert.embeddings.word_embeddings.weight is "),
+        ({"num_attention_heads": 5}, "num_heads 5 with dim 24"),
+    ],
+)
+def test_sizes_that_are_not_those_of_the_weights(change: dict[str, object] | None, said: str, tmp_path: Path) -> None:
+    """Nothing of such a size is allocated."""
+    folder = export(build(), tmp_path / "out", max_length=16, end_of_document=None, tokenizer=None)
+    config = folder / "config.json"
+    config.write_text("[]" if change is None else json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(CheckpointError) as caught:
+        load_bert(folder)
+    assert said in str(caught.value)
+
+
 # --- training --------------------------------------------------------------------------------------------------------
 
 

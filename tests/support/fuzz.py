@@ -1,4 +1,4 @@
-"""Mutations of small real files of every format that unisono reads, replayable by format and number.
+"""Mutations of small real files of the kinds in ``FORMATS``, replayable by kind and number.
 
     case = FORMATS["csv"]           how a whole file is made, and the files of it that are mutated
     mutate(case, folder, seed)      the folder with one mutation, a function of the format's name and the seed alone
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fuzz_files as files
 import numpy as np
 import xxhash
 from source_files import write_arrow_folder
@@ -54,7 +55,8 @@ class Format:
         text: Whether they are text with numbers, such as JSON.
         reseal: Makes checksums right again; gets the folder and the name of the mutated file.
         rows: What rows of a mutated file may be: "same" (those of the whole file), "some" (of the whole file's rows, any), or
-            "any", where nothing tells a changed value from a real one.
+            "any", where nothing tells a changed value from a real one. "any" checks that the file is read or refused by an error
+            of four parts, within the limits of time and memory; it does not check that the values are right.
     """
 
     reader: str
@@ -330,6 +332,12 @@ FORMATS: dict[str, Format] = {
         make=lambda folder: (_recordio(folder), (folder / "a.uidx").unlink()),
     ),
     "sidecar": Format(reader="recordio", file="a.rec", make=_recordio, mutated=("a.uidx",), text=True, reseal=_reseal_sidecar),
+    "recordio_verified": Format(
+        reader="recordio_verified", file="a.rec", make=_recordio, mutated=("a.rec", "a.uidx", "a.idx"), text=True, rows="same"
+    ),
+    "recordio_repaired": Format(
+        reader="recordio_repaired", file="a.rec", make=_recordio, mutated=("a.rec", "a.uidx", "a.idx"), text=True, rows="some"
+    ),
     "mindrecord": Format(reader="mindrecord", file="a", make=_mindrecord, mutated=("a",), text=True),
     "mindrecord_index": Format(reader="mindrecord", file="a", make=_mindrecord, mutated=("a.db",), rows="same"),
     "parquet": Format(reader="table", file="a.parquet", make=_parquet, mutated=("a.parquet",)),
@@ -387,6 +395,65 @@ FORMATS: dict[str, Format] = {
     "toml": Format(reader="toml", file="config.toml", make=_toml, mutated=("config.toml",), text=True),
     "tokenizer": Format(reader="tokenizer", file="tokenizer.json", make=_tokenizer, mutated=("tokenizer.json",), text=True),
     "strategy": Format(reader="strategy", file="plan.json", make=_strategy, mutated=("plan.json",), text=True),
+    "image_jpeg": Format(reader="image", file="a.img", make=files.tiled_image, mutated=("a.img",)),
+    "image_progressive": Format(
+        reader="image", file="a.img", make=files.image("JPEG", progressive=True), mutated=("a.img",)
+    ),
+    "image_png": Format(reader="image", file="a.img", make=files.image("PNG"), mutated=("a.img",), rows="same"),
+    "image_png_sealed": Format(
+        reader="image", file="a.img", make=files.image("PNG", "P"), mutated=("a.img",), reseal=files.reseal_png
+    ),
+    "image_gif": Format(reader="image", file="a.img", make=files.image("GIF"), mutated=("a.img",)),
+    "image_webp": Format(reader="image", file="a.img", make=files.image("WebP", lossless=True), mutated=("a.img",)),
+    "image_bmp": Format(reader="image", file="a.img", make=files.image("BMP", "P"), mutated=("a.img",)),
+    "image_ppm": Format(reader="image", file="a.img", make=files.image("PPM"), mutated=("a.img",)),
+    "image_record": Format(reader="image_record", file="a.rec", make=files.image_records, mutated=("a.rec",)),
+    "class_names": Format(
+        reader="class_names", file="a.rec", make=files.class_names, mutated=("a.rec.classes.txt",), text=True
+    ),
+    "packed_sample": Format(reader="packed_sample", file="a.rec", make=files.packed_samples, mutated=("a.rec",), text=True),
+    "image_lst": Format(
+        reader="image_list", file="a.lst", mutated=("a.lst",), text=True,
+        make=files.image_list("a.lst", [f"{n}\t{n}.5\t-1\tf/{n}.jpg" for n in range(4)]),
+    ),
+    "image_csv": Format(
+        reader="image_list", file="a.csv", mutated=("a.csv",), text=True,
+        make=files.image_list("a.csv", ["path,label", *(f'f/{n}.jpg,"class {n % 2}"' for n in range(4))]),
+    ),
+    "pretrained": Format(
+        reader="pretrained", file="m", make=files.pretrained, text=True,
+        mutated=(
+            "m/config.json", "m/generation_config.json", "m/model.safetensors.index.json",
+            "m/model-00001-of-00002.safetensors",
+        ),
+    ),
+    "pretrained_model": Format(
+        reader="pretrained_model", file="m", make=files.pretrained_model, mutated=("m/config.json", "m/model.safetensors"),
+        text=True,
+    ),
+    "bert": Format(
+        reader="bert", file="m", make=files.bert, mutated=("m/config.json", "m/model.safetensors"), text=True
+    ),
+    "snapshot": Format(
+        reader="snapshot", file="s", make=files.snapshots, text=True, rows="same",
+        mutated=("s/snapshot-00000001/state.json", "s/snapshot-00000001/state.safetensors"),
+    ),
+    "optimizer_states": Format(
+        reader="optimizer_states", file="a.states", make=files.optimizer_states, mutated=("a.states",), text=True,
+        reseal=_reseal_header,
+    ),
+    "mindrecord_encrypted": Format(
+        reader="mindrecord_encrypted", file="a", rows="same", mutated=("a", "a.db"),
+        make=lambda folder: (_mindrecord(folder), files.encrypted(folder, "a"), files.encrypted(folder, "a.db")),
+    ),
+    "packing_journal": Format(
+        reader="packing", file="", make=files.interrupted_packing, text=True, rows="same",
+        mutated=("a.rec.part/all-00000.json", "a.rec.part/job.json", "a.rec.part/all-00000/part.rec"),
+    ),
+    "packing_ending": Format(
+        reader="packing", file="", make=files.ending_packing, text=True, rows="same",
+        mutated=("a.rec.part/ending.json", "a.rec.part/all-00001/part.rec"),
+    ),
 }  # fmt: skip
 
 
@@ -396,11 +463,16 @@ def make(name: str, folder: Path) -> None:
     FORMATS[name].make(folder)
 
 
+def copy(whole: Path, folder: Path) -> None:
+    """Copy the files of ``whole`` into ``folder``, which is emptied. A copy is read, as readers write files beside theirs."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(whole, folder)
+
+
 def mutate(name: str, whole: Path, folder: Path, seed: int) -> None:
     """Copy the files of ``whole`` into ``folder``, which is emptied, one of them mutated."""
     case, draw = FORMATS[name], random.Random(f"{name}:{seed}")
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(whole, folder)
+    copy(whole, folder)
     target = draw.choice(case.mutated)
     data = (folder / target).read_bytes()
     for _ in range(draw.choice((1, 1, 1, 2, 3, 5))):

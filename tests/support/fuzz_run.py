@@ -2,8 +2,9 @@
 
     python tests/support/fuzz_run.py FORMAT|all FIRST_SEED [COUNT] [--keep FOLDER] [--record FILE]
 
-counts what was read and refused, prints every failure with its seed, and keeps the mutated file with ``--keep``. ``--record``
-adds the counts of each format to a JSON file (``tests/data/mutations.json``).
+counts what was read and refused, and prints every failure with its seed. ``--keep`` writes the mutated file of a failure into
+a folder, which is made for it, and prints its path. ``--record`` adds the counts of each format to a JSON file
+(``tests/data/mutations.json``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fuzz import FORMATS, Format, make, mutate
+from fuzz import FORMATS, Format, copy, make, mutate
 from untrusted import Confined, Outcome
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # several times quicker than a disk
@@ -50,12 +51,33 @@ def check(case: Format, whole: Outcome, outcome: Outcome) -> str:
     return ""
 
 
+def read_whole(name: str, folder: Path, child: Confined) -> Outcome:
+    """Make the whole files of a format in ``folder / "whole"``, and read a copy of them."""
+    make(name, folder / "whole")
+    copy(folder / "whole", folder / "mutated")
+    whole = child.read(FORMATS[name].reader, folder / "mutated" / FORMATS[name].file)
+    assert whole.rows, whole
+    return whole
+
+
+def keep(name: str, seed: int, folder: Path, kept: Path) -> list[Path]:
+    """Write the mutated files of ``folder``, compressed, into the folder ``kept``, as ``tests/data/crashes`` has them."""
+    kept.mkdir(parents=True, exist_ok=True)
+    paths: list[Path] = []
+    for target in FORMATS[name].mutated:
+        # the reader may have moved, deleted or written files: the seed makes them again
+        mutate(name, folder / "whole", folder / "mutated", seed)
+        data = (folder / "mutated" / target).read_bytes()
+        if data != (folder / "whole" / target).read_bytes():
+            paths.append(kept / f"{name}-{seed}-{Path(target).name}.bin.z")
+            paths[-1].write_bytes(zlib.compress(data, 9))
+    return paths
+
+
 def fuzz(name: str, folder: Path, seeds: Iterable[int], child: Confined) -> Counts:
     """Read the mutations of a format with these seeds. Raises AssertionError that names format and seed."""
     case, counts = FORMATS[name], Counts()
-    make(name, folder / "whole")
-    whole = child.read(case.reader, folder / "whole" / case.file)
-    assert whole.rows, whole
+    whole = read_whole(name, folder, child)
     for seed in seeds:
         mutate(name, folder / "whole", folder / "mutated", seed)
         outcome = child.read(case.reader, folder / "mutated" / case.file)
@@ -85,8 +107,7 @@ def _main() -> int:
         case, counts, done, faults_before = FORMATS[name], Counts(), 0, faults
         with tempfile.TemporaryDirectory(dir=MEMORY) as root, Confined() as child:
             folder = Path(root)
-            make(name, folder / "whole")
-            whole = child.read(case.reader, folder / "whole" / case.file)
+            whole = read_whole(name, folder, child)
             begin = time.monotonic()
             for seed in range(options.first, options.first + options.count):
                 if time.monotonic() - begin > options.seconds:
@@ -103,11 +124,8 @@ def _main() -> int:
                 if fault := check(case, whole, outcome):
                     faults += 1
                     print(f"{name} {seed}: {fault[-600:]}", flush=True)
-                    for target in case.mutated if options.keep else ():
-                        data = (folder / "mutated" / target).read_bytes()
-                        if data != (folder / "whole" / target).read_bytes():
-                            kept = options.keep / f"{name}-{seed}-{Path(target).name}.bin.z"
-                            kept.write_bytes(zlib.compress(data, 9))
+                    for path in keep(name, seed, folder, options.keep) if options.keep else ():
+                        print(f"{name} {seed}: the mutated file is kept in {path}", flush=True)
         print(f"{name}: {done} mutations, {counts}", flush=True)
         if options.record:
             recorded = json.loads(options.record.read_text()) if options.record.exists() else {}

@@ -135,6 +135,24 @@ def _recordio(path: Path) -> Iterable[Any]:
         yield [payload, {name: column[number] for name, column in side.items()}]
 
 
+def _recordio_verified(path: Path) -> Iterable[Any]:
+    """The records of a file in which ``data verify`` finds no damage."""
+    from unisono.data.recordio.maintenance import verify
+    from unisono.errors import DataError
+
+    if findings := verify(path).findings:
+        raise DataError(given=str(findings[0]), rule="what verify says", consequence="not read", nearest="repair")
+    return _recordio(path)
+
+
+def _recordio_repaired(path: Path) -> Iterable[Any]:
+    from unisono.data.recordio import RecordFile
+    from unisono.data.recordio.maintenance import repair
+
+    repair(path, path.with_name("new.rec"))
+    return RecordFile(path.with_name("new.rec"))
+
+
 def _mindrecord(path: Path) -> Iterable[Any]:
     from unisono.data.mindrecord import MindRecordFile
 
@@ -240,9 +258,131 @@ def _tokenizer(path: Path) -> Iterable[Any]:
     yield tokenizer.encode_marked(["the cat", "a hat"], 8)
 
 
+MAX_PIXELS = 1 << 20  # as a user of small images sets it: the pixels of the usual limit alone take 192 MiB
+
+
+def _image(path: Path) -> Iterable[Any]:
+    import numpy as np
+
+    from unisono.data.image import Augment, ImageTransform, decode, decode_region, probe, tile_grid
+
+    data = path.read_bytes()
+    info = probe(data)
+    yield [info.format, info.mode, decode(data, max_pixels=MAX_PIXELS)]
+    yield decode(data, color="gray", min_size=(8, 8), max_pixels=MAX_PIXELS)
+    box = (info.height // 2, info.width // 2, 1, 1)
+    yield decode_region(data, box, tile_grid(data), max_pixels=MAX_PIXELS)
+    transform = ImageTransform(augment=Augment(size=(8, 8), max_pixels=MAX_PIXELS))
+    yield transform({"image": np.frombuffer(data, np.uint8)})["image"]
+
+
+def _image_record(path: Path) -> Iterable[Any]:
+    """Records as training opens them, decoded to pixels."""
+    import numpy as np
+
+    from unisono.data.image import decode
+    from unisono.data.sources import open_source
+
+    data: Any = open_source(path, classes=False, cache_dir=path.parent / "cache")
+    for number in range(len(data)):
+        (sample,) = data.samples(np.array([number]))
+        yield sample | ({"image": decode(sample["image"], max_pixels=MAX_PIXELS)} if "image" in sample else {})
+
+
+def _class_names(path: Path) -> Iterable[Any]:
+    from unisono.data.sources import open_source
+
+    data: Any = open_source(path, cache_dir=path.parent / "cache")
+    return [data.class_names]
+
+
+def _packed_sample(path: Path) -> Iterable[Any]:
+    """Samples as the copies of tables are read."""
+    import numpy as np
+
+    from unisono.data.packed_sample import unpack_sample
+    from unisono.data.recordio import RecordDataset, RecordFile
+
+    data = RecordDataset([RecordFile(path)], unpack_sample)
+    for number in range(len(data)):
+        yield data.samples(np.array([number]))
+
+
+def _image_list(path: Path) -> Iterable[Any]:
+    from unisono.data.convert.pack.image_listing import list_images
+
+    listing = list_images(path)
+    yield [listing.classes, [[bad.path.replace(str(path.parent), ""), bad.reason] for bad in listing.bad]]
+    for sample in listing.samples:
+        yield [sample.name, sample.labels, sample.key]
+
+
+def _pretrained(path: Path) -> Iterable[Any]:
+    """The checks of a folder, without transformers."""
+    from unisono.tasks.pretrained_folder import read_folder, refuse_other_tokenizer
+
+    contents = read_folder(str(path))
+    refuse_other_tokenizer(str(path))
+    yield [contents.config, contents.generation, sorted(contents.weights), contents.weight_map]
+    yield [contents.num_values, contents.tensor_names]
+    with contents.checked_files() as files:
+        yield sorted(file.name for file in files.iterdir())
+
+
+def _pretrained_model(path: Path) -> Iterable[Any]:
+    from unisono.tasks.options import LoraOptions, TaskOptions
+    from unisono.tasks.pretrained import load_pretrained
+
+    task = TaskOptions(kind="text", classes=("neg", "pos"))
+    model: Any = load_pretrained(str(path), task, LoraOptions(), padding=None, cache=path.parent / "cache")
+    for name, tensor in model.base_model.state_dict().items():  # not the new head, which is random
+        yield [name, tensor.numpy()]
+
+
+def _bert(path: Path) -> Iterable[Any]:
+    from unisono.interop.bert import load_bert
+
+    for name, tensor in load_bert(path).state_dict().items():
+        yield [name, tensor.numpy()]
+
+
+def _snapshot(path: Path) -> Iterable[Any]:
+    from unisono.kvstore.server.snapshot import read_newest_snapshot
+
+    newest = read_newest_snapshot(path)
+    if newest is not None:
+        yield [newest.number, newest.facts]
+        for name, tensor in newest.tensors.items():
+            yield [name, tensor.numpy()]
+
+
+def _optimizer_states(path: Path) -> Iterable[Any]:
+    from unisono.kvstore.optimizer_file import read_optimizer_file
+
+    for name, tensor in read_optimizer_file(path, "sgd").items():
+        yield [name, list(tensor.shape), str(tensor.dtype), bytes(tensor.reshape(-1).view(_bytes()).numpy())]
+
+
+def _mindrecord_encrypted(path: Path) -> Iterable[Any]:
+    from fuzz_files import KEY
+
+    from unisono.data.mindrecord import MindRecordFile
+
+    return MindRecordFile(path, key=KEY)
+
+
+def _packing(path: Path) -> Iterable[Any]:
+    """A packing job that is continued."""
+    from fuzz_files import run_packing_job
+
+    return run_packing_job(path)
+
+
 READERS: dict[str, Callable[..., Iterable[Any]]] = {
     "table": _rows_of_table,
     "recordio": _recordio,
+    "recordio_verified": _recordio_verified,
+    "recordio_repaired": _recordio_repaired,
     "mindrecord": _mindrecord,
     "tokens": _tokens,
     "checkpoint": _checkpoint,
@@ -252,6 +392,18 @@ READERS: dict[str, Callable[..., Iterable[Any]]] = {
     "arrow": _arrow,
     "toml": _toml,
     "tokenizer": _tokenizer,
+    "image": _image,
+    "image_record": _image_record,
+    "class_names": _class_names,
+    "packed_sample": _packed_sample,
+    "image_list": _image_list,
+    "pretrained": _pretrained,
+    "pretrained_model": _pretrained_model,
+    "bert": _bert,
+    "snapshot": _snapshot,
+    "optimizer_states": _optimizer_states,
+    "mindrecord_encrypted": _mindrecord_encrypted,
+    "packing": _packing,
 }
 
 
@@ -327,9 +479,13 @@ def _main(memory_mib: int) -> None:
     import torch
 
     import unisono.checkpoint.integrity  # what a reader imports is not what its file takes
+    import unisono.data.convert.pack
+    import unisono.data.image
     import unisono.data.mindrecord
     import unisono.data.recordio
+    import unisono.data.sources
     import unisono.data.tokens.windows
+    import unisono.kvstore.server.snapshot
     import unisono.plan.rules
     import unisono.train.config
 

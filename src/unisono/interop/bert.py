@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from unisono.errors import CheckpointError
+from unisono.errors import CheckpointError, UnisonoError
 from unisono.interop.exported_tensor import ExportedTensor
 from unisono.models.bert import BERT, BertOptions, ClassHead, TokenClassHead
 from unisono.storage.limits import read_json
@@ -51,6 +51,7 @@ _SETTINGS = {
     "hidden_dropout_prob": "dropout",
     "layer_norm_eps": "norm_eps",
 }
+_FRACTIONS = ("hidden_dropout_prob", "layer_norm_eps")
 _FIXED = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
 
 
@@ -102,31 +103,52 @@ def load_bert(folder: Path | str) -> BERT:
     folder = Path(folder)
     library: Any = safetensors.torch  # partly typed
     try:
-        config: dict[str, Any] = read_json(folder / "config.json")
+        content: Any = read_json(folder / "config.json")
         stored: Mapping[str, Tensor] = library.load_file(folder / "model.safetensors")
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise _mismatch(folder, f"{type(error).__name__}: {error}") from error
+    if not isinstance(content, dict):
+        raise _mismatch(folder, "config.json is not an object")
+    config = cast("dict[str, Any]", content)
     other = {name: config[name] for name, value in _FIXED.items() if config.get(name, value) != value}
     absent = sorted(set(_SETTINGS) - config.keys())
     if other or absent:
         raise _mismatch(folder, ", ".join([*(f"{k} = {v!r}" for k, v in other.items()), *(f"no {k}" for k in absent)]))
-    with torch.random.fork_rng(devices=[]):  # initial values are replaced: the global random state is not advanced
-        model = BERT(BertOptions(**{ours: config[theirs] for theirs, ours in _SETTINGS.items()}))
+    # a layer has several tensors: more layers than tensors would take time and memory before a name is missing
+    if wrong := [theirs for theirs in _SETTINGS if not _is_size(config[theirs], theirs)] or (
+        ["num_hidden_layers"] if config["num_hidden_layers"] > len(stored) else []
+    ):
+        raise _mismatch(folder, ", ".join(f"{theirs} = {config[theirs]!r}" for theirs in wrong))
+    try:
+        options = BertOptions(**{ours: config[theirs] for theirs, ours in _SETTINGS.items()})
+        with torch.device("meta"):  # shapes are compared before anything is allocated
+            shapes = {bert_name(name): parameter.shape for name, parameter in BERT(options).named_parameters()}
+    except UnisonoError as error:
+        raise _mismatch(folder, error.problems[0].given) from error
+    except (ValueError, RuntimeError) as error:
+        raise _mismatch(folder, f"{type(error).__name__}: {error}") from error
     tensors = {_modern_name(name): tensor for name, tensor in stored.items() if not _IGNORED.match(name)}
-    wanted = {bert_name(name): parameter for name, parameter in model.named_parameters()}
-    problems = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
-    problems += [f"{name} has no place" for name in sorted(tensors.keys() - wanted.keys())]
+    problems = [f"{name} is missing" for name in sorted(shapes.keys() - tensors.keys())]
+    problems += [f"{name} has no place" for name in sorted(tensors.keys() - shapes.keys())]
     problems += [
-        f"{name} is {list(tensors[name].shape)}, not {list(wanted[name].shape)}"
-        for name in sorted(wanted.keys() & tensors.keys())
-        if tensors[name].shape != wanted[name].shape
+        f"{name} is {list(tensors[name].shape)}, not {list(shapes[name])}"
+        for name in sorted(shapes.keys() & tensors.keys())
+        if tensors[name].shape != shapes[name]
     ]
     if problems:
         raise _mismatch(folder, "; ".join(problems[:3]) + (f"; {len(problems) - 3} more" if len(problems) > 3 else ""))
+    with torch.random.fork_rng(devices=[]):  # initial values are replaced: the global random state is not advanced
+        model = BERT(options)
     with torch.no_grad():
-        for name, parameter in wanted.items():
-            parameter.copy_(tensors[name])
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[bert_name(name)])
     return model
+
+
+def _is_size(value: Any, name: str) -> bool:
+    if name in _FRACTIONS:
+        return type(value) in (int, float) and 0 <= value < 1
+    return type(value) is int and 0 < value < 1 << 31
 
 
 def _modern_name(name: str) -> str:

@@ -77,6 +77,10 @@ def test_verify_reads_both_indexes(path: Path) -> None:
         "line 4 says offset 12, where no record begins",
         "line 5 is not a key, a tab and an offset",
     ]
+    path.with_suffix(".idx").write_text("\n".join([*lines, f"{'7' * 5000}\t0", f"1\t{1 << 63}"]) + "\n")
+    assert [finding.what for finding in verify(path).findings] == [
+        f"line {len(lines) + number} is not a key, a tab and an offset" for number in (1, 2)
+    ]
     content = bytearray(path.with_suffix(".uidx").read_bytes())
     content[-200] ^= 1
     path.with_suffix(".uidx").write_bytes(content)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import xxhash
@@ -42,6 +43,8 @@ from unisono.data.recordio.reader import RecordFile
 from unisono.data.recordio.writer import RecordWriter, SideValues, write_text_index
 from unisono.data.sidecar import Sidecar, damaged_columns, open_sidecar, view_of
 from unisono.errors import DataError
+
+_TEXT_INDEX_ROW: Final = re.compile(rb"(-?[0-9]{1,19})\t([0-9]{1,19})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -352,9 +355,17 @@ def _text_index_rows(path: Path) -> Iterator[tuple[int, int]]:
     """(offset, key) of the valid lines of ``.idx``."""
     source = text_index_path(path)
     for line in source.read_bytes().splitlines() if source.exists() else ():
-        key, _, offset = line.partition(b"\t")
-        if key.removeprefix(b"-").isdigit() and offset.isdigit():
-            yield int(offset), int(key)
+        if (row := _text_index_row(line)) is not None:
+            yield row
+
+
+def _text_index_row(line: bytes) -> tuple[int, int] | None:
+    """(offset, key) of a line of ``.idx``; None unless both are int64, as the reader takes them."""
+    found = _TEXT_INDEX_ROW.fullmatch(line.strip())
+    if found is None:
+        return None
+    key, offset = int(found[1]), int(found[2])
+    return (offset, key) if max(offset, abs(key)) < 1 << 63 else None
 
 
 def _text_index_findings(path: Path, known: set[int], unknown: Sequence[tuple[int, int]]) -> list[Finding]:
@@ -365,12 +376,12 @@ def _text_index_findings(path: Path, known: set[int], unknown: Sequence[tuple[in
     findings: list[Finding] = []
     at = 0
     for number, line in enumerate(source.read_bytes().splitlines(keepends=True), start=1):
-        key, _, offset = line.strip().partition(b"\t")
-        if not (key.removeprefix(b"-").isdigit() and offset.isdigit()):
+        row = _text_index_row(line)
+        if row is None:
             what = f"line {number} is not a key, a tab and an offset"
             findings.append(Finding(path=source, offset=at, end=at + len(line), what=what))
-        elif int(offset) not in known and not any(begin <= int(offset) < end for begin, end in unknown):
-            what = f"line {number} says offset {int(offset)}, where no record begins"
+        elif row[0] not in known and not any(begin <= row[0] < end for begin, end in unknown):
+            what = f"line {number} says offset {row[0]}, where no record begins"
             findings.append(Finding(path=source, offset=at, end=at + len(line), what=what))
         at += len(line)
     return findings

@@ -281,6 +281,19 @@ def test_every_problem_of_a_list_is_said_at_once(album: Path, tmp_path: Path) ->
     assert followed.num_records == 4
 
 
+def test_a_path_with_a_nul_byte_is_a_bad_input(album: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.lst").write_text("0\t1\tcat/01\0.jpg\n1\t1\tcat/02.jpg\n")
+    packed = pack_images(tmp_path / "a.lst", tmp_path / "a.rec", root=album, pack=PackOptions(on_error="skip"))
+    assert [(each.path, each.reason) for each in packed.bad] == [("a.lst:1", "a path with a NUL byte")]
+    assert packed.num_records == 1
+
+
+def test_a_cell_of_a_table_that_is_too_long(album: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('path,label\ncat/01.jpg,"' + "x" * 200_000)
+    with pytest.raises(DataError, match="a table of images is a CSV file"):
+        pack_images(tmp_path / "a.csv", tmp_path / "a.rec", root=album)
+
+
 def test_images_found_bad_only_when_read(album: Path, tmp_path: Path) -> None:
     root = shutil.copytree(album, tmp_path / "album")
     jpeg, png = (root / "cat/01.jpg").read_bytes(), (root / "cat/00.png").read_bytes()

@@ -71,6 +71,25 @@ def test_moves_of_earlier_releases_are_not_read(album: Path, interrupted: Path, 
     assert precious.read_text() == "mine"
 
 
+@pytest.mark.parametrize("file", ["all-00000.json", "ending.json"])
+def test_a_journal_that_has_changed_counts_as_missing(
+    album: Path, interrupted: Path, tmp_path: Path, file: str
+) -> None:
+    """A wrong number in it would lose inputs, or pack them twice."""
+
+    def edit(content: Any) -> None:
+        journal = content["journals"]["all"][0] if "journals" in content else content
+        journal.update(stop=-1, records=1 << 40)
+
+    change(interrupted / file, edit)
+    if file != "ending.json":
+        (interrupted / "ending.json").unlink()
+    packed = pack_images(album, tmp_path / "b.rec", pack=PackOptions(shards=3))
+    whole = pack_images(album, tmp_path / "c.rec", pack=PackOptions(shards=3))
+    assert packed.num_records == whole.num_records == 30
+    assert [each.read_bytes() for each in packed.files] == [each.read_bytes() for each in whole.files]
+
+
 @pytest.mark.parametrize("kind", ["missing", "other"])
 def test_a_shard_that_is_missing_or_changed_is_said(album: Path, interrupted: Path, kind: str) -> None:
     shard = next(interrupted.glob("all-*/*.rec"))

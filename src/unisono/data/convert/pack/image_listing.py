@@ -160,7 +160,10 @@ def _lst_entries(source: Path, listing: ImageListing) -> Iterator[ListEntry]:
 
 
 def _csv_entries(source: Path, listing: ImageListing) -> Iterator[ListEntry]:
-    rows = list(csv.reader(_lines(source)))
+    try:
+        rows = list(csv.reader(_lines(source)))
+    except csv.Error as error:
+        raise unreadable_error(f"{source}: {error}", "a table of images is a CSV file", "another file") from error
     if not rows or rows[0][:1] != ["path"] or len(rows[0]) < 2:
         raise unreadable_error(
             f"{source}, whose first line is {','.join(rows[0]) if rows else 'missing'!r}",
@@ -186,7 +189,9 @@ def _csv_entries(source: Path, listing: ImageListing) -> Iterator[ListEntry]:
 def _take(listing: ImageListing, entries: Iterator[ListEntry], follow_links: bool) -> None:
     names: set[str] = set()
     for name, labels, key, where in entries:
-        if name in names:
+        if "\0" in name:  # no path, and no call of the system takes it
+            listing.refuse(where, "a path with a NUL byte")
+        elif name in names:
             listing.refuse(where, f"{name} appears twice")
         elif not follow_links and not is_inside(listing.root, listing.root / name):
             listing.refuse(where, f"{name} lies outside of {listing.root}; --follow-links takes it")

@@ -6,7 +6,7 @@
     DST.part/ending.json         all shards are finished; their files are being renamed
 
 A journal is written atomically, after its shard's files. The next run keeps the shards whose files match their journal's digests,
-writes the others again, and ends with the same bytes.
+writes the others again, and ends with the same bytes. A journal or ``ending.json`` that has changed since counts as missing.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import xxhash
 
 from unisono.errors import DataError
 from unisono.storage.directory import make_folder
@@ -66,7 +67,7 @@ class PackedInput(msgspec.Struct, frozen=True):
 
 class ShardJournal(msgspec.Struct):
     """A shard, counted while it is written: inputs ``start`` to ``stop``, numbers of records and of inputs without any that are
-    not bad, and the digests of its files (xxh3-128)."""
+    not bad, and the digests of its files (xxh3-128). ``digest``: of the journal itself."""
 
     start: int
     stop: int
@@ -74,12 +75,14 @@ class ShardJournal(msgspec.Struct):
     empty: int
     bad: list[BadInput]
     files: dict[str, str]
+    digest: str = ""
 
 
 class CommitPlan(msgspec.Struct, frozen=True):
-    """Finished shards by series. Their files' final names follow from it (``_moves``)."""
+    """Finished shards by series. Their files' final names follow from it (``_moves``). ``digest``: of the plan itself."""
 
     journals: dict[str, list[ShardJournal]]
+    digest: str = ""
 
 
 ShardCut = Callable[[int, int], bool]  # (inputs of the series so far, bytes of the shard) -> whether the shard ends
@@ -163,6 +166,7 @@ class PartialTarget:
                 records = _shard_records(inputs, journal, series.cut, progress, fail)
                 series.write(folder / series.file(len(done)), records)
                 journal.files = {path.name: file_digest(path) for path in sorted(folder.iterdir())}
+                journal.digest = _digest_of(journal)
                 done.append(journal)
                 _write_json(self.folder / f"{folder.name}.json", journal)
                 first = next(outcomes, None)
@@ -179,11 +183,11 @@ class PartialTarget:
         files = [file for shards in plan.journals.values() for journal in shards for file in journal.files]
         if set(plan.journals) != set(series) or not all(map(_is_plain, files)):
             raise _foreign_folder(self.folder, "its ending.json names other files than those of this job")
-        return plan
+        return plan if plan.digest == _digest_of(plan) else None
 
     def plan(self, plan: CommitPlan) -> None:
         """Store the plan: all shards are finished, and their files may be moved."""
-        _write_json(self.folder / "ending.json", plan)
+        _write_json(self.folder / "ending.json", msgspec.structs.replace(plan, digest=_digest_of(plan)))
 
     def check_moves(self, plan: CommitPlan, moves: Mapping[str, str], target: Path) -> None:
         """Raise DataError if a file is missing or not as it was written, has a name that this target's files have not, or would
@@ -246,9 +250,13 @@ class PartialTarget:
     def _journal(self, name: str, start: int) -> ShardJournal | None:
         try:
             journal = read_json(self.folder / f"{name}.json", msgspec.json.Decoder(ShardJournal).decode)
-            valid = journal.start == start and all(
-                _is_plain(file) and file_digest(self.folder / name / file) == digest
-                for file, digest in journal.files.items()
+            valid = (
+                journal.digest == _digest_of(journal)
+                and journal.start == start
+                and all(
+                    _is_plain(file) and file_digest(self.folder / name / file) == digest
+                    for file, digest in journal.files.items()
+                )
             )
         except (FileNotFoundError, ValueError):
             return None
@@ -371,6 +379,11 @@ def _foreign_folder(folder: Path, reason: str) -> DataError:
         consequence="nothing was read from it, moved or deleted",
         nearest="look at what is in it and remove it, or another target",
     )
+
+
+def _digest_of(content: ShardJournal | CommitPlan) -> str:
+    """xxh3-128 of the content without its own digest: a wrong number in it would lose inputs, or pack them twice."""
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(msgspec.structs.replace(content, digest="")))
 
 
 def _write_json(path: Path, value: Any) -> None:
