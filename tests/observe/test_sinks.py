@@ -453,6 +453,35 @@ def test_wandb_offline_keeps_one_run_id(tmp_path: Path) -> None:
     assert all(b"train/loss" in path.read_bytes() for path in stored)
 
 
+PORTS = """
+import os, sys
+from pathlib import Path
+import psutil
+from procs import listening
+from unisono.observe.events import EventLog
+from unisono.observe.sinks import Trackers
+run_dir = Path(sys.argv[1])
+with EventLog(run_dir / "e.jsonl", rank=0, run_id="demo/1", attempt=0) as log, Trackers(log, ["wandb"], run_dir):
+    log.emit("step", step=1, **{"train/loss": 1.0})
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    assert any("wandb" in process.name() for process in processes[1:]), processes
+    print([listening(process.pid) for process in processes if process.is_running()])
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed: its sink is NOT tested")
+def test_processes_of_wandb_open_no_port(tmp_path: Path) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    done = subprocess.run(
+        [sys.executable, "-c", PORTS, tmp_path],
+        env=kept | {"PYTHONPATH": os.pathsep.join(sys.path), "HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.splitlines()[0]) <= set("[], ")
+
+
 def test_resumed_run_has_one_history_in_every_sink(tmp_path: Path) -> None:
     """A run killed at 7 and resumed from 5, through the log, as training does it."""
     for resumed, steps in ((None, range(1, 8)), (5, range(6, 11))):
