@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any, Final, cast
 from safetensors import SafetensorError, safe_open
 
 from unisono.errors import ConfigError
+from unisono.sanitize import shorten
 from unisono.storage.limits import MAX_MODEL_CONFIG_BYTES, MAX_MODEL_LAYERS, read_json
 
 _CONFIG, _GENERATION, _ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
@@ -266,8 +268,8 @@ def _weights(path: Path, folder: str) -> tuple[dict[str, Path], dict[str, str]]:
                 "weight_map has names of *.safetensors files in the folder, without a path",
                 SAVE,
             )
-        if not (path / name).is_file():
-            raise unusable(f"{given} without {name}, which {_INDEX} names", FOLDER_RULE, "copy that file there, too")
+        if not os.path.isfile(path / name):  # also for a name that no file system takes
+            raise unusable(f"{given} without {shorten(name)}, which {_INDEX} names", FOLDER_RULE, "copy that file there, too")
     for name in sorted(set(names.values())):
         _refuse_outside(path, name, folder)
     return {name: (path / name).resolve() for name in sorted(set(names.values()))}, names
