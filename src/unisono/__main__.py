@@ -1,4 +1,4 @@
-"""The program ``unisono``, also as ``python -m unisono``. It minds SIGTERM before it imports anything large."""
+"""The program ``unisono``, also as ``python -m unisono``. It handles SIGTERM before it imports anything large."""
 
 import os
 import sys

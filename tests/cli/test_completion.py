@@ -35,7 +35,7 @@ def test_an_unknown_shell_is_refused(desk: Desk) -> None:
 )
 def test_bash_completes(tmp_path: Path, words: list[str], completed: list[str]) -> None:
     program = tmp_path / "unisono"
-    program.write_text(f"#!{sys.executable}\nfrom unisono.cli.main import entry\nentry()\n")  # as it is installed
+    program.write_text(f"#!{sys.executable}\nfrom unisono.__main__ import main\nmain()\n")  # as it is installed
     program.chmod(0o755)
     script = (
         "source <(unisono completion bash); "

@@ -108,5 +108,5 @@ def test_a_link_that_leads_elsewhere_after_the_listing_is_not_read(
         return listed
 
     monkeypatch.setattr(tokenized_cache, "find_corpus", found_then_changed)
-    with pytest.raises(DataError, match=r"link\.txt cannot be read: it changes while it is being read"):
+    with pytest.raises(DataError, match=r"link\.txt cannot be read: it has changed since it was listed"):
         prepare_corpus(corpus, tmp_path / "cache")

@@ -215,7 +215,7 @@ def test_a_rank_with_another_secret_is_told_at_once(pool: Any, tmp_path: Path) -
         "rank 0 refuses this process, which made a wrong proof of the job's secret\n  rule: the ranks of a job hold one secret"
         in second
     )
-    assert "  so:   this rank has not joined, and has sent nothing but its name" in second
+    assert "  so:   this rank has not joined, and has sent neither the secret nor data" in second
     assert "  try:  unisono launch, or the same UNISONO_SECRET_FILE" in second
 
 
@@ -517,7 +517,7 @@ def test_what_announces_much_or_does_not_end_is_cut_off_and_takes_no_memory() ->
 
 
 def test_a_member_does_not_fill_the_memory_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_server, "_MAX_VALUES_BYTES", 1 << 20)
+    monkeypatch.setattr(store_server, "_MAX_STORE_BYTES", 1 << 20)
     with served() as (mine, port):
         other = member(port)
         for number in range(15):

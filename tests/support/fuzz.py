@@ -1,7 +1,7 @@
 """Mutations of small real files of the kinds in ``FORMATS``, replayable by kind and number.
 
-    case = FORMATS["csv"]           how a whole file is made, and the files of it that are mutated
-    mutate(case, folder, seed)      the folder with one mutation, a function of the format's name and the seed alone
+    case = FORMATS["csv"]               how a whole file is made, and the files of it that are mutated
+    mutate(name, whole, folder, seed)   in ``folder`` the whole files with one mutation, which the name and seed determine
 
 Where a checksum protects what is mutated, half of the mutations get a right one again, so that they come further.
 """

@@ -119,12 +119,12 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str], *, is_shown:
     """
     run_file = None if files else _file_of_run(overrides)
     sources = [str(run_file)] if run_file else files
-    script_run, stands = next(
-        ((Path(path).parent, of) for path in sources if (of := code_stands(Path(path)))), (None, {})
+    script_run, placeholders = next(
+        ((Path(path).parent, found) for path in sources if (found := code_placeholders(Path(path)))), (None, {})
     )
-    if stands and is_shown:
-        return load_config(RunConfig, sources, overrides=overrides, environ=os.environ, planned=stands)
-    if stands:
+    if placeholders and is_shown:
+        return load_config(RunConfig, sources, overrides=overrides, environ=os.environ, planned=placeholders)
+    if placeholders:
         raise ConfigError(
             given=f"{script_run}, the run of a Python script",
             rule="the script has its model and data, and trains it; the folder holds their names only",
@@ -148,13 +148,13 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str], *, is_shown:
         problem = two_lengths(train.steps, train.epochs)
         raise ConfigError(replace(problem, given=f"{origin}: train.steps: {problem.given}"))
     if files and not is_shown:
-        _require_readable(Path(resolved.value.run.dir) / RUN_FILE)
+        _check_run_file(Path(resolved.value.run.dir) / RUN_FILE)
     announce("the configuration", resolved.renamed)
     LOG.info("configuration %s from %s", resolved.hash, run_file or ", ".join(files) or "defaults")
     return resolved
 
 
-def _require_readable(run_file: Path) -> None:
+def _check_run_file(run_file: Path) -> None:
     """Raise ConfigError for an error in a run's own file. The start replaces that file, and somebody may have edited it.
 
     Code that the file names does not run: of such a file keys and values are checked, but not whether they fit together.
@@ -164,7 +164,7 @@ def _require_readable(run_file: Path) -> None:
     base: object = None
     with suppress(OSError, ConfigError):  # reported below
         base = read_toml(run_file).values.get(BASE)
-    if str(base).endswith(".py") or _is_of_script(run_file):
+    if str(base).endswith(".py") or code_placeholders(run_file):
         check_file(RunConfig, run_file)
     else:
         load_config(RunConfig, [run_file])
@@ -183,13 +183,8 @@ def _load(
     return resolved
 
 
-def _is_of_script(file: Path) -> bool:
-    """Whether it is the configuration in the folder of a Python script's run."""
-    return bool(code_stands(file))
-
-
-def code_stands(file: Path) -> dict[str, Any]:
-    """Stand-ins for the code that the configuration of a Python script's run names, by dotted key; empty for any other file."""
+def code_placeholders(file: Path) -> dict[str, Any]:
+    """Placeholders for the code that the configuration of a Python script's run names, by dotted key; empty for others."""
     if file.name != RUN_FILE or not (file.parent / PLAN_FILE).is_file():
         return {}
     document: dict[str, Any] = {}
@@ -197,7 +192,7 @@ def code_stands(file: Path) -> dict[str, Any]:
         document = read_toml(file).values
     components = {} if BASE in document else document.get("components")
     return {
-        f"components.{name}": _Missing(str(file.parent), name, label)
+        f"components.{name}": _MissingCode(str(file.parent), name, label)
         for name, label in (cast("dict[str, Any]", components).items() if isinstance(components, dict) else ())
         if isinstance(label, str) and label.startswith(CALLABLE)
     }
@@ -239,21 +234,21 @@ def load_run(run_dir: str, **code: Any) -> Resolved[RunConfig]:
         ConfigError: ``code`` is given for a run of the command line, which has its own.
     """
     run_file = require_run(run_dir) / RUN_FILE
-    stands = code_stands(run_file)
-    if code and not stands:
+    placeholders = code_placeholders(run_file)
+    if code and not placeholders:
         raise ConfigError(
             given=f"--{min(code)} for {run_dir}, a run of unisono train",
             rule=f"its {RUN_FILE} tells its model and data; only runs of Python scripts take them from a file",
             consequence="nothing was loaded",
             nearest=f"leave --{min(code)} out",
         )
-    resolved = _load([run_file], [f"run.dir={json.dumps(run_dir)}"], stands)
+    resolved = _load([run_file], [f"run.dir={json.dumps(run_dir)}"], placeholders)
     announce(str(run_file), resolved.renamed)
     config = resolved.value
     return replace(resolved, value=replace(config, components=replace(config.components, **code)))
 
 
-class _Missing:
+class _MissingCode:
     """Stands for code that a run's folder only names. Raises ConfigError when it is called."""
 
     def __init__(self, run_dir: str, component: str, label: str) -> None:

@@ -68,7 +68,7 @@ def load_config(
     reading = read_files(sources, layout, trust_python=trust_python)
     if reading.refused is not None:  # other problems would be those of the missing code
         raise ConfigError(reading.refused)
-    walk = _Walk(layout=layout, problems=reading.problems, renamed=reading.renamed, unread=bool(reading.problems))
+    walk = _Walk(layout=layout, problems=reading.problems, renamed=reading.renamed, fields_alone=bool(reading.problems))
     walk.defaults()
     walk.take([fixed(key, raw, "planned") for key, raw in planned.items()])
     for layer in reading.layers:
@@ -91,7 +91,7 @@ def check_file(cls: type, path: Path) -> None:
     """
     read = read_toml(path)
     values = {key: _without_code(raw) for key, raw in read.values.items() if key != BASE}
-    walk = _Walk(layout=option_tree(cls), problems=[], renamed=[], unread=True)
+    walk = _Walk(layout=option_tree(cls), problems=[], renamed=[], fields_alone=True)
     walk.defaults()
     walk.take([SourceEntry(path=(key,), raw=raw, origin=read.where) for key, raw in values.items()])
     if walk.problems:
@@ -99,7 +99,7 @@ def check_file(cls: type, path: Path) -> None:
 
 
 def _without_code(raw: Any) -> Any:
-    """A value of a TOML file without the labels that stand for code of its base, in tables of it too."""
+    """A value of a TOML file without the labels that stand for code, in tables of it too."""
     if not isinstance(raw, dict):
         return raw
     items = cast("dict[str, Any]", raw).items()
@@ -110,12 +110,12 @@ def _without_code(raw: Any) -> Any:
 
 @dataclass(kw_only=True, slots=True)
 class _Walk:
-    """The state of one ``load_config``: the value of each leaf so far, and all problems so far."""
+    """The state of loading: the value of each leaf so far, and all problems so far."""
 
     layout: OptionTree
     problems: list[Problem]
     renamed: list[str]  # as ``Reading.renamed``
-    unread: bool  # a source could not be read: values are missing, so rules across fields cannot be checked
+    fields_alone: bool  # values are missing, as of a source that could not be read: rules across fields are not checked
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     origins: dict[str, str] = field(default_factory=dict[str, str])
     faulty: set[str] = field(default_factory=set[str])  # keys with a problem; the same holds for the sections around
@@ -200,7 +200,7 @@ class _Walk:
             parts[name] = self.build(key) if key in self.layout.sections else self.values[key]
         options = self.layout.sections[section](**parts)
         around = f"{section}." if section else ""
-        sound = not self.unread and not any(f"{key}.".startswith(around) for key in self.faulty)
+        sound = not self.fields_alone and not any(f"{key}.".startswith(around) for key in self.faulty)
         if sound and isinstance(options, Checked):
             for name, problem in options.problems():
                 key = join(section, name)

@@ -20,7 +20,7 @@ from unisono.config.toml_file import KeyPath, config_problem, read_toml
 from unisono.config.trust import python_problem
 from unisono.config.values import ENV, SET, literal, shown
 from unisono.errors import ConfigError, Problem
-from unisono.storage.limits import MAX_CONFIG_LAYERS
+from unisono.storage.limits import MAX_CONFIG_FILES
 from unisono.storage.run_folder import RUN_FILE
 
 SUFFIXES = (".toml", ".py")
@@ -88,11 +88,11 @@ class Reading:
             raise ConfigError(
                 config_problem(f"{named}comes back to {path}", "the layers beneath a file end somewhere", nearest)
             )
-        if len(above) >= MAX_CONFIG_LAYERS:
+        if len(above) >= MAX_CONFIG_FILES:
             given = (
                 f"{named}{path} would be file {len(above) + 1} of this configuration, each the {BASE} of the one before"
             )
-            rule = f"a configuration has {MAX_CONFIG_LAYERS} files at most"
+            rule = f"a configuration has {MAX_CONFIG_FILES} files at most"
             nearest = f"put the settings of several of these files into one; or drop the {BASE} of {above[-1]}"
             raise ConfigError(config_problem(given, rule, nearest))
 

@@ -1,4 +1,4 @@
-"""Which Python files of run folders may run: those that the user has run before, or names with ``--trust-python``.
+"""Which Python files of run folders may run: those that the user has run before, or any, with ``--trust-python``.
 
 The configuration in a run's folder names its Python file as ``base``. The folder may be anybody's, so that file runs only if the
 user's own state has a record of its path and content, and only the user or root can have written it. A record is an empty

@@ -11,7 +11,7 @@ from typing import Any, cast
 from unisono.sanitize import shorten
 
 NONE = "none"  # stands for None, because TOML has no null
-CALLABLE = "python:"  # prefix of the label that stands for a callable of the base Python file
+CALLABLE = "python:"  # prefix of the label that stands for a callable of a Python file
 SET = "--set"
 ENV = "UNISONO__"
 

@@ -34,7 +34,7 @@ NONCE_BYTES = 32
 
 Refusal = Literal["proof", "secret", "no secret", "run", "size", "name", "taken", "full"]
 
-# what a refused connection did, as both sides say it: "rank 1 had no secret, …", "3 connections had no secret, …"
+# what a refused connection did: "rank 0 refuses this process, which had no secret, …", "3 connections had no secret, …"
 REFUSALS: dict[Refusal, str] = {
     "proof": "made a wrong proof of the job's secret",
     "secret": "had a secret, where this job has none",

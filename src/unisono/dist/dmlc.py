@@ -1,11 +1,11 @@
-"""The parts of a job that MXNet's tracker starts: its scheduler keeps the store, its servers serve, its workers report.
+"""The parts of a job that MXNet's tracker starts: its scheduler keeps the store, its servers report their addresses there.
 
 A tracker starts one script as worker, server and scheduler. ``take_role`` turns the latter two into processes of
 ``unisono.kvstore.server.dmlc``, which end with the job. They learn its end from the connection to the scheduler's store
 that each worker holds while it lives: the kernel closes it when a worker dies.
 
-    store at DMLC_PS_ROOT_URI:PORT     dmlc/server/<n>    host:port of server n
-    its members                             worker <n>, server <any>, and rank <n> for the rendezvous of all ranks
+    store at DMLC_PS_ROOT_URI:DMLC_PS_ROOT_PORT     dmlc/server/<n>    host:port of server n
+    its members                                     worker <n>, server <any>, and rank <n> for the rendezvous of all ranks
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SCHEDULER_WAIT_S = 120.0  # for the scheduler, and for all servers to report
 
 _MODULE = "unisono.kvstore.server.dmlc"
 # the connection of this process to the scheduler
-_LIFELINES: dict[int, JobStore] = {}
+_SCHEDULER_STORES: dict[int, JobStore] = {}
 
 
 def take_role(job: JobSpec) -> None:
     """Return in a worker; a server or scheduler of MXNet's tracker becomes that process and never returns.
 
-    A worker of a job with a scheduler first connects to it. Raises LaunchError for a server without a secret or certificates,
-    CommError where no scheduler answers.
+    A worker of a job with a scheduler first connects to it. Raises LaunchError for a server without a secret or certificates
+    and for wrong ones, CommError where no scheduler answers.
     """
     if job.source != "dmlc":
         return
@@ -70,10 +70,19 @@ def require_credentials(environ: Mapping[str, str]) -> None:
 
 
 def check_credentials(environ: Mapping[str, str]) -> None:
-    """Raise LaunchError if the secret's file or the folder of certificates is none. Their content is read when it is used."""
-    for name, kind, is_kind in (
-        ("UNISONO_SECRET_FILE", f"a plain file of {SECRET_BYTES} bytes", stat.S_ISREG),
-        ("UNISONO_TLS", "a folder of certificates", stat.S_ISDIR),
+    """Raise LaunchError if the secret's file or the folder of certificates is missing or of another kind.
+
+    Their content is read when it is used.
+    """
+    new_secret = "umask 077; head -c 32 /dev/urandom > secret (one file, copied); UNISONO_SECRET_FILE=secret"
+    for name, kind, is_kind, nearest in (
+        ("UNISONO_SECRET_FILE", f"a plain file of {SECRET_BYTES} bytes", stat.S_ISREG, new_secret),
+        (
+            "UNISONO_TLS",
+            "a folder of certificates",
+            stat.S_ISDIR,
+            "UNISONO_TLS=FOLDER of the certificates, or unset it",
+        ),
     ):
         if not (value := environ.get(name)):
             continue
@@ -91,7 +100,7 @@ def check_credentials(environ: Mapping[str, str]) -> None:
                 given=f"{name}={value}: {fault}",
                 rule=f"it is {kind}, the same on all hosts",
                 consequence="this process could not prove that it belongs to the job, so nothing was started",
-                nearest="umask 077; head -c 32 /dev/urandom > secret (one file, copied); UNISONO_SECRET_FILE=secret",
+                nearest=nearest,
             )
 
 
@@ -117,15 +126,15 @@ def scheduler_store(job: JobSpec, name: str) -> JobStore:
 def worker_store(job: JobSpec) -> JobStore:
     """This worker's connection to the scheduler, which lives as long as the process."""
     pid = os.getpid()
-    if pid not in _LIFELINES:
-        connection = _LIFELINES[pid] = scheduler_store(job, f"worker {job.rank}")
+    if pid not in _SCHEDULER_STORES:
+        connection = _SCHEDULER_STORES[pid] = scheduler_store(job, f"worker {job.rank}")
 
         def leave() -> None:
             if os.getpid() == pid:  # not in a fork
                 connection.leave()
 
         atexit.register(leave)
-    return _LIFELINES[pid]
+    return _SCHEDULER_STORES[pid]
 
 
 def server_addresses(

@@ -6,7 +6,7 @@ ask to join, and when the last has come each gets the same new key prefix. A ran
 died is not waited for, and one that is there is not replaced. So an attempt never meets the dead of an earlier one.
 
 torchrun's own store (a TCPStore that anyone may read and write) already listens at the master address. There rank 0 serves
-at another port, and the ranks look up only that port in torchrun's store. What they find proves itself like any other.
+at another address, and the ranks look up only that, host and port, in torchrun's store. What they find proves itself too.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from unisono.errors import CommError, LaunchError
 _LOG = logging.getLogger("unisono")
 _POLL_S = 0.005
 _SLOW_POLL_S = 0.05
-_NAME_POLL_S = 0.2
-_NOT_JOINED = "this rank has not joined, and has sent nothing but its name"
+_DNS_POLL_S = 0.2
+_NOT_JOINED = "this rank has not joined, and has sent neither the secret nor data"
 
 
 def open_store(job: JobSpec, timeout_s: float, environ: Mapping[str, str] = os.environ, *, name: str = "") -> JobStore:
@@ -50,7 +50,7 @@ def open_store(job: JobSpec, timeout_s: float, environ: Mapping[str, str] = os.e
         listener, published = _listen(job, deadline)
         store = serve_store(job, listener, secret, name)
         if published is not None:
-            published.set(_PLACE, "{}:{}".format(*listener.getsockname()[:2]))
+            published.set(_ADDRESS_KEY, "{}:{}".format(*listener.getsockname()[:2]))
         return store
     started, reason, published, address = time.monotonic(), "", None, None
     while True:
@@ -162,7 +162,7 @@ def _meet(store: JobStore, job: JobSpec, timeout_s: float, left_s: float) -> Ren
 
 # --- where rank 0 is -------------------------------------------------------------------------------------------------
 
-_PLACE = "rank 0"
+_ADDRESS_KEY = "rank 0"
 
 
 def has_scheduler(job: JobSpec) -> bool:
@@ -213,7 +213,7 @@ def _launchers_store(job: JobSpec, deadline: float) -> PrefixStore:
     while (reason := _unresolved(job)) is not None:  # torch would print its C++ frames; a name can appear later
         if time.monotonic() > deadline:
             raise _no_store(job, budget_s, reason, server="the launcher")
-        time.sleep(_NAME_POLL_S)
+        time.sleep(_DNS_POLL_S)
     timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     try:
         store = TCPStore(job.master_addr, job.master_port, None, False, timeout, wait_for_workers=False)
@@ -225,9 +225,9 @@ def _launchers_store(job: JobSpec, deadline: float) -> PrefixStore:
 def _address(job: JobSpec, published: PrefixStore | None) -> tuple[str, int]:
     if published is None:
         return _host(job), job.master_port
-    if not published.check([_PLACE]):
+    if not published.check([_ADDRESS_KEY]):
         raise PeerError("rank 0 has not written its address into the launcher's store")
-    host, _, port = published.get(_PLACE).decode(errors="replace").rpartition(":")
+    host, _, port = published.get(_ADDRESS_KEY).decode(errors="replace").rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) < 2**16):
         raise PeerError("what the launcher's store has as the address of rank 0 is no HOST:PORT")
     return host, int(port)

@@ -1,8 +1,8 @@
 """The job's secret: 32 bytes by which its processes know each other; never in an argument, a variable's value or a log.
 
 A launcher passes it by a descriptor (``UNISONO_SECRET_FD``) or a file of mode 0600 (``UNISONO_SECRET_FILE``). Without
-either, a user's processes of one host share ``~/.config/unisono/secret``, created at first use, like the cookie of
-Erlang's nodes. No torch.
+either, a user's processes of one host share ``~/.config/unisono/secret``, created at first use. No
+torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from unisono.dist.jobspec import JobSpec
 from unisono.errors import LaunchError
 from unisono.storage.directory import make_folder
+from unisono.storage.files import PRIVATE_MODE, open_new, temporary_name
 from unisono.storage.ownership import foreign_folder_reason, foreign_status_reason
 
 SECRET_BYTES = 32
@@ -60,7 +61,7 @@ def read_or_create_secret(environ: Mapping[str, str]) -> bytes:
     can be read again.
 
     Raises LaunchError when both are named, when the length is wrong, or when others could have read or replaced the
-    file.
+    file; OSError when the user's own file cannot be made.
     """
     fd, file = environ.get("UNISONO_SECRET_FD"), environ.get("UNISONO_SECRET_FILE")
     if fd is not None and file is not None:
@@ -136,16 +137,16 @@ def _own(path: Path) -> bytes:
 
 def _make(path: Path) -> None:
     """Create the user's secret. Two processes may do so at once: the file appears complete, and the first one stays."""
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, new_secret())
-        os.fsync(fd)
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        os.close(fd)
-        draft.unlink()
+    draft = temporary_name(path)
+    with open_new(draft, mode=PRIVATE_MODE) as file:
+        try:
+            file.write(new_secret())
+            file.flush()
+            os.fsync(file.fileno())
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+        finally:
+            draft.unlink()
 
 
 def _checked(secret: bytes, where: str, nearest: str) -> bytes:

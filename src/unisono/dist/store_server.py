@@ -48,14 +48,14 @@ from unisono.sanitize import shorten
 
 # the largest request or answer: gloo writes 150 bytes for each rank under one key of each rank
 MAX_MESSAGE_BYTES = 2**22
-_MAX_VALUES_BYTES = 2**30
+_MAX_STORE_BYTES = 2**30
 _MAX_UNREAD_BYTES = 2**24
 _MIN_STRANGERS = 64
 _READ_BYTES = 2**16
 _NAME = re.compile(r"(rank|worker|server) [0-9]{1,9}", flags=re.ASCII)
 
 
-class _Wrong(Exception):
+class _BadRequest(Exception):
     """A request that cannot be met; the member gets the text."""
 
 
@@ -272,8 +272,8 @@ class StoreServer:
             return
         try:
             request = msgspec.msgpack.decode(message)
-            answer = self._answer_to(peer, request)
-        except _Wrong as error:
+            answer = self._handle(peer, request)
+        except _BadRequest as error:
             answer = {"error": str(error)}
         except (msgspec.DecodeError, RecursionError):
             self._drop(peer)
@@ -325,7 +325,7 @@ class StoreServer:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def _answer_to(self, peer: _Peer, request: Any) -> Any:
+    def _handle(self, peer: _Peer, request: Any) -> Any:
         values = self._values
         match request:
             case ["get", str(key)]:
@@ -340,7 +340,7 @@ class StoreServer:
                 try:
                     total = int(values.get(key, b"0")) + number
                 except ValueError:
-                    raise _Wrong(f"the value of {key!r} is no number") from None
+                    raise _BadRequest(f"the value of {key!r} is no number") from None
                 self._put(key, str(total).encode())
                 return total
             case ["compare_set", str(key), bytes(old), bytes(new)]:
@@ -363,7 +363,7 @@ class StoreServer:
                 self._drop(peer, clean=True)
                 return True
             case _:
-                raise _Wrong(
+                raise _BadRequest(
                     f"{peer.name} sent {shorten(repr(request))}, which is no request of the store of a job, so nothing was "
                     "changed; use the same release of unisono on all ranks"
                 )
@@ -371,8 +371,8 @@ class StoreServer:
     def _put(self, key: str, value: bytes) -> None:
         old = self._values.get(key)
         change = len(value) - len(old) if old is not None else len(key) + len(value)
-        if self._values_bytes + change > _MAX_VALUES_BYTES:
-            raise _Wrong(f"the store holds {_MAX_VALUES_BYTES >> 20} MiB, which is all it takes")
+        if self._values_bytes + change > _MAX_STORE_BYTES:
+            raise _BadRequest(f"the store holds {_MAX_STORE_BYTES >> 20} MiB, which is all it takes")
         self._values[key] = value
         self._values_bytes += change
         for waiting in self._waiting.pop(key, ()):
@@ -397,7 +397,7 @@ class StoreServer:
 
     def _join(self, peer: _Peer, restart_count: int, seconds: float) -> dict[str, Any]:
         if peer.name not in self._ranks:
-            raise _Wrong(f"{peer.name} is no rank of {self._world_size}")
+            raise _BadRequest(f"{peer.name} is no rank of {self._world_size}")
         if peer.joined is None and not peer.wants:
             peer.wants, peer.restart_count = True, restart_count
             self._let_all_join()

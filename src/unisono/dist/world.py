@@ -320,7 +320,7 @@ def join_world(
         with first.explain_errors("the proof of the connections"):
             _prove_connections(group, list(range(job.world_size)), job.rank, rendezvous)
         # afterwards the store is read by new groups and by ``roll_call`` only, which copes without it: its host may leave
-        peers = World(job, group=group, rendezvous=rendezvous, timeout_s=timeout_s).all_gather_json(identity())
+        peers = first.all_gather_json(identity())
     except BaseException:
         if owned is not None:
             owned.close()
@@ -351,7 +351,7 @@ def _prove_connections(group: ProcessGroup, ranks: Sequence[int], rank: int, ren
     ]
     if wrong:
         raise CommError(
-            given=f"the connection to rank {', '.join(map(str, wrong))} in a new process group made no proof of the job's secret "
+            given=f"the connection to rank {_joined(wrong)} in a new process group made no proof of the job's secret "
             f"(seen from rank {rank})",
             rule="the ranks of a group prove their connections to each other before they exchange data",
             consequence="another process has taken that rank's place; nothing was sent to it, and this process cannot continue",

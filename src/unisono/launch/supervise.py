@@ -38,6 +38,7 @@ from unisono.storage.directory import make_folder
 from unisono.storage.files import PRIVATE_MODE, write_atomically
 from unisono.storage.folder_lock import FolderLock
 from unisono.storage.ownership import read_own_json
+from unisono.storage.run_folder import LOGS_FOLDER
 
 _POLL_S = 0.05
 # a failing rank ends its peers' collectives: time for peers to report that themselves, then time to end on SIGTERM
@@ -66,7 +67,7 @@ def supervise(start: Start, options: LaunchOptions, *, run_dir: Path, record: Ma
 
     Raises LaunchError if nothing can be started: unwritable folder, unknown command. The caller holds ``job_folder``.
     """
-    logs = run_dir / "logs"
+    logs = run_dir / LOGS_FOLDER
     history: list[Attempt] = []
     with StopSignals() as signals:
         first = first_attempt(run_dir, record)
@@ -98,7 +99,7 @@ def job_folder(run_dir: Path) -> Generator[None]:
         ConfigError: Another launch uses it.
     """
     try:
-        make_folder(run_dir / "logs", may_be_link=False)
+        make_folder(run_dir / LOGS_FOLDER, may_be_link=False)
         lock = FolderLock(
             run_dir / "launch.lock",
             work="runs a job",
@@ -351,7 +352,7 @@ class StopSignals:
 
 def _next_attempt(run_dir: Path) -> int:
     """One more than the highest attempt number in this folder, so that a later launch never reuses a number."""
-    names = [path.name for path in (run_dir / "logs").iterdir()]
+    names = [path.name for path in (run_dir / LOGS_FOLDER).iterdir()]
     used = [int(match.group(1)) for name in names if (match := re.search(r"\.attempt-([0-9]+)\.", name))]
     # without an earlier launch, and with a record of something else or of another user, the logs alone decide
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):

@@ -29,7 +29,7 @@ REASON = "reason.txt"
 def make_folder(folder: Path, *, mode: int = FOLDER_MODE, may_be_link: bool = True) -> None:
     """Create a folder with the permissions ``mode`` less the umask, and those above it, to which only this user can write.
 
-    A folder that exists is left as it is. Raises OSError, also where the name is that of a file, or of a link that may be none.
+    A folder that exists is left as it is. Raises OSError, also where the name is a file's, or a link's unless ``may_be_link``.
     """
     for path in reversed(folder.parents):
         if not os.path.lexists(path):
@@ -54,7 +54,7 @@ def number_of(prefix: str, name: str) -> int | None:
 
 
 def subdirectories(folder: Path) -> Iterator[Path]:
-    """The real directories in ``folder``, in no order. None if it is missing or a link."""
+    """The real directories in ``folder``, in no order. Nothing if it is missing or a link."""
     if folder.is_symlink():
         return
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:

@@ -38,7 +38,7 @@ MAX_PARQUET_ENTRIES: Final = 1 << 20
 MAX_THRIFT_DEPTH: Final = 16
 # Arrow, whose nulls take no space and whose booleans take a bit: values for each byte, beyond MAX_FREE_ROWS
 MAX_VALUES_PER_BYTE: Final = 64
-# JSON: lists and objects inside each other, and in all; values in all, of which the commas are counted; bytes of a file of
+# JSON: lists and objects inside each other, and in all; values in all, estimated by the commas; bytes of a file of
 # metadata, and of a plan
 MAX_JSON_DEPTH: Final = 100
 MAX_JSON_LISTS: Final = 1 << 22
@@ -49,7 +49,7 @@ MAX_PLAN_BYTES: Final = 1 << 20
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_CONFIG_KEYS: Final = 1 << 12
 MAX_KEY_PARTS: Final = 100
-MAX_CONFIG_LAYERS: Final = 30
+MAX_CONFIG_FILES: Final = 30
 # names of the classes beside packed records; labels of one image in a list
 MAX_NAMES_BYTES: Final = 1 << 24
 MAX_LABELS: Final = 1 << 16
@@ -61,15 +61,15 @@ MAX_NUMBER_CHARACTERS: Final = 400
 # tar: extra headers that hold long names, and all members of one sample
 MAX_TAR_NAME_BYTES: Final = 1 << 16
 MAX_TAR_SAMPLE_BYTES: Final = 1 << 29
-# heads of sidecars of record files, of MindRecord and of safetensors (the limit of its own library); files of a MindRecord set
+# heads of sidecars, of MindRecord and of safetensors (the limit of its own library); files of a MindRecord set
 MAX_SIDECAR_HEAD_BYTES: Final = 1 << 20
 MAX_MINDRECORD_HEADER_BYTES: Final = 128 << 20
 MAX_MINDRECORD_SHARDS: Final = 4096
 MAX_SAFETENSORS_HEADER_BYTES: Final = 100_000_000
-# the folder of a pretrained model: bytes of each JSON file; layers, beyond which there is a tensor for each
+# the folder of a pretrained model: bytes of each JSON file; layers, beyond which its tensors are counted
 MAX_MODEL_CONFIG_BYTES: Final = 64 << 20
-MAX_MODEL_LAYERS: Final = 1_000
-# records of who packs into a folder, and of who works in one
+MAX_UNCOUNTED_LAYERS: Final = 1_000
+# the identity of a packing job; the record of who works in a folder
 MAX_JOB_BYTES: Final = 1 << 20
 MAX_LOCK_RECORD_BYTES: Final = 1 << 12
 # one event of a run

@@ -63,13 +63,13 @@ def read_own_json(path: Path, decode: Callable[[bytes], Any] = json.loads, *, ma
 def make_and_check_folder(path: Path, *, mode: int) -> str:
     """Create a folder with ``mode``, unless it is there; why another user can have written into it, empty if none can.
 
-    One with the sticky bit is shared too. Raises OSError if it cannot be created.
+    One with the sticky bit counts as writable by others. Raises OSError if it cannot be created.
     """
     make_folder(path, mode=mode)
     reason = foreign_reason(path) or foreign_folder_reason(path, path.stat())
     above = path.absolute().parent
     found = above.stat()
-    if reason or found.st_mode & stat.S_ISVTX or not (who := _writers(found)) or _probe_file_system(above, found):
+    if reason or found.st_mode & stat.S_ISVTX or not (who := _writers(found)) or _is_given_by_file_system(above, found):
         return reason
     return f"{who} can replace it: {above} has mode {stat.S_IMODE(found.st_mode):o}"
 
@@ -98,13 +98,13 @@ def foreign_status_reason(path: Path, found: os.stat_result, folder: Path) -> st
         reason = f"{path} belongs to {_user(found.st_uid)}"
     elif not stat.S_ISLNK(found.st_mode) and not (stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX):
         reason = _writers_reason(path, found)
-    return "" if reason and _probe_file_system(folder, found) else reason
+    return "" if reason and _is_given_by_file_system(folder, found) else reason
 
 
 def foreign_folder_reason(path: Path, found: os.stat_result) -> str:
     """Why others can have written into a folder of this status; with the sticky bit they can make files there."""
     reason = foreign_status_reason(path, found, path) or _writers_reason(path, found)
-    return "" if reason and _probe_file_system(path, found) else reason
+    return "" if reason and _is_given_by_file_system(path, found) else reason
 
 
 def _writers_reason(path: Path, found: os.stat_result) -> str:
@@ -143,7 +143,7 @@ def _others_in_group(gid: int, owner: int, user: int) -> str:
     return "" if is_private and members <= trusted else f"the group {group}"
 
 
-def _probe_file_system(folder: Path, found: os.stat_result) -> bool:
+def _is_given_by_file_system(folder: Path, found: os.stat_result) -> bool:
     """Whether owner and permissions are those that the file system gives to what this process makes in ``folder``.
 
     It may have none of its own (FAT), or give the files of root to nobody (NFS).

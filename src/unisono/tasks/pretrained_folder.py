@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from unisono.errors import ConfigError
 from unisono.sanitize import shorten
-from unisono.storage.limits import MAX_MODEL_CONFIG_BYTES, MAX_MODEL_LAYERS, read_json
+from unisono.storage.limits import MAX_MODEL_CONFIG_BYTES, MAX_UNCOUNTED_LAYERS, read_json
 
 _CONFIG, _GENERATION, _ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -229,7 +229,7 @@ def _check_config(config: dict[str, Any], folder: str) -> None:
 def _check_layers(config: dict[str, Any], num_tensors: int, folder: str) -> None:
     """Refuse more layers than there are tensors, which take memory and time also without values."""
     for name, value in _fields(config):
-        if name in _LAYER_COUNTS and isinstance(value, int) and value > max(MAX_MODEL_LAYERS, num_tensors):
+        if name in _LAYER_COUNTS and isinstance(value, int) and value > max(MAX_UNCOUNTED_LAYERS, num_tensors):
             raise unusable(
                 f"model.pretrained {folder!r}, whose config.json has {name} {value} for {num_tensors} tensors",
                 "the weights of every layer are in the folder",
@@ -269,7 +269,9 @@ def _weights(path: Path, folder: str) -> tuple[dict[str, Path], dict[str, str]]:
                 SAVE,
             )
         if not os.path.isfile(path / name):  # also for a name that no file system takes
-            raise unusable(f"{given} without {shorten(name)}, which {_INDEX} names", FOLDER_RULE, "copy that file there, too")
+            raise unusable(
+                f"{given} without {shorten(name)}, which {_INDEX} names", FOLDER_RULE, "copy that file there, too"
+            )
     for name in sorted(set(names.values())):
         _refuse_outside(path, name, folder)
     return {name: (path / name).resolve() for name in sorted(set(names.values()))}, names

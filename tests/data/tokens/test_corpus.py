@@ -53,7 +53,7 @@ def test_a_link_that_leads_out_of_a_corpus_is_refused(tmp_path: Path, target: st
     outside = "/etc/hostname" if target == "/etc/hostname" else tmp_path / "elsewhere.txt"
     assert str(caught.value) == (
         f"{root}/b.txt, a link to {outside}\n"
-        f"  rule: the files of a corpus lie in its folder, {root}, links followed: whoever made a link chose what it leads to\n"
+        f"  rule: the files of a corpus lie in its folder, {root}, links followed\n"
         "  so:   the corpus was not prepared; no file is left out silently\n"
         "  try:  a copy with the files in place of the links ('cp -rL CORPUS COPY'), or remove the link"
     )

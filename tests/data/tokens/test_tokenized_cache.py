@@ -208,7 +208,7 @@ def test_the_standard_library_skips_and_reports_them(
 def test_a_file_that_changes_while_it_is_read(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = iter(range(1000))
     monkeypatch.setattr(module, "_read", lambda *_: f"version {next(reads)}".encode())
-    with pytest.raises(DataError, match=r"file-0\.txt cannot be read: it changes while it is being read"):
+    with pytest.raises(DataError, match=r"file-0\.txt cannot be read: it has changed since it was listed"):
         prepare_corpus(options(corpus), tmp_path / "cache")
 
 

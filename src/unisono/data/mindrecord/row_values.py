@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.mindrecord.header import FieldType
+from unisono.sanitize import shorten
 from unisono.storage.limits import check_columns_number
 
 Value = int | float | str | bytes | NDArray[Any]
@@ -72,8 +73,7 @@ def _checked(name: str, kind: str, value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value[:40] if isinstance(value, str) else value)
-    return text if len(text) <= 60 else text[:60] + "…"
+    return shorten(repr(value[:40] if isinstance(value, str) else value), 61)
 
 
 def fits_float32(value: float) -> bool:

@@ -1,7 +1,8 @@
 """The text of a run: the running interpreter's standard library, a folder, or one file. Nothing is downloaded.
 
-The split of the files into train and eval is a function of their relative paths, so adding a file moves no other. The standard
-library's corpus leaves out tests, generated tables, caches and installed packages.
+The split of the files into train and eval is a function of their relative paths, so adding a file moves no other, except where
+they are so few that one must be held out. The standard library's corpus leaves out tests, generated tables, caches and installed
+packages.
 
 Not here: archives, JSON, Parquet, files larger than memory. A file is read whole and is one document.
 """
@@ -199,7 +200,7 @@ def _stat(root: Path, relative: str, *, may_lead_out: bool) -> SourceFile:
 def _leads_out_error(root: Path, path: Path) -> DataError:
     return DataError(
         given=f"{path}, a link to {os.path.realpath(path)}",
-        rule=f"the files of a corpus lie in its folder, {root}, links followed: whoever made a link chose what it leads to",
+        rule=f"the files of a corpus lie in its folder, {root}, links followed",
         consequence="the corpus was not prepared; no file is left out silently",
         nearest="a copy with the files in place of the links ('cp -rL CORPUS COPY'), or remove the link",
     )

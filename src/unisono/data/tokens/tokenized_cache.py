@@ -408,7 +408,7 @@ def _documents(inputs: _Inputs, skipped: list[tuple[str, str]]) -> Iterator[Docu
     for path, file in zip(paths, files, strict=True):
         raw = _read(corpus, file)
         if xxhash.xxh3_128_hexdigest(raw) != inputs.digests[path]:
-            raise unreadable_file_error(corpus.root / path, "it changes while it is being read")
+            raise unreadable_file_error(corpus.root / path, "it has changed since it was listed")
         if inputs.text_column:
             yield from _rows(corpus.root / path, inputs, "eval" if path in held_out else "train", alone=len(paths) == 1)
             continue
@@ -442,7 +442,7 @@ def _read(corpus: Corpus, file: SourceFile) -> bytes:
         with open_regular(path) as opened:
             found = os.fstat(opened.fileno())
             if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
-                raise unreadable_file_error(path, "it changes while it is being read")
+                raise unreadable_file_error(path, "it has changed since it was listed")
             return opened.read()
     except OSError as error:
         raise unreadable_file_error(path, error.strerror) from error

@@ -42,8 +42,8 @@ def again(album: Path, part: Path) -> str:
         pack_images(album, part.with_name("b.rec"), pack=PackOptions(shards=3))
     (problem,) = caught.value.problems
     assert problem.rule == "a job is continued from a folder that only its own user can have written"
-    assert problem.consequence == "nothing was read from it, moved or deleted"
-    return problem.given.removeprefix(f"{part}, which is not a job's that was interrupted: ")
+    assert problem.consequence == "nothing was moved or deleted"
+    return problem.given.removeprefix(f"{part} cannot be continued: ")
 
 
 def change(file: Path, edit: Callable[[Any], None]) -> None:

@@ -120,7 +120,7 @@ def run_pack_job(job: PackJob, series: Sequence[ShardSeries], *, numbered: bool 
         raise bad_inputs_error(job.bad)
     identity = xxhash.xxh3_128_hexdigest(msgspec.json.encode({**job.identity, "on_error": job.on_error}))
     with open_partial_target(part, f"{identity} of {job.source}\n".encode()) as partial:
-        plan = partial.planned(names)
+        plan = partial.read_plan(names)
         resumed = plan is not None
         if plan is None:
             _refuse_existing(job.target, names, job.side_files)
@@ -131,7 +131,7 @@ def run_pack_job(job: PackJob, series: Sequence[ShardSeries], *, numbered: bool 
                 raise bad_inputs_error([error.bad]) from None
             _refuse_existing(job.target, names, job.side_files)  # made by others meanwhile
             plan = CommitPlan(journals=journals)
-            partial.plan(plan)
+            partial.write_plan(plan)
         moves = _moves(job.target, plan.journals, numbered)
         if resumed:
             partial.check_moves(plan, moves, job.target)

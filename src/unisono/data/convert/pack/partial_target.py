@@ -1,12 +1,13 @@
 """The folder of a pack job's shards until all are finished, from which the next run continues after a kill.
 
-    DST.part/job.json            identity of the job: options, inputs with sizes and times
+    DST.part/job.json            identity of the job: a hash of its options and inputs, and its source; a line of text
     DST.part/SERIES-NNNNN/       a shard's files
     DST.part/SERIES-NNNNN.json   journal of a finished shard: its inputs, bad ones, digests of its files
     DST.part/ending.json         all shards are finished; their files are being renamed
 
 A journal is written atomically, after its shard's files. The next run keeps the shards whose files match their journal's digests,
-writes the others again, and ends with the same bytes. A journal or ``ending.json`` that has changed since counts as missing.
+writes the others again, and ends with the same bytes. A journal or ``ending.json`` that has changed since counts
+as missing; one that names files of others is refused.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class PartialTarget:
             outcomes.close()
         return done
 
-    def planned(self, series: Sequence[str]) -> CommitPlan | None:
+    def read_plan(self, series: Sequence[str]) -> CommitPlan | None:
         """The commit plan of an interrupted commit, if there was one. Raises DataError for one that names other files."""
         try:
             plan = read_json(self.folder / "ending.json", msgspec.json.Decoder(CommitPlan).decode)
@@ -185,7 +186,7 @@ class PartialTarget:
             raise _foreign_folder(self.folder, "its ending.json names other files than those of this job")
         return plan if plan.digest == _digest_of(plan) else None
 
-    def plan(self, plan: CommitPlan) -> None:
+    def write_plan(self, plan: CommitPlan) -> None:
         """Store the plan: all shards are finished, and their files may be moved."""
         _write_json(self.folder / "ending.json", msgspec.structs.replace(plan, digest=_digest_of(plan)))
 
@@ -348,7 +349,7 @@ def _open_lock(folder: Path, fd: int) -> int:
         raise _foreign_folder(folder, f"its file {_LOCK} cannot be opened ({os_reason(error)})") from error
     if not stat.S_ISREG(os.fstat(lock).st_mode):
         os.close(lock)
-        raise _foreign_folder(folder, f"its file {_LOCK} is none")
+        raise _foreign_folder(folder, f"its {_LOCK} is no regular file")
     return lock
 
 
@@ -374,9 +375,9 @@ def _content(path: Path) -> bytes:
 
 def _foreign_folder(folder: Path, reason: str) -> DataError:
     return DataError(
-        given=f"{folder}, which is not a job's that was interrupted: {reason}",
-        rule="a job is continued from a folder that only its own user can have written",
-        consequence="nothing was read from it, moved or deleted",
+        given=f"{folder} cannot be continued: {reason}",
+        rule="a job is continued from its own files, in a folder that only its user can have written",
+        consequence="nothing was moved or deleted",
         nearest="look at what is in it and remove it, or another target",
     )
 
