@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from commands import Desk, Outcome, problem
-from modes import FILE, FOLDER, PRIVATE, mode_of, modes, umask, writable_by_others
+from modes import FILE, FOLDER, PRIVATE, PRIVATE_FOLDER, mode_of, modes, umask, writable_by_others
 from PIL import Image
 
 from unisono.data.sources.open_source import open_source
@@ -211,11 +211,17 @@ def test_files_of_a_run_follow_the_umask_and_others_never_write(desk: Desk, tmp_
     folders = {
         path.relative_to(tmp_path / "above").as_posix() for path in (tmp_path / "above").rglob("*") if path.is_dir()
     }
-    private = {"launch/launch.json"}
+    # arguments may be secrets, the data may be private, and who can read a lock can take it
+    private = re.compile(r"launch/launch\.json|.*\.lock|cache/data(/tokens-\w+)?")
     wrong = {
         name: oct(mode)
         for name, mode in found.items()
-        if mode != (FOLDER if name in (".", *folders) else PRIVATE if name in private else FILE)
+        if mode
+        != (
+            (PRIVATE_FOLDER if private.fullmatch(name) else FOLDER)
+            if name in (".", *folders)
+            else (PRIVATE if private.fullmatch(name) else FILE)
+        )
     }
     assert wrong == {}
     assert writable_by_others(tmp_path / "above") == {}
@@ -250,7 +256,8 @@ def test_no_group_writes_to_prepared_data(desk: Desk, tmp_path: Path, mask: int)
         assert len(open_source(table, cache_dir=cache)) == 2
     found = modes(cache)
     wanted = {
-        r"tokens-\w+": FOLDER,
+        r"tokens-\w+": PRIVATE_FOLDER,
+        r"tokens-\w+\.lock": PRIVATE,
         r"tokens-\w+/train-00000\.bin": FILE,
         r"listing-\w+\.json": FILE,
         r"(.*/)?rows-\w+\.rec": FILE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,36 @@ def test_ranks_of_one_start_run_what_their_parent_was_trusted_with(desk: Desk, s
     assert "a file that you have not run in this form" in done.err
     done = desk.process(*more, "--trust-python", **nowhere)
     assert done.code == 0, done.err
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can give a file away: the run of another user was not evaluated"
+)
+def test_a_run_of_another_user_does_not_choose_where_copies_of_ones_data_are_kept(desk: Desk, tmp_path: Path) -> None:
+    run_dir, theirs, mine = tmp_path / "run", tmp_path / "theirs", tmp_path / "mine"
+    done = desk.train(run_dir)
+    assert done.code == 0, done.err
+    config = run_dir / "config.toml"
+    text, chosen = config.read_text(), f'cache_dir = "{desk.cache}/data"'
+    assert text.count(chosen) == 1
+    config.write_text(text.replace(chosen, f'cache_dir = "{theirs}"'))
+    assert desk.process("eval", str(run_dir), XDG_CACHE_HOME=str(mine)).code == 0
+    assert theirs.is_dir(), "one's own run does"
+    shutil.rmtree(theirs)
+    os.chown(config, 65534, 65534)
+    done = desk.process("eval", str(run_dir), XDG_CACHE_HOME=str(mine))
+    assert done.code == 0, done.err
+    assert not theirs.exists()
+    assert list(mine.glob("unisono/tokens-*/train-00000.bin"))
+    assert {path.stat().st_mode & 0o077 for path in (mine / "unisono", *mine.glob("unisono/tokens-*"))} == {0}
+
+
+def test_a_record_in_a_folder_that_others_can_write_does_not_count(desk: Desk, script: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert desk.train(run_dir, str(script)).code == 0
+    assert desk.here("eval", str(run_dir)).code == 0
+    (records,) = tmp_path.rglob("python-files")
+    records.chmod(0o777)
+    done = desk.here("eval", str(run_dir))
+    assert done.code == 2
+    assert "is a file that you have not run in this form" in done.err

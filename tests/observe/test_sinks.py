@@ -480,6 +480,7 @@ def test_processes_of_wandb_open_no_port(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()[0]) <= set("[], ")
+    assert mode_of(tmp_path / "wandb") == 0o700
 
 
 def test_resumed_run_has_one_history_in_every_sink(tmp_path: Path) -> None:

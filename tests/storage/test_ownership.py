@@ -56,7 +56,7 @@ def test_a_made_folder_is_ones_own_whatever_the_umask(tmp_path: Path) -> None:
         make_own_folder(tmp_path / "cache")
     finally:
         os.umask(before)
-    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
     make_own_folder(tmp_path / "cache")
 
 

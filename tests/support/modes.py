@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FILE, FOLDER, PRIVATE = 0o644, 0o755, 0o600  # before the umask
+FILE, FOLDER, PRIVATE, PRIVATE_FOLDER = 0o644, 0o755, 0o600, 0o700  # before the umask
 
 
 @contextmanager

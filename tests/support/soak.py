@@ -23,8 +23,8 @@ from procs import is_running, marked, wait_until
 
 CONFIG = Path(__file__).with_name("soak_run.py")
 WHOLE_S, SLICE_S = 600.0, 60.0
-# of a case, from its beginning to its end: also where every start takes most of PROGRESS_S
-LIMIT_S = 480.0
+# of a case, from its beginning to its end
+LIMIT_S = 150.0
 # with fewer it was no soak
 LEAST_KILLS = 2
 # within which what was killed starts again and the run saves a step that it had not saved before

@@ -22,6 +22,7 @@ from unisono.config.toml_file import read_toml
 from unisono.config.trust import record_python
 from unisono.config.values import CALLABLE
 from unisono.errors import CheckpointError, ConfigError
+from unisono.storage.ownership import foreign_reason
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RUN_FILE
 from unisono.tasks.options import PREDICTORS
 from unisono.train.config import RunConfig
@@ -183,6 +184,16 @@ def _load(
     return resolved
 
 
+def _with_own_cache(resolved: Resolved[RunConfig], run_file: Path) -> Resolved[RunConfig]:
+    """Another user's run does not choose where copies of this user's data are kept: there that user might read them."""
+    origin = resolved.origins["data.cache_dir"]
+    if origin.startswith(("default", "env ")) or not foreign_reason(run_file):
+        return resolved
+    config = resolved.value
+    config = replace(config, data=replace(config.data, cache_dir=""))
+    return resolved.updated(config, ["data.cache_dir"], "default")
+
+
 def code_placeholders(file: Path) -> dict[str, Any]:
     """Placeholders for the code that the configuration of a Python script's run names, by dotted key; empty for others."""
     if file.name != RUN_FILE or not (file.parent / PLAN_FILE).is_file():
@@ -243,6 +254,7 @@ def load_run(run_dir: str, **code: Any) -> Resolved[RunConfig]:
             nearest=f"leave --{min(code)} out",
         )
     resolved = _load([run_file], [f"run.dir={json.dumps(run_dir)}"], placeholders)
+    resolved = _with_own_cache(resolved, run_file)
     announce(str(run_file), resolved.renamed)
     config = resolved.value
     return replace(resolved, value=replace(config, components=replace(config.components, **code)))

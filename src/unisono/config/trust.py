@@ -37,7 +37,7 @@ def python_problem(path: Path, digest: str, named: str, environ: Mapping[str, st
     path = path.resolve()
     record = _records(environ) / _record(path, digest)
     foreign = _foreign(path)
-    if not foreign and record.is_file() and not foreign_reason(record):
+    if not foreign and record.is_file() and not (foreign_reason(record) or foreign_reason(record.parent)):
         return None
     return config_problem(
         f"{named}{foreign or f'{path} is a file that you have not run in this form'}",

@@ -102,8 +102,11 @@ def create_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def file_lock(path: Path) -> Generator[bool]:
-    """Hold an exclusive lock on ``path``; yields False if the file system has no locks. The lock ends with the process."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+    """Hold an exclusive lock on ``path``; yields False if the file system has no locks. The lock ends with the process.
+
+    The file is readable by its owner alone: who can read it can lock it.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_MODE)
     with open(fd, "rb+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from unisono.errors import ConfigError
-from unisono.storage.files import FILE_MODE
+from unisono.storage.files import PRIVATE_MODE
 from unisono.storage.limits import MAX_LOCK_RECORD_BYTES
 
 _HEARTBEAT_S: Final = 10.0
@@ -37,7 +37,8 @@ class FolderLock:
     record of another host is watched for 25 s, and counts if it changes.
 
     Args:
-        path: A file in the folder, made if it is missing. Its folder exists.
+        path: A file in the folder, made if it is missing, and then readable by its owner alone: who can read it can lock it. Its
+            folder exists.
         work: What the holder does, in words: ``"is training"``.
         nearest: What to do while another process has it.
         heartbeat: Whether a thread changes the file. Without, only locks of the file system count, where there are any.
@@ -49,7 +50,7 @@ class FolderLock:
 
     def __init__(self, path: Path, *, work: str, nearest: str, heartbeat: bool = True) -> None:
         self._stop = threading.Event()
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_MODE)
         try:
             has_locks = self._try_lock()
             record = _record(self._fd)

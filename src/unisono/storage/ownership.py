@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from unisono.errors import DataError
 from unisono.storage.directory import make_folder
-from unisono.storage.files import FOLDER_MODE, open_new, open_regular, temporary_name
+from unisono.storage.files import open_new, open_regular, temporary_name
 from unisono.storage.limits import MAX_JSON_BYTES, decode_json
 
 
@@ -74,14 +74,16 @@ def make_and_check_folder(path: Path, *, mode: int) -> str:
     return f"{who} can replace it: {above} has mode {stat.S_IMODE(found.st_mode):o}"
 
 
-def make_own_folder(path: Path, *, mode: int = FOLDER_MODE, option: str = "") -> None:
-    """Create a folder of copies and prepared data, unless it is there. ``option`` is the one that names another, for the error.
+def make_own_folder(path: Path, *, option: str = "") -> None:
+    """Create a folder of copies and prepared data, unless it is there; this user alone can read it, as the data may be private.
+
+    ``option`` is the one that names another folder, for the error.
 
     Raises:
         DataError: Another user of the host can have written into it; so they can into one with the sticky bit.
         OSError: It cannot be created.
     """
-    if reason := make_and_check_folder(path, mode=mode):
+    if reason := make_and_check_folder(path, mode=0o700):
         raise DataError(
             given=f"a folder of prepared data that is not this user's alone: {reason}",
             rule="prepared data and copies are read only from a folder that this user or root alone can have written",

@@ -101,7 +101,7 @@ class _SampleStore:
         self._size = begin + budget_bytes
         try:
             if self._temporary:
-                make_own_folder(folder, mode=0o700)
+                make_own_folder(folder)
                 _remove_stale(folder)
             self._file = self._open(begin)
         except OSError as error:

@@ -52,7 +52,7 @@ from unisono.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from unisono.errors import DataError
 from unisono.sanitize import without_credentials
 from unisono.storage.directory import commit_directory
-from unisono.storage.files import FOLDER_MODE, file_lock, open_regular, write_atomically
+from unisono.storage.files import file_lock, open_regular, write_atomically
 from unisono.storage.limits import decode_json
 from unisono.storage.ownership import foreign_reason, make_own_folder, read_own_json
 
@@ -247,7 +247,7 @@ def _build(folder: Path, inputs: _Inputs, exclusive: bool) -> None:
     temporary = folder.with_name(f"{folder.name}.part" if exclusive else f"{folder.name}.tmp-{secrets.token_hex(4)}")
     if foreign_reason(temporary):
         _remove(temporary)
-    temporary.mkdir(mode=FOLDER_MODE, exist_ok=exclusive)
+    temporary.mkdir(mode=0o700, exist_ok=exclusive)  # the corpus may be private
     try:
         paths, skipped = _write_shards(temporary, inputs)
         if skipped and not inputs.corpus.skip_undecodable:

@@ -41,7 +41,7 @@ def again(album: Path, part: Path) -> str:
     with pytest.raises(DataError) as caught:
         pack_images(album, part.with_name("b.rec"), pack=PackOptions(shards=3))
     (problem,) = caught.value.problems
-    assert problem.rule == "a job is continued from a folder that only its own user can have written"
+    assert problem.rule == "a job is continued from its own files, in a folder that only its user can have written"
     assert problem.consequence == "nothing was moved or deleted"
     return problem.given.removeprefix(f"{part} cannot be continued: ")
 
@@ -242,7 +242,7 @@ def test_a_folder_in_which_others_can_make_files(album: Path, interrupted: Path)
 def test_a_lock_that_is_a_pipe_or_a_link(album: Path, interrupted: Path, tmp_path: Path) -> None:
     (interrupted / "lock").unlink()
     os.mkfifo(interrupted / "lock")
-    assert again(album, interrupted) == "its file lock is none"
+    assert again(album, interrupted) == "its lock is no regular file"
     (interrupted / "lock").unlink()
     (interrupted / "lock").symlink_to(tmp_path / "absent")
     assert again(album, interrupted).startswith("its file lock cannot be opened (ELOOP")

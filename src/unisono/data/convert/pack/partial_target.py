@@ -32,8 +32,8 @@ import xxhash
 from unisono.errors import DataError
 from unisono.storage.directory import make_folder
 from unisono.storage.files import (
-    FILE_MODE,
     FOLDER_MODE,
+    PRIVATE_MODE,
     file_digest,
     open_regular,
     os_reason,
@@ -344,7 +344,7 @@ def _open_lock(folder: Path, fd: int) -> int:
     """Open the lock's file in the folder ``fd``. Raises DataError if it is none: to open a pipe would wait for its other end."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        lock = os.open(_LOCK, flags, FILE_MODE, dir_fd=fd)
+        lock = os.open(_LOCK, flags, PRIVATE_MODE, dir_fd=fd)
     except OSError as error:
         raise _foreign_folder(folder, f"its file {_LOCK} cannot be opened ({os_reason(error)})") from error
     if not stat.S_ISREG(os.fstat(lock).st_mode):
