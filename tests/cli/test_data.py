@@ -48,7 +48,7 @@ def test_verify_says_ok_and_bad_and_its_exit_code_too(desk: Desk, path: Path) ->
 
 
 def test_the_end_of_a_long_list_says_where_the_rest_is() -> None:
-    lines = _listed([Finding(Path("a.rec"), "no bytes")] * 22, "lost records")
+    lines = _listed([Finding(path=Path("a.rec"), what="no bytes")] * 22, "lost records")
     assert lines[-1] == "     and 2 more (--json has all lost records)"
 
 
