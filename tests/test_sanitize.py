@@ -39,6 +39,13 @@ CANARY = "hunter2canary"
         "mysecret",
         "account_key",
         "DB_PWD",
+        "hftoken",
+        "HFTOKEN",
+        "hf_tokens",
+        "access_tokens",
+        "apikeys",
+        "passphrases",
+        "cookies",
     ],
 )
 def test_secret_names(name: str) -> None:
@@ -68,6 +75,11 @@ def test_secret_names(name: str) -> None:
         "PWD",
         "OLDPWD",
         "primary_key",
+        "max_tokens",
+        "eval_tokens",
+        "tokens_per_step",
+        "pass",
+        "own/pass",
     ],
 )
 def test_innocent_names(name: str) -> None:
@@ -135,6 +147,95 @@ def test_redact_walks_mappings_and_argument_lists() -> None:
     assert cleaned["secret"] == [REDACTED, REDACTED]
     assert cleaned["password"] == 7  # numbers are counts and settings, not secrets
     assert cleaned["nested"][1] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "token",
+        "HF_TOKEN",
+        "access_token",
+        "pwd",
+        "db.pw",
+        "pass",
+        "DB_PASS",
+        "auth",
+        "tokens",
+        "hftoken",
+        "api_keys",
+        "pws",
+    ],
+)
+@pytest.mark.parametrize(
+    "value", ["A", "A,{}", "A {}", "A;{}", "A&{}", "A){}", "A]{}", "A}}{}", "'A' {}", "[redacted]{}"]
+)
+def test_the_value_in_an_argument_is_all_that_follows(name: str, value: str) -> None:
+    value = value.format(CANARY)
+    for given, kept in (
+        (f"--{name}={value}", f"--{name}={REDACTED}"),
+        (f"--{name} {value}", f"--{name} {REDACTED}"),
+        (f"{name}={value}", f"{name}={REDACTED}"),
+        (f"{name} = {value}", f"{name} = {REDACTED}"),
+        (f"{name}: {value}", f"{name}: {REDACTED}"),
+        (f"--set=data.{name}={value}", f"--set=data.{name}={REDACTED}"),
+        (f"--header=X-{name}: {value}", f"--header=X-{name}: {REDACTED}"),
+    ):
+        if "X-tokens" in given:
+            continue  # of X: a count
+        assert redact({"command": ["train", given, "--steps=5"]}) == {"command": ["train", kept, "--steps=5"]}
+    for option in (f"--{name}", f"{name}:"):
+        assert redact(["train", option, value, "5"]) == ["train", option, REDACTED, "5"]
+
+
+def test_authorization_in_arguments_and_text() -> None:
+    for text in ("Authorization: Bearer X", f"Authorization: Bearer {CANARY}{CANARY}", "Authorization: Basic X"):
+        assert redact_text(text) == f"Authorization: {REDACTED}"
+        assert redact(["-H", text]) == ["-H", f"Authorization: {REDACTED}"]
+    assert redact([f"-HAuthorization: Bearer {CANARY}"]) == [f"-HAuthorization: {REDACTED}"]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *(
+            f"--{name}=a,b c"
+            for name in (
+                "author",
+                "passes",
+                "bypass",
+                "authority",
+                "pass_through",
+                "tokenizer",
+                "forward_pass",
+                "compass",
+            )
+        ),
+        *(f"--{name}=12" for name in ("num_tokens", "max_tokens", "tokens_per_step", "tokens", "train.tokens")),
+        "--tokens=2e9",
+        "--tokens=10B",
+        "--eos_token=<|end|>,x",
+        "PWD=/work/a b",
+        "loader.cache=a;b",
+        "https://host/a?b=1&c=2",
+        "password",
+        "the token is here",
+    ],
+)
+def test_ordinary_arguments_stay(argument: str) -> None:
+    name, _, value = argument.partition("=")
+    assert redact([argument, "x"]) == [argument, "x"]
+    if name.startswith("--"):
+        assert redact([name, value]) == [name, value]
+
+
+def test_an_address_in_an_argument_keeps_its_other_parameters() -> None:
+    assert redact([f"--from=https://h/a?token={CANARY}&v=1"]) == [f"--from=https://h/a?token={REDACTED}&v=1"]
+
+
+@pytest.mark.parametrize("piece", ["token ", "a=", "a: ", "-", "token = ", "a" + " " * 50, "'a':", "pass-", "b "])
+@pytest.mark.parametrize("end", ["", "=", " x"])
+def test_a_long_hostile_argument_ends_soon(piece: str, end: str) -> None:
+    assert redact([piece * 50_000 + end, " " * 100_000 + end, "a" + " " * 100_000 + end])
 
 
 def test_printable_shows_what_would_drive_a_terminal() -> None:

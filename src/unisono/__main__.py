@@ -1,6 +1,5 @@
 """The program ``unisono``, also as ``python -m unisono``. It handles SIGTERM before it imports anything large."""
 
-import os
 import sys
 from typing import NoReturn
 
@@ -12,11 +11,9 @@ def main() -> NoReturn:
     start. Python itself and this package take some 20 ms before that, in which SIGTERM ends the process as any other.
     """
     if sys.argv[1:2] in (["train"], ["launch"]):
-        import signal  # 2 ms, of which --help has no use
+        from unisono.early_stop import exit_at_sigterm  # 2 ms, of which --help has no use
 
-        from unisono.errors import REQUEUE
-
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(REQUEUE))
+        exit_at_sigterm()
     from unisono.cli.main import entry
 
     entry()

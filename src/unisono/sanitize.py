@@ -16,11 +16,23 @@ from urllib.parse import unquote
 REDACTED = "[redacted]"
 _LEAST_SECRET = 4  # characters: "me" stands in many words
 
-_SECRET_WORD = re.compile(r"\w*(?:secrets?|passw(?:or)?ds?|passphrase|credentials?|apikey)|authorization|cookie|bearer")
+_SECRET_WORD = re.compile(
+    r"\w*(?:secrets?|passw(?:or)?ds?|passphrases?|credentials?|apikeys?)|authorizations?|cookies?|bearer"
+    r"|(?:hf|gh|api|auth|access|refresh|bearer|session|login|bot|git|github|gitlab|wandb)tokens?"
+)
 _KEY_OWNER = re.compile(
     r"api|access|account|private|secret|auth|client|encryption|master|session|signing|ssh|storage|hmac"
 )
+_TOKENS_OWNER = re.compile(r"hf|gh|github|gitlab|wandb|huggingface|bearer|refresh|bot|login|" + _KEY_OWNER.pattern)
 _VOCABULARY = re.compile(r"eos|bos|pad|unk|sep|cls|mask|start|end|special|per")
+# Short names, which are secrets in a list of arguments. Elsewhere they are words: "pass: ok", a metric own/pass.
+_SHORT_NAME = re.compile(r"pwds?|pass|pws?|auths?")
+# before "pass": one over the data or the layers
+_PASS_KIND = re.compile(
+    r"forward|backward|first|second|last|next|single|multi|one|two|each|per|all|by|low|high|band|full"
+)
+_FOLDERS = ("PWD", "OLDPWD")
+_COUNT = re.compile(r"[\d.,_]+(?:[eE][+-]?\d+)?[kKMGTB]?")
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 # A path has one slash where an address has two. What ends a search is found in one pass: the text may be hostile, and long.
@@ -33,9 +45,12 @@ _URL_PARAMETER = re.compile(r"([?&]([\w.-]{1,128})=)[^&#\s'\"]+")
 # secret in the query of an address, not elsewhere: a signature of an address that is signed for a time, and short names
 _SECRET_PARAMETER = re.compile(r"sig|(?:[\w.-]*-)?signature|key|pass|pwd|pw|auth", flags=re.IGNORECASE)
 _NAME_BEFORE_VALUE = re.compile(r"(--?)?\b([A-Za-z][\w.-]{0,127})(=|[\"']?\s*:\s*|\s+)(?=\S)")
+# in an argument of a command, where "password = x" is no line of a program
+_NAME_IN_ARGUMENT = re.compile(r"(--?)?\b(\w[\w.-]{0,127})(\s*=\s*|[\"']?\s*:\s*|\s+)(?=\S)")
+_OPTION = re.compile(r"--?\w[\w.-]*:?|\w[\w.-]*:")  # the value is the next argument
 _VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s,;&)}\]]+")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{16,}")
-_AUTHORIZATION = re.compile(r"(?i)\b(authorization\s*[:=]\s*)[^\r\n'\"]+")
+_AUTHORIZATION = re.compile(r"(?i)\b(authorization\s*[:=]\s*)(?=\S)[^\r\n'\"]+")
 # after "password: x" without quotes: prose goes on with another word
 _END_OF_VALUE = re.compile(r"[ \t]*(?:[\r\n,;)}\]'\"]|$)")
 
@@ -53,7 +68,7 @@ def is_secret(name: str) -> bool:
     """Whether a field, variable or option of this name usually holds a secret.
 
     ``token`` counts only as the last word, and not in ``eos_token``, its like and ``per_token``. ``key`` counts only after
-    a word such as ``api``. The plural ``tokens`` is a count and no secret.
+    a word such as ``api``. The plural ``tokens`` is a count, except after ``hf``, ``api``, ``access`` and their like.
     """
     words = [word.lower() for word in _WORDS.findall(name)]
     if not words:
@@ -63,9 +78,23 @@ def is_secret(name: str) -> bool:
         return before not in ("", "old")  # PWD and OLDPWD are folders
     if words[-1] == "token":
         return _VOCABULARY.fullmatch(before) is None
+    if words[-1] == "tokens" and _TOKENS_OWNER.fullmatch(before):
+        return True
     if words[-1] in ("key", "keys"):
         return _KEY_OWNER.fullmatch(before) is not None
     return any(_SECRET_WORD.fullmatch(word) for word in words)
+
+
+def _is_secret_argument(name: str, value: str) -> bool:
+    """Whether the ``value`` that an argument gives for ``name`` is a secret: also under short names such as ``pw``."""
+    if is_secret(name):
+        return True
+    words = [word.lower() for word in _WORDS.findall(name)]
+    if name.lower().rpartition(".")[2].strip("-_") == "tokens":
+        return _COUNT.fullmatch(value.strip()) is None
+    if not words or name in _FOLDERS or not _SHORT_NAME.fullmatch(words[-1]):
+        return False
+    return not (words[-1] == "pass" and len(words) > 1 and _PASS_KIND.fullmatch(words[-2]))
 
 
 def without_credentials(text: str) -> str:
@@ -112,10 +141,10 @@ def _clean_parameter(match: re.Match[str]) -> str:
 def redact_text(text: str) -> str:
     """Replace credentials of URLs, bearer credentials and the values of secret-like assignments in ``text``."""
     text = without_credentials(text)
-    if len(text) >= 24:  # shorter than any bearer credential; the usual strings skip the search
-        text = _AUTHORIZATION.sub(rf"\1{REDACTED}", _BEARER.sub(rf"\1{REDACTED}", text))
+    if len(text) >= 23:  # shorter than any bearer credential; the usual strings skip the search
+        text = _BEARER.sub(rf"\1{REDACTED}", text)
     if "=" in text or ":" in text or "--" in text:
-        text = _redact_assigned(text)
+        text = _redact_assigned(_AUTHORIZATION.sub(rf"\1{REDACTED}", text))
     return text
 
 
@@ -127,18 +156,57 @@ def _redact_assigned(text: str) -> str:
         dashes, name, between = match.groups()
         if match.end() < done or (between.isspace() and not dashes) or not is_secret(name):
             continue
+        if text.startswith(REDACTED, match.end()):
+            continue
         value = _VALUE.match(text, match.end())
         is_bare = between.lstrip().startswith(":")
         if is_bare and value is not None and (value[0].isdigit() or not _END_OF_VALUE.match(text, value.end())):
             continue
-        if value is not None and not value.group().startswith(REDACTED):
+        if value is not None:
             parts += [text[done : match.end()], REDACTED]
             done = value.end()
     return "".join([*parts, text[done:]]) if parts else text
 
 
+def _redact_argument(text: str) -> str:
+    """Redact one argument of a command: what follows a secret-like ``NAME=`` is its value to the end, with spaces and commas.
+
+    ``NAME: value`` and ``--name value`` in one argument are that only where the argument, or a value in it, begins with the name.
+    """
+    text = without_credentials(text)
+    for match in _NAME_IN_ARGUMENT.finditer(text):
+        dashes, name, between = match.groups()
+        before = text[match.start() - 1] if match.start() else ""
+        if "=" not in between:
+            begins = before in ("", "=", "'", '"') and between[0] not in ("'", '"')
+            if not begins or (between.isspace() and not dashes):
+                continue
+        elif before in ("?", "&") and text.startswith(REDACTED, match.end()):
+            continue  # of an address, whose other parameters stay
+        if _is_secret_argument(name, text[match.end() :]):
+            return redact_text(text[: match.start()]) + text[match.start() : match.end()] + REDACTED
+    return redact_text(text)
+
+
+def _redact_items(items: Sequence[Any], name: str) -> list[Any]:
+    """Redact a list, which may be the arguments of a command: ``["--token", "abc"]``, ``["password:", "abc"]``."""
+    cleaned: list[Any] = []
+    option = ""
+    for item in items:
+        if isinstance(item, str):
+            is_named = (name and is_secret(name)) or (option and _is_secret_argument(option, item))
+            cleaned.append(REDACTED if item and is_named else _redact_argument(item))
+            option = item.rstrip(":") if _OPTION.fullmatch(item) else ""
+        else:
+            cleaned.append(redact(item, option or name))
+            option = ""
+    return cleaned
+
+
 def redact(value: Any, name: str = "") -> Any:
     """Copy nested mappings and sequences with secrets replaced; numbers, booleans and None are never secrets.
+
+    A string in a sequence is taken for an argument of a command.
 
     Args:
         name: Name that the value is stored under; a string under a secret name is replaced as a whole.
@@ -149,14 +217,7 @@ def redact(value: Any, name: str = "") -> Any:
         entries = cast("Mapping[Any, Any]", value)
         return {str(key): redact(item, str(key)) for key, item in entries.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        items = cast("Sequence[Any]", value)
-        cleaned: list[Any] = []
-        option = name
-        for item in items:
-            cleaned.append(redact(item, option))
-            starts_option = isinstance(item, str) and item.startswith("-") and "=" not in item
-            option = cast(str, item) if starts_option else name  # the value follows: ["--token", "abc"]
-        return cleaned
+        return _redact_items(cast("Sequence[Any]", value), name)
     return value
 
 

@@ -145,12 +145,14 @@ def test_arguments_of_a_launch(desk: Desk, tmp_path: Path) -> None:
     script.write_text(FAILS)
     folder = tmp_path / "launch"
     command = [sys.executable, str(script), "--token", CANARY, f"--api-key={CANARY}", f"ftp://me:{CANARY}@host/a", "-x"]
+    command += [f"--access_token=a;{CANARY}", f"HF_TOKEN=a, {CANARY}", f"password: a {CANARY}", "--pw", CANARY]
     done = desk.process("launch", "-n", "2", "--dir", str(folder), "--max-restarts", "0", "--", *command)
     assert done.code == 1, done.err
     assert CANARY not in said(done)
     assert leaks(folder) == []
     record = json.loads((folder / "launch.json").read_text())
     kept = ["--token", "[redacted]", "--api-key=[redacted]", "ftp://[redacted]@host/a", "-x"]
+    kept += ["--access_token=[redacted]", "HF_TOKEN=[redacted]", "password: [redacted]", "--pw", "[redacted]"]
     assert record["command"] == [sys.executable, str(script), *kept]
     failure = json.loads((folder / "logs/failure-rank-0.json").read_text())
     assert failure["message"] == "ftp://[redacted]@host and token=[redacted]"

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from commands import Desk
 
+from unisono.cli.data import _listed
 from unisono.data.recordio import RecordFile, RecordWriter
+from unisono.data.recordio.maintenance import Finding
 
 
 @pytest.fixture
@@ -43,6 +45,11 @@ def test_verify_says_ok_and_bad_and_its_exit_code_too(desk: Desk, path: Path) ->
     assert file["findings"] == [
         {"path": str(path), "record": 4, "offset": 56, "end": 76, "what": "the bytes do not have their checksum"}
     ]
+
+
+def test_the_end_of_a_long_list_says_where_the_rest_is() -> None:
+    lines = _listed([Finding(path=Path("a.rec"), what="no bytes")] * 22, "lost records")
+    assert lines[-1] == "     and 2 more (--json has all lost records)"
 
 
 def test_repair_names_what_is_lost(desk: Desk, path: Path, tmp_path: Path) -> None:

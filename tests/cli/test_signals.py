@@ -26,7 +26,23 @@ def test_sigterm_before_anything_large_is_imported(command: str, code: int) -> N
         "runpy.run_module('unisono', run_name='__main__')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (code, "")
+    said = "stopped by SIGTERM before the first step: nothing was saved; start the same command again\n"
+    assert (done.returncode, done.stderr) == (code, said if code == REQUEUE else "")
+
+
+@pytest.mark.parametrize("listens", ["unisono.dist.stop_notice.StopNotice()", "unisono.launch.supervise.StopSignals()"])
+def test_sigterm_after_a_run_has_listened_claims_nothing(listens: str) -> None:
+    """What was installed before comes back after the run, which may have saved."""
+    program = (
+        f"import os, signal, sys; sys.path[:] = {sys.path!r}\n"
+        "import unisono.dist.stop_notice, unisono.launch.supervise\n"
+        "from unisono.early_stop import exit_at_sigterm\n"
+        "exit_at_sigterm()\n"
+        f"with {listens}:\n    pass\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (REQUEUE, "")
 
 
 @pytest.mark.parametrize("after_s", [0, 0.03, 0.1, 0.25])
@@ -37,15 +53,37 @@ def test_sigterm_at_any_time_of_a_start(tmp_path: Path, after_s: float) -> None:
         cwd=desk.folder,
         env=desk.child_environ(),
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     status, bit = Path(f"/proc/{process.pid}/status"), 1 << (signal.SIGTERM - 1)
     while not int(status.read_text().partition("SigCgt:")[2].split()[0], 16) & bit:  # Python itself is still starting
         assert process.poll() is None
     time.sleep(after_s)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == REQUEUE
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == REQUEUE
+    assert "before the first step: nothing was saved; start the same command again" in said
     assert list(desk.folder.glob("runs/*/checkpoints/*")) == []
+
+
+def test_a_folder_where_no_run_began_is_said(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    """A start that was stopped before its first step leaves ``launch.json``, and not the settings that it had."""
+    folder = desk.folder / "stopped"
+    folder.mkdir()
+    (folder / "launch.json").write_text("{}")
+    # this setting ends the start, after the warning and before any training
+    arguments = ["train", "--set", f"run.dir={folder}", "--set", "run.resume=/nowhere", "--debug"]
+    assert desk.here(*arguments).code == 2
+    said = [record.getMessage() for record in caplog.records if "no run began there" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith(
+        f"{folder} has a launch.json and no config.toml: no run began there, so the defaults apply"
+    )
+    caplog.clear()
+    (folder / "launch.json").unlink()
+    assert desk.here(*arguments).code == 2
+    assert "no run began there" not in caplog.text
 
 
 @pytest.mark.full

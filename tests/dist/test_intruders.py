@@ -433,6 +433,35 @@ def test_who_is_refused_and_why() -> None:
         assert mine.server.refused()[0].startswith("1 connection had a secret, where this job has none (the newest")
 
 
+def test_a_wrong_secret_at_a_place_that_is_looked_up_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun a rank asks again until its time is over, since the place may be an earlier attempt's."""
+    (tmp_path / "secret").write_bytes(bytes(range(100, 132)))
+    (tmp_path / "secret").chmod(0o600)
+    with served() as (_, port):
+        launchers = mock.Mock(check=lambda _: True, get=lambda _: f"127.0.0.1:{port}".encode())
+        monkeypatch.setattr(rendezvous, "_launchers_store", lambda *_: launchers)
+        job = JobSpec(
+            run_id="r", world_size=2, rank=1, local_rank=1, local_world=2, source="torchrun", shared_store=True
+        )
+        with pytest.raises(CommError, match=r"found no rank 0 at .* made a wrong proof of the job's secret") as caught:
+            open_store(job, 0.3, {"UNISONO_SECRET_FILE": str(tmp_path / "secret")})
+    assert caught.value.problems[0].nearest == "the same UNISONO_SECRET_FILE (32 bytes, mode 0600) on every host"
+
+
+@pytest.mark.parametrize("shared_store", [False, True])
+def test_a_master_address_that_does_not_resolve_is_named(shared_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    spec = JobSpec(run_id="r", world_size=2, rank=1, local_world=1, master_addr="node-7", master_port=4000)
+    with pytest.raises(CommError, match="Name or service not known") as caught:
+        open_store(replace(spec, source="torchrun", shared_store=shared_store), 0.3, {})
+    assert caught.value.problems[0].nearest.startswith(
+        "set MASTER_ADDR, here 'node-7', to a name or address of the host"
+    )
+
+
 def test_without_a_secret_a_name_alone_is_told() -> None:
     """To a server that has one, which is another job's; the server knows then why this rank does not come."""
     ours, theirs = socket.socketpair()

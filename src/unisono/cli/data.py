@@ -54,7 +54,7 @@ def verify_files(files: tuple[Path, ...], as_json: bool) -> int:
         )
         state = f"{'bad' if findings else 'ok':<4} {path}"
         lines.append(f"{state}  {report.records:,} records, {report.bytes:,} bytes, {checksums}")
-        lines += _listed(report.findings, "finding")
+        lines += _listed(report.findings, "findings")
     print_result(as_json, {"ok": not bad, "files": rows}, lines)
     return int(bad)
 
@@ -71,7 +71,7 @@ def repair_file(source: Path, target: Path, as_json: bool) -> None:
     lost = [_finding(finding) for finding in result.lost]
     text = f"{target}: {result.saved:,} records saved, {result.mended:,} of them mended, {len(lost):,} lost"
     value = {"path": str(target), "saved": result.saved, "mended": result.mended, "lost": lost}
-    print_result(as_json, value, [text, *_listed(result.lost, "lost")])
+    print_result(as_json, value, [text, *_listed(result.lost, "lost records")])
 
 
 @command.command("reindex")
@@ -384,5 +384,5 @@ def _finding(finding: Finding) -> dict[str, Any]:
 def _listed(findings: Sequence[Finding], name: str) -> list[str]:
     lines = [f"     {finding}" for finding in findings[:_SHOWN]]
     if len(findings) > _SHOWN:
-        lines.append(f"     and {len(findings) - _SHOWN:,} more ({name}s are all in --json)")
+        lines.append(f"     and {len(findings) - _SHOWN:,} more (--json has all {name})")
     return lines

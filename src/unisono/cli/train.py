@@ -72,6 +72,9 @@ def command(
             nearest=f"launch.num_servers={resolved.value.launch.num_replicas}, or launch.num_replicas=1",
         )
     run_dir = Path(resolved.value.run.dir)
+    # a worker's launcher has looked, and has written a launch.json of its own since
+    if not config and job.source == "single" and resolved.origins["run.dir"] != "default":
+        _warn_of_no_run(run_dir)
     new_folders = make_folder(run_dir)
     code = 1
     try:
@@ -91,6 +94,17 @@ def command(
         # the configuration file is written before the first step: without it there is no run in the folder
         if code == USER_ERROR and new_folders and job.rank == 0 and not (run_dir / RUN_FILE).exists():
             _remove_folders(new_folders)
+
+
+def _warn_of_no_run(run_dir: Path) -> None:
+    """Warn if a run was to begin in the folder and did not: no file there has its settings, which its user may expect."""
+    if (run_dir / "launch.json").is_file() and not (run_dir / RUN_FILE).exists():
+        LOG.warning(
+            "%s has a launch.json and no %s: no run began there, so the defaults apply, apart from what this command sets; "
+            "name the CONFIG of that start if it had one",
+            run_dir,
+            RUN_FILE,
+        )
 
 
 def _take_role(job: JobSpec, sync: str) -> None:

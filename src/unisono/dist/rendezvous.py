@@ -34,6 +34,8 @@ _LOG = logging.getLogger("unisono")
 _POLL_S = 0.005
 _SLOW_POLL_S = 0.05
 _DNS_POLL_S = 0.2
+_ABOUT_SECRET = ("proof", "secret", "no secret", "server")  # reasons to refuse a process
+_ONE_SECRET = "the same UNISONO_SECRET_FILE (32 bytes, mode 0600) on every host"
 _NOT_JOINED = "this rank has not joined, and has sent neither the secret nor data"
 
 
@@ -53,6 +55,7 @@ def open_store(job: JobSpec, timeout_s: float, environ: Mapping[str, str] = os.e
             published.set(_ADDRESS_KEY, "{}:{}".format(*listener.getsockname()[:2]))
         return store
     started, reason, published, address = time.monotonic(), "", None, None
+    about_secret = is_unresolved = False  # what the last try failed of
     while True:
         try:
             if job.shared_store and not has_scheduler(job) and published is None:
@@ -70,13 +73,14 @@ def open_store(job: JobSpec, timeout_s: float, environ: Mapping[str, str] = os.e
             # a port that is looked up may be an earlier attempt's, or a stranger's who wrote it there
             if refused.reason not in ("taken", "full") and published is None:
                 raise _refusal(job, name, refused) from None
-            reason = _reason(job, refused)
-        except (OSError, PeerError, RuntimeError) as error:
-            reason = _first_line(error)
+            reason, about_secret, is_unresolved = _reason(job, refused), refused.reason in _ABOUT_SECRET, False
+        except (OSError, PeerError, RuntimeError, UnicodeError) as error:
+            reason, about_secret = _first_line(error), False
+            is_unresolved = isinstance(error, socket.gaierror | UnicodeError)
         if time.monotonic() > deadline:
-            raise (
-                _no_store(job, timeout_s, reason) if published is None else _no_rank_0(job, address, timeout_s, reason)
-            )
+            if published is None:
+                raise _no_store(job, timeout_s, reason, is_unresolved=is_unresolved)
+            raise _no_rank_0(job, address, timeout_s, reason, about_secret=about_secret)
         time.sleep(_POLL_S if time.monotonic() - started < 1 else _SLOW_POLL_S)
 
 
@@ -212,7 +216,7 @@ def _launchers_store(job: JobSpec, deadline: float) -> PrefixStore:
     budget_s = deadline - time.monotonic()
     while (reason := _unresolved(job)) is not None:  # torch would print its C++ frames; a name can appear later
         if time.monotonic() > deadline:
-            raise _no_store(job, budget_s, reason, server="the launcher")
+            raise _no_store(job, budget_s, reason, server="the launcher", is_unresolved=True)
         time.sleep(_DNS_POLL_S)
     timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     try:
@@ -248,38 +252,44 @@ def _reason(job: JobSpec, refused: AuthenticationRefused) -> str:
 
 
 def _refusal(job: JobSpec, name: str, refused: AuthenticationRefused) -> LaunchError:
-    about_secret = refused.reason in ("proof", "secret", "no secret", "server")
+    about_secret = refused.reason in _ABOUT_SECRET
     return LaunchError(
         given=f"{name} of {job.world_size} at {job.master_addr}:{job.master_port}: {_reason(job, refused)}",
         rule="the ranks of a job hold one secret and prove it to each other before anything else is said"
         if about_secret
         else "all processes that meet at a port are of one job",
         consequence=_NOT_JOINED,
-        nearest="unisono launch, or the same UNISONO_SECRET_FILE (32 bytes, mode 0600) on every host"
-        if about_secret
-        else "a MASTER_PORT that no other job uses",
+        nearest=f"unisono launch, or {_ONE_SECRET}" if about_secret else "a MASTER_PORT that no other job uses",
     )
 
 
-def _no_store(job: JobSpec, timeout_s: float, reason: str, *, server: str = "") -> CommError:
+def _no_store(
+    job: JobSpec, timeout_s: float, reason: str, *, server: str = "", is_unresolved: bool = False
+) -> CommError:
     server = server or _server(job)
     return CommError(
         given=f"rank {job.rank} of {job.world_size} found no store at {job.master_addr}:{job.master_port} in "
         f"{timeout_s:.3g} s ({reason})",
         rule=f"{server} keeps a store open there while the job runs",
         consequence="this rank cannot join and has not trained",
-        nearest=f"see why {server} did not start, and that its host and port can be reached from here",
+        nearest=f"set MASTER_ADDR, here {job.master_addr!r}, to a name or address of the host of {server} that this host resolves"
+        if is_unresolved
+        else f"see why {server} did not start, and that its host and port can be reached from here",
     )
 
 
-def _no_rank_0(job: JobSpec, address: tuple[str, int] | None, timeout_s: float, reason: str) -> CommError:
+def _no_rank_0(
+    job: JobSpec, address: tuple[str, int] | None, timeout_s: float, reason: str, *, about_secret: bool
+) -> CommError:
     """The launcher's store is there, at the master address, and rank 0 does not answer at the one that it wrote into it."""
     at = "" if address is None else " at {}:{}".format(*address)
     return CommError(
         given=f"rank {job.rank} of {job.world_size} found no rank 0{at} in {timeout_s:.3g} s ({reason})",
         rule=f"rank 0 serves the job's store and writes its address into the launcher's, at {job.master_addr}:{job.master_port}",
         consequence="this rank cannot join and has not trained",
-        nearest="see why rank 0 did not start, and that its host can be reached from here",
+        nearest=_ONE_SECRET
+        if about_secret
+        else "see why rank 0 did not start, and that its host can be reached from here",
     )
 
 

@@ -21,6 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from unisono.dist.notebook import in_notebook
+from unisono.early_stop import note_listener
 
 INTERRUPTED = "interrupted: the run ends after this step with its state saved; Ctrl-C again raises KeyboardInterrupt"
 
@@ -95,6 +96,7 @@ class StopNotice:
         self._reader = threading.Thread(target=self._read, args=(read_end,), name="unisono-stop-notice", daemon=True)
         self._reader.start()
         self._handlers = {number: signal.signal(number, self._handle) for number in self.signals}
+        note_listener()
         _active, self._num_holders = self, 1
         return self
 

@@ -29,6 +29,7 @@ from types import FrameType
 from typing import Any
 
 from unisono.dist import Failure
+from unisono.early_stop import note_listener
 from unisono.errors import FATAL, REQUEUE, USER_ERROR, LaunchError, Problem
 from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
@@ -337,6 +338,7 @@ class StopSignals:
                 # nohup: the run outlives its terminal
                 continue
             self._before[number] = signal.signal(number, self._note)
+        note_listener()
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
