@@ -41,7 +41,7 @@ def again(album: Path, part: Path) -> str:
     with pytest.raises(DataError) as caught:
         pack_images(album, part.with_name("b.rec"), pack=PackOptions(shards=3))
     (problem,) = caught.value.problems
-    assert problem.rule == "a job is continued from a folder that only its own user can have written"
+    assert problem.rule == "a job is continued from its own files, in a folder that only its user can have written"
     assert problem.consequence == "nothing was moved or deleted"
     return problem.given.removeprefix(f"{part} cannot be continued: ")
 
@@ -242,11 +242,19 @@ def test_a_folder_in_which_others_can_make_files(album: Path, interrupted: Path)
 def test_a_lock_that_is_a_pipe_or_a_link(album: Path, interrupted: Path, tmp_path: Path) -> None:
     (interrupted / "lock").unlink()
     os.mkfifo(interrupted / "lock")
-    assert again(album, interrupted) == "its file lock is none"
+    assert again(album, interrupted) == "its lock is no regular file"
     (interrupted / "lock").unlink()
     (interrupted / "lock").symlink_to(tmp_path / "absent")
     assert again(album, interrupted).startswith("its file lock cannot be opened (ELOOP")
     assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_what_is_no_folder(kind: str, album: Path, tmp_path: Path) -> None:
+    part = tmp_path / "b.rec.part"
+    part.write_text("mine") if kind == "file" else os.mkfifo(part)
+    assert again(album, part) == "ENOTDIR, Not a directory"
+    assert part.exists()
 
 
 @pytest.mark.parametrize("name", ["b.idx", "b.rec.classes.txt", "b-00001-of-00003.idx"])
