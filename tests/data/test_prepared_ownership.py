@@ -15,6 +15,7 @@ from unisono.data.convert.pack.token_text import pack_text
 from unisono.data.options import DataOptions
 from unisono.data.sources.converted import converted
 from unisono.data.tokens import tokenized_cache
+from unisono.data.tokens.corpus import Corpus, SourceFile
 from unisono.data.tokens.tokenized_cache import prepare_corpus
 from unisono.errors import DataError
 from unisono.tasks.columns import resolve_task
@@ -169,23 +170,26 @@ def test_a_table_that_is_exchanged_while_it_is_read_is_refused(
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "rows.csv").write_text("text\n" + f"{text}\n" * 40)
         os.utime(tmp_path / folder / "rows.csv", (1e9, 1e9))
-    unchanged, texts = tokenized_cache._unchanged, tokenized_cache.row_texts  # pyright: ignore[reportPrivateUsage]
+    read, texts, reads = tokenized_cache._read, tokenized_cache.row_texts, list[Path]()  # pyright: ignore[reportPrivateUsage]
 
     def exchange() -> None:
-        (tmp_path / "shared/a").rename(tmp_path / "away")
-        (tmp_path / "shared/a").symlink_to(tmp_path / "private")
+        if not (tmp_path / "shared/a").is_symlink():
+            (tmp_path / "shared/a").rename(tmp_path / "away")
+            (tmp_path / "shared/a").symlink_to(tmp_path / "private")
 
-    def exchanged_before(*args: object):  # type: ignore[no-untyped-def]
-        exchange()
-        return unchanged(*args)  # type: ignore[arg-type]
+    def read_then_exchanged(corpus: Corpus, file: SourceFile) -> bytes:
+        content = read(corpus, file)
+        reads.append(corpus.root / file.path)
+        if len(reads) == 2:  # the first is for the digest
+            exchange()
+        return content
 
     def exchanged_between(path: Path, column: str) -> Iterator[str]:
-        if not path.parent.is_symlink():
-            exchange()
+        exchange()
         yield from texts(path, column)
 
     if when == "before the rows":
-        monkeypatch.setattr(tokenized_cache, "_unchanged", exchanged_before)
+        monkeypatch.setattr(tokenized_cache, "_read", read_then_exchanged)
     else:
         monkeypatch.setattr(tokenized_cache, "row_texts", exchanged_between)
     options = DataOptions(corpus=str(tmp_path / "shared"), text_column="text")
