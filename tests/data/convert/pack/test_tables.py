@@ -258,7 +258,7 @@ def test_text_goes_on_at_the_first_shard_that_is_damaged(tmp_path: Path, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("unisono.data.convert.pack.pack_job.PartialTarget.plan", stop)
+        patch.setattr("unisono.data.convert.pack.pack_job.PartialTarget.write_plan", stop)
         with pytest.raises(KeyboardInterrupt):
             pack_text(source, tmp_path / "b.bin", lines=True, pack=PackOptions(shard_bytes=200))
     shards = sorted((tmp_path / "b.bin.part").glob("all-*/part-00000.bin"))
