@@ -215,6 +215,20 @@ def test_sizes_that_are_not_those_of_the_weights(change: dict[str, object] | Non
     assert said in str(caught.value)
 
 
+def test_layers_that_the_weights_cannot_have_are_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of no size cost nothing, so their number alone bounds the layers too loosely: none but one is built."""
+    folder = export(build(), tmp_path / "out", max_length=16, end_of_document=None, tokenizer=None)
+    safetensors.torch.save_file({f"t{n}": torch.zeros(0) for n in range(1600)}, folder / "model.safetensors")
+    built: list[int] = []
+    monkeypatch.setattr("unisono.interop.bert.BERT", lambda options: built.append(options.num_layers) or BERT(options))
+    config, content = folder / "config.json", json.loads((folder / "config.json").read_text())
+    for layers, said in ((101, "num_hidden_layers = 101"), (100, "is missing; ")):
+        config.write_text(json.dumps(content | {"num_hidden_layers": layers}))
+        with pytest.raises(CheckpointError, match=said):
+            load_bert(folder)
+    assert built == [1]
+
+
 # --- training --------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import pytest
 from intruder import as_another_user
 from modes import modes, public_folder, umask, writable_by_others
 
-from unisono.storage.files import create_file, file_lock, new_file, open_new, opener, write_atomically
+from unisono.storage.files import create_file, file_lock, new_file, open_inside, open_new, opener, write_atomically
 
 CONTENT = b"ours" * 1000
 
@@ -103,3 +103,31 @@ def under_attack(victim: Path, shared: Path) -> None:
     assert victim.read_text() == "mine"
     assert written > 5
     assert planted[0] > 50
+
+
+@pytest.mark.parametrize("has_proc", [True, False])
+def test_a_file_outside_of_a_folder_is_not_opened(
+    has_proc: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    (root / "a").mkdir(parents=True)
+    (root / "a/file").write_text("ours")
+    (tmp_path / "root-2").mkdir()
+    (tmp_path / "root-2/file").write_text("secret")
+    (root / "inside").symlink_to("a")
+    (root / "outside").symlink_to("../root-2")
+    readlink = os.readlink
+
+    def absent(path: str, **options: int) -> str:
+        if str(path).startswith("/proc/"):
+            raise FileNotFoundError
+        return readlink(path, **options)
+
+    if not has_proc:
+        monkeypatch.setattr(os, "readlink", absent)
+    for name in ("a/file", "inside/file", "../root-2/../root/a/file"):
+        with open_inside(str(root), root / name) as file:
+            assert file.read() == b"ours"
+    for name in ("outside/file", "../root-2/file", "a/../outside/file"):
+        with pytest.raises(PermissionError, match="it leads out of"):
+            open_inside(str(root), root / name)

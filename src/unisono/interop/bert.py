@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,6 +52,7 @@ _SETTINGS = {
     "hidden_dropout_prob": "dropout",
     "layer_norm_eps": "norm_eps",
 }
+_LAYER_TENSORS = 16  # each of the eight modules of a layer has a weight and a bias
 _FRACTIONS = ("hidden_dropout_prob", "layer_norm_eps")
 _FIXED = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
 
@@ -114,15 +116,14 @@ def load_bert(folder: Path | str) -> BERT:
     absent = sorted(set(_SETTINGS) - config.keys())
     if other or absent:
         raise _mismatch(folder, ", ".join([*(f"{k} = {v!r}" for k, v in other.items()), *(f"no {k}" for k in absent)]))
-    # a layer has several tensors: more layers than tensors would take time and memory before a name is missing
+    # more layers than the tensors can be of would take time and memory before a name is missing
     if wrong := [theirs for theirs in _SETTINGS if not _is_size(config[theirs], theirs)] or (
-        ["num_hidden_layers"] if config["num_hidden_layers"] > len(stored) else []
+        ["num_hidden_layers"] if config["num_hidden_layers"] * _LAYER_TENSORS > len(stored) else []
     ):
         raise _mismatch(folder, ", ".join(f"{theirs} = {config[theirs]!r}" for theirs in wrong))
     try:
         options = BertOptions(**{ours: config[theirs] for theirs, ours in _SETTINGS.items()})
-        with torch.device("meta"):  # shapes are compared before anything is allocated
-            shapes = {bert_name(name): parameter.shape for name, parameter in BERT(options).named_parameters()}
+        shapes = _shapes(options)  # compared before anything is allocated
     except UnisonoError as error:
         raise _mismatch(folder, error.problems[0].given) from error
     except (ValueError, RuntimeError) as error:
@@ -143,6 +144,18 @@ def load_bert(folder: Path | str) -> BERT:
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[bert_name(name)])
     return model
+
+
+def _shapes(options: BertOptions) -> dict[str, torch.Size]:
+    """The shapes by exported name. One layer is built and stands for all: thousands take a minute, even without memory."""
+    with torch.device("meta"):
+        model = BERT(replace(options, num_layers=1))
+    shapes: dict[str, torch.Size] = {}
+    for name, parameter in model.named_parameters():
+        kind = name.removeprefix("blocks.0.")
+        each = [name] if kind == name else [f"blocks.{layer}.{kind}" for layer in range(options.num_layers)]
+        shapes |= dict.fromkeys(map(bert_name, each), parameter.shape)
+    return shapes
 
 
 def _is_size(value: Any, name: str) -> bool:

@@ -61,6 +61,33 @@ def open_regular(path: Path, *, flags: int = 0) -> BinaryIO:
     return open(fd, "rb")
 
 
+def open_inside(root: str, path: Path) -> BinaryIO:
+    """Open a regular file that lies in the folder ``root``, a path without links, once those of ``path`` are followed.
+
+    What counts is where the open file lies: a folder of the path that is exchanged by a link meanwhile leads nowhere.
+    Raises PermissionError for a file outside, and OSError as ``open_regular``.
+    """
+    file = open_regular(path)
+    try:
+        if not Path(_place(file, path)).is_relative_to(root):
+            raise PermissionError(errno.EPERM, f"it leads out of {root}", str(path))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _place(file: BinaryIO, path: Path) -> str:
+    """The path without links of an open file. Without ``/proc`` that of ``path``, which has to lead to this file still."""
+    try:
+        return os.readlink(f"/proc/self/fd/{file.fileno()}")
+    except FileNotFoundError:
+        place = os.path.realpath(path)
+        if not os.path.samestat(os.lstat(place), os.fstat(file.fileno())):
+            raise PermissionError(errno.EPERM, "it was exchanged while it was opened", str(path)) from None
+        return place
+
+
 def opener(path: str, flags: int) -> int:
     """For ``open(path, "wb", opener=opener)``: a new file has the permissions that the umask leaves, and only its owner
     can write to it. Raises OSError for a link."""

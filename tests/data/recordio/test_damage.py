@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unisono.data.convert.checking import verify_file
 from unisono.data.recordio import RecordFile, RecordWriter
 from unisono.data.recordio.framing import MAGIC_BYTES
-from unisono.data.recordio.maintenance import verify
+from unisono.data.recordio.index import COMPUTED, map_file, read_columns, write_index
+from unisono.data.recordio.maintenance import reindex, verify
 from unisono.errors import DataError
 
 PAYLOADS = [
@@ -242,3 +244,47 @@ def test_a_text_index_that_leads_nowhere_is_refused(path: Path, line: str, what:
         RecordFile(path)
     assert str(caught.value).startswith(f"{path.with_suffix('.idx')}: {what}")
     assert f"unisono data reindex {path} writes it anew" in str(caught.value)
+
+
+def test_an_empty_text_index_beside_records_is_refused(path: Path) -> None:
+    index, count = path.with_suffix(".idx"), len(PAYLOADS)
+    path.with_suffix(".uidx").unlink()
+    index.write_bytes(b"")
+    with pytest.raises(DataError) as caught:
+        RecordFile(path)
+    assert str(caught.value) == (
+        f"{index} is empty, beside a file of {count} record(s)\n"
+        "  rule: an .idx file, if there is one, names the records to read\n"
+        "  so:   all records would be left out, so nothing is used\n"
+        f"  try:  remove it: the records are then read in order; or unisono data reindex {path}"
+    )
+    assert [str(finding) for finding in verify_file(path).findings] == [
+        f"{index}: it is empty, which leaves out all records"
+    ]
+    index.unlink()
+    assert [finding.what for finding in verify_file(path).findings] == []
+    assert len(RecordFile(path)) == count
+
+
+def test_a_sidecar_without_records_beside_records_is_refused(path: Path) -> None:
+    """As earlier versions made it of an empty .idx."""
+    data = map_file(path)
+    columns, payload = read_columns(path, data)
+    empty = {name: column[:0] for name, column in columns.items()}
+    write_index(path, payload, empty, data, checksums=COMPUTED)
+    path.with_suffix(".idx").unlink()
+    with pytest.raises(DataError, match=r"a\.rec has \d+ bytes, and its sidecar no record"):
+        RecordFile(path)
+    assert [finding.what for finding in verify_file(path).findings] == [
+        "it has no record, which leaves out all of the file"
+    ]
+    reindex(path)
+    assert len(RecordFile(path)) == len(PAYLOADS)
+
+
+def test_a_file_without_records_has_an_empty_text_index(tmp_path: Path) -> None:
+    with RecordWriter(tmp_path / "a.rec"):
+        pass
+    assert (tmp_path / "a.idx").read_bytes() == b""
+    assert len(RecordFile(tmp_path / "a.rec")) == 0
+    assert verify_file(tmp_path / "a.rec").findings == []

@@ -40,6 +40,23 @@ def test_a_folder_leaves_hidden_files_out_and_follows_links_that_stay_inside(tmp
     assert [file.size for file in corpus.files] == [7, 5, 9, 13]
 
 
+def test_links_to_folders_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "root"
+    (root / "a").mkdir(parents=True)
+    for name in ("a/one", "two", "three", "four", ".hidden"):
+        (root / name).symlink_to(tmp_path)
+    with pytest.raises(DataError) as caught:
+        find_corpus(str(root))
+    links = "4 link(s) to folders, which are not followed: a/one, four, three and 1 more"
+    assert caught.value.problems[0].given == f"corpus '{root}': the folder {root} holds no files, only {links}"
+    assert not caplog.records
+    (root / "text.txt").write_text("text")
+    find_corpus(str(root))
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("unisono.data", "WARNING")
+    assert record.getMessage() == f"corpus '{root}': it has {links}"
+
+
 @pytest.mark.parametrize("target", ["../elsewhere.txt", "/etc/hostname", "inner/../../elsewhere.txt", "chain"])
 def test_a_link_that_leads_out_of_a_corpus_is_refused(tmp_path: Path, target: str) -> None:
     root = tmp_path / "root"

@@ -216,6 +216,8 @@ def _from_sidecar(sidecar: Sidecar, path: Path, data: NDArray[np.uint8]) -> Reco
             raise _stale(
                 path, f"has a sidecar with column {name!r} of {len(column)} {column.dtype} for {count} records"
             )
+    if len(data) and not count and expected.keys() <= columns.keys():  # made from an empty .idx by an earlier version
+        raise _stale(path, f"has {len(data)} bytes, and its sidecar no record")
     if not expected.keys() <= columns.keys():
         raise _stale(path, f"has a sidecar without {', '.join(sorted(expected.keys() - columns.keys()))}")
     return _index(columns, str(head.facts.get("checksums")), sidecar.digest)
@@ -254,6 +256,8 @@ def _text_index(path: Path, records: RecordExtents) -> tuple[NDArray[np.int64] |
     if not source.exists():
         return None, None
     if source.stat().st_size == 0:
+        if len(records.offsets):
+            raise _empty_text_index(source, len(records.offsets))
         rows = np.empty((0, 2), np.int64)
     else:
         try:
@@ -283,6 +287,15 @@ def _bad_text_index(path: Path, what: str) -> DataError:
         rule="each line of an .idx file is an integer key, a tab and the offset of a record",
         consequence="keys would lead to other records, so nothing is used",
         nearest=f"unisono data reindex {path.with_suffix('.rec')} writes it anew from the records",
+    )
+
+
+def _empty_text_index(path: Path, records: int) -> DataError:
+    return DataError(
+        given=f"{path} is empty, beside a file of {records} record(s)",
+        rule="an .idx file, if there is one, names the records to read",
+        consequence="all records would be left out, so nothing is used",
+        nearest=f"remove it: the records are then read in order; or unisono data reindex {path.with_suffix('.rec')}",
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import logging
 import os
 import platform
 import stat
@@ -19,13 +20,16 @@ import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Final
 
 import xxhash
 
 from unisono.errors import DataError
-from unisono.storage.files import is_inside
+from unisono.storage.files import is_inside, open_inside, open_regular
 
 STDLIB = "stdlib"
+_LOG: Final = logging.getLogger("unisono.data")
+_SHOWN_LINKS = 3
 
 # Not source code of the standard library: tests, installed packages, output of this machine's build, generated tables (codecs)
 # and texts (pydoc's topics: one file with more than half of the bytes that a split may hold out).
@@ -49,12 +53,29 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """Files sorted by path."""
+    """Files sorted by path.
+
+    Attributes:
+        name: For reports and errors.
+        root: The folder of the files' paths.
+        files: The files as they were listed.
+        skip_undecodable: Whether files that are not text are left out.
+        confined_to: The folder without links that the files lie in; empty if links may lead out.
+    """
 
     name: str
     root: Path
     files: tuple[SourceFile, ...]
     skip_undecodable: bool
+    confined_to: str = ""
+
+    def open(self, file: SourceFile) -> BinaryIO:
+        """Open a file for reading.
+
+        Raises OSError, also if it is not regular or lies outside now: a folder of its path may have become a link meanwhile.
+        """
+        path = self.root / file.path
+        return open_inside(self.confined_to, path) if self.confined_to else open_regular(path)
 
 
 class UndecodableError(Exception):
@@ -73,7 +94,7 @@ def find_corpus(corpus: str) -> Corpus:
     if corpus == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         name = f"standard library of {platform.python_implementation()} {platform.python_version()}"
-        files = tuple(_stat(root, path, may_lead_out=True) for path in _walk(root, stdlib=True))
+        files = tuple(_stat(root, path, may_lead_out=True) for path in _walk(root, stdlib=True)[0])
         if not files:
             raise _empty(f"the {name} at {root}, which has no .py files (a zipped or stripped interpreter)")
         return Corpus(name=name, root=root, files=files, skip_undecodable=True)
@@ -88,10 +109,16 @@ def find_corpus(corpus: str) -> Corpus:
             consequence="there is nothing to train on",
             nearest=f"the nearest folder that exists is {_nearest_folder(path)}; 'stdlib' always exists",
         )
-    files = tuple(_stat(path, relative, may_lead_out=False) for relative in _walk(path, stdlib=False))
+    confined_to = os.path.realpath(path)  # before the listing: the folder itself may be exchanged, too
+    relatives, links = _walk(path, stdlib=False)
+    files = tuple(_stat(path, relative, may_lead_out=False) for relative in relatives)
+    unfollowed = f"{len(links)} link(s) to folders, which are not followed: {_some(links)}" if links else ""
     if not files:
-        raise _empty(f"corpus {corpus!r}: the folder {path.absolute()} holds no files")
-    return Corpus(name=str(path), root=path, files=files, skip_undecodable=False)
+        only = f", only {unfollowed}" if links else ""
+        raise _empty(f"corpus {corpus!r}: the folder {path.absolute()} holds no files{only}")
+    if links:
+        _LOG.warning("corpus %r: it has %s", corpus, unfollowed)
+    return Corpus(name=str(path), root=path, files=files, skip_undecodable=False, confined_to=confined_to)
 
 
 def read_text(raw: bytes, *, python_source: bool) -> str:
@@ -139,15 +166,24 @@ def undecodable_error(problems: Sequence[tuple[str, str]]) -> DataError:
     )
 
 
-def _walk(root: Path, *, stdlib: bool) -> list[str]:
-    """Relative paths of the corpus' files, sorted; links to files are among them, links to folders are not followed."""
+def _walk(root: Path, *, stdlib: bool) -> tuple[list[str], list[str]]:
+    """Relative paths of the corpus' files, links to files among them, and of links to folders, which are not followed; sorted."""
     paths: list[str] = []
+    links: list[str] = []
     for folder, folders, files in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not _skipped_folder(name, stdlib=stdlib)]
+        links.extend(
+            Path(folder, name).relative_to(root).as_posix() for name in folders if os.path.islink(Path(folder, name))
+        )
         paths.extend(
             Path(folder, name).relative_to(root).as_posix() for name in files if not _skipped_file(name, stdlib=stdlib)
         )
-    return sorted(paths)
+    return sorted(paths), sorted(links)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN_LINKS} more" if len(names) > _SHOWN_LINKS else ""
+    return ", ".join(name.encode(errors="replace").decode() for name in names[:_SHOWN_LINKS]) + more
 
 
 def _skipped_folder(name: str, *, stdlib: bool) -> bool:

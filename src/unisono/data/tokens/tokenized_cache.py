@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import msgspec
 import xxhash
@@ -53,7 +53,7 @@ from unisono.errors import DataError
 from unisono.sanitize import without_credentials
 from unisono.storage.directory import commit_directory
 from unisono.storage.files import file_lock, open_regular, write_atomically
-from unisono.storage.limits import decode_json
+from unisono.storage.limits import MAX_JSON_BYTES, decode_json
 from unisono.storage.ownership import foreign_reason, make_own_folder, read_own_json
 
 _FORMAT = 1
@@ -186,12 +186,12 @@ def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> Prepa
 
 
 def _find_or_build(folder: Path, inputs: _Inputs) -> PreparedCorpus:
-    foreign = foreign_reason(folder)  # made by an earlier version under umask 002, or changed later
+    foreign = _foreign(folder)  # made by an earlier version under umask 002, or changed later
     if (folder / "set.json").exists() and not foreign:
         with suppress(DataError):  # a damaged folder is opened again, and reported, under the lock
             return _open(folder, inputs, from_cache=True)
     with file_lock(folder.with_suffix(".lock")) as exclusive:
-        damage = foreign_reason(folder)
+        damage = _foreign(folder)
         if folder.exists() and not damage:
             try:
                 return _open(folder, inputs, from_cache=True)
@@ -204,6 +204,14 @@ def _find_or_build(folder: Path, inputs: _Inputs) -> PreparedCorpus:
                 shutil.rmtree(leftover, ignore_errors=True)
         _build(folder, inputs, exclusive)
         return _open(folder, inputs, from_cache=False, rebuild_reason=damage)
+
+
+def _foreign(folder: Path) -> str:
+    """Why another user can have written a prepared folder or a file in it; empty if none can, or there is none."""
+    reason = foreign_reason(folder)
+    if reason or not folder.is_dir():
+        return reason
+    return next(filter(None, map(foreign_reason, sorted(folder.iterdir()))), "")
 
 
 def _with_packing(prepared: PreparedCorpus, seq_len: int) -> PreparedCorpus:
@@ -245,7 +253,7 @@ def _build(folder: Path, inputs: _Inputs, exclusive: bool) -> None:
     ``exclusive``: no other process writes it, so the finished shards of an interrupted build remain for the next call.
     """
     temporary = folder.with_name(f"{folder.name}.part" if exclusive else f"{folder.name}.tmp-{secrets.token_hex(4)}")
-    if foreign_reason(temporary):
+    if _foreign(temporary):
         _remove(temporary)
     temporary.mkdir(mode=0o700, exist_ok=exclusive)  # the corpus may be private
     try:
@@ -373,12 +381,13 @@ def _open(folder: Path, inputs: _Inputs, *, from_cache: bool, rebuild_reason: st
     """Open a built folder. Raises DataError for any damage."""
     path = folder / "set.json"
     try:
-        digest, _, content = path.read_bytes().partition(b"\n")
+        with open_regular(path) as file:
+            digest, _, content = file.read(MAX_JSON_BYTES).partition(b"\n")
         if xxhash.xxh3_128_hexdigest(content).encode() != digest:
             raise _damaged(f"{path} does not match its digest")
         stored: _StoredSet = decode_json(content, _SET.decode)
         sets = {split: open_tokens([folder / name for name in stored.shards[split]]) for split in _SPLITS}
-    except (FileNotFoundError, ValueError, KeyError) as error:
+    except (FileNotFoundError, IsADirectoryError, PermissionError, ValueError, KeyError) as error:
         raise _damaged(f"{path}: {error}") from error
     if {split: sets[split].fingerprint for split in _SPLITS} != stored.fingerprints:
         raise _damaged(f"{folder} holds shards of another set")
@@ -408,9 +417,10 @@ def _documents(inputs: _Inputs, skipped: list[tuple[str, str]]) -> Iterator[Docu
     for path, file in zip(paths, files, strict=True):
         raw = _read(corpus, file)
         if xxhash.xxh3_128_hexdigest(raw) != inputs.digests[path]:
-            raise unreadable_file_error(corpus.root / path, "it has changed since it was listed")
+            raise _changed_error(corpus.root / path)
         if inputs.text_column:
-            yield from _rows(corpus.root / path, inputs, "eval" if path in held_out else "train", alone=len(paths) == 1)
+            rows = _rows(corpus.root / path, inputs, "eval" if path in held_out else "train", alone=len(paths) == 1)
+            yield from _unchanged(rows, corpus, file)
             continue
         try:
             text = read_text(raw, python_source=path.endswith(".py"))
@@ -435,17 +445,53 @@ def _rows(path: Path, inputs: _Inputs, split: str, *, alone: bool) -> Iterator[D
             yield ("eval" if str(number) in held_out else split), text
 
 
-def _read(corpus: Corpus, file: SourceFile) -> bytes:
-    """The bytes of a file. Raises DataError if it is not the one that was listed, such as a link that leads elsewhere now."""
+def _unchanged(rows: Iterator[Document], corpus: Corpus, file: SourceFile) -> Iterator[Document]:
+    """``rows``, which a reader of tables takes from the path of ``file``.
+
+    Raises DataError unless that path leads to the listed file before the first row and after the last: its folder may be
+    exchanged by a link. Nothing of a failed build is kept.
+    """
     path = corpus.root / file.path
+    with _open_listed(corpus, file) as opened:  # as long as it is open no other file gets its number
+        _check_same(path, opened)
+        yield from rows
+        _check_same(path, opened)
+
+
+def _check_same(path: Path, opened: BinaryIO) -> None:
     try:
-        with open_regular(path) as opened:
-            found = os.fstat(opened.fileno())
-            if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
-                raise unreadable_file_error(path, "it has changed since it was listed")
-            return opened.read()
+        now, then = path.stat(), os.fstat(opened.fileno())
     except OSError as error:
         raise unreadable_file_error(path, error.strerror) from error
+    if not os.path.samestat(now, then) or (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
+        raise _changed_error(path)
+
+
+def _read(corpus: Corpus, file: SourceFile) -> bytes:
+    """The bytes of a file. Raises DataError as ``_open_listed``."""
+    with _open_listed(corpus, file) as opened:
+        try:
+            return opened.read()
+        except OSError as error:
+            raise unreadable_file_error(corpus.root / file.path, error.strerror) from error
+
+
+def _open_listed(corpus: Corpus, file: SourceFile) -> BinaryIO:
+    """Open a file. Raises DataError if it is not the one that was listed, such as a link that leads elsewhere now."""
+    path = corpus.root / file.path
+    try:
+        opened = corpus.open(file)
+    except OSError as error:
+        raise unreadable_file_error(path, error.strerror) from error
+    found = os.fstat(opened.fileno())
+    if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
+        opened.close()
+        raise _changed_error(path)
+    return opened
+
+
+def _changed_error(path: Path) -> DataError:
+    return unreadable_file_error(path, "it has changed since it was listed")
 
 
 def _remove(folder: Path) -> None:

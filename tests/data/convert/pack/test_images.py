@@ -22,7 +22,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from unisono.data.convert.pack import ImageOptions, PackOptions, pack_images
+from unisono.data.convert.pack import ImageOptions, PackOptions, images, pack_images
+from unisono.data.convert.pack.image_listing import list_images
 from unisono.data.image import TileGrid, decode, decode_region, probe
 from unisono.data.recordio import RecordFile, unpack_header
 from unisono.data.recordio.maintenance import verify
@@ -330,6 +331,28 @@ def test_links_are_followed_only_where_asked(album: Path, tmp_path: Path) -> Non
     followed = pack_images(root, tmp_path / "b.rec", follow_links=True, pack=PackOptions(on_error="skip"))
     assert [(each.path, each.reason) for each in followed.bad] == [("cat/loop", "a link to a folder that it lies in")]
     assert followed.num_records == 12 + 20
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_folder_that_becomes_a_link_after_the_listing_is_not_packed(
+    workers: int, album: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = shutil.copytree(album / "cat", tmp_path / "album/cat").parent
+    private = shutil.copytree(album / "cat", tmp_path / "private")
+
+    def listed_then_exchanged(*args: Any, **kwargs: Any) -> Any:
+        listing = list_images(*args, **kwargs)
+        if not (root / "cat").is_symlink():
+            (root / "cat").rename(tmp_path / "away")
+            (root / "cat").symlink_to(private)
+        return listing
+
+    monkeypatch.setattr(images, "list_images", listed_then_exchanged)
+    packed = pack_images(root, tmp_path / "a.rec", pack=PackOptions(on_error="skip", workers=workers))
+    assert {each.reason for each in packed.bad} == {f"it cannot be read: it leads out of {root}"}
+    assert (len(packed.bad), packed.num_records) == (10, 0)
+    followed = pack_images(root, tmp_path / "b.rec", follow_links=True, pack=PackOptions(workers=workers))
+    assert followed.num_records == 10
 
 
 def test_names_that_are_not_utf_8(album: Path, tmp_path: Path) -> None:

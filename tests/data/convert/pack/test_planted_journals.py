@@ -249,6 +249,14 @@ def test_a_lock_that_is_a_pipe_or_a_link(album: Path, interrupted: Path, tmp_pat
     assert not (tmp_path / "absent").exists()
 
 
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_what_is_no_folder(kind: str, album: Path, tmp_path: Path) -> None:
+    part = tmp_path / "b.rec.part"
+    part.write_text("mine") if kind == "file" else os.mkfifo(part)
+    assert again(album, part) == "ENOTDIR, Not a directory"
+    assert part.exists()
+
+
 @pytest.mark.parametrize("name", ["b.idx", "b.rec.classes.txt", "b-00001-of-00003.idx"])
 def test_files_beside_a_target_are_not_overwritten(album: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")

@@ -89,6 +89,8 @@ def pack_images(
     options, pack = options or ImageOptions(), pack or PackOptions()
     check_suffix(target, (".rec",), "images")
     _check_packages(options)
+    # before the listing: the root itself may be exchanged by a link afterwards
+    confined_to = "" if follow_links else os.path.realpath(source if source.is_dir() else root or source.parent)
     listing = list_images(source, root=root, follow_links=follow_links)
     samples = listing.samples
     if shuffle is not None:
@@ -117,7 +119,7 @@ def pack_images(
         left_out=listing.left_out,
         side_files={".classes.txt": "".join(f"{name}\n" for name in listing.classes)} if listing.classes else {},
     )
-    return run_pack_job(job, [_series(name, part, listing, options, pack) for name, part in parts.items()])
+    return run_pack_job(job, [_series(name, part, listing, confined_to, options, pack) for name, part in parts.items()])
 
 
 def split_samples(samples: Sequence[ListedImage], split: Mapping[str, Fraction]) -> dict[str, list[ListedImage]]:
@@ -186,7 +188,7 @@ def pack_image_rows(
             for number, row in enumerate(islice(rows(), start, None), start)
         )
         return _packed_images(
-            requests, "image-bytes", options, workers=workers, several=kind == "labels", whole=kind == "int"
+            requests, ("image-bytes",), options, workers=workers, several=kind == "labels", whole=kind == "int"
         )
 
     workers = _num_workers(options, pack, _MANY)
@@ -217,15 +219,22 @@ def _image_request(
 
 
 def _series(
-    name: str, samples: list[ListedImage], listing: ImageListing, options: ImageOptions, pack: PackOptions
+    name: str,
+    samples: list[ListedImage],
+    listing: ImageListing,
+    confined_to: str,
+    options: ImageOptions,
+    pack: PackOptions,
 ) -> ShardSeries:
+    """The shards of a part. ``confined_to``: the folder without links that images lie in; empty if links may lead out."""
     several = any(len(sample.labels) > 1 for sample in listing.samples)
     whole = all(label.is_integer() for sample in listing.samples for label in map(float, sample.labels))
     workers = _num_workers(options, pack, len(listing.samples))
 
     def source(start: int) -> Generator[PackedInput]:
         requests = ((sample, os.fsencode(listing.root / sample.name)) for sample in samples[start:])
-        return _packed_images(requests, "images", options, workers=workers, several=several, whole=whole)
+        kind = ("images", confined_to)
+        return _packed_images(requests, kind, options, workers=workers, several=several, whole=whole)
 
     cut = cut_by_count(len(samples), pack.shards) if pack.shard_bytes is None else cut_by_bytes(pack.shard_bytes)
     return ShardSeries(
@@ -240,10 +249,16 @@ def _num_workers(options: ImageOptions, pack: PackOptions, inputs: int) -> int:
 
 
 def _packed_images(
-    requests: Iterable[_ImageRequest], kind: str, options: ImageOptions, *, workers: int, several: bool, whole: bool
+    requests: Iterable[_ImageRequest],
+    kind: tuple[str, ...],
+    options: ImageOptions,
+    *,
+    workers: int,
+    several: bool,
+    whole: bool,
 ) -> Generator[PackedInput]:
-    """The outcome of each image. ``kind``: see ``worker``; ``several``, ``whole``: see ``_packed_image``."""
-    arguments = [kind, msgspec.json.encode(options).decode()]
+    """The outcome of each image. ``kind``: its name and root, see ``worker``; ``several``, ``whole``: see ``_packed_image``."""
+    arguments = [kind[0], msgspec.json.encode(options).decode(), *kind[1:]]
     with closing(make_records(requests, arguments, workers=workers)) as answers:
         for image, answer in answers:
             if isinstance(image, BadInput):

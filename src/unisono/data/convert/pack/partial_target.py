@@ -291,7 +291,8 @@ def open_partial_target(folder: Path, job: bytes) -> Generator[PartialTarget]:
 
     Raises DataError while another process has it open, and for a folder that another user can have written or that no job made.
     """
-    make_folder(folder)
+    with suppress(FileExistsError):  # what else has this name, _open_folder says
+        make_folder(folder)
     with ExitStack() as stack:
         fd = _open_folder(folder)
         stack.callback(os.close, fd)

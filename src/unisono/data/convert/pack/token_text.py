@@ -106,7 +106,9 @@ def _check_source(source: Path, target: Path, lines: bool, column: str | None) -
 def _file_texts(corpus: Corpus, lines: bool) -> Iterator[str | BadInput]:
     for file in corpus.files:
         try:
-            text = read_text((corpus.root / file.path).read_bytes(), python_source=file.path.endswith(".py"))
+            with corpus.open(file) as opened:
+                raw = opened.read()
+            text = read_text(raw, python_source=file.path.endswith(".py"))
         except OSError as error:
             yield BadInput(path=file.path, reason=f"it cannot be read: {error.strerror}")
         except UndecodableError as error:

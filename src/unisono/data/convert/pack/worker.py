@@ -1,10 +1,11 @@
 """Make records of inputs in order: in this process, or by worker commands.
 
-    python -m unisono.data.convert.pack.worker images '{"resize": 256, …}'
+    python -m unisono.data.convert.pack.worker images '{"resize": 256, …}' ROOT
     python -m unisono.data.convert.pack.worker image-bytes '{"resize": 256, …}'
     python -m unisono.data.convert.pack.worker function MODULE:NAME SCHEMA
 
-A request is a path, an image's bytes, or an item's text; the answer is a ``RecordAnswer`` in MessagePack. The result does not
+A request is a path, an image's bytes, or an item's text. Paths lie in the folder ROOT, which has no links in its path; links may
+lead out if it is empty. The answer is a ``RecordAnswer`` in MessagePack. The result does not
 depend on the number of workers.
 """
 
@@ -27,6 +28,7 @@ from unisono.data.loading.subprocess_map import serve_requests, subprocess_map
 from unisono.data.loading.worker_pool import allowed_cores
 from unisono.dist.interpreter import module_command
 from unisono.errors import DataError, UnisonoError
+from unisono.storage.files import open_inside, open_regular
 
 _MIN_INPUTS_PER_WORKER = 64  # fewer are not worth the start of another process
 
@@ -64,15 +66,16 @@ def _record_maker(kind: str, *arguments: str) -> RecordMaker:
     """The function that answers the requests of a worker command with these arguments."""
     if kind == "function":
         return _function_maker(arguments[0], RecordSchema.parse(arguments[1]))
-    return _image_maker(msgspec.json.decode(arguments[0], type=ImageOptions), from_path=kind == "images")
+    options = msgspec.json.decode(arguments[0], type=ImageOptions)
+    return _image_maker(options, root=arguments[1] if kind == "images" else None)
 
 
-def _image_maker(options: ImageOptions, *, from_path: bool) -> RecordMaker:
-    """Makes the record of the image at a path, or of an image's bytes."""
+def _image_maker(options: ImageOptions, *, root: str | None) -> RecordMaker:
+    """Makes the record of the image at a path, or with ``root`` None of an image's bytes."""
 
     def make(request: bytes) -> RecordAnswer:
         try:
-            raw = Path(os.fsdecode(request)).read_bytes() if from_path else request
+            raw = request if root is None else _content(Path(os.fsdecode(request)), root)
         except OSError as error:
             return RecordAnswer(reason=f"it cannot be read: {error.strerror}")
         try:
@@ -81,6 +84,12 @@ def _image_maker(options: ImageOptions, *, from_path: bool) -> RecordMaker:
             return RecordAnswer(reason=given_parts(error))
 
     return make
+
+
+def _content(path: Path, root: str) -> bytes:
+    # the listing looked at links, but a folder of the path can be exchanged by one afterwards
+    with open_inside(root, path) if root else open_regular(path) as file:
+        return file.read()
 
 
 def _function_maker(name: str, schema: RecordSchema) -> RecordMaker:
