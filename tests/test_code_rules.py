@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from code_rules import Rule, Source, argument, constant, finds, found, is_in, sources
+from code_rules import Source, argument, constant, finds, found, is_in, sources
 
 PACKAGE = "src"
 Found = Iterator[tuple[ast.AST, str]]
@@ -394,14 +394,74 @@ def test_every_new_file_has_permissions_and_follows_no_link() -> None:
     assert not finds(new_files, "open(p, 'wb', opener=opener)\nopen(p, 'rb')\np.open()")
 
 
+# where a mode stands among the arguments without names; of methods of a path, and of ``os`` in MODE_OF_OS
+MODE_OF_PATH = {"mkdir": 0, "chmod": 0, "lchmod": 0, "touch": 0}
+MODE_OF_OS = {"open": 2, "mkdir": 1, "makedirs": 1, "chmod": 1, "fchmod": 1, "lchmod": 1, "mkfifo": 1, "mknod": 1}
+WRITABLE = {"S_IWGRP", "S_IRWXG", "S_IWOTH", "S_IRWXO"}
+
+
+def modes(call: ast.Call, name: str) -> Iterator[ast.AST]:
+    """The expressions of a call that may be permissions: ``mode=``, or what stands where a mode does."""
+    if (named := argument(call, "mode")) is not None:
+        yield named
+    module, _, last = name.rpartition(".")
+    position = MODE_OF_OS.get(last) if module == "os" else MODE_OF_PATH.get(last) if module else None
+    if position is not None:
+        yield from call.args[position:]
+
+
+def parts(mode: ast.AST) -> Iterator[ast.AST]:
+    """What a mode is put together from, or may be."""
+    if isinstance(mode, ast.BinOp):
+        yield from (*parts(mode.left), *parts(mode.right))
+    elif isinstance(mode, ast.IfExp):
+        yield from (*parts(mode.body), *parts(mode.orelse))
+    else:
+        yield mode
+
+
+def wide_permissions(source: Source) -> Found:
+    """Modes by which a group or others can write."""
+    places = [(call, mode) for call, name in source.calls() for mode in modes(call, name)]
+    for node in ast.walk(source.tree):  # constants that stand for modes
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and re.fullmatch("[A-Z]+_MODE", target.id) for target in targets):
+                places.append((node, node.value))
+    for place, mode in places:
+        for part in parts(mode):
+            value = constant(part)
+            if isinstance(value, int) and not isinstance(value, bool) and value & 0o022:
+                yield place, oct(value)
+            elif source.full_name(part).rpartition(".")[2] in WRITABLE:
+                yield place, source.full_name(part)
+
+
 def test_no_permission_lets_others_or_a_group_write() -> None:
-    wide: Rule = lambda source: (  # noqa: E731
-        (node, oct(value))
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Call)
-        for name in ("mode",)
-        if isinstance(value := constant(argument(node, name)), int) and not isinstance(value, bool) and value & 0o022
-    )
-    assert found(wide, PACKAGE) == {}
-    assert finds(wide, "p.mkdir(mode=0o777)")
-    assert finds(wide, "p.mkdir(mode=0o775)")
+    assert found(wide_permissions, PACKAGE) == {}
+    for text in (
+        "p.mkdir(mode=0o777)",
+        "p.mkdir(mode=0o775)",
+        "p.mkdir(0o775)",
+        "Path(x).mkdir(0o777)",
+        "p.chmod(0o666)",
+        "p.touch(0o666)",
+        "import os\nos.open(p, os.O_WRONLY | os.O_CREAT, 0o666)",
+        "from os import open as o\no(p, 1, 0o620)",
+        "import os\nos.mkdir(p, 0o777)",
+        "import os\nos.makedirs(p, 0o777, True)",
+        "import os as o\no.chmod(p, 0o602)",
+        "import os\nos.fchmod(fd, 0o664)",
+        "import os, stat\nos.chmod(p, 0o600 | stat.S_IWGRP)",
+        "p.chmod(0o600 if x else 0o620)",
+        "FILE_MODE: Final = 0o664",
+    ):
+        assert finds(wide_permissions, text), text
+    for text in (
+        "import os\nos.open(p, 0o22)",  # flags
+        "import os\nos.open(p, os.O_CREAT, 0o644)",
+        "p.mkdir(0o755)",
+        "p.open('wb')\nopen(p, 'rb', 2)",
+        "import os\nos.chmod(p, 0o700)",
+    ):
+        assert not finds(wide_permissions, text), text

@@ -57,7 +57,7 @@ from unisono.launch.process_layout import JobLayout, assign_processes
 def command(command: tuple[str, ...], as_json: bool, **options: Any) -> int:
     """Run COMMAND as one job: `unisono launch -n 4 -- unisono train`, or any program that finds its place with torch's env://.
 
-    Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted (start again to continue), 76 failed and would again.
+    Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted (start again), 76 failed and would again.
     """
     arguments = _Arguments(**options)
     _check_unused(arguments)

@@ -32,7 +32,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.errors import DataError, Problem
-from unisono.storage.files import write_atomically
+from unisono.storage.files import open_regular, write_atomically
 from unisono.storage.limits import MAX_SIDECAR_HEAD_BYTES, check_columns_number, decode_json
 
 MAGIC: Final = b"unisidx\n"
@@ -89,7 +89,7 @@ def map_array(path: Path, dtype: str, *, count: int, offset: int = 0) -> NDArray
     """``count`` items of a file as a read-only array backed by the page cache."""
     if count == 0:
         return np.empty(0, dtype)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return np.frombuffer(mapped, dtype, count=count, offset=offset)
 
@@ -124,7 +124,7 @@ def open_sidecar(path: Path, *, kind: str) -> Sidecar:
     Raises DataError for a file that is not a sidecar, of another version or kind, truncated, or with a damaged head.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             fixed = file.read(_FIXED.size)
             if len(fixed) < _FIXED.size or not fixed.startswith(MAGIC):

@@ -16,6 +16,7 @@ from torch import Tensor
 from unisono.errors import CheckpointError, UnisonoError
 from unisono.interop.exported_tensor import ExportedTensor
 from unisono.models.bert import BERT, BertOptions, ClassHead, TokenClassHead
+from unisono.storage.files import require_regular
 from unisono.storage.limits import read_json
 
 _NAMES = {
@@ -106,6 +107,7 @@ def load_bert(folder: Path | str) -> BERT:
     library: Any = safetensors.torch  # partly typed
     try:
         content: Any = read_json(folder / "config.json")
+        require_regular(folder / "model.safetensors")
         stored: Mapping[str, Tensor] = library.load_file(folder / "model.safetensors")
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise _mismatch(folder, f"{type(error).__name__}: {error}") from error

@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from unisono.errors import CheckpointError, ConfigError
-from unisono.storage.files import write_atomically
+from unisono.storage.files import require_regular, write_atomically
 
 OPTIMIZER = "optim/"
 _KIND = "unisono_optimizer"
@@ -34,6 +34,7 @@ def read_optimizer_file(file: Path, kind: str) -> dict[str, Tensor]:
     """The tensors of a file of ``write_optimizer_file``. Raises CheckpointError for any other file, and for another kind of
     optimizer than ``kind``."""
     try:
+        require_regular(file)
         with safe_open(file, "pt") as opened:
             saved = (opened.metadata() or {}).get(_KIND)
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Final, cast
 from unisono.errors import ConfigError
 from unisono.sanitize import is_secret, redact
 from unisono.storage.directory import make_folder
-from unisono.storage.files import FILE_MODE
+from unisono.storage.files import FILE_MODE, open_regular
 from unisono.storage.folder_lock import FolderLock
 from unisono.storage.limits import MAX_EVENT_BYTES, decode_json
 from unisono.storage.run_folder import EVENTS_FOLDER
@@ -307,11 +307,12 @@ def read_events(path: Path) -> EventHistory:
 
     Raises:
         FileNotFoundError: There is no such file.
+        ConfigError: It cannot be read, or is no regular file: a pipe would wait, and a device may have no end.
     """
     events: list[Event] = []
     damaged: list[int] = []
     last_line, complete = 0, True
-    with open(path, "rb") as file:
+    with _open_to_read(path) as file:
         for last_line, line in enumerate(_lines(file), start=1):
             complete = line.endswith(b"\n")
             event = _decode(line)
@@ -321,6 +322,20 @@ def read_events(path: Path) -> EventHistory:
                 events.append(event)
     torn_tail = bool(damaged) and damaged[-1] == last_line and not complete
     return EventHistory(path=path, events=tuple(events), damaged_lines=tuple(damaged), torn_tail=torn_tail)
+
+
+def _open_to_read(path: Path) -> BinaryIO:
+    try:
+        return open_regular(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            given=f"events file {path} cannot be read: {error.strerror or error}",
+            rule="each rank's events are a regular file in the run folder",
+            consequence="no event of it was read",
+            nearest=f"see what it is with: ls -l {path}",
+        ) from error
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
@@ -345,7 +360,7 @@ def next_attempt(path: Path) -> int:
     Reads the end of the file only, so the cost does not grow with the run.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115 closed by the with below; only a missing file is expected here
+        file = _open_to_read(path)
     except FileNotFoundError:
         return 1
     with file:

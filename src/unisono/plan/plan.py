@@ -23,7 +23,7 @@ from unisono.errors import PlanError, Problem, nearest_name
 from unisono.plan.options import Compile, PlanOptions, Recompute, Schedule, Sync, Zero
 from unisono.plan.rules import DtypeRule, ParameterPlacement, Rule, match_modules
 from unisono.storage.files import write_atomically
-from unisono.storage.limits import MAX_PLAN_BYTES, decode_json
+from unisono.storage.limits import MAX_PLAN_BYTES, read_json
 
 VERSION = 3
 # default size of the gradients summed by one all-reduce
@@ -304,8 +304,7 @@ class Plan:
 def read_strategy_file(path: Path) -> dict[str, Any]:
     """The JSON object of a strategy file, not checked further. Raises PlanError."""
     try:
-        with path.open("rb") as file:
-            data: Any = decode_json(file.read(MAX_PLAN_BYTES + 1), msgspec.json.decode, max_bytes=MAX_PLAN_BYTES)
+        data: Any = read_json(path, msgspec.json.decode, max_bytes=MAX_PLAN_BYTES)
         if not isinstance(data, dict):
             raise ValueError("it holds no object")
     except (OSError, ValueError) as error:

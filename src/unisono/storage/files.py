@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import secrets
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Final
+from typing import IO, Any, BinaryIO, Final, cast
 
 import xxhash
 
@@ -46,19 +47,30 @@ def open_new(path: Path, *, mode: int = FILE_MODE, buffering: int = -1) -> IO[An
     return open(fd, "wb", buffering=buffering)
 
 
-def open_regular(path: Path, *, flags: int = 0) -> BinaryIO:
+def open_regular(path: Path, *, flags: int = 0, buffering: int = -1) -> BinaryIO:
     """Open a regular file for reading, with further ``flags`` of ``os.open``.
 
     Raises OSError for anything else: a pipe would wait for a writer, and a device may have no end.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
-    mode = os.fstat(fd).st_mode
-    if not stat.S_ISREG(mode):
+    try:
+        _refuse_irregular(path, os.fstat(fd).st_mode)
+    except OSError:
         os.close(fd)
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise
+    return open(fd, "rb", buffering=buffering)
+
+
+def require_regular(path: Path) -> None:
+    """Raise OSError, as ``open_regular``, where ``path`` is no regular file: for libraries that open a path themselves."""
+    _refuse_irregular(path, os.stat(path).st_mode)
+
+
+def _refuse_irregular(path: Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
         raise PermissionError(errno.EPERM, "not a regular file", str(path))
-    return open(fd, "rb")
 
 
 def open_inside(root: str, path: Path) -> BinaryIO:
@@ -148,8 +160,8 @@ def file_lock(path: Path) -> Generator[bool]:
 def file_digest(path: Path) -> str:
     """The xxh3-128 digest of a file's bytes, as 32 hexadecimal digits. Raises OSError for a link."""
     digest = xxhash.xxh3_128()
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(fd, "rb", buffering=0) as file:
+    with open_regular(path, flags=os.O_NOFOLLOW, buffering=0) as opened:
+        file = cast(io.FileIO, opened)
         block = bytearray(_READ_BYTES)
         while count := file.readinto(block):
             digest.update(memoryview(block)[:count])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -69,6 +70,9 @@ MAX_SAFETENSORS_HEADER_BYTES: Final = 100_000_000
 # the folder of a pretrained model: bytes of each JSON file; layers, beyond which its tensors are counted
 MAX_MODEL_CONFIG_BYTES: Final = 64 << 20
 MAX_UNCOUNTED_LAYERS: Final = 1_000
+# text that its reader takes whole: a hosts file, a schema, a lexicon; a list of images, items or records' keys, a line for each
+MAX_TEXT_BYTES: Final = 16 << 20
+MAX_LIST_BYTES: Final = 2 << 30
 # the identity of a packing job; the record of who works in a folder
 MAX_JOB_BYTES: Final = 1 << 20
 MAX_LOCK_RECORD_BYTES: Final = 1 << 12
@@ -129,6 +133,25 @@ def read_json(path: Path, decode: Callable[[bytes], Any] = json.loads, *, max_by
     """
     with open_regular(path) as file:
         return decode_json(file.read(max_bytes + 1), decode, max_bytes=max_bytes)
+
+
+def read_limited(path: Path, max_bytes: int) -> bytes:
+    """All bytes of a file, at most ``max_bytes``.
+
+    Raises:
+        OSError: The file cannot be read, or is no regular one.
+        LimitError: It has more bytes.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise LimitError(f"more than {max_bytes:,} bytes")
+        content = file.read(size + 1)  # not all that the limit allows: a read takes its bytes beforehand
+        if len(content) > size:  # it grows, or its file system does not know its size
+            content += file.read(max_bytes + 1 - len(content)) if len(content) <= max_bytes else b""
+    if len(content) > max_bytes:
+        raise LimitError(f"more than {max_bytes:,} bytes")
+    return content
 
 
 def _has_lists(text: bytes, number: int) -> bool:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from unisono.errors import ConfigError
 from unisono.sanitize import shorten
+from unisono.storage.files import require_regular
 from unisono.storage.limits import MAX_MODEL_CONFIG_BYTES, MAX_UNCOUNTED_LAYERS, read_json
 
 _CONFIG, _GENERATION, _ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
@@ -279,6 +280,7 @@ def _weights(path: Path, folder: str) -> tuple[dict[str, Path], dict[str, str]]:
 
 def _shapes(file: Path, folder: str) -> Iterator[tuple[str, list[int]]]:
     try:
+        require_regular(file)
         with safe_open(str(file), framework="numpy") as opened:
             names: list[str] = opened.keys()
             for name in names:

@@ -23,6 +23,7 @@ from unisono.data.mindrecord.header import begins_like_header
 from unisono.data.recordio.framing import MAGIC_BYTES
 from unisono.data.sidecar import MAGIC as SIDECAR_MAGIC
 from unisono.errors import DataError
+from unisono.storage.files import open_regular
 
 RECORDIO: Final = ".rec"
 MINDRECORD: Final = ".mindrecord"
@@ -42,7 +43,7 @@ def file_kind(path: Path) -> str:
         DataError: There is no such file, it is a folder or an index, or neither content nor name is of a known kind.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             head = file.read(_HEAD_BYTES)
     except OSError as error:
         nearest = "one of the files in it" if path.is_dir() else "the path of a data file"
@@ -85,7 +86,7 @@ def _is_token_shard(path: Path) -> bool:
     sidecar = path.with_suffix(".idx")
     if path.suffix != ".bin" or not sidecar.is_file():
         return False
-    with sidecar.open("rb") as file:
+    with open_regular(sidecar) as file:
         return file.read(len(SIDECAR_MAGIC)) == SIDECAR_MAGIC
 
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 from unisono.data.mindrecord.header import damaged_error
 from unisono.data.sidecar import map_array, view_of
 from unisono.errors import DataError, missing_extra
+from unisono.storage.files import open_regular, require_regular
 
 _MODE: Final = b"AES-GCM"
 _END: Final = b"ENCRYPT"
@@ -33,6 +34,7 @@ _TRAILER_BYTES: Final = _LENGTH.size + len(_MODE) + len(_END)
 def open_bytes(path: Path, key: str | None) -> memoryview:
     """All bytes of a file, read-only and decrypted. Raises DataError if file and key do not match."""
     try:
+        require_regular(path)  # a pipe would pass for an empty file
         content = view_of(map_array(path, "|u1", count=path.stat().st_size))
     except (OSError, ValueError) as error:  # a name from a damaged header may be invalid
         raise DataError(
@@ -56,7 +58,7 @@ def open_bytes(path: Path, key: str | None) -> memoryview:
 
 def is_encrypted(path: Path) -> bool:
     """Whether a file ends with MindSpore's mark of encryption."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - _TRAILER_BYTES))
         trailer = file.read()

@@ -28,7 +28,7 @@ from unisono.data.mindrecord.header import LENGTH, LENGTH_BYTES, MindRecordHeade
 from unisono.data.mindrecord.row_values import decode_scalars
 from unisono.data.sidecar import view_of
 from unisono.errors import DataError
-from unisono.storage.files import open_new
+from unisono.storage.files import open_new, require_regular
 from unisono.storage.limits import MAX_COLUMNS, MAX_FREE_SQL_STEPS, MAX_SQL_BYTES, MAX_SQL_STEPS_PER_ROW
 
 _LOG: Final = logging.getLogger("unisono.data")
@@ -76,6 +76,10 @@ def locate_rows(
     if not index_file.exists():
         _LOG.warning("%s is missing: the rows of %s are found by reading its pages", index_file, path.name)
         return scan_rows(path, head, groups, data)
+    try:
+        require_regular(index_file)  # SQLite would wait for what writes to a pipe
+    except OSError as error:
+        raise _bad_index(index_file, str(error.strerror)) from error
     try:
         with closing(_open(index_file, decrypted)) as index:
             _confine(index, groups.total_rows)

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from unisono.data.recordio.framing import FramingDamage, RecordExtents, assemble_records, find_parts, join_parts
 from unisono.data.sidecar import COLUMN_DTYPES, PayloadInfo, Sidecar, map_array, open_sidecar, view_of, write_sidecar
 from unisono.errors import DataError
+from unisono.storage.files import require_regular
 
 KIND: Final = "recordio"
 WRITTEN, COMPUTED = "written", "computed later"
@@ -255,6 +256,10 @@ def _text_index(path: Path, records: RecordExtents) -> tuple[NDArray[np.int64] |
     source = text_index_path(path)
     if not source.exists():
         return None, None
+    try:
+        require_regular(source)
+    except OSError as error:
+        raise _bad_text_index(source, str(error.strerror)) from error
     if source.stat().st_size == 0:
         if len(records.offsets):
             raise _empty_text_index(source, len(records.offsets))
@@ -312,8 +317,8 @@ def _stale(path: Path, what: str) -> DataError:
 def map_file(path: Path) -> NDArray[np.uint8]:
     """All bytes of a file, mapped read-only. Raises DataError."""
     try:
-        size = path.stat().st_size
-        return map_array(path, "|u1", count=size)
+        require_regular(path)  # a pipe would pass for an empty file
+        return map_array(path, "|u1", count=path.stat().st_size)
     except OSError as error:
         raise DataError(
             given=f"{path}: {error.strerror}",

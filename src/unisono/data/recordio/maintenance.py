@@ -43,6 +43,7 @@ from unisono.data.recordio.reader import RecordFile
 from unisono.data.recordio.writer import RecordWriter, SideValues, write_text_index
 from unisono.data.sidecar import Sidecar, damaged_columns, open_sidecar, view_of
 from unisono.errors import DataError
+from unisono.storage.limits import MAX_LIST_BYTES, LimitError, read_limited
 
 _TEXT_INDEX_ROW: Final = re.compile(rb"(-?[0-9]{1,19})\t([0-9]{1,19})")
 
@@ -354,7 +355,18 @@ def _chain(view: memoryview, begin: int, end: int) -> list[tuple[int, bytes]]:
 def _text_index_rows(path: Path) -> Iterator[tuple[int, int]]:
     """(offset, key) of the valid lines of ``.idx``."""
     source = text_index_path(path)
-    for line in source.read_bytes().splitlines() if source.exists() else ():
+    if not source.exists():
+        return
+    try:
+        content = read_limited(source, MAX_LIST_BYTES)
+    except (OSError, LimitError) as error:
+        raise DataError(
+            given=f"{source}: {getattr(error, 'strerror', None) or error}",
+            rule="the text index of a file is a regular file of a line for each record",
+            consequence="nothing was written, as the keys would be lost",
+            nearest=f"move {source.name} away to repair the records without their keys",
+        ) from error
+    for line in content.splitlines():
         if (row := _text_index_row(line)) is not None:
             yield row
 
@@ -375,7 +387,12 @@ def _text_index_findings(path: Path, known: set[int], unknown: Sequence[tuple[in
         return []
     findings: list[Finding] = []
     at = 0
-    for number, line in enumerate(source.read_bytes().splitlines(keepends=True), start=1):
+    try:
+        content = read_limited(source, MAX_LIST_BYTES)
+    except (OSError, LimitError) as error:
+        what = f"it cannot be read: {getattr(error, 'strerror', None) or error}"
+        return [Finding(path=source, offset=0, end=source.stat().st_size, what=what)]
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
         row = _text_index_row(line)
         if row is None:
             what = f"line {number} is not a key, a tab and an offset"

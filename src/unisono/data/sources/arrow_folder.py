@@ -12,6 +12,7 @@ import msgspec
 
 from unisono.data.convert.formats.table import Row
 from unisono.errors import DataError, missing_extra
+from unisono.storage.files import require_regular
 from unisono.storage.limits import MAX_FREE_ROWS, MAX_VALUES_PER_BYTE, LimitError, check_columns_number, read_json
 
 STATE: Final = "state.json"
@@ -48,7 +49,7 @@ def is_arrow_folder(folder: Path) -> bool:
 
 def arrow_files(folder: Path) -> list[Path]:
     """The Arrow files of the folder in order. Raises DataError for a folder of splits, of chosen rows, or without its files."""
-    if not (folder / STATE).is_file():
+    if not (folder / STATE).exists():
         splits = _read(folder / _SPLITS, _Splits).splits
         raise _unreadable(f"{folder}, which has the splits {', '.join(splits)}", f"{folder / (splits or ['train'])[0]}")
     state = _read(folder / STATE, _State)
@@ -71,7 +72,7 @@ def arrow_files(folder: Path) -> list[Path]:
 def arrow_classes(folder: Path) -> dict[str, tuple[str, ...]]:
     """Names of the classes of each column that is a ``ClassLabel`` or a list of them."""
     path = folder / "dataset_info.json"
-    features = _read(path, _Info).features or {} if path.is_file() else {}
+    features = _read(path, _Info).features or {} if path.exists() else {}
     classes = {str(name): _class_names(feature) for name, feature in features.items()}
     return {name: names for name, names in classes.items() if names}
 
@@ -100,6 +101,7 @@ def arrow_rows(files: list[Path]) -> Iterator[Row]:
         raise missing_extra("parquet", "pyarrow", f"the Arrow file {files[0]}") from error
     for file in files:
         try:
+            require_regular(file)
             with pa.memory_map(str(file)) as source:
                 for batch in _batches(pa, source):
                     for row in _rows(pa, batch):

@@ -31,8 +31,7 @@ from unisono.data.sources.remote import local_copies, matching_urls
 from unisono.data.tokens.shards import open_tokens
 from unisono.data.tokens.windows import TokenWindows
 from unisono.errors import DataError
-from unisono.storage.files import open_regular
-from unisono.storage.limits import MAX_NAMES_BYTES, LimitError
+from unisono.storage.limits import MAX_NAMES_BYTES, read_limited
 
 _TABLES: Final = (".csv", ".jsonl", ".parquet", ".tar", ".tar.gz", ".tfrecord", ".tfrecords", "idx")
 _CIFAR: Final = ("data_batch", "test_batch")
@@ -261,7 +260,7 @@ def _packed_classes(paths: Sequence[str | Path]) -> tuple[str, ...]:
         whole = re.sub(r"(-\d{5}(-of-\d{5})?)?\.rec$", ".rec", path)  # of a shard
         split = re.sub(r"-[^-/]+\.rec$", ".rec", whole)  # of a part, such as train
         targets = [path, *(target for target in (whole, split) if not os.path.exists(target))]
-        beside = next((file for file in (Path(f"{target}.classes.txt") for target in targets) if file.is_file()), None)
+        beside = next((file for file in (Path(f"{target}.classes.txt") for target in targets) if file.exists()), None)
         if beside is None:
             return ()
         found.add(_class_names(beside))
@@ -270,11 +269,7 @@ def _packed_classes(paths: Sequence[str | Path]) -> tuple[str, ...]:
 
 def _class_names(file: Path) -> tuple[str, ...]:
     try:
-        with open_regular(file) as source:
-            names = source.read(MAX_NAMES_BYTES + 1)
-        if len(names) > MAX_NAMES_BYTES:
-            raise LimitError(f"more than {MAX_NAMES_BYTES:,} bytes")
-        return tuple(names.decode().splitlines())
+        return tuple(read_limited(file, MAX_NAMES_BYTES).decode().splitlines())
     except (OSError, ValueError) as error:
         raise DataError(
             given=f"{file}: {error}",

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from unisono.data.dataset import Batch
 from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.errors import DataError, Problem
-from unisono.storage.limits import decode_json
+from unisono.storage.limits import MAX_JSON_BYTES, read_json, read_limited
 
 _WORD = re.compile(r"\w+(?:['’-]\w+)*")
 
@@ -170,14 +170,12 @@ def load_synonyms(path: Path | str) -> dict[str, list[str]]:
     """
     path = Path(path)
     try:
-        raw = path.read_bytes()
         if path.suffix == ".json":
-            words: dict[str, list[str]] = decode_json(raw, msgspec.json.Decoder(dict[str, list[str]]).decode)
+            words: dict[str, list[str]] = read_json(path, msgspec.json.Decoder(dict[str, list[str]]).decode)
             rows = list(words.items())
         elif path.suffix == ".tsv":
-            rows = [
-                _row(path, number, line) for number, line in enumerate(raw.decode().splitlines(), 1) if line.strip()
-            ]
+            text = read_limited(path, MAX_JSON_BYTES).decode()  # as large as the same words in JSON may be
+            rows = [_row(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         else:
             raise _no_lexicon(f"{path}: a lexicon with the suffix {path.suffix!r}")
     except OSError as error:

@@ -12,6 +12,7 @@ from unisono.data.convert.formats.table import describe_value
 from unisono.data.convert.table_files import open_file, read_formats
 from unisono.data.tokens.corpus import Corpus
 from unisono.errors import DataError
+from unisono.storage.files import open_regular
 from unisono.storage.limits import decode_json
 
 _SHOWN = 5
@@ -77,7 +78,7 @@ def row_texts(path: Path, column: str) -> Iterator[str]:
 def _columns(path: Path, kind: str) -> list[str]:
     """The columns of a table; of one without a schema, those of its first row."""
     if kind == ".jsonl":  # values of any kind
-        with path.open("rb") as file, suppress(ValueError):
+        with open_regular(path) as file, suppress(ValueError):
             row = decode_json(file.readline(_FIRST_LINE_BYTES))
             return list(cast("dict[str, Any]", row)) if isinstance(row, dict) else []
         return []

@@ -35,6 +35,7 @@ from unisono.storage.directory import (
     remove_directory,
 )
 from unisono.storage.files import file_digest
+from unisono.storage.limits import decode_json, read_json
 from unisono.storage.ownership import foreign_folder_reason
 
 KEEP = 2
@@ -138,10 +139,10 @@ def _committed(folder: Path) -> dict[int, Path]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    sealed = json.loads((path / _FACTS).read_bytes())
+    sealed = read_json(path / _FACTS)
     if xxhash.xxh3_128_hexdigest(sealed["body"].encode()) != sealed["digest"]:
         raise ValueError(f"{_FACTS} has another digest than when it was written")
-    body = json.loads(sealed["body"])
+    body = decode_json(sealed["body"].encode())
     if file_digest(path / _TENSORS) != body["tensors"]:
         raise ValueError(f"{_TENSORS} has another digest than when it was written")
     return body["facts"], load_file(path / _TENSORS)

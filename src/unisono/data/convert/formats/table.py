@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from unisono.data.mindrecord import FieldType
 from unisono.errors import DataError, nearest_name
 from unisono.sanitize import shorten
+from unisono.storage.files import open_regular
 
 Row = Mapping[str, Any]
 _SCALARS: Final[dict[type, str]] = {bool: "bool", int: "int64", float: "float64", str: "string", bytes: "bytes"}
@@ -44,7 +45,7 @@ class Table:
 def open_source(path: Path) -> BinaryIO:
     """Open a file for reading. Raises DataError."""
     try:
-        return path.open("rb")
+        return open_regular(path)
     except OSError as error:
         raise unreadable_error(
             f"{path}: {error.strerror}", "a source is a file that can be read", "the path of a file"

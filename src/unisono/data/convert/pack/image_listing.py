@@ -11,6 +11,7 @@ Reads the first bytes of each image and decodes none.
 from __future__ import annotations
 
 import csv
+import io
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,8 @@ import xxhash
 
 from unisono.data.convert.formats.table import unreadable_error
 from unisono.data.convert.pack.partial_target import BadInput
-from unisono.storage.files import is_inside
-from unisono.storage.limits import MAX_LABELS, MAX_RECORD_BYTES
+from unisono.storage.files import is_inside, open_regular
+from unisono.storage.limits import MAX_LABELS, MAX_LIST_BYTES, MAX_RECORD_BYTES, LimitError, read_limited
 
 IMAGE_SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm"})
 _BEGINNINGS: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"RIFF", b"BM", b"P")
@@ -206,10 +207,10 @@ def _add(listing: ImageListing, name: str, labels: tuple[float, ...], key: int) 
         listing.refuse(name, reason)
         return
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a device may do something
             listing.refuse(name, "not a file")
             return
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
             begin = file.read(8)
     except OSError as error:
@@ -228,8 +229,10 @@ def _add(listing: ImageListing, name: str, labels: tuple[float, ...], key: int) 
 
 def _lines(source: Path) -> list[str]:
     try:
-        return source.read_text("utf-8-sig").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_limited(source, MAX_LIST_BYTES)
+        with io.TextIOWrapper(io.BytesIO(content), "utf-8-sig") as text:  # which takes any ends of lines
+            return text.read().removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError, LimitError) as error:
         raise unreadable_error(
             f"{source}: {error}", "a list of images is a text file in UTF-8", "another file"
         ) from error

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from unisono.data.convert.formats.table import describe_value
 from unisono.data.mindrecord import FieldType
 from unisono.errors import DataError
-from unisono.storage.limits import MAX_RECORD_BYTES
+from unisono.storage.limits import MAX_RECORD_BYTES, MAX_TEXT_BYTES, LimitError, read_limited
 
 _NUMBERS: Final = frozenset(
     {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"}
@@ -77,8 +77,8 @@ class RecordSchema:
     def load(path: Path | str) -> RecordSchema:
         """Load the ``.schema`` file that packing writes beside the records. Raises DataError."""
         try:
-            return RecordSchema.parse(Path(path).read_text().strip())
-        except (OSError, UnicodeDecodeError) as error:
+            return RecordSchema.parse(read_limited(Path(path), MAX_TEXT_BYTES).decode().strip())
+        except (OSError, UnicodeDecodeError, LimitError) as error:
             raise _no_schema(f"schema file {path}: {error}") from error
 
     @property

@@ -6,6 +6,7 @@ With a schema each row is checked against it. A ``.rec`` then holds typed bytes 
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -29,6 +30,7 @@ from unisono.data.convert.pack.worker import find_function, given_parts, make_re
 from unisono.data.convert.table_files import Row, Table, open_table, write_table
 from unisono.errors import DataError
 from unisono.storage.files import file_digest
+from unisono.storage.limits import MAX_LIST_BYTES, LimitError, read_limited
 
 _TARGETS = (".rec", ".mindrecord", ".jsonl", ".parquet", ".tar", ".csv")
 
@@ -228,8 +230,10 @@ def _with_payload(row: Row, field: str) -> Row:
 
 def _item_lines(items: Path) -> Sequence[str]:
     try:
-        return items.read_text().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_limited(items, MAX_LIST_BYTES)
+        with io.TextIOWrapper(io.BytesIO(content), "utf-8") as text:  # which takes any ends of lines
+            return text.read().split("\n")
+    except (OSError, UnicodeDecodeError, LimitError) as error:
         raise unreadable_error(
             f"{items}: {error}", "items are the lines of a text file in UTF-8", "another file"
         ) from error
