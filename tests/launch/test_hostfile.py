@@ -236,3 +236,8 @@ def test_a_remote_shell_runs_no_name_and_no_value(tmp_path: Path, monkeypatch: p
     done = subprocess.run(["/bin/sh", "-s"], input=script, stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout == "$(touch canary)'; touch canary; '"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hosts_file_without_end() -> None:
+    with pytest.raises(LaunchError, match="it has more than 16,777,216 bytes"):
+        read_hostfile(Path("/dev/zero"))

@@ -10,6 +10,7 @@ The last two disagree about ``n1:N``. 22 and numbers from 1024 on are taken as p
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from unisono.dist.jobspec import ROLES, Role
 from unisono.errors import LaunchError, Problem, nearest_name
+from unisono.storage.limits import MAX_TEXT_BYTES
 
 # security row 12: never an option of ssh, never a shell's syntax
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*", flags=re.ASCII)
@@ -51,7 +53,11 @@ def read_hostfile(path: Path, *, port: int | None = None) -> list[Host]:
     Raises LaunchError, listing every line that cannot be read.
     """
     try:
-        lines = path.read_bytes().decode().split("\n")
+        with path.open("rb") as file:  # a pipe too, as of a shell's <(command)
+            content = file.read(MAX_TEXT_BYTES + 1)
+        if len(content) > MAX_TEXT_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {MAX_TEXT_BYTES:,} bytes")
+        lines = content.decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise LaunchError(_wrong(path, f"cannot be read: {reason}", "a hosts file is text, one host a line")) from None

@@ -179,7 +179,11 @@ class PartialTarget:
         """The commit plan of an interrupted commit, if there was one. Raises DataError for one that names other files."""
         try:
             plan = read_json(self.folder / "ending.json", msgspec.json.Decoder(CommitPlan).decode)
-        except (FileNotFoundError, ValueError):
+        except (
+            FileNotFoundError,
+            PermissionError,
+            ValueError,
+        ):  # missing, no regular file, or no journal of this version
             return None
         files = [file for shards in plan.journals.values() for journal in shards for file in journal.files]
         if set(plan.journals) != set(series) or not all(map(_is_plain, files)):
@@ -259,7 +263,11 @@ class PartialTarget:
                     for file, digest in journal.files.items()
                 )
             )
-        except (FileNotFoundError, ValueError):
+        except (
+            FileNotFoundError,
+            PermissionError,
+            ValueError,
+        ):  # missing, no regular file, or no journal of this version
             return None
         return journal if valid else None
 
