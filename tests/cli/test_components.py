@@ -232,6 +232,7 @@ def test_an_error_in_the_users_model_is_shown_once_from_the_users_code_on(desk: 
     assert "restarting" not in done.err
 
 
+@pytest.mark.full
 def test_an_error_in_the_users_data_is_no_reason_to_start_again(desk: Desk, tmp_path: Path) -> None:
     path, run_dir = tmp_path / "run.py", tmp_path / "run"
     path.write_text(

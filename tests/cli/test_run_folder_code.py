@@ -169,6 +169,7 @@ def test_ranks_of_one_start_run_what_their_parent_was_trusted_with(desk: Desk, s
     assert done.code == 0, done.err
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     os.geteuid() != 0, reason="only root can give a file away: the run of another user was not evaluated"
 )

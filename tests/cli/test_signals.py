@@ -115,6 +115,7 @@ def test_what_is_closed_is_opened_as_nothing() -> None:
     assert done.stdout == f"{[os.devnull] * 2} True\n"
 
 
+@pytest.mark.full
 def test_workers_of_a_loader_in_a_script_whose_standard_input_is_closed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         f"import sys; sys.path[:0] = {sys.path!r}\n"

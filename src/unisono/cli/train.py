@@ -98,7 +98,7 @@ def command(
 
 def _warn_of_no_run(run_dir: Path) -> None:
     """Warn if a run was to begin in the folder and did not: no file there has its settings, which its user may expect."""
-    if (run_dir / "launch.json").is_file() and not (run_dir / RUN_FILE).exists():
+    if os.path.isfile(run_dir / "launch.json") and not os.path.lexists(run_dir / RUN_FILE):
         LOG.warning(
             "%s has a launch.json and no %s: no run began there, so the defaults apply, apart from what this command sets; "
             "name the CONFIG of that start if it had one",
