@@ -161,7 +161,8 @@ def test_what_a_launch_says_of_its_processes(desk: Desk, tmp_path: Path) -> None
         *(sys.executable, str(script)),
     )
     assert done.code == 1
-    assert f"ValueError: {SHOWN}" in inert(done)
+    # white space at the end of a traceback is left out; the other rank may be ended before it fails itself
+    assert "ValueError: " + SHOWN.removesuffix(r"\x0d") in inert(done)
 
 
 def test_plain_log_messages_stay_as_they_are() -> None:
