@@ -214,7 +214,7 @@ def test_authorization_in_arguments_and_text() -> None:
         "--tokens=2e9",
         "--tokens=10B",
         "--eos_token=<|end|>,x",
-        "PWD=/work/a b",
+        "PWD=/home/me/a b",
         "loader.cache=a;b",
         "https://host/a?b=1&c=2",
         "password",

@@ -11,7 +11,7 @@ def main() -> NoReturn:
     start. Python itself and this package take some 20 ms before that, in which SIGTERM ends the process as any other.
     """
     if sys.argv[1:2] in (["train"], ["launch"]):
-        from unisono.early_stop import exit_at_sigterm  # 2 ms, of which --help has no use
+        from unisono.dist.early_sigterm import exit_at_sigterm  # 2 ms, of which --help has no use
 
         exit_at_sigterm()
     from unisono.cli.main import entry

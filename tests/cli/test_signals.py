@@ -36,7 +36,7 @@ def test_sigterm_after_a_run_has_listened_claims_nothing(listens: str) -> None:
     program = (
         f"import os, signal, sys; sys.path[:] = {sys.path!r}\n"
         "import unisono.dist.stop_notice, unisono.launch.supervise\n"
-        "from unisono.early_stop import exit_at_sigterm\n"
+        "from unisono.dist.early_sigterm import exit_at_sigterm\n"
         "exit_at_sigterm()\n"
         f"with {listens}:\n    pass\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"

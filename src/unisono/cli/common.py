@@ -20,7 +20,7 @@ from unisono.config.fields import BASE
 from unisono.config.renames import announce
 from unisono.config.toml_file import read_toml
 from unisono.config.trust import record_python
-from unisono.config.values import CALLABLE
+from unisono.config.values import CALLABLE, SET
 from unisono.errors import CheckpointError, ConfigError
 from unisono.storage.ownership import foreign_reason
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RUN_FILE
@@ -143,6 +143,8 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str], *, is_shown:
         # "never" and a path applied to that one start; starting the folder again continues the run
         resolved = _load([run_file], ["run.resume=auto", *overrides])
         resolved = replace(resolved, origins=resolved.origins | {"run.resume": "default"})
+    if run_file is not None:
+        resolved = _with_own_cache(resolved, run_file)
     train, origin = resolved.value.train, resolved.origins["train.steps"]
     # a file may list all options with their defaults; a command line or variable that gives one means it
     if train.epochs and origin.startswith(("--set", "env ")):
@@ -187,7 +189,7 @@ def _load(
 def _with_own_cache(resolved: Resolved[RunConfig], run_file: Path) -> Resolved[RunConfig]:
     """Another user's run does not choose where copies of this user's data are kept: there that user might read them."""
     origin = resolved.origins["data.cache_dir"]
-    if origin.startswith(("default", "env ")) or not foreign_reason(run_file):
+    if origin.startswith(("default", "env ", SET)) or not foreign_reason(run_file):
         return resolved
     config = resolved.value
     config = replace(config, data=replace(config.data, cache_dir=""))

@@ -1,8 +1,8 @@
 """The job's secret: 32 bytes by which its processes know each other; never in an argument, a variable's value or a log.
 
 A launcher passes it by a descriptor (``UNISONO_SECRET_FD``) or a file of mode 0600 (``UNISONO_SECRET_FILE``). Without
-either, a user's processes of one host share ``~/.config/unisono/secret``, created at first use. No
-torch.
+either, a user's processes of one host share ``~/.config/unisono/secret``, created at first use.
+No torch.
 """
 
 from __future__ import annotations

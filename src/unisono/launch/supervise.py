@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any
 
 from unisono.dist import Failure
-from unisono.early_stop import note_listener
+from unisono.dist.early_sigterm import note_listener
 from unisono.errors import FATAL, REQUEUE, USER_ERROR, LaunchError, Problem
 from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions

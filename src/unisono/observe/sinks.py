@@ -339,9 +339,8 @@ class WandbSink:
             x_disable_stats=True,
             x_save_requirements=False,
         )
-        make_folder(
-            run_dir / "wandb", mode=0o700
-        )  # what wandb makes in it, anybody can write to where the umask lets them
+        # what wandb makes in it has the permissions that the umask leaves, others' write too
+        make_folder(run_dir / "wandb", mode=0o700)
         self._run: Any = wandb.init(
             project="unisono",
             id=re.sub(r"[^A-Za-z0-9_-]", "-", run_id),

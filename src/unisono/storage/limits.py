@@ -70,7 +70,7 @@ MAX_SAFETENSORS_HEADER_BYTES: Final = 100_000_000
 # the folder of a pretrained model: bytes of each JSON file; layers, beyond which its tensors are counted
 MAX_MODEL_CONFIG_BYTES: Final = 64 << 20
 MAX_UNCOUNTED_LAYERS: Final = 1_000
-# text that its reader takes whole: a hosts file, a schema, a lexicon; a list of images, items or records' keys, a line for each
+# text that its reader takes whole: a hosts file, a schema; a list of images, items or records' keys, a line for each
 MAX_TEXT_BYTES: Final = 16 << 20
 MAX_LIST_BYTES: Final = 2 << 30
 # the identity of a packing job; the record of who works in a folder

@@ -47,6 +47,7 @@ UNSPLIT: Final = "all"  # the series of inputs without a split
 _PROGRESS_S = 5.0
 _JOB = re.compile(rb"[0-9a-f]{32} of .*\n", re.DOTALL)  # content of job.json
 _LOCK: Final = "lock"
+_NO_JOURNAL: Final = (FileNotFoundError, PermissionError, ValueError)  # missing, no regular file, or of another version
 _LOG = logging.getLogger("unisono")
 
 
@@ -179,11 +180,7 @@ class PartialTarget:
         """The commit plan of an interrupted commit, if there was one. Raises DataError for one that names other files."""
         try:
             plan = read_json(self.folder / "ending.json", msgspec.json.Decoder(CommitPlan).decode)
-        except (
-            FileNotFoundError,
-            PermissionError,
-            ValueError,
-        ):  # missing, no regular file, or no journal of this version
+        except _NO_JOURNAL:
             return None
         files = [file for shards in plan.journals.values() for journal in shards for file in journal.files]
         if set(plan.journals) != set(series) or not all(map(_is_plain, files)):
@@ -263,11 +260,7 @@ class PartialTarget:
                     for file, digest in journal.files.items()
                 )
             )
-        except (
-            FileNotFoundError,
-            PermissionError,
-            ValueError,
-        ):  # missing, no regular file, or no journal of this version
+        except _NO_JOURNAL:
             return None
         return journal if valid else None
 
