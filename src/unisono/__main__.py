@@ -8,7 +8,7 @@ def main() -> NoReturn:
     """Run the command line and exit with its code.
 
     Until a run listens for stop signals itself, SIGTERM ends ``train`` and ``launch`` as preempted: nothing has changed since the
-    start. Python itself and this package take some 20 ms before that, in which SIGTERM ends the process as any other.
+    start. Python itself and this package take some 40 ms before that, in which SIGTERM ends the process as any other.
     """
     if sys.argv[1:2] in (["train"], ["launch"]):
         from unisono.dist.early_sigterm import exit_at_sigterm  # 2 ms, of which --help has no use

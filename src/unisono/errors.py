@@ -2,7 +2,7 @@
 
 Every problem has four parts: what was given, the rule it breaks, what follows from that, and the nearest thing that
 works. Several problems travel in one exception, because users should see all of them at once. Of unisono this module imports
-only ``sanitize``, for texts that need it.
+only ``exit_codes``, and ``sanitize`` for texts that need it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import overload
 
-# exit codes of processes; any other failure is 1
-USER_ERROR = 2  # the user must change something
-REQUEUE = 75  # preempted with the state saved, or before there was any
-FATAL = 76  # the same start would fail again in the same way
+from unisono.exit_codes import USER_ERROR
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from commands import Desk, events_of, make_desk
 
-from unisono.errors import REQUEUE
+from unisono.exit_codes import REQUEUE
+from unisono.launch.workers import is_own_rank
 
 
 @pytest.mark.parametrize(("command", "code"), [("train", REQUEUE), ("launch", REQUEUE), ("eval", -15)])
@@ -62,9 +63,69 @@ def test_sigterm_at_any_time_of_a_start(tmp_path: Path, after_s: float) -> None:
     time.sleep(after_s)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == REQUEUE
+    assert process.returncode == REQUEUE, said
     assert "before the first step: nothing was saved; start the same command again" in said
     assert list(desk.folder.glob("runs/*/checkpoints/*")) == []
+
+
+@pytest.mark.parametrize("launch", [[], ["launch", "--dir=run", "--", sys.executable, "-m", "unisono", "train"]])
+def test_sigterm_while_the_python_of_a_rank_still_starts(tmp_path: Path, launch: list[str]) -> None:
+    desk = make_desk(tmp_path / "desk", tmp_path / "cache")
+    folder = tmp_path / "stops_its_launcher"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import os, signal, time\n"
+        "if 'UNISONO_RANK' in os.environ:\n"
+        "    os.kill(os.getppid(), signal.SIGTERM)\n"
+        "    time.sleep(1)\n"  # the launcher looks for signals every 0.05 s
+    )
+    environ = desk.child_environ()
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "unisono", *(launch or ["train"]), *desk.settings],
+        cwd=desk.folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == REQUEUE, done.stderr
+    assert "before the first step: nothing was saved; start the same command again" in done.stderr
+
+
+def test_a_rank_of_ours_is_known_by_its_command() -> None:
+    own = [
+        "unisono train",
+        "/opt/bin/unisono train a.toml",
+        "python -m unisono train",
+        "/usr/bin/python3.11 -P -m unisono train --json",
+    ]
+    others = [
+        "unisono eval",
+        "unisono",
+        "python",
+        "python train.py -m unisono train",
+        "torchrun -m unisono train",
+        "bash -c unisono train",
+        "python -m unisono.kvstore.server train",
+    ]
+    assert [command for command in [*own, *others] if is_own_rank(command.split())] == own
+
+
+def test_only_ranks_of_ours_start_with_sigterm_blocked(tmp_path: Path) -> None:
+    """Another program may never unblock it, and would then end by a kill alone."""
+    desk = make_desk(tmp_path / "desk", tmp_path / "cache")
+    program = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    done = subprocess.run(
+        [sys.executable, "-m", "unisono", "launch", f"--dir={tmp_path}/run", "--", sys.executable, "-c", program],
+        env=desk.child_environ(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
 
 
 def test_a_folder_where_no_run_began_is_said(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:

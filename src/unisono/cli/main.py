@@ -18,7 +18,8 @@ import click
 
 from unisono.cli.terminal import clean_log_messages, echo, show_click_error, shown
 from unisono.dist.interpreter import open_standard_descriptors
-from unisono.errors import USER_ERROR, Problem, UnisonoError, nearest_name
+from unisono.errors import Problem, UnisonoError, nearest_name
+from unisono.exit_codes import USER_ERROR
 
 COMMANDS = {
     "train": "Train a model; without arguments a small GPT on the standard library's source.",

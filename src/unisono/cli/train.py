@@ -23,7 +23,8 @@ from unisono.cli.common import LOG, every_verb, is_python_trusted, load_run_conf
 from unisono.config import Resolved
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.jobspec import idle_role
-from unisono.errors import REQUEUE, USER_ERROR, CommError, ConfigError, LaunchError, UnisonoError
+from unisono.errors import CommError, ConfigError, LaunchError, UnisonoError
+from unisono.exit_codes import REQUEUE, USER_ERROR
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import with_strategy_file
 from unisono.storage import directory

@@ -16,8 +16,7 @@ from typing import Any
 
 from unisono.errors import ConfigError, Problem
 from unisono.sanitize import shorten
-from unisono.storage.files import open_regular
-from unisono.storage.limits import MAX_CONFIG_BYTES, MAX_CONFIG_KEYS, MAX_KEY_PARTS, LimitError
+from unisono.storage.limits import MAX_CONFIG_BYTES, MAX_CONFIG_KEYS, MAX_KEY_PARTS, LimitError, read_limited
 
 KeyPath = tuple[str, ...]
 
@@ -66,11 +65,10 @@ def read_toml(path: Path) -> TomlFile:
 
 def read_config_file(path: Path) -> bytes:
     """The bytes of a configuration, TOML or Python. Raises ConfigError if there are too many, OSError if it cannot be read."""
-    with open_regular(path) as file:
-        raw = file.read(MAX_CONFIG_BYTES + 1)
-    if len(raw) > MAX_CONFIG_BYTES:
-        raise ConfigError(_no_configuration(path, f"more than {MAX_CONFIG_BYTES:,} bytes"))
-    return raw
+    try:
+        return read_limited(path, MAX_CONFIG_BYTES)
+    except LimitError as error:
+        raise ConfigError(_no_configuration(path, str(error))) from None
 
 
 def _text(path: Path) -> str:

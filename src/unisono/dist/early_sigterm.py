@@ -1,6 +1,6 @@
 """SIGTERM before a run listens for it: one line says that nothing was saved, and the exit code asks for another start.
 
-Standard library and ``errors`` only: it is imported before anything large.
+Standard library and ``exit_codes`` only: it is imported before anything large.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import signal
 from contextlib import suppress
 from types import FrameType
 
-from unisono.errors import REQUEUE
+from unisono.exit_codes import REQUEUE
 
 _NOTHING_SAVED = b"stopped by SIGTERM before the first step: nothing was saved; start the same command again\n"
 _has_listened = False
 
 
 def exit_at_sigterm() -> None:
-    """End this process as preempted at SIGTERM, until a run or a launch installs a handler of its own."""
+    """End this process as preempted at SIGTERM, until a run or a launch installs a handler of its own.
+
+    A launcher starts its ranks with SIGTERM blocked (``launch/workers.py``): one that has arrived by now takes effect here.
+    """
     signal.signal(signal.SIGTERM, _exit)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def note_listener() -> None:

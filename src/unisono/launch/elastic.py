@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unisono.dist import Failure
-from unisono.errors import FATAL, REQUEUE, USER_ERROR
+from unisono.exit_codes import FATAL, REQUEUE, USER_ERROR
 from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
 from unisono.launch.process_layout import ProcessSlot

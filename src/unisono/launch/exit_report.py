@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.dist import Failure, read_failure
-from unisono.errors import REQUEUE, USER_ERROR
+from unisono.exit_codes import REQUEUE, USER_ERROR
 from unisono.launch.resources import oom_kills
 from unisono.launch.workers import WorkerProcess
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER

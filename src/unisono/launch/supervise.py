@@ -30,7 +30,8 @@ from typing import Any
 
 from unisono.dist import Failure
 from unisono.dist.early_sigterm import note_listener
-from unisono.errors import FATAL, REQUEUE, USER_ERROR, LaunchError, Problem
+from unisono.errors import LaunchError, Problem
+from unisono.exit_codes import FATAL, REQUEUE, USER_ERROR
 from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
 from unisono.launch.workers import WorkerProcess, unwritable

@@ -194,7 +194,7 @@ def start_worker(
             env=environ,
             pass_fds=inherited_fds,
             start_new_session=True,
-            preexec_fn=_before_exec(spec.cpus),
+            preexec_fn=_before_exec(spec),
         )
     except OSError as error:
         raise LaunchError(
@@ -234,9 +234,24 @@ def unwritable(path: Path, error: OSError) -> Problem:
     )
 
 
-def _before_exec(cpus: Sequence[int] | None) -> Callable[[], None]:
-    """The function the child runs between fork and exec. The launcher has no threads, so no lock is held across the fork."""
-    parent = os.getpid()
+def is_own_rank(command: Sequence[str]) -> bool:
+    """Whether it is ``unisono train`` or ``python -m unisono train``, with or without options of Python."""
+    program, *arguments = os.path.basename(command[0]), *command[1:]
+    if program.startswith("python"):
+        while arguments and arguments[0].startswith("-") and arguments[0] != "-m":
+            del arguments[0]
+        return arguments[:3] == ["-m", "unisono", "train"]
+    return program == "unisono" and arguments[:1] == ["train"]
+
+
+def _before_exec(spec: WorkerSpec) -> Callable[[], None]:
+    """The function the child runs between fork and exec. The launcher has no threads, so no lock is held across the fork.
+
+    SIGTERM waits until a rank of ours handles it (``dist/early_sigterm.py``): it would end Python's own start with a code that
+    does not say that nothing was saved. Any other program gets it at once.
+    """
+    parent, cpus = os.getpid(), spec.cpus
+    blocks_sigterm = is_own_rank(spec.command)
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
     def prepare() -> None:
@@ -246,5 +261,7 @@ def _before_exec(cpus: Sequence[int] | None) -> Callable[[], None]:
                 os._exit(1)
         if cpus is not None:
             os.sched_setaffinity(0, cpus)
+        if blocks_sigterm:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
     return prepare

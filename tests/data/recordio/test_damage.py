@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.data.convert.checking import verify_file
 from unisono.data.recordio import RecordFile, RecordWriter
 from unisono.data.recordio.framing import MAGIC_BYTES
 from unisono.data.recordio.index import COMPUTED, map_file, read_columns, write_index
@@ -258,11 +257,11 @@ def test_an_empty_text_index_beside_records_is_refused(path: Path) -> None:
         "  so:   all records would be left out, so nothing is used\n"
         f"  try:  remove it: the records are then read in order; or unisono data reindex {path}"
     )
-    assert [str(finding) for finding in verify_file(path).findings] == [
+    assert [str(finding) for finding in verify(path).findings] == [
         f"{index}: it is empty, which leaves out all records"
     ]
     index.unlink()
-    assert [finding.what for finding in verify_file(path).findings] == []
+    assert [finding.what for finding in verify(path).findings] == []
     assert len(RecordFile(path)) == count
 
 
@@ -275,9 +274,7 @@ def test_a_sidecar_without_records_beside_records_is_refused(path: Path) -> None
     path.with_suffix(".idx").unlink()
     with pytest.raises(DataError, match=r"a\.rec has \d+ bytes, and its sidecar no record"):
         RecordFile(path)
-    assert [finding.what for finding in verify_file(path).findings] == [
-        "it has no record, which leaves out all of the file"
-    ]
+    assert [finding.what for finding in verify(path).findings] == ["it has no record, which leaves out all of the file"]
     reindex(path)
     assert len(RecordFile(path)) == len(PAYLOADS)
 
@@ -287,4 +284,4 @@ def test_a_file_without_records_has_an_empty_text_index(tmp_path: Path) -> None:
         pass
     assert (tmp_path / "a.idx").read_bytes() == b""
     assert len(RecordFile(tmp_path / "a.rec")) == 0
-    assert verify_file(tmp_path / "a.rec").findings == []
+    assert verify(tmp_path / "a.rec").findings == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from unisono.data.convert.file_kind import MINDRECORD, RECORDIO, TOKENS, file_kind
@@ -10,7 +9,6 @@ from unisono.data.convert.table_files import open_file
 from unisono.data.mindrecord import MindRecordFile
 from unisono.data.mindrecord.encryption import is_encrypted
 from unisono.data.recordio import maintenance
-from unisono.data.recordio.index import sidecar_path, text_index_path
 from unisono.data.recordio.maintenance import Finding, RepairReport, VerifyReport
 from unisono.data.sidecar import verify_sidecar
 from unisono.data.tokens.shards import open_tokens
@@ -29,7 +27,7 @@ def verify_file(path: Path) -> VerifyReport:
     """
     kind = file_kind(path)
     if kind == RECORDIO:
-        return _verify_recordio(path)
+        return maintenance.verify(path)
     if kind == TOKENS:
         return _verify_tokens(path)
     if kind == MINDRECORD:
@@ -74,17 +72,6 @@ def require_kind(path: Path, kinds: tuple[str, ...], verb: str, nearest: str) ->
 
 _NAMES = {RECORDIO: "a RecordIO file", MINDRECORD: "a MindRecord file", TOKENS: "a token shard"}
 _PLURALS = {RECORDIO: "RecordIO files", MINDRECORD: "MindRecord files", TOKENS: "token shards"}
-
-
-def _verify_recordio(path: Path) -> VerifyReport:
-    """Also reports indexes that leave all records out, in which no line or checksum is wrong."""
-    report, findings = maintenance.verify(path), list[Finding]()
-    index = text_index_path(path)
-    if report.bytes and index.exists() and not index.stat().st_size:
-        findings.append(Finding(path=index, what="it is empty, which leaves out all records"))
-    if report.bytes and not report.records and not report.findings:
-        findings.append(Finding(path=sidecar_path(path), what="it has no record, which leaves out all of the file"))
-    return replace(report, findings=[*report.findings, *findings])
 
 
 def _verify_tokens(path: Path) -> VerifyReport:

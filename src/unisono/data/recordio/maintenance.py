@@ -85,7 +85,10 @@ class RepairReport:
 
 
 def verify(path: Path) -> VerifyReport:
-    """Read every byte of a file and its indexes and report all damage. Raises DataError only if there is no file."""
+    """Read every byte of a file and its indexes and report all damage. Raises DataError only if there is no file.
+
+    An index that leaves all records out is reported too: no line or checksum of it is wrong.
+    """
     data = map_file(path)
     records, damage = assemble_records(data, find_parts(data))
     findings = [Finding(path=path, offset=d.offset, end=d.end, what=d.what) for d in damage]
@@ -108,6 +111,11 @@ def verify(path: Path) -> VerifyReport:
     stretches = [(d.offset, d.end) for d in damage] if sidecar is None else []
     findings += _text_index_findings(path, set(known_offsets.tolist()), stretches)
     count = len(known_offsets)
+    index = text_index_path(path)
+    if len(data) and not count and not findings:
+        findings.append(Finding(path=sidecar_path(path), what="it has no record, which leaves out all of the file"))
+    if len(data) and index.exists() and not index.stat().st_size:
+        findings.append(Finding(path=index, what="it is empty, which leaves out all records"))
     return VerifyReport(records=count, bytes=len(data), checksums=checksums, findings=findings)
 
 

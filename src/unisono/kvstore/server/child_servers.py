@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 from unisono.dist.interpreter import module_command, module_path
 from unisono.dist.secret import job_secret, secret_descriptor
-from unisono.errors import FATAL, USER_ERROR, LaunchError
+from unisono.errors import LaunchError
+from unisono.exit_codes import FATAL, USER_ERROR
 from unisono.launch.resources import TUNED_ALLOCATOR
 
 if TYPE_CHECKING:
