@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.checkpoint.coverage_check import MOST_DIMS, first_coverage_error
+from unisono.checkpoint.coverage_check import first_coverage_error
 from unisono.checkpoint.manifest import PieceEntry, TensorEntry, pieces_fault
+from unisono.storage.limits import MAX_PIECE_DIMS
 
 EXTENTS = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -128,5 +129,5 @@ def test_what_is_wrong_is_said_with_the_place(shape, blocks, fault):
 def test_more_dims_than_tensors_have_are_refused_before_they_are_counted():
     shape = (2,) * 5000
     low, high = ((0,) * 5000, (1, *shape[1:])), ((1, *[0] * 4999), (1, *shape[1:]))
-    assert pieces_fault(entry(shape, low, high)).endswith(f": a tensor in pieces has at most {MOST_DIMS} dims")
+    assert pieces_fault(entry(shape, low, high)).endswith(f": a tensor in pieces has at most {MAX_PIECE_DIMS} dims")
     assert pieces_fault(entry(shape, ((0,) * 5000, shape))) == ""

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-# Misaligned blocks may take 2^dims steps each; sharded tensors have fewer dims.
-MOST_DIMS = 16
-
 _Box = tuple[tuple[int, int], ...]  # (begin, end) in each dim
 
 

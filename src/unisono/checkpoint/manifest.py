@@ -18,10 +18,10 @@ import msgspec
 import torch
 import xxhash
 
-from unisono.checkpoint.coverage_check import MOST_DIMS, first_coverage_error
+from unisono.checkpoint.coverage_check import first_coverage_error
 from unisono.checkpoint.safetensors_format import dtype_from_code
 from unisono.errors import CheckpointError
-from unisono.storage.limits import decode_json, num_elements
+from unisono.storage.limits import MAX_PIECE_DIMS, decode_json, num_elements
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -197,7 +197,7 @@ def pieces_fault(tensor: TensorEntry) -> str:
     wrong = f"its {count} pieces do not make up {list(shape)}"
     if count == 0 or 0 in shape:
         return wrong
-    if len(shape) > MOST_DIMS:
-        return f"{wrong}: a tensor in pieces has at most {MOST_DIMS} dims"
+    if len(shape) > MAX_PIECE_DIMS:
+        return f"{wrong}: a tensor in pieces has at most {MAX_PIECE_DIMS} dims"
     error = first_coverage_error(shape, ((piece.offset, piece.shape) for piece in tensor.pieces))
     return f"{wrong}: element {error[0]} is in {error[1] or 'none'} of them" if error else ""

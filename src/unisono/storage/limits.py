@@ -57,6 +57,10 @@ MAX_LABELS: Final = 1 << 16
 # an image: pixels; scans of one JPEG, each a pass over all pixels, of which encoders write about ten
 MAX_PIXELS: Final = 1 << 26
 MAX_JPEG_SCANS: Final = 200
+# files of one table: shards are counted in their names
+MAX_TABLE_SHARDS: Final = 100_000
+# dims of a tensor that a checkpoint has in pieces: pieces that do not line up take up to 2^dims steps each to compare
+MAX_PIECE_DIMS: Final = 16
 # CSV: characters of a number, of which no float64 needs more
 MAX_NUMBER_CHARACTERS: Final = 400
 # tar: extra headers that hold long names, and all members of one sample
@@ -70,7 +74,8 @@ MAX_SAFETENSORS_HEADER_BYTES: Final = 100_000_000
 # the folder of a pretrained model: bytes of each JSON file; layers, beyond which its tensors are counted
 MAX_MODEL_CONFIG_BYTES: Final = 64 << 20
 MAX_UNCOUNTED_LAYERS: Final = 1_000
-# text that its reader takes whole: a hosts file, a schema; a list of images, items or records' keys, a line for each
+# text that its reader takes whole: a hosts file, a schema, the first line of a table; a list of images, items or records' keys, a
+# line for each
 MAX_TEXT_BYTES: Final = 16 << 20
 MAX_LIST_BYTES: Final = 2 << 30
 # the identity of a packing job; the record of who works in a folder

@@ -26,6 +26,7 @@ from typing import Any, Final
 
 from unisono.data.convert.file_kind import SHARD_NAME, TOKENS, file_kind, kind_of_name
 from unisono.data.convert.formats.table import Row, Table, select_columns, unreadable_error, unwritable_error
+from unisono.storage.limits import MAX_TABLE_SHARDS
 
 _WRITTEN: Final = {
     ".rec": "recordio",
@@ -43,7 +44,6 @@ _READ: Final = _WRITTEN | {
     ".bin": "cifar",
 }
 _READS_COLUMNS: Final = ("parquet", "jsonl")
-_MAX_SHARDS: Final = 100_000
 _CIFAR10: Final = re.compile(r"data_batch_[1-5]\.bin")
 
 
@@ -215,9 +215,11 @@ def files_of(path: Path) -> list[Path]:
     match = SHARD_NAME.fullmatch(path.name)
     if match is not None:
         stem, number, total, rest = match.groups()
-        if not 0 <= int(number) < int(total) <= _MAX_SHARDS:
+        if not 0 <= int(number) < int(total) <= MAX_TABLE_SHARDS:
             raise unreadable_error(
-                f"{path}", f"shards are counted from 0, up to {_MAX_SHARDS:,} of them", "another name for a single file"
+                f"{path}",
+                f"shards are counted from 0, up to {MAX_TABLE_SHARDS:,} of them",
+                "another name for a single file",
             )
         files = [path.with_name(f"{stem}-{shard:0{len(number)}}-of-{total}{rest}") for shard in range(int(total))]
     elif _CIFAR10.fullmatch(path.name):

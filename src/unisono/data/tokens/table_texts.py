@@ -13,10 +13,9 @@ from unisono.data.convert.table_files import open_file, read_formats
 from unisono.data.tokens.corpus import Corpus
 from unisono.errors import DataError
 from unisono.storage.files import open_regular
-from unisono.storage.limits import decode_json
+from unisono.storage.limits import MAX_TEXT_BYTES, decode_json
 
 _SHOWN = 5
-_FIRST_LINE_BYTES = 1 << 24
 
 
 def check_text_column(corpus: Corpus, column: str) -> None:
@@ -79,7 +78,7 @@ def _columns(path: Path, kind: str) -> list[str]:
     """The columns of a table; of one without a schema, those of its first row."""
     if kind == ".jsonl":  # values of any kind
         with open_regular(path) as file, suppress(ValueError):
-            row = decode_json(file.readline(_FIRST_LINE_BYTES))
+            row = decode_json(file.readline(MAX_TEXT_BYTES))
             return list(cast("dict[str, Any]", row)) if isinstance(row, dict) else []
         return []
     table = open_file(path, kind)
