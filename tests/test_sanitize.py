@@ -34,6 +34,8 @@ CANARY = "hunter2canary"
         "credentials",
         "session_cookie",
         "GITHUB_TOKEN",
+        "GITHUB_PAT",
+        "azure_sas",
         "token",
         "PGPASSWORD",
         "mysecret",
@@ -80,6 +82,7 @@ def test_secret_names(name: str) -> None:
         "tokens_per_step",
         "pass",
         "own/pass",
+        "pat",
     ],
 )
 def test_innocent_names(name: str) -> None:

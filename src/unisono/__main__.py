@@ -7,8 +7,9 @@ from typing import NoReturn
 def main() -> NoReturn:
     """Run the command line and exit with its code.
 
-    Until a run listens for stop signals itself, SIGTERM ends ``train`` and ``launch`` as preempted: nothing has changed since the
-    start. Python itself and this package take some 40 ms before that, in which SIGTERM ends the process as any other.
+    Until a run listens for stop signals itself, SIGTERM ends ``train`` and ``launch`` as preempted: no training state is lost.
+    Python itself and this package take some 40 ms before that, in which SIGTERM ends the process as any other; a rank that our
+    launcher starts has it blocked until then.
     """
     if sys.argv[1:2] in (["train"], ["launch"]):
         from unisono.dist.early_sigterm import exit_at_sigterm  # 2 ms, of which --help has no use

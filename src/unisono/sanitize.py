@@ -68,7 +68,8 @@ def is_secret(name: str) -> bool:
     """Whether a field, variable or option of this name usually holds a secret.
 
     ``token`` counts only as the last word, and not in ``eos_token``, its like and ``per_token``. ``key`` counts only after
-    a word such as ``api``. The plural ``tokens`` is a count, except after ``hf``, ``api``, ``access`` and their like.
+    a word such as ``api``, ``pat`` and ``sas`` after any. The plural ``tokens`` is a count, except after ``hf``, ``api``,
+    ``access`` and their like.
     """
     words = [word.lower() for word in _WORDS.findall(name)]
     if not words:
@@ -80,6 +81,8 @@ def is_secret(name: str) -> bool:
         return _VOCABULARY.fullmatch(before) is None
     if words[-1] == "tokens" and _TOKENS_OWNER.fullmatch(before):
         return True
+    if words[-1] in ("pat", "sas"):  # personal access token, shared access signature
+        return before != ""
     if words[-1] in ("key", "keys"):
         return _KEY_OWNER.fullmatch(before) is not None
     return any(_SECRET_WORD.fullmatch(word) for word in words)

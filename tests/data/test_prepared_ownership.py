@@ -162,6 +162,22 @@ def test_text_of_a_folder_that_becomes_a_link_is_not_packed(
     assert packed.bad[0].reason == f"it cannot be read: it leads out of {tmp_path / 'shared'}"
 
 
+def test_a_text_that_changes_after_the_listing_is_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "texts").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "texts" / name).write_text("old")
+
+    def change() -> None:
+        (tmp_path / "texts/a.txt").write_text("new")
+        os.utime(tmp_path / "texts/a.txt", (1, 1))
+
+    listed_then(token_text, change, monkeypatch)
+    packed = pack_text(tmp_path / "texts", tmp_path / "t.bin", pack=PackOptions(on_error="skip", workers=0))
+    assert [(bad.path, bad.reason) for bad in packed.bad] == [
+        ("a.txt", "it cannot be read: it has changed since it was listed")
+    ]
+
+
 @pytest.mark.parametrize("when", ["before the rows", "between the rows"])
 def test_a_table_that_is_exchanged_while_it_is_read_is_refused(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ _has_listened = False
 
 
 def exit_at_sigterm() -> None:
-    """End this process as preempted at SIGTERM, until a run or a launch installs a handler of its own.
+    """End this process as preempted at SIGTERM, while no run or launch has a handler of its own: before it, and after its end.
 
     A launcher starts its ranks with SIGTERM blocked (``launch/workers.py``): one that has arrived by now takes effect here.
     """

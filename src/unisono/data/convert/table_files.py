@@ -155,8 +155,8 @@ def _for_csv(path: Path, name: str, fields: Collection[str]) -> Collection[str]:
 
 def _no_format(path: Path, suffix: str, formats: dict[str, str]) -> Exception:
     suffixes = ", ".join(formats)
-    verb = "read" if formats is _READ else "written"
-    return unwritable_error(
+    verb, refuse = ("read", unreadable_error) if formats is _READ else ("written", unwritable_error)
+    return refuse(
         f"{path}, whose suffix is {suffix!r}",
         f"the suffix names the format, {verb} are {suffixes}",
         f"one of {suffixes}",

@@ -10,6 +10,7 @@ Not here: archives, JSON, Parquet, files larger than memory. A file is read whol
 from __future__ import annotations
 
 import codecs
+import errno
 import io
 import logging
 import os
@@ -39,6 +40,7 @@ _STDLIB_SKIPPED_FOLDERS = frozenset(
 )
 _STDLIB_SKIPPED_FILES = frozenset({"sitecustomize.py", "usercustomize.py"})
 _STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
+CHANGED = "it has changed since it was listed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,10 +74,16 @@ class Corpus:
     def open(self, file: SourceFile) -> BinaryIO:
         """Open a file for reading.
 
-        Raises OSError, also if it is not regular or lies outside now: a folder of its path may have become a link meanwhile.
+        Raises OSError, also if it has changed since it was listed, is not regular or lies outside now: a folder of its path may
+        have become a link meanwhile.
         """
         path = self.root / file.path
-        return open_inside(self.confined_to, path) if self.confined_to else open_regular(path)
+        opened = open_inside(self.confined_to, path) if self.confined_to else open_regular(path)
+        found = os.fstat(opened.fileno())
+        if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
+            opened.close()
+            raise OSError(errno.ESTALE, CHANGED)
+        return opened
 
 
 class UndecodableError(Exception):

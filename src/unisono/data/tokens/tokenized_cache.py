@@ -33,6 +33,7 @@ from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.recordio.remote_file import is_url
 from unisono.data.sources.remote import local_path
 from unisono.data.tokens.corpus import (
+    CHANGED,
     Corpus,
     SourceFile,
     UndecodableError,
@@ -417,7 +418,7 @@ def _documents(inputs: _Inputs, skipped: list[tuple[str, str]]) -> Iterator[Docu
     for path, file in zip(paths, files, strict=True):
         raw = _read(corpus, file)
         if xxhash.xxh3_128_hexdigest(raw) != inputs.digests[path]:
-            raise _changed_error(corpus.root / path)
+            raise unreadable_file_error(corpus.root / path, CHANGED)
         if inputs.text_column:
             rows = _rows(corpus.root / path, inputs, "eval" if path in held_out else "train", alone=len(paths) == 1)
             yield from _unchanged(rows, corpus, file)
@@ -464,7 +465,7 @@ def _check_same(path: Path, opened: BinaryIO) -> None:
     except OSError as error:
         raise unreadable_file_error(path, error.strerror) from error
     if not os.path.samestat(now, then) or (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
-        raise _changed_error(path)
+        raise unreadable_file_error(path, CHANGED)
 
 
 def _read(corpus: Corpus, file: SourceFile) -> bytes:
@@ -478,20 +479,10 @@ def _read(corpus: Corpus, file: SourceFile) -> bytes:
 
 def _open_listed(corpus: Corpus, file: SourceFile) -> BinaryIO:
     """Open a file. Raises DataError if it is not the one that was listed, such as a link that leads elsewhere now."""
-    path = corpus.root / file.path
     try:
-        opened = corpus.open(file)
+        return corpus.open(file)
     except OSError as error:
-        raise unreadable_file_error(path, error.strerror) from error
-    found = os.fstat(opened.fileno())
-    if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
-        opened.close()
-        raise _changed_error(path)
-    return opened
-
-
-def _changed_error(path: Path) -> DataError:
-    return unreadable_file_error(path, "it has changed since it was listed")
+        raise unreadable_file_error(corpus.root / file.path, error.strerror) from error
 
 
 def _remove(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
 import os
@@ -509,6 +511,15 @@ def test_one_process_at_a_time(many: Path, tmp_path: Path) -> None:
     finally:
         process.send_signal(signal.SIGCONT)
     assert process.wait(60) == 0
+
+
+def test_a_file_system_without_locks_is_said(album: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_lock(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    with pytest.raises(DataError, match=r"x\.rec\.part: its file system gives no lock"):
+        pack_images(album, tmp_path / "x.rec")
 
 
 def test_a_worker_that_dies_is_named(many: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ as missing; one that names files of others is refused.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -142,7 +143,7 @@ class BadInputError(Exception):
 class PartialTarget:
     """The folder of a job's shards until all are finished. ``open_partial_target`` opens it exclusively.
 
-    Nothing is moved or deleted by its path, which others could replace by a link, but through its descriptor ``fd``.
+    What is in it is deleted through its descriptor ``fd``, and files leave it so: others could replace its path by a link.
     """
 
     def __init__(self, folder: Path, fd: int) -> None:
@@ -302,11 +303,13 @@ def open_partial_target(folder: Path, job: bytes) -> Generator[PartialTarget]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            is_taken = error.errno in (errno.EAGAIN, errno.EACCES)
+            what = "another process is packing to it" if is_taken else "its file system gives no lock"
             raise DataError(
-                given=f"{folder}: another process is packing to it ({error.strerror})",
+                given=f"{folder}: {what} ({error.strerror})",
                 rule="one process at a time packs to a target",
                 consequence="nothing was done",
-                nearest="wait for it, or another target",
+                nearest="wait for it, or another target" if is_taken else "a target on a local disk",
             ) from error
         partial = PartialTarget(folder, fd)
         path = folder / "job.json"

@@ -23,7 +23,7 @@ from unisono.data.convert.pack.pack_job import (
 )
 from unisono.data.convert.pack.partial_target import BadInput, PackedInput, ShardSeries
 from unisono.data.convert.table_files import open_table, read_formats
-from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, find_corpus, read_text
+from unisono.data.tokens.corpus import CHANGED, Corpus, UndecodableError, find_corpus, read_text
 from unisono.data.tokens.encoding import Document, default_workers, encode_documents
 from unisono.data.tokens.shards import TokenWriter
 from unisono.data.tokens.tokenizer import BYTES, Encoded, Tokenizer, load_tokenizer
@@ -107,7 +107,11 @@ def _check_source(source: Path, target: Path, lines: bool, column: str | None) -
 def _file_texts(corpus: Corpus, lines: bool) -> Iterator[str | BadInput]:
     for file in corpus.files:
         try:
-            text = read_text(_content(corpus, file), python_source=file.path.endswith(".py"))
+            with corpus.open(file) as opened:
+                content = opened.read(file.size + 1)
+            if len(content) != file.size:
+                raise OSError(errno.ESTALE, CHANGED)
+            text = read_text(content, python_source=file.path.endswith(".py"))
         except OSError as error:
             yield BadInput(path=file.path, reason=f"it cannot be read: {error.strerror}")
         except UndecodableError as error:
@@ -117,15 +121,6 @@ def _file_texts(corpus: Corpus, lines: bool) -> Iterator[str | BadInput]:
                 yield from text.replace("\r\n", "\n").removesuffix("\n").split("\n")
             else:
                 yield text
-
-
-def _content(corpus: Corpus, file: SourceFile) -> bytes:
-    """The bytes of a file of the corpus. Raises OSError, also where another file is in its place by now."""
-    with corpus.open(file) as opened:
-        content = opened.read(file.size + 1)
-    if len(content) != file.size:
-        raise OSError(errno.ESTALE, "it has another size than when it was listed")
-    return content
 
 
 def _column_texts(source: Path, column: str) -> Iterator[str | BadInput]:
