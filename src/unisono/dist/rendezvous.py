@@ -44,8 +44,9 @@ def open_store(job: JobSpec, timeout_s: float, environ: Mapping[str, str] = os.e
 
     ``name`` is this process's among the members, its rank by default. Raises LaunchError if the port is taken, the address
     does not belong to this host or the two sides do not hold the same secret; ConfigError for a public address; CommError
-    after ``timeout_s`` seconds without an answer.
+    after ``timeout_s`` seconds without an answer, as ``wait_until_resolved`` says.
     """
+    wait_until_resolved(job, timeout_s)
     name, secret = name or f"rank {job.rank}", job_secret(job, environ)
     deadline = time.monotonic() + timeout_s
     if job.rank == 0 and name == "rank 0" and not has_scheduler(job):
@@ -55,7 +56,7 @@ def open_store(job: JobSpec, timeout_s: float, environ: Mapping[str, str] = os.e
             published.set(_ADDRESS_KEY, "{}:{}".format(*listener.getsockname()[:2]))
         return store
     started, reason, published, address = time.monotonic(), "", None, None
-    about_secret = is_unresolved = False  # what the last try failed of
+    about_secret = False  # what the last try failed of
     while True:
         try:
             if job.shared_store and not has_scheduler(job) and published is None:
@@ -73,13 +74,12 @@ def open_store(job: JobSpec, timeout_s: float, environ: Mapping[str, str] = os.e
             # a port that is looked up may be an earlier attempt's, or a stranger's who wrote it there
             if refused.reason not in ("taken", "full") and published is None:
                 raise _refusal(job, name, refused) from None
-            reason, about_secret, is_unresolved = _reason(job, refused), refused.reason in _ABOUT_SECRET, False
+            reason, about_secret = _reason(job, refused), refused.reason in _ABOUT_SECRET
         except (OSError, PeerError, RuntimeError, UnicodeError) as error:
             reason, about_secret = _first_line(error), False
-            is_unresolved = isinstance(error, socket.gaierror | UnicodeError)
         if time.monotonic() > deadline:
             if published is None:
-                raise _no_store(job, timeout_s, reason, is_unresolved=is_unresolved)
+                raise _no_store(job, timeout_s, reason, at=_host(job), server=_server(job))
             raise _no_rank_0(job, address, timeout_s, reason, about_secret=about_secret)
         time.sleep(_POLL_S if time.monotonic() - started < 1 else _SLOW_POLL_S)
 
@@ -203,26 +203,31 @@ def _listen(job: JobSpec, deadline: float) -> tuple[socket.socket, PrefixStore |
     return listener, None
 
 
-def _unresolved(job: JobSpec) -> str | None:
-    """Why the master address does not resolve on this host; None if it does."""
-    try:
-        socket.getaddrinfo(job.master_addr, job.master_port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        return f"the name does not resolve on this host: {error}"
-    return None
+def wait_until_resolved(job: JobSpec, timeout_s: float) -> None:
+    """Wait until this host resolves the master address: a name can appear later, as in Kubernetes.
+
+    Not on a rank 0 that is to listen there: its host has the address. Raises CommError after ``timeout_s`` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while job.rank != 0 or job.shared_store:
+        try:
+            socket.getaddrinfo(job.master_addr, job.master_port, type=socket.SOCK_STREAM)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline:
+                reason, server = f"the name does not resolve on this host: {error}", _store_holder(job)
+                nearest = f"set MASTER_ADDR, here {job.master_addr!r}, to a name or address that this host resolves, of the host of {server}"
+                raise _no_store(job, timeout_s, reason, at=job.master_addr, server=server, nearest=nearest) from None
+        time.sleep(_DNS_POLL_S)
 
 
 def _launchers_store(job: JobSpec, deadline: float) -> PrefixStore:
-    budget_s = deadline - time.monotonic()
-    while (reason := _unresolved(job)) is not None:  # torch would print its C++ frames; a name can appear later
-        if time.monotonic() > deadline:
-            raise _no_store(job, budget_s, reason, server="the launcher", is_unresolved=True)
-        time.sleep(_DNS_POLL_S)
     timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     try:
         store = TCPStore(job.master_addr, job.master_port, None, False, timeout, wait_for_workers=False)
     except RuntimeError as error:
-        raise _no_store(job, timeout.total_seconds(), _first_line(error), server="the launcher") from error
+        reason, at = _first_line(error), job.master_addr
+        raise _no_store(job, timeout.total_seconds(), reason, at=at, server="the launcher") from error
     return PrefixStore(f"unisono/{job.run_id}", store)
 
 
@@ -238,6 +243,11 @@ def _address(job: JobSpec, published: PrefixStore | None) -> tuple[str, int]:
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def _store_holder(job: JobSpec) -> str:
+    """Who keeps a store at the master address, for an error: torchrun's own holds rank 0's address."""
+    return "the launcher" if job.shared_store and not has_scheduler(job) else _server(job)
 
 
 def _server(job: JobSpec) -> str:
@@ -263,18 +273,13 @@ def _refusal(job: JobSpec, name: str, refused: AuthenticationRefused) -> LaunchE
     )
 
 
-def _no_store(
-    job: JobSpec, timeout_s: float, reason: str, *, server: str = "", is_unresolved: bool = False
-) -> CommError:
-    server = server or _server(job)
+def _no_store(job: JobSpec, timeout_s: float, reason: str, *, at: str, server: str, nearest: str = "") -> CommError:
     return CommError(
-        given=f"rank {job.rank} of {job.world_size} found no store at {job.master_addr}:{job.master_port} in "
+        given=f"rank {job.rank} of {job.world_size} found no store at {at}:{job.master_port} in "
         f"{timeout_s:.3g} s ({reason})",
         rule=f"{server} keeps a store open there while the job runs",
         consequence="this rank cannot join and has not trained",
-        nearest=f"set MASTER_ADDR, here {job.master_addr!r}, to a name or address of the host of {server} that this host resolves"
-        if is_unresolved
-        else f"see why {server} did not start, and that its host and port can be reached from here",
+        nearest=nearest or f"see why {server} did not start, and that its host and port can be reached from here",
     )
 
 

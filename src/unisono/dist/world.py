@@ -33,7 +33,7 @@ from unisono.dist.address import address_of, interface_of, require_private_ranks
 from unisono.dist.dmlc import take_role
 from unisono.dist.job_store import JobStore
 from unisono.dist.jobspec import JobSpec
-from unisono.dist.rendezvous import Rendezvous, join_ranks
+from unisono.dist.rendezvous import Rendezvous, join_ranks, wait_until_resolved
 from unisono.dist.roll_call import identity, missing_ranks, roll_call
 from unisono.errors import CommError, LaunchError, Problem, UnisonoError
 from unisono.sanitize import shorten
@@ -303,6 +303,8 @@ def join_world(
             nearest="a launch without --servers; or dist_async (plan.sync=dist_async, create_kvstore('dist_async'))",
         )
     meet_timeout_s = max(timeout_s, MIN_MEET_S) if meet_timeout_s is None else meet_timeout_s
+    if store is None:
+        wait_until_resolved(job, min(timeout_s, meet_timeout_s))
     rendezvous, owned = join_ranks(job, meet_timeout_s, store)
     job = replace(job, restart_count=rendezvous.restart_count)
     try:

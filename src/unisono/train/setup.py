@@ -88,6 +88,7 @@ def _kept_store(job: JobSpec, timeout_s: float) -> JobStore:
     If rank 0 served another one then, it might close the first after other ranks had connected to it; and the socket that a
     launcher hands down can be used only once.
     """
+    rendezvous.wait_until_resolved(job, timeout_s)
     return rendezvous.open_store(job, max(timeout_s, MIN_MEET_S))
 
 
