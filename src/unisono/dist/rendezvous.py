@@ -216,7 +216,8 @@ def wait_until_resolved(job: JobSpec, timeout_s: float) -> None:
         except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
                 reason, server = f"the name does not resolve on this host: {error}", _store_holder(job)
-                nearest = f"set MASTER_ADDR, here {job.master_addr!r}, to a name or address that this host resolves, of the host of {server}"
+                wrong = f"MASTER_ADDR, here {job.master_addr!r}"
+                nearest = f"set {wrong}, to a name or address of the host of {server} that this host resolves"
                 raise _no_store(job, timeout_s, reason, at=job.master_addr, server=server, nearest=nearest) from None
         time.sleep(_DNS_POLL_S)
 

@@ -52,7 +52,7 @@ class LaunchOptions:
     max_restarts: int = option(3, "Restarts from the newest checkpoint after a crash.", ge=0)
     timeout_s: float = option(
         300.0,
-        "Seconds a rank waits for its peers in one collective, at the start of a job at least 60, and for MASTER_ADDR to resolve.",
+        "Seconds a rank waits for its peers in one collective (60 or more at the start), and for MASTER_ADDR to resolve.",
         gt=0,
     )
     grace_s: float = option(30.0, "Seconds a stopped run gets to save and end before it is killed.", ge=0)
