@@ -94,22 +94,23 @@ def test_sigterm_while_the_python_of_a_rank_still_starts(tmp_path: Path, launch:
     assert "before the first step: nothing was saved; start the same command again" in done.stderr
 
 
-def test_a_rank_of_ours_is_known_by_its_command() -> None:
-    own = [
-        "unisono train",
-        "/opt/bin/unisono train a.toml",
-        "python -m unisono train",
-        "/usr/bin/python3.11 -P -m unisono train --json",
-    ]
+def test_a_rank_of_ours_is_known_by_its_command(tmp_path: Path) -> None:
+    python, script = sys.executable, Path(sys.executable).with_name("unisono")
+    own = [f"{script} train a.toml", f"{python} -m unisono train", f"{python} -uP -m unisono train --json"]
     others = [
-        "unisono eval",
-        "unisono",
-        "python",
-        "python train.py -m unisono train",
-        "torchrun -m unisono train",
+        f"{script} eval",
+        f"{script}",
+        f"{python}",
+        f"{python} train.py -m unisono train",
+        f"{python} -cpass -m unisono train",
+        f"{python} -m unisono.kvstore.server train",
+        f"{tmp_path}/unisono train",
+        f"{tmp_path}/python -m unisono train",
         "bash -c unisono train",
-        "python -m unisono.kvstore.server train",
     ]
+    for name in ("unisono", "python"):  # a wrapper of that name elsewhere
+        (tmp_path / name).write_text('#!/bin/sh\nexec "$@"')
+        (tmp_path / name).chmod(0o755)
     assert [command for command in [*own, *others] if is_own_rank(command.split())] == own
 
 

@@ -29,7 +29,7 @@ from unisono.errors import CheckpointError, UnisonoError
 from unisono.sanitize import without_credentials_of
 from unisono.storage.address import failure_text, is_within, local_path, open_address, public_cause
 from unisono.storage.directory import commit_directory, quarantine_directory
-from unisono.storage.files import FOLDER_MODE, create_file, open_new
+from unisono.storage.files import FOLDER_MODE, create_file, open_new, open_regular
 from unisono.storage.limits import MAX_JSON_BYTES
 
 _FINAL_ATTEMPTS: Final = 3  # of each checkpoint at the end of a run
@@ -97,14 +97,21 @@ class RemoteCheckpoints:
         return sorted(step for step, complete in self._steps().items() if complete)
 
     def upload(self, path: Path) -> None:
-        """Copy the committed checkpoint ``path``, the marker last. Raises whatever the filesystem raises."""
+        """Copy the committed checkpoint ``path``, the marker last.
+
+        Only the files of its manifest, and none through a link: another user may own the folder of the run. Raises OSError for a
+        link, ValueError if the marker is not of the manifest, and whatever the filesystem raises.
+        """
         target = f"{self._path}/{path.name}"
-        marker = (path / COMMIT).read_bytes()
+        manifest, marker = (_read_no_link(path / name) for name in (MANIFEST, COMMIT))
+        if marker != encode_commit_marker(manifest, step_of(path.name) or 0):
+            raise ValueError(f"{path / COMMIT} is not of this {MANIFEST}")
         self._remove_marker(target)
         self._files.makedirs(target, exist_ok=True)
-        for file in sorted(path.iterdir()):
-            if file.name != COMMIT:
-                self._files.put_file(str(file), f"{target}/{file.name}")
+        for name in sorted(decode(manifest).files):
+            with open_regular(path / name, flags=os.O_NOFOLLOW) as file:  # the path may lead elsewhere a moment later
+                self._files.put_file(f"/dev/fd/{file.fileno()}", f"{target}/{name}")
+        self._files.pipe_file(f"{target}/{MANIFEST}", manifest)
         self._files.pipe_file(f"{target}/{COMMIT}", marker)
 
     def download(self, step: int, root: Path) -> Path:
@@ -183,6 +190,11 @@ class RemoteCheckpoints:
             except (ValueError, CheckpointError, FileNotFoundError):
                 self._scores[step] = None
         return self._scores[step]
+
+
+def _read_no_link(path: Path) -> bytes:
+    with open_regular(path, flags=os.O_NOFOLLOW) as file:
+        return file.read(MAX_JSON_BYTES)
 
 
 @contextmanager

@@ -144,7 +144,7 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str], *, is_shown:
         resolved = _load([run_file], ["run.resume=auto", *overrides])
         resolved = replace(resolved, origins=resolved.origins | {"run.resume": "default"})
     if run_file is not None:
-        resolved = _with_own_cache(resolved, run_file)
+        resolved = _without_places_of_others(resolved, run_file)
     train, origin = resolved.value.train, resolved.origins["train.steps"]
     # a file may list all options with their defaults; a command line or variable that gives one means it
     if train.epochs and origin.startswith(("--set", "env ")):
@@ -164,10 +164,10 @@ def _check_run_file(run_file: Path) -> None:
     """
     if not run_file.is_file():
         return
-    base: object = None
+    has_base = False
     with suppress(OSError, ConfigError):  # reported below
-        base = read_toml(run_file).values.get(BASE)
-    if str(base).endswith(".py") or code_placeholders(run_file):
+        has_base = BASE in read_toml(run_file).values
+    if has_base or code_placeholders(run_file):
         check_file(RunConfig, run_file)
     else:
         load_config(RunConfig, [run_file])
@@ -186,14 +186,23 @@ def _load(
     return resolved
 
 
-def _with_own_cache(resolved: Resolved[RunConfig], run_file: Path) -> Resolved[RunConfig]:
-    """Another user's run does not choose where copies of this user's data are kept: there that user might read them."""
-    origin = resolved.origins["data.cache_dir"]
-    if origin.startswith(("default", "env ", SET)) or not foreign_reason(run_file):
-        return resolved
+def _without_places_of_others(resolved: Resolved[RunConfig], run_file: Path) -> Resolved[RunConfig]:
+    """Another user's run does not choose where copies of this user's data and checkpoints are kept.
+
+    There that user might read them, and at the address of another run its checkpoints would be replaced and deleted.
+    """
     config = resolved.value
-    config = replace(config, data=replace(config.data, cache_dir=""))
-    return resolved.updated(config, ["data.cache_dir"], "default")
+    places = {"data.cache_dir": config.data.cache_dir, "checkpoint.upload_to": config.checkpoint.upload_to}
+    own = ("default", "env ", SET)
+    chosen = [name for name, place in places.items() if place and not resolved.origins[name].startswith(own)]
+    if not chosen or not (reason := foreign_reason(run_file)):
+        return resolved
+    LOG.warning("%s: its %s is not used; --set gives one of your own", reason, " and its ".join(chosen))
+    if "data.cache_dir" in chosen:
+        config = replace(config, data=replace(config.data, cache_dir=""))
+    if "checkpoint.upload_to" in chosen:
+        config = replace(config, checkpoint=replace(config.checkpoint, upload_to=""))
+    return resolved.updated(config, chosen, "default")
 
 
 def code_placeholders(file: Path) -> dict[str, Any]:
@@ -256,7 +265,7 @@ def load_run(run_dir: str, **code: Any) -> Resolved[RunConfig]:
             nearest=f"leave --{min(code)} out",
         )
     resolved = _load([run_file], [f"run.dir={json.dumps(run_dir)}"], placeholders)
-    resolved = _with_own_cache(resolved, run_file)
+    resolved = _without_places_of_others(resolved, run_file)
     announce(str(run_file), resolved.renamed)
     config = resolved.value
     return replace(resolved, value=replace(config, components=replace(config.components, **code)))

@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +35,8 @@ _PR_SET_PDEATHSIG = 1
 
 # its sitecustomize.py records what ends a worker that is a Python script
 _SCRIPT_HOOK = Path(__file__).with_name("script_hook")
+
+_PYTHON_FLAGS = re.compile("-[bBdEhiIOPqRsSuvx]+")
 
 # variables of an outer launcher must not describe our workers
 _FOREIGN_GROUPS = ("TORCHELASTIC_", "DMLC_")
@@ -235,13 +239,19 @@ def unwritable(path: Path, error: OSError) -> Problem:
 
 
 def is_own_rank(command: Sequence[str]) -> bool:
-    """Whether it is ``unisono train`` or ``python -m unisono train``, with or without options of Python."""
-    program, *arguments = os.path.basename(command[0]), *command[1:]
-    if program.startswith("python"):
-        while arguments and arguments[0].startswith("-") and arguments[0] != "-m":
+    """Whether it is ``unisono train`` or ``python -m unisono train`` of this very environment.
+
+    Another program of that name, such as a shell script that starts ours, would keep SIGTERM blocked. Options of Python are
+    those without a value.
+    """
+    program, arguments = Path(shutil.which(command[0]) or ""), list(command[1:])
+    if program.parent != Path(sys.executable).parent:
+        return False
+    if program.name.startswith("python"):
+        while arguments and _PYTHON_FLAGS.fullmatch(arguments[0]):
             del arguments[0]
         return arguments[:3] == ["-m", "unisono", "train"]
-    return program == "unisono" and arguments[:1] == ["train"]
+    return program.name == "unisono" and arguments[:1] == ["train"]
 
 
 def _before_exec(spec: WorkerSpec) -> Callable[[], None]:
