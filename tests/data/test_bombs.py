@@ -455,7 +455,7 @@ def test_steps_of_an_index_are_counted(indexed: Callable[..., Path], monkeypatch
 
     path = indexed(text="t" * 20_000, rows=20)
     assert len(MindRecordFile(path)) == 20  # long texts beside the locations are no matter
-    monkeypatch.setattr(index, "MAX_FREE_SQL_STEPS", 0)
+    monkeypatch.setattr(index, "SMALL_FILE_SQL_STEPS", 0)
     monkeypatch.setattr(index, "MAX_SQL_STEPS_PER_ROW", 1)
     monkeypatch.setattr(index, "_STEPS", 50)
     with pytest.raises(DataError, match="interrupted"):

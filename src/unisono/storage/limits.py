@@ -23,21 +23,23 @@ MAX_RECORD_BYTES: Final = 1 << 28
 MAX_COLUMNS: Final = 1 << 16
 # dims of an array: NumPy and torch have no more
 MAX_DIMS: Final = 64
-# compressed data: it becomes this many times its size, or this many bytes in any case
+# compressed data: it becomes this many times its size. SMALL_FILE_BYTES are allowed to a file of any size, however small, as are
+# the other SMALL_FILE_ limits
 MAX_EXPANSION: Final = 200
-MAX_FREE_BYTES: Final = 16 << 20
-# Parquet, whose runs of equal values take no space: rows for each byte of the file, and in any case; the same for bytes of values
+SMALL_FILE_BYTES: Final = 16 << 20
+# Parquet, whose runs of equal values take no space: rows for each byte of the file, and rows allowed to a file of any size; the
+# same for bytes of values
 MAX_ROWS_PER_BYTE: Final = 1_000
-MAX_FREE_ROWS: Final = 1 << 20
+SMALL_FILE_ROWS: Final = 1 << 20
 MAX_PARQUET_EXPANSION: Final = 10_000
-MAX_FREE_PARQUET_BYTES: Final = 1 << 28
+SMALL_FILE_PARQUET_BYTES: Final = 1 << 28
 # Parquet's metadata: bytes of a page's header and of any text, where pyarrow's own limits are 16 MiB and 100 MB; entries of any
 # list; structs inside each other
 MAX_PARQUET_HEADER_BYTES: Final = 1 << 24
 MAX_PARQUET_TEXT_BYTES: Final = 64 << 20
 MAX_PARQUET_ENTRIES: Final = 1 << 20
 MAX_THRIFT_DEPTH: Final = 16
-# Arrow, whose nulls take no space and whose booleans take a bit: values for each byte, beyond MAX_FREE_ROWS
+# Arrow, whose nulls take no space and whose booleans take a bit: values for each byte, beyond SMALL_FILE_ROWS
 MAX_VALUES_PER_BYTE: Final = 64
 # JSON: lists and objects inside each other, and in all; values in all, estimated by the commas; bytes of a file of
 # metadata, and of a plan
@@ -85,10 +87,11 @@ MAX_LOCK_RECORD_BYTES: Final = 1 << 12
 MAX_EVENT_BYTES: Final = 1 << 24
 # a pattern of module names, in characters
 MAX_PATTERN: Final = 1_000
-# a MindRecord file's SQLite index: bytes of a text in its schema; steps of SQLite's machine for each row, and in any case
+# a MindRecord file's SQLite index: bytes of a text in its schema; steps of SQLite's machine for each row, and steps
+# allowed to a file of any size
 MAX_SQL_BYTES: Final = 1 << 20
 MAX_SQL_STEPS_PER_ROW: Final = 100
-MAX_FREE_SQL_STEPS: Final = 1 << 20
+SMALL_FILE_SQL_STEPS: Final = 1 << 20
 
 
 class LimitError(ValueError):
