@@ -19,7 +19,7 @@ from unisono.storage.files import open_regular
 
 # one value, line, record, page, member or array, in bytes
 MAX_RECORD_BYTES: Final = 1 << 28
-# columns of a table, fields of a record, features of an example, side columns of a record file
+# columns of a table, fields of a record, features of an example and the values of its lists, side columns of a record file
 MAX_COLUMNS: Final = 1 << 16
 # dims of an array: NumPy and torch have no more
 MAX_DIMS: Final = 64
@@ -228,7 +228,7 @@ def num_elements(shape: Sequence[int], item_bytes: int = 1) -> int:
     return math.prod(shape)
 
 
-def check_columns_number(number: int, what: str = "columns") -> None:
-    """Raise LimitError for more columns, fields or features than a row may have."""
+def check_count(number: int, what: str = "columns") -> None:
+    """Raise LimitError for more than MAX_COLUMNS of what is counted, such as the columns of a row or the values of a list."""
     if number > MAX_COLUMNS:
         raise LimitError(f"{number:,} {what}, where {MAX_COLUMNS:,} are the most")
