@@ -22,7 +22,7 @@ from unisono.config.toml_file import read_toml
 from unisono.config.trust import record_python
 from unisono.config.values import CALLABLE, SET
 from unisono.errors import CheckpointError, ConfigError
-from unisono.storage.ownership import foreign_reason
+from unisono.storage.ownership import untrusted_reason
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RUN_FILE
 from unisono.tasks.options import PREDICTORS
 from unisono.train.config import RunConfig
@@ -189,7 +189,7 @@ def _load(
 def _with_own_cache(resolved: Resolved[RunConfig], run_file: Path) -> Resolved[RunConfig]:
     """Another user's run does not choose where copies of this user's data are kept: there that user might read them."""
     origin = resolved.origins["data.cache_dir"]
-    if origin.startswith(("default", "env ", SET)) or not foreign_reason(run_file):
+    if origin.startswith(("default", "env ", SET)) or not untrusted_reason(run_file):
         return resolved
     config = resolved.value
     config = replace(config, data=replace(config.data, cache_dir=""))

@@ -41,7 +41,7 @@ from unisono.storage.files import (
     write_atomically,
 )
 from unisono.storage.limits import MAX_JOB_BYTES, read_json
-from unisono.storage.ownership import foreign_folder_reason
+from unisono.storage.ownership import untrusted_folder_reason
 
 UNSPLIT: Final = "all"  # the series of inputs without a split
 _PROGRESS_S = 5.0
@@ -331,7 +331,7 @@ def _open_folder(folder: Path) -> int:
     except OSError as error:
         raise _foreign_folder(folder, "it is a link" if folder.is_symlink() else os_reason(error)) from error
     try:
-        if reason := foreign_folder_reason(folder, os.fstat(fd)):
+        if reason := untrusted_folder_reason(folder, os.fstat(fd)):
             raise _foreign_folder(folder, reason)
         is_job = set(os.listdir(fd)) <= {_LOCK} or _JOB.fullmatch(_content(folder / "job.json"))
         if not is_job:
