@@ -234,8 +234,8 @@ def unwritable(path: Path, error: OSError) -> Problem:
     )
 
 
-def is_own_rank(command: Sequence[str]) -> bool:
-    """Whether it is ``unisono train`` or ``python -m unisono train``, with or without options of Python."""
+def is_unisono_train(command: Sequence[str]) -> bool:
+    """Whether it is ``unisono train`` or ``python -m unisono train``; Python may have options without a separate value."""
     program, *arguments = os.path.basename(command[0]), *command[1:]
     if program.startswith("python"):
         while arguments and arguments[0].startswith("-") and arguments[0] != "-m":
@@ -251,7 +251,7 @@ def _before_exec(spec: WorkerSpec) -> Callable[[], None]:
     does not say that nothing was saved. Any other program gets it at once.
     """
     parent, cpus = os.getpid(), spec.cpus
-    blocks_sigterm = is_own_rank(spec.command)
+    blocks_sigterm = is_unisono_train(spec.command)
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
     def prepare() -> None:
