@@ -110,7 +110,6 @@ class FrameServer:
         self._busy: set[Channel] = set()
         self._newest = restart_count
         self._closing = threading.Event()
-        self.num_refused = 0
         self._wake, self._woken = socket.socketpair()
         self._loops = [
             threading.Thread(target=loop, name=f"unisono-wire-{loop.__name__[1:]}", daemon=True)
@@ -146,21 +145,18 @@ class FrameServer:
     def _admit(self, sock: socket.socket, address: str) -> None:
         with self._lock:
             if len(self._threads) >= self._admission.max_connections:
-                self.num_refused += 1
                 sock.close()
                 return
             if len(self._unauthenticated) >= self._admission.max_unauthenticated:
                 # drop the one that has not proved itself for longest: a handshake takes milliseconds
                 oldest = next(iter(self._unauthenticated))
                 del self._unauthenticated[oldest]
-                self.num_refused += 1
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(oldest, socket.SHUT_RDWR)
             thread = threading.Thread(target=self._serve, args=(sock, address), name="unisono-wire-peer", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the machine has no thread left: this one comes again, and the others are served
-                self.num_refused += 1
                 sock.close()
                 return
             self._unauthenticated[sock] = None
