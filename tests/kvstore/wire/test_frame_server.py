@@ -20,12 +20,12 @@ from intruder import NOBODY, as_another_user, needs_another_user, until_closed
 from procs import listening, wait_until
 
 from unisono.errors import CommError, ConfigError
-from unisono.kvstore.wire.auth import AuthError, Peer, client_handshake, preauth_limits
+from unisono.kvstore.wire.auth import AuthError, Identity, client_handshake, preauth_limits
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
 from unisono.kvstore.wire.frame import HEADER_BYTES, Frame, Limits, Op, json_frame, pack, read_json
 from unisono.kvstore.wire.frame_server import Admission, listen
 
-ME = Peer("worker", 3, 1, 77, "")
+ME = Identity("worker", 3, 1, 77, "")
 HASTY = Limits(max_payload_bytes=1 << 20, message_s=0.5, stall_s=0.3, handshake_s=0.5)
 
 

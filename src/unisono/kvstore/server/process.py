@@ -29,7 +29,7 @@ from unisono.errors import LaunchError
 from unisono.kvstore.server.chunk_payload import SLOT_BYTES
 from unisono.kvstore.server.parameter_server import ParameterServer
 from unisono.kvstore.server.run_spec import RunSpec
-from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.auth import Identity
 from unisono.kvstore.wire.connection import Connection, Endpoint
 from unisono.kvstore.wire.frame import PEER_LIMITS, Frame, Op, json_frame, payload_views
 from unisono.kvstore.wire.frame_server import FrameServer
@@ -182,7 +182,7 @@ class ReplicaClient:
         return RunSpec.from_json(answer) if answer is not None else None
 
     def _connect(self, job: int, facts: Mapping[str, Any]) -> Connection:
-        me = Peer("server", self._settings.server_index, self._settings.server_restart_count, job, "")
+        me = Identity("server", self._settings.server_index, self._settings.server_restart_count, job, "")
         return Connection(
             self._endpoint, me, facts, limits=PEER_LIMITS, deadline_s=_REPLICA_DEADLINE_S, slot_bytes=SLOT_BYTES
         )
