@@ -340,7 +340,7 @@ def _finished_shards(folder: Path) -> dict[str, list[Path]]:
     for other in set(folder.iterdir()) - {*shards, *(path.with_suffix(".idx") for path in shards)}:
         other.unlink()
     if shards:
-        _LOG.info("%s: %d finished shards are taken over", folder, len(shards))
+        _LOG.info("%s: %d finished shards are reused", folder, len(shards))
     return finished
 
 

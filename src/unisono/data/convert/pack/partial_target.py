@@ -246,7 +246,7 @@ class PartialTarget:
         while (journal := self._journal(f"{series}-{len(done):05d}", done[-1].stop if done else 0)) is not None:
             done.append(journal)
         if done:
-            _LOG.info("%s: %d finished shards of %s are taken over", self.folder, len(done), series)
+            _LOG.info("%s: %d finished shards of %s are reused", self.folder, len(done), series)
         return done
 
     def _journal(self, name: str, start: int) -> ShardJournal | None:
@@ -333,7 +333,7 @@ def _open_folder(folder: Path) -> int:
     try:
         if reason := untrusted_folder_reason(folder, os.fstat(fd)):
             raise _foreign_folder(folder, reason)
-        is_job = set(os.listdir(fd)) <= {_LOCK} or _JOB.fullmatch(_content(folder / "job.json"))
+        is_job = set(os.listdir(fd)) <= {_LOCK} or _JOB.fullmatch(_read_or_empty(folder / "job.json"))
         if not is_job:
             raise _foreign_folder(folder, "it has no job.json of a packing job")
     except BaseException:
@@ -367,7 +367,7 @@ def _is_plain(name: str) -> bool:
     return Path(name).name == name and name not in ("", ".", "..")
 
 
-def _content(path: Path) -> bytes:
+def _read_or_empty(path: Path) -> bytes:
     try:
         with open_regular(path, flags=os.O_NOFOLLOW) as file:
             return file.read(MAX_JOB_BYTES)
