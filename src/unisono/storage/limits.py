@@ -53,6 +53,8 @@ MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_CONFIG_KEYS: Final = 1 << 12
 MAX_KEY_PARTS: Final = 100
 MAX_CONFIG_FILES: Final = 30
+# a configuration, a plan or a loader: samples of a step, since each rank holds the numbers of its samples
+MAX_STEP_SAMPLES: Final = 1 << 26
 # names of the classes beside packed records; labels of one image in a list
 MAX_NAMES_BYTES: Final = 1 << 24
 MAX_LABELS: Final = 1 << 16
