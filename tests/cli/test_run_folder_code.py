@@ -187,8 +187,13 @@ def test_a_run_of_another_user_does_not_choose_where_copies_of_ones_data_are_kep
     os.chown(config, 65534, 65534)
     done = desk.process("eval", str(run_dir), XDG_CACHE_HOME=str(mine))
     assert done.code == 0, done.err
-    more = [f"--set=run.dir={run_dir}", "--set=train.steps=6"]
-    assert desk.process("train", "--debug", *more, XDG_CACHE_HOME=str(mine)).code == 0
+    text, more = config.read_text(), [f"--set=run.dir={run_dir}", "--set=train.steps=6"]
+    assert text.count('upload_to = ""') == 1
+    config.write_text(text.replace('upload_to = ""', f'upload_to = "file://{theirs}"'))
+    done = desk.process("train", "--debug", *more, XDG_CACHE_HOME=str(mine))
+    assert done.code == 0, done.err
+    assert f"{config} belongs to the user" in done.err
+    assert "its data.cache_dir and its checkpoint.upload_to is not used; --set gives one of your own" in done.err
     assert not theirs.exists()
     assert list(mine.glob("unisono/tokens-*/train-00000.bin"))
     assert {path.stat().st_mode & 0o077 for path in (mine / "unisono", *mine.glob("unisono/tokens-*"))} == {0}

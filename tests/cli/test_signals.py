@@ -13,7 +13,7 @@ import pytest
 from commands import Desk, events_of, make_desk
 
 from unisono.exit_codes import REQUEUE
-from unisono.launch.workers import is_own_rank
+from unisono.launch.workers import is_unisono_train
 
 
 @pytest.mark.parametrize(("command", "code"), [("train", REQUEUE), ("launch", REQUEUE), ("eval", -15)])
@@ -111,7 +111,7 @@ def test_a_rank_of_ours_is_known_by_its_command(tmp_path: Path) -> None:
     for name in ("unisono", "python"):  # a wrapper of that name elsewhere
         (tmp_path / name).write_text('#!/bin/sh\nexec "$@"')
         (tmp_path / name).chmod(0o755)
-    assert [command for command in [*own, *others] if is_own_rank(command.split())] == own
+    assert [command for command in [*own, *others] if is_unisono_train(command.split())] == own
 
 
 def test_only_ranks_of_ours_start_with_sigterm_blocked(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from unisono.checkpoint.manifest import encode_commit_marker
 from unisono.data.convert import Table, open_table, write_table
 from unisono.data.mindrecord import MindRecordFile, MindRecordWriter
 from unisono.data.sidecar import PayloadInfo, open_sidecar, write_sidecar
+from unisono.storage.limits import LimitError
 
 MIB = 1 << 20
 ARROW = "data-00000-of-00001.arrow"
@@ -455,11 +456,21 @@ def test_steps_of_an_index_are_counted(indexed: Callable[..., Path], monkeypatch
 
     path = indexed(text="t" * 20_000, rows=20)
     assert len(MindRecordFile(path)) == 20  # long texts beside the locations are no matter
-    monkeypatch.setattr(index, "MAX_FREE_SQL_STEPS", 0)
+    monkeypatch.setattr(index, "SMALL_FILE_SQL_STEPS", 0)
     monkeypatch.setattr(index, "MAX_SQL_STEPS_PER_ROW", 1)
     monkeypatch.setattr(index, "_STEPS", 50)
     with pytest.raises(DataError, match="interrupted"):
         MindRecordFile(path)
+
+
+def test_limits_of_structs_in_parquet_metadata_name_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unisono.data.convert.formats import thrift
+
+    with pytest.raises(LimitError, match="a struct 17 levels deep, where 16 are the most"):
+        thrift.ThriftReader(b"\x1c" * 20).struct({})
+    monkeypatch.setattr(thrift, "MAX_JSON_LISTS", 3)
+    with pytest.raises(LimitError, match="more than 3 structs"):
+        thrift.ThriftReader(b"\x1c\0" * 3 + b"\0").struct({})
 
 
 def test_limits_leave_room_for_real_files(tmp_path: Path) -> None:

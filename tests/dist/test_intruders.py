@@ -542,7 +542,7 @@ def test_what_announces_much_or_does_not_end_is_cut_off_and_takes_no_memory() ->
                     continue
                 assert until_closed(sock) == b""
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
-        assert mine.server.refused()[0].startswith("2 connections announced more than a stranger may send")
+        assert mine.server.refused()[0].startswith("2 connections announced a message over the size limit")
 
 
 def test_a_member_does_not_fill_the_memory_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from unisono.kvstore.server import snapshot
 from unisono.kvstore.server.chunk_payload import WRITE, write_chunks
 from unisono.kvstore.server.chunk_state import encode_chunk_state
 from unisono.kvstore.server.run_spec import RunSpec
-from unisono.kvstore.wire.auth import AuthError, Peer, client_handshake, preauth_limits
+from unisono.kvstore.wire.auth import AuthError, Identity, client_handshake, preauth_limits
 from unisono.kvstore.wire.channel import Channel
 from unisono.kvstore.wire.connection import Connection, Endpoint
 from unisono.kvstore.wire.frame import PEER_LIMITS, VERSION, Frame, Op, json_frame
@@ -103,7 +103,7 @@ def test_a_folder_of_snapshots_that_is_a_link_or_has_strange_names_leads_nowhere
 def intruder(servers: ParameterServers, worker: int = 7) -> Connection:
     """A worker with the secret and bad intentions."""
     agreed = RunSpec(table={k: (tuple(v.shape), v.dtype) for k, v in table().items()}, num_servers=1)
-    me = Peer("worker", worker, 0, agreed.job, "")
+    me = Identity("worker", worker, 0, agreed.job, "")
     return Connection(
         Endpoint(servers.addresses[0], servers.secret), me, agreed.to_json(), limits=PEER_LIMITS, deadline_s=10.0
     )
@@ -170,7 +170,7 @@ def test_hostile_states_and_sizes_are_refused_and_change_nothing(servers: Parame
 def test_a_hello_that_asks_for_too_much_is_refused(servers: ParameterServers, change: dict, said: str) -> None:
     before = resident_bytes(servers)
     agreed = RunSpec(table={k: (tuple(v.shape), v.dtype) for k, v in table().items()}, num_servers=1)
-    me = replace(Peer("worker", 9, 0, agreed.job, ""))
+    me = replace(Identity("worker", 9, 0, agreed.job, ""))
     with pytest.raises(CommError, match=said):
         Connection(
             Endpoint(servers.addresses[0], servers.secret),
@@ -193,7 +193,7 @@ def test_a_hundred_thousand_hostile_frames_change_nothing(nursery: Nursery, tmp_
         chosen = recipe(small)
         good.set_optimizer(chosen)
         agreed = RunSpec(table={key: (tuple(v.shape), v.dtype) for key, v in small.items()}, num_servers=1)
-        me = Peer("worker", 7, 0, agreed.job, "")
+        me = Identity("worker", 7, 0, agreed.job, "")
         asker = Connection(
             Endpoint(servers.addresses[0], servers.secret), me, agreed.to_json(), limits=PEER_LIMITS, deadline_s=20.0
         )
@@ -254,7 +254,7 @@ def test_another_version_is_named(nursery: Nursery, tmp_path: Path) -> None:
 
 
 def test_another_secret_opens_nothing(servers: ParameterServers) -> None:
-    enemy = Peer("worker", 11, 0, 0, "")
+    enemy = Identity("worker", 11, 0, 0, "")
     with pytest.raises(CommError, match=r"the proof that came from .* is wrong"):
         Connection(Endpoint(servers.addresses[0], bytes(32)), enemy, {}, limits=PEER_LIMITS, deadline_s=10.0)
     assert is_running(servers.processes[0].pid)
@@ -276,7 +276,7 @@ def what_another_user_reaches(address: tuple[str, int], pid: int, memory: list[s
         channel = Channel(socket.create_connection(address, 10), preauth_limits(PEER_LIMITS))
         try:
             with mock.patch.object(hmac, "compare_digest", return_value=True):  # it does not mind who the server is
-                client_handshake(channel, secret, Peer("worker", 0, 0, 0, ""), 0, PEER_LIMITS)
+                client_handshake(channel, secret, Identity("worker", 0, 0, 0, ""), 0, PEER_LIMITS)
         finally:
             channel.close()
 

@@ -16,7 +16,7 @@ from unisono.errors import DataError
 from unisono.measure.ceiling import _write_cache
 from unisono.storage import ownership
 from unisono.storage.files import open_new
-from unisono.storage.ownership import foreign_reason, make_own_folder, open_own, read_own_json
+from unisono.storage.ownership import make_own_folder, open_own, read_own_json, untrusted_reason
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
@@ -25,19 +25,19 @@ ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file a
 def test_own_files(tmp_path: Path, mode: int) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "file").chmod(mode)
-    assert foreign_reason(tmp_path / "file") == ""
-    assert foreign_reason(tmp_path / "absent") == ""
-    assert foreign_reason(Path("/tmp")) == ""
+    assert untrusted_reason(tmp_path / "file") == ""
+    assert untrusted_reason(tmp_path / "absent") == ""
+    assert untrusted_reason(Path("/tmp")) == ""
 
 
 def test_files_that_others_can_write(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "file").chmod(0o666)
     (tmp_path / "link").symlink_to("file")
-    assert foreign_reason(tmp_path / "file") == f"{tmp_path}/file can be written by others (mode 666)"
-    assert foreign_reason(tmp_path / "link") == f"{tmp_path}/link can be written by others (mode 666)"
+    assert untrusted_reason(tmp_path / "file") == f"{tmp_path}/file can be written by others (mode 666)"
+    assert untrusted_reason(tmp_path / "link") == f"{tmp_path}/link can be written by others (mode 666)"
     (tmp_path / "file").chmod(0o600)
-    assert foreign_reason(tmp_path / "link") == ""
+    assert untrusted_reason(tmp_path / "link") == ""
 
 
 @ROOT
@@ -45,9 +45,9 @@ def test_files_of_others(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("file")
     os.chown(tmp_path / "link", 65534, 65534, follow_symlinks=False)
-    assert foreign_reason(tmp_path / "link") == f"{tmp_path}/link belongs to the user nobody"
+    assert untrusted_reason(tmp_path / "link") == f"{tmp_path}/link belongs to the user nobody"
     os.chown(tmp_path / "file", 54321, 54321)
-    assert foreign_reason(tmp_path / "file") == f"{tmp_path}/file belongs to the user 54321"
+    assert untrusted_reason(tmp_path / "file") == f"{tmp_path}/file belongs to the user 54321"
 
 
 def test_a_made_folder_is_ones_own_whatever_the_umask(tmp_path: Path) -> None:
@@ -110,10 +110,10 @@ def test_a_group_with_other_members_counts_and_a_private_one_does_not(
     reasons |= {70: "the group domain"}  # of a directory, which lists neither its members nor its users
     for gid, reason in reasons.items():
         os.chown(path, 1000, gid)
-        assert foreign_reason(path) == (f"{path} can be written by {reason} (mode 775)" if reason else "")
+        assert untrusted_reason(path) == (f"{path} can be written by {reason} (mode 775)" if reason else "")
     if kind == "folder":  # others cannot replace what they do not own, but make files
         path.chmod(0o1775)
-        assert foreign_reason(path) == ""
+        assert untrusted_reason(path) == ""
         with pytest.raises(DataError, match="can be written by the group domain"):
             make_own_folder(path)
     ownership._others_in_group.cache_clear()  # pyright: ignore[reportPrivateUsage]
@@ -179,22 +179,22 @@ def test_what_the_file_system_gives_to_another_user_is_ones_own(
 ) -> None:
     """NFS gives the files of root to nobody."""
     os.chown(tmp_path, 65534, 65534)
-    assert foreign_reason(tmp_path) == f"{tmp_path} belongs to the user nobody"
+    assert untrusted_reason(tmp_path) == f"{tmp_path} belongs to the user nobody"
     monkeypatch.setattr(ownership, "open_new", squashed)
-    assert foreign_reason(tmp_path) == ""
+    assert untrusted_reason(tmp_path) == ""
     tmp_path.chmod(0o777)
-    assert foreign_reason(tmp_path) == f"{tmp_path} belongs to the user nobody"
+    assert untrusted_reason(tmp_path) == f"{tmp_path} belongs to the user nobody"
     os.chown(tmp_path, 1234, 1234)
-    assert foreign_reason(tmp_path) == f"{tmp_path} belongs to the user 1234"
+    assert untrusted_reason(tmp_path) == f"{tmp_path} belongs to the user 1234"
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_system_without_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FAT, or a folder of Windows: all is everybody's."""
     tmp_path.chmod(0o777)
-    assert foreign_reason(tmp_path)
+    assert untrusted_reason(tmp_path)
     monkeypatch.setattr(ownership, "open_new", everybodys)
-    assert foreign_reason(tmp_path) == ""
+    assert untrusted_reason(tmp_path) == ""
     tmp_path.chmod(0o755)
 
 

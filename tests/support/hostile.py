@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from unisono.errors import CommError, UnisonoError
-from unisono.kvstore.wire.auth import Peer, client_handshake, preauth_limits
+from unisono.kvstore.wire.auth import Identity, client_handshake, preauth_limits
 from unisono.kvstore.wire.channel import Channel
 from unisono.kvstore.wire.frame import (
     CODECS,
@@ -66,9 +66,9 @@ class Hostile:
             finally:
                 channel.close()
 
-    def _join(self, channel: Channel) -> Peer:
+    def _join(self, channel: Channel) -> Identity:
         self._worker += 1
-        me = Peer("worker", self._worker, 0, self._job, "the server")
+        me = Identity("worker", self._worker, 0, self._job, "the server")
         epoch = client_handshake(channel, self._secret, me, 0, PEER_LIMITS)
         assert epoch == 0
         channel.limits, channel.deadline = PEER_LIMITS, None
@@ -80,7 +80,7 @@ class Hostile:
         self.seen["connections"] += 1
         return me
 
-    def _talk(self, channel: Channel, sock: socket.socket, me: Peer, most: int) -> int:
+    def _talk(self, channel: Channel, sock: socket.socket, me: Identity, most: int) -> int:
         """How many it took before the server closed the connection."""
         sent = waiting = 0
         with suppress(CommError):  # lost: what was sent counts
@@ -104,7 +104,7 @@ class Hostile:
                     break
         return sent
 
-    def _mutated(self, me: Peer) -> Iterator[bytes]:
+    def _mutated(self, me: Identity) -> Iterator[bytes]:
         while True:
             seed = self._draw.choice(self._seeds)
             frame = self._changed(replace(seed, job=me.job, worker=me.index))

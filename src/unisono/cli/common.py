@@ -22,7 +22,7 @@ from unisono.config.toml_file import read_toml
 from unisono.config.trust import record_python
 from unisono.config.values import CALLABLE, SET
 from unisono.errors import CheckpointError, ConfigError
-from unisono.storage.ownership import foreign_reason
+from unisono.storage.ownership import untrusted_reason
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER, PLAN_FILE, RUN_FILE
 from unisono.tasks.options import PREDICTORS
 from unisono.train.config import RunConfig
@@ -191,11 +191,10 @@ def _without_places_of_others(resolved: Resolved[RunConfig], run_file: Path) -> 
 
     There that user might read them, and at the address of another run its checkpoints would be replaced and deleted.
     """
-    config = resolved.value
+    config, own = resolved.value, ("default", "env ", SET)
     places = {"data.cache_dir": config.data.cache_dir, "checkpoint.upload_to": config.checkpoint.upload_to}
-    own = ("default", "env ", SET)
     chosen = [name for name, place in places.items() if place and not resolved.origins[name].startswith(own)]
-    if not chosen or not (reason := foreign_reason(run_file)):
+    if not chosen or not (reason := untrusted_reason(run_file)):
         return resolved
     LOG.warning("%s: its %s is not used; --set gives one of your own", reason, " and its ".join(chosen))
     if "data.cache_dir" in chosen:
@@ -264,7 +263,8 @@ def load_run(run_dir: str, **code: Any) -> Resolved[RunConfig]:
             consequence="nothing was loaded",
             nearest=f"leave --{min(code)} out",
         )
-    resolved = _load([run_file], [f"run.dir={json.dumps(run_dir)}"], placeholders)
+    here = [f"run.dir={json.dumps(run_dir)}", 'checkpoint.upload_to=""']  # nothing is uploaded
+    resolved = _load([run_file], here, placeholders)
     resolved = _without_places_of_others(resolved, run_file)
     announce(str(run_file), resolved.renamed)
     config = resolved.value

@@ -333,12 +333,12 @@ def _document(tokens: TokenSet, number: int) -> list[int]:
 def _inspect_rows(file: Path, as_json: bool) -> None:
     from itertools import islice
 
-    from unisono.data.convert.formats.table import describe_value, kind_of
+    from unisono.data.convert.formats.table import describe_value, field_type_of
     from unisono.data.convert.table_files import open_table
 
     table = open_table(file)
     first = list(islice(table.rows, 5))
-    fields = table.schema or {name: kind_of(name, value) for row in first[:1] for name, value in row.items()}
+    fields = table.schema or {name: field_type_of(name, value) for row in first[:1] for name, value in row.items()}
     rows = [{name: describe_value(value) for name, value in row.items()} for row in first]
     size = file.stat().st_size
     types = {name: {"type": field.type, "shape": field.shape} for name, field in fields.items()}

@@ -1,6 +1,6 @@
 """The command group. A command's module is imported when the command runs or shows its help; none imports torch at module level.
 
-Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted (start again to continue).
+Exit codes are those of ``unisono.exit_codes``; 0 is success.
 """
 
 from __future__ import annotations

@@ -75,6 +75,7 @@ def read_code(
         "objective": objective if objective and ":" in objective else None,
     }
     named = {option: text for option, text in texts.items() if text is not None}
+    # unlike an objective's name, that of a built-in metric may have a colon: f1:10
     files = [text for text in metrics if ":" in text and ".py" in text]
     objects = read_objects(*named.values(), *files)
     found = dict(zip(named, objects, strict=False))

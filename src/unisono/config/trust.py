@@ -16,7 +16,7 @@ from pathlib import Path
 from unisono.config.toml_file import config_problem
 from unisono.errors import Problem
 from unisono.storage.directory import make_folder
-from unisono.storage.ownership import foreign_reason
+from unisono.storage.ownership import untrusted_reason
 
 
 def record_python(path: Path, digest: str, environ: Mapping[str, str]) -> None:
@@ -37,7 +37,7 @@ def python_problem(path: Path, digest: str, named: str, environ: Mapping[str, st
     path = path.resolve()
     record = _records(environ) / _record(path, digest)
     foreign = _foreign(path)
-    if not foreign and record.is_file() and not (foreign_reason(record) or foreign_reason(record.parent)):
+    if not foreign and record.is_file() and not (untrusted_reason(record) or untrusted_reason(record.parent)):
         return None
     return config_problem(
         f"{named}{foreign or f'{path} is a file that you have not run in this form'}",
@@ -49,7 +49,7 @@ def python_problem(path: Path, digest: str, named: str, environ: Mapping[str, st
 
 
 def _foreign(path: Path) -> str:
-    return foreign_reason(path) or foreign_reason(path.parent)
+    return untrusted_reason(path) or untrusted_reason(path.parent)
 
 
 def _records(environ: Mapping[str, str]) -> Path:

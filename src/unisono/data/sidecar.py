@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from unisono.errors import DataError, Problem
 from unisono.storage.files import open_regular, write_atomically
-from unisono.storage.limits import MAX_SIDECAR_HEAD_BYTES, check_columns_number, decode_json
+from unisono.storage.limits import MAX_SIDECAR_HEAD_BYTES, check_count, decode_json
 
 MAGIC: Final = b"unisidx\n"
 VERSION: Final = 1
@@ -141,7 +141,7 @@ def open_sidecar(path: Path, *, kind: str) -> Sidecar:
         raise damaged_sidecar_error(path, "its head does not match the head's digest")
     try:
         head: SidecarHeader = decode_json(raw, _HEADER.decode, max_bytes=MAX_SIDECAR_HEAD_BYTES)
-        check_columns_number(len(head.columns))
+        check_count(len(head.columns))
     except ValueError as error:
         raise damaged_sidecar_error(path, f"its head is not understood: {error}") from error
     if head.kind != kind:

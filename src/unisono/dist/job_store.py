@@ -24,7 +24,7 @@ _ANSWER_S = 20.0
 
 
 class JobStore(dist.Store):
-    """A store as torch's process groups want it. Of torch's ``Store`` it has the interface alone.
+    """Implements torch's ``Store`` interface in Python; no C++ store is behind it.
 
     Args:
         sock: A connection on which both sides have proved themselves.
@@ -66,6 +66,7 @@ class JobStore(dist.Store):
     def wait_for_end(self) -> None:
         """Return when the server has ended."""
         with contextlib.suppress(RuntimeError):
+            # nobody sets this key: the wait ends when the server does
             while not self._ask("wait", ["the end"], _TURN_S):
                 pass
 

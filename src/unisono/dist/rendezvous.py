@@ -71,7 +71,7 @@ def open_store(job: JobSpec, timeout_s: float, environ: Mapping[str, str] = os.e
                 sock.close()
                 raise
         except AuthenticationRefused as refused:
-            # a port that is looked up may be an earlier attempt's, or a stranger's who wrote it there
+            # a port that is looked up may be an earlier attempt's, or one that an unauthenticated peer wrote there
             if refused.reason not in ("taken", "full") and published is None:
                 raise _refusal(job, name, refused) from None
             reason, about_secret = _reason(job, refused), refused.reason in _ABOUT_SECRET
@@ -317,7 +317,7 @@ def _absent(job: JobSpec, ranks: list[int], timeout_s: float, refused: list[str]
         f"(seen from rank {job.rank})" + "".join(f"; {line}" for line in refused),
         rule="all ranks join before the first step",
         consequence="no step was made",
-        nearest=f"see the log of rank {ranks[0]}; if it is only slow to start, raise the timeout",
+        nearest=f"see the log of rank {ranks[0]}; if it is only slow to start, raise launch.timeout_s",
     )
 
 

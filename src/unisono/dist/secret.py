@@ -18,7 +18,7 @@ from unisono.dist.jobspec import JobSpec
 from unisono.errors import LaunchError
 from unisono.storage.directory import make_folder
 from unisono.storage.files import PRIVATE_MODE, open_new, temporary_name
-from unisono.storage.ownership import foreign_folder_reason, foreign_status_reason
+from unisono.storage.ownership import untrusted_folder_reason, untrusted_status_reason
 
 SECRET_BYTES = 32
 
@@ -118,7 +118,7 @@ def _from_file(path: Path) -> bytes:
         if facts.st_mode & 0o077:  # read by others is as bad as written
             rule = "only its owner may read or write it"
             raise _refused(f"{path} has mode {stat.S_IMODE(facts.st_mode):04o}", rule, f"chmod 600 {path}")
-        if reason := foreign_status_reason(path, facts, path.parent):
+        if reason := untrusted_status_reason(path, facts, path.parent):
             raise _refused(reason, "the secret's file belongs to the user who reads it", nearest)
         return _checked(_read(fd), str(path), nearest)
     finally:
@@ -129,7 +129,7 @@ def _own(path: Path) -> bytes:
     if not os.path.lexists(path):
         make_folder(path.parent, mode=0o700)
         _make(path)
-    if reason := foreign_folder_reason(path.parent, path.parent.stat()):
+    if reason := untrusted_folder_reason(path.parent, path.parent.stat()):
         rule = "only its owner may write to the folder of the secret"
         raise _refused(reason, rule, f"chmod 700 {path.parent}, if it is yours")
     return _from_file(path)

@@ -2,7 +2,8 @@
 
 It accepts requests only from members, processes that proved themselves (``authentication``); torch's TCPStore accepts them
 from everyone who reaches the port. A name has one member: while its connection lives, another one of that name is refused.
-Everything is bounded: what a stranger can make it hold, the strangers themselves, a message, and all values together.
+Everything is bounded: what an unauthenticated peer can make it hold, the number of such peers, a message, and all
+values together.
 
 Requests and answers (``authentication.frame``); ``job_store.JobStore`` is the other side:
 
@@ -50,7 +51,7 @@ from unisono.sanitize import shorten
 MAX_MESSAGE_BYTES = 2**22
 _MAX_STORE_BYTES = 2**30
 _MAX_UNREAD_BYTES = 2**24
-_MIN_STRANGERS = 64
+_MIN_UNAUTHENTICATED = 64
 _READ_BYTES = 2**16
 _NAME = re.compile(r"(rank|worker|server) [0-9]{1,9}", flags=re.ASCII)
 
@@ -110,9 +111,9 @@ class StoreServer:
         self._address = str(listener.getsockname()[0])
         self._ranks = [f"rank {rank}" for rank in range(world_size)]
         self._members: dict[str, _Peer] = {}
-        self._strangers: OrderedDict[_Peer, None] = OrderedDict()
-        # every rank of a large job may be a stranger at the same time
-        self._max_strangers = max(_MIN_STRANGERS, 2 * world_size)
+        self._unauthenticated: OrderedDict[_Peer, None] = OrderedDict()
+        # every rank of a large job may be unauthenticated at the same time
+        self._max_unauthenticated = max(_MIN_UNAUTHENTICATED, 2 * world_size)
         self._values: dict[str, bytes] = {}
         self._values_bytes = 0
         # by the key that is missing
@@ -182,7 +183,7 @@ class StoreServer:
 
     def _pause_s(self) -> float | None:
         now = time.monotonic()
-        times = [next(iter(self._strangers)).deadline] if self._strangers else []
+        times = [next(iter(self._unauthenticated)).deadline] if self._unauthenticated else []
         times += [self._due[0][0]] if self._due else []
         return max(0.0, min(times) - now) if times else None
 
@@ -193,11 +194,11 @@ class StoreServer:
         except OSError:
             time.sleep(0.01)
             return
-        if len(self._strangers) >= self._max_strangers:
+        if len(self._unauthenticated) >= self._max_unauthenticated:
             # a handshake takes milliseconds: the one that has not proved itself for longest makes room
-            self._drop(next(iter(self._strangers)), "made no proof while others came")
+            self._drop(next(iter(self._unauthenticated)), "made no proof while others came")
         peer = self._add(sock, f"{address[0]}:{address[1]}")
-        self._strangers[peer] = None
+        self._unauthenticated[peer] = None
         self._answer(peer, peer.challenge)
 
     def _add(self, sock: socket.socket, address: str) -> _Peer:
@@ -211,14 +212,14 @@ class StoreServer:
 
     def _admit(self, peer: _Peer, name: str) -> None:
         with self._lock:
-            self._strangers.pop(peer, None)
+            self._unauthenticated.pop(peer, None)
             peer.name = name
             self._members[name] = peer
             self._came.add(name)
             self._lost.pop(name, None)
 
     def _drop(self, peer: _Peer, reason: str = "", *, clean: bool = False) -> None:
-        """Close a connection; ``reason`` is counted if it was a stranger's."""
+        """Close a connection; ``reason`` is counted if its peer was unauthenticated."""
         if peer.sock.fileno() < 0:
             return
         with self._lock:
@@ -228,14 +229,14 @@ class StoreServer:
                 self._members.pop(peer.name)
                 if not clean:
                     self._lost[peer.name] = time.monotonic()
-            self._strangers.pop(peer, None)
+            self._unauthenticated.pop(peer, None)
             peer.name, peer.waiting, peer.wants = None, None, False
         self._selector.unregister(peer.sock)
         peer.sock.close()
 
     def _expire(self) -> None:
         now = time.monotonic()
-        while self._strangers and (oldest := next(iter(self._strangers))).deadline <= now:
+        while self._unauthenticated and (oldest := next(iter(self._unauthenticated))).deadline <= now:
             self._drop(oldest, f"made no proof within {HANDSHAKE_S:g} s")
         while self._due and self._due[0][0] <= now:
             _, _, waiting = heapq.heappop(self._due)
@@ -253,7 +254,7 @@ class StoreServer:
         while peer.sock.fileno() >= 0 and len(peer.received) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(peer.received)
             if length > (MAX_UNAUTHENTICATED_BYTES if peer.name is None else MAX_MESSAGE_BYTES):
-                self._drop(peer, "announced more than a stranger may send")
+                self._drop(peer, "announced a message over the size limit")
                 return
             if len(peer.received) < LENGTH.size + length:
                 break
@@ -293,7 +294,7 @@ class StoreServer:
             refusal = "name"
         if refusal is None and hello.name in self._members:
             refusal = "taken"
-        if refusal is None and len(self._members) > 4 * self._world_size + _MIN_STRANGERS:
+        if refusal is None and len(self._members) > 4 * self._world_size + _MIN_UNAUTHENTICATED:
             refusal = "full"
         if refusal is not None:
             self._answer(peer, Verdict(refusal=refusal))

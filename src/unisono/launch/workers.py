@@ -238,7 +238,7 @@ def unwritable(path: Path, error: OSError) -> Problem:
     )
 
 
-def is_own_rank(command: Sequence[str]) -> bool:
+def is_unisono_train(command: Sequence[str]) -> bool:
     """Whether it is ``unisono train`` or ``python -m unisono train`` of this very environment.
 
     Another program of that name, such as a shell script that starts ours, would keep SIGTERM blocked. Options of Python are
@@ -261,7 +261,7 @@ def _before_exec(spec: WorkerSpec) -> Callable[[], None]:
     does not say that nothing was saved. Any other program gets it at once.
     """
     parent, cpus = os.getpid(), spec.cpus
-    blocks_sigterm = is_own_rank(spec.command)
+    blocks_sigterm = is_unisono_train(spec.command)
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
     def prepare() -> None:

@@ -7,9 +7,9 @@ from typing import Final, Literal
 
 from unisono.config import option
 from unisono.config.fields import options_repr
+from unisono.storage.limits import MAX_STEP_SAMPLES
 
 MOST_RANKS: Final = 1 << 20  # of a mesh axis, and of a job
-MOST_SAMPLES: Final = 1 << 26  # of a step: each rank holds the numbers of its samples
 
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "full", "selective"]
@@ -30,7 +30,7 @@ class PlanOptions:
         "Strategy file (JSON) with some fields of a plan or all; options and the planner fill in what it leaves out.",
     )
     device: str = option("auto", "auto = the accelerator torch finds, else cpu; or a torch device type.")
-    global_batch: int = option(8, "Samples per step, over all ranks.", ge=1, le=MOST_SAMPLES)
+    global_batch: int = option(8, "Samples per step, over all ranks.", ge=1, le=MAX_STEP_SAMPLES)
     micro_batch: int = option(0, "Samples per forward pass on one rank; 0 = a rank's whole share, at most 32.", ge=0)
     dp_shard: int = option(
         1,

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 
 from unisono.errors import PlanError, Problem, inert_problem
-from unisono.plan.options import MOST_RANKS, MOST_SAMPLES, PlanOptions
+from unisono.plan.options import MOST_RANKS, PlanOptions
 from unisono.plan.plan import BUCKET_BYTES, STAGES_PER_RANK, Plan
+from unisono.storage.limits import MAX_STEP_SAMPLES
 
 _COUNTS = {
     "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"),
@@ -44,7 +45,7 @@ def _counts(plan: Plan) -> Iterator[Problem]:
                 consequence="no rank would compute anything",
                 nearest=f"{name}=1",
             )
-        most = MOST_SAMPLES if name in _COUNTS["batch"] else MOST_RANKS
+        most = MAX_STEP_SAMPLES if name in _COUNTS["batch"] else MOST_RANKS
         if count > most:
             yield Problem(
                 given=f"{name} {count}",

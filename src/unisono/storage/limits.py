@@ -19,25 +19,27 @@ from unisono.storage.files import open_regular
 
 # one value, line, record, page, member or array, in bytes
 MAX_RECORD_BYTES: Final = 1 << 28
-# columns of a table, fields of a record, features of an example, side columns of a record file
+# columns of a table, fields of a record, features of an example and the values of its lists, side columns of a record file
 MAX_COLUMNS: Final = 1 << 16
 # dims of an array: NumPy and torch have no more
 MAX_DIMS: Final = 64
-# compressed data: it becomes this many times its size, or this many bytes in any case
+# compressed data: it becomes this many times its size. SMALL_FILE_BYTES are allowed to a file of any size, however small, as are
+# the other SMALL_FILE_ limits
 MAX_EXPANSION: Final = 200
-MAX_FREE_BYTES: Final = 16 << 20
-# Parquet, whose runs of equal values take no space: rows for each byte of the file, and in any case; the same for bytes of values
+SMALL_FILE_BYTES: Final = 16 << 20
+# Parquet, whose runs of equal values take no space: rows for each byte of the file, and rows allowed to a file of any size; the
+# same for bytes of values
 MAX_ROWS_PER_BYTE: Final = 1_000
-MAX_FREE_ROWS: Final = 1 << 20
+SMALL_FILE_ROWS: Final = 1 << 20
 MAX_PARQUET_EXPANSION: Final = 10_000
-MAX_FREE_PARQUET_BYTES: Final = 1 << 28
+SMALL_FILE_PARQUET_BYTES: Final = 1 << 28
 # Parquet's metadata: bytes of a page's header and of any text, where pyarrow's own limits are 16 MiB and 100 MB; entries of any
 # list; structs inside each other
 MAX_PARQUET_HEADER_BYTES: Final = 1 << 24
 MAX_PARQUET_TEXT_BYTES: Final = 64 << 20
 MAX_PARQUET_ENTRIES: Final = 1 << 20
 MAX_THRIFT_DEPTH: Final = 16
-# Arrow, whose nulls take no space and whose booleans take a bit: values for each byte, beyond MAX_FREE_ROWS
+# Arrow, whose nulls take no space and whose booleans take a bit: values for each byte, beyond SMALL_FILE_ROWS
 MAX_VALUES_PER_BYTE: Final = 64
 # JSON: lists and objects inside each other, and in all; values in all, estimated by the commas; bytes of a file of
 # metadata, and of a plan
@@ -51,6 +53,8 @@ MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_CONFIG_KEYS: Final = 1 << 12
 MAX_KEY_PARTS: Final = 100
 MAX_CONFIG_FILES: Final = 30
+# a configuration, a plan or a loader: samples of a step, since each rank holds the numbers of its samples
+MAX_STEP_SAMPLES: Final = 1 << 26
 # names of the classes beside packed records; labels of one image in a list
 MAX_NAMES_BYTES: Final = 1 << 24
 MAX_LABELS: Final = 1 << 16
@@ -85,10 +89,11 @@ MAX_LOCK_RECORD_BYTES: Final = 1 << 12
 MAX_EVENT_BYTES: Final = 1 << 24
 # a pattern of module names, in characters
 MAX_PATTERN: Final = 1_000
-# a MindRecord file's SQLite index: bytes of a text in its schema; steps of SQLite's machine for each row, and in any case
+# a MindRecord file's SQLite index: bytes of a text in its schema; steps of SQLite's machine for each row, and steps
+# allowed to a file of any size
 MAX_SQL_BYTES: Final = 1 << 20
 MAX_SQL_STEPS_PER_ROW: Final = 100
-MAX_FREE_SQL_STEPS: Final = 1 << 20
+SMALL_FILE_SQL_STEPS: Final = 1 << 20
 
 
 class LimitError(ValueError):
@@ -225,7 +230,7 @@ def num_elements(shape: Sequence[int], item_bytes: int = 1) -> int:
     return math.prod(shape)
 
 
-def check_columns_number(number: int, what: str = "columns") -> None:
-    """Raise LimitError for more columns, fields or features than a row may have."""
+def check_count(number: int, what: str = "columns") -> None:
+    """Raise LimitError for more than MAX_COLUMNS of what is counted, such as the columns of a row or the values of a list."""
     if number > MAX_COLUMNS:
         raise LimitError(f"{number:,} {what}, where {MAX_COLUMNS:,} are the most")

@@ -18,12 +18,14 @@ from unisono.storage.files import open_new, open_regular, temporary_name
 from unisono.storage.limits import MAX_JSON_BYTES, decode_json
 
 
-def foreign_reason(path: Path) -> str:
+def untrusted_reason(path: Path) -> str:
     """Why another user of the host may have written what is at ``path``; empty if only the caller or root can have.
 
     It belongs to the caller or root, and others cannot write to it, nor can a group with members besides the owner. A folder with
     the sticky bit, such as ``/tmp``, is one where others cannot replace what they do not own. Of a link both the link and what it
     leads to are looked at. A path that does not exist was written by nobody.
+
+    May create and delete a ``.probe`` file in the folder, to see what owner and mode its file system gives to new files.
     """
     try:
         found = [os.lstat(path)]
@@ -32,18 +34,20 @@ def foreign_reason(path: Path) -> str:
     except FileNotFoundError:
         return ""
     folder = path if stat.S_ISDIR(found[-1].st_mode) else path.parent
-    return next(filter(None, (foreign_status_reason(path, each, folder) for each in found)), "")
+    return next(filter(None, (untrusted_status_reason(path, each, folder) for each in found)), "")
 
 
 def open_own(path: Path) -> BinaryIO:
     """Open a file for reading that only the caller or root can have written.
 
+    May create and delete a ``.probe`` file in its folder, as ``untrusted_reason`` does.
+
     Raises:
-        PermissionError: Another user can have written it; the text is that of ``foreign_reason``.
+        PermissionError: Another user can have written it; the text is that of ``untrusted_reason``.
         OSError: It cannot be opened, is a link or no regular file.
     """
     file = open_regular(path, flags=os.O_NOFOLLOW)
-    if reason := foreign_status_reason(path, os.fstat(file.fileno()), path.parent):
+    if reason := untrusted_status_reason(path, os.fstat(file.fileno()), path.parent):
         file.close()
         raise PermissionError(errno.EPERM, reason)
     return file
@@ -51,6 +55,8 @@ def open_own(path: Path) -> BinaryIO:
 
 def read_own_json(path: Path, decode: Callable[[bytes], Any] = json.loads, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """The content of a JSON file that only the caller or root can have written.
+
+    May create and delete a ``.probe`` file in its folder, as ``untrusted_reason`` does.
 
     Raises:
         OSError: As ``open_own``.
@@ -63,10 +69,11 @@ def read_own_json(path: Path, decode: Callable[[bytes], Any] = json.loads, *, ma
 def make_and_check_folder(path: Path, *, mode: int) -> str:
     """Create a folder with ``mode``, unless it is there; why another user can have written into it, empty if none can.
 
-    One with the sticky bit counts as writable by others. Raises OSError if it cannot be created.
+    One with the sticky bit counts as writable by others. May create and delete a ``.probe`` file in it and in the folder above.
+    Raises OSError if it cannot be created.
     """
     make_folder(path, mode=mode)
-    reason = foreign_reason(path) or foreign_folder_reason(path, path.stat())
+    reason = untrusted_reason(path) or untrusted_folder_reason(path, path.stat())
     above = path.absolute().parent
     found = above.stat()
     if reason or found.st_mode & stat.S_ISVTX or not (who := _writers(found)) or _is_given_by_file_system(above, found):
@@ -77,7 +84,8 @@ def make_and_check_folder(path: Path, *, mode: int) -> str:
 def make_own_folder(path: Path, *, option: str = "") -> None:
     """Create a folder of copies and prepared data, unless it is there; this user alone can read it, as the data may be private.
 
-    ``option`` is the one that names another folder, for the error.
+    May create and delete a ``.probe`` file in it and in the folder above. ``option`` is the one that names another folder, for
+    the error.
 
     Raises:
         DataError: Another user of the host can have written into it; so they can into one with the sticky bit.
@@ -93,8 +101,11 @@ def make_own_folder(path: Path, *, option: str = "") -> None:
         )
 
 
-def foreign_status_reason(path: Path, found: os.stat_result, folder: Path) -> str:
-    """As ``foreign_reason``, of what is open or was looked at: ``found`` is its status, ``folder`` what it is in, or is."""
+def untrusted_status_reason(path: Path, found: os.stat_result, folder: Path) -> str:
+    """As ``untrusted_reason``, of what is open or was looked at: ``found`` is its status, ``folder`` what it is in, or is.
+
+    May create and delete a ``.probe`` file in ``folder``.
+    """
     reason = ""
     if found.st_uid not in (os.geteuid(), 0):
         reason = f"{path} belongs to {_user(found.st_uid)}"
@@ -103,9 +114,12 @@ def foreign_status_reason(path: Path, found: os.stat_result, folder: Path) -> st
     return "" if reason and _is_given_by_file_system(folder, found) else reason
 
 
-def foreign_folder_reason(path: Path, found: os.stat_result) -> str:
-    """Why others can have written into a folder of this status; with the sticky bit they can make files there."""
-    reason = foreign_status_reason(path, found, path) or _writers_reason(path, found)
+def untrusted_folder_reason(path: Path, found: os.stat_result) -> str:
+    """Why others can have written into a folder of this status; with the sticky bit they can make files there.
+
+    May create and delete a ``.probe`` file in the folder.
+    """
+    reason = untrusted_status_reason(path, found, path) or _writers_reason(path, found)
     return "" if reason and _is_given_by_file_system(path, found) else reason
 
 
@@ -148,7 +162,7 @@ def _others_in_group(gid: int, owner: int, user: int) -> str:
 def _is_given_by_file_system(folder: Path, found: os.stat_result) -> bool:
     """Whether owner and permissions are those that the file system gives to what this process makes in ``folder``.
 
-    It may have none of its own (FAT), or give the files of root to nobody (NFS).
+    It may have none of its own (FAT), or give the files of root to nobody (NFS). Creates and deletes a ``.probe`` file there.
     """
     probe = temporary_name(folder / ".probe")
     try:

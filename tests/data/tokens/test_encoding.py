@@ -266,7 +266,7 @@ def test_a_killed_build_goes_on_to_the_same_bytes(
     assert len(written) > 3
     with caplog.at_level(logging.INFO, "unisono"):
         folder = prepare_corpus(options(corpus, tokenizer), cache).folder
-    assert f"{len(written)} finished shards are taken over" in caplog.text
+    assert f"{len(written)} finished shards are reused" in caplog.text
     assert content(folder) == want
     assert {name: (folder / name).stat().st_mtime_ns for name in written} == written, "they were not written again"
     assert not list(cache.glob("tokens-*.*-*")) + list(cache.glob("tokens-*.part"))
@@ -286,7 +286,7 @@ def test_a_damaged_shard_of_a_build_cut_short_is_made_again(
     with caplog.at_level(logging.INFO, "unisono"):
         assert content(prepare_corpus(options(corpus, tokenizer), tmp_path / "cache").folder) == want
     evals = sum(name.startswith("eval") and name.endswith(".bin") for name in want)
-    assert f"{part}: {2 + evals} finished shards are taken over" in caplog.text
+    assert f"{part}: {2 + evals} finished shards are reused" in caplog.text
 
 
 @pytest.mark.usefixtures("small_shards")

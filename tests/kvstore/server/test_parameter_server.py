@@ -24,7 +24,7 @@ from unisono.kvstore.server.parameter_server import ParameterServer
 from unisono.kvstore.server.pull_compression import PullDecoder
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.snapshot import latest_snapshot_number
-from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.auth import Identity
 from unisono.kvstore.wire.frame import DTYPES, Frame, Op, json_frame, payload_views, read_json
 from unisono.optim import OptimOptions
 from unisono.optim.groups import Role
@@ -46,7 +46,7 @@ class Worker:
         self, service: ParameterServer, worker: int = 0, incarnation: int = 1, agreed: RunSpec = AGREED
     ) -> None:
         self.service, self.placement = service, agreed.placement()
-        self.peer = Peer("worker", worker, incarnation, 0, "here")
+        self.peer = Identity("worker", worker, incarnation, 0, "here")
         self.greeting = service.hello(self.peer, agreed.to_json())
 
     def ask(self, frame: Frame) -> Frame:
@@ -274,7 +274,7 @@ def test_a_worker_with_another_table_is_not_let_in(service: ParameterServer, oth
 )
 def test_a_hello_that_is_none(service: ParameterServer, change: dict) -> None:
     with pytest.raises(CommError, match="a hello that cannot be read"):
-        service.hello(Peer("worker", 0, 1, 0, ""), AGREED.to_json() | change)
+        service.hello(Identity("worker", 0, 1, 0, ""), AGREED.to_json() | change)
 
 
 def claimed(worker: Worker, seq: int = 0) -> tuple[str, int]:
@@ -478,7 +478,7 @@ def test_a_run_begins_once_whenever_the_server_is_killed_after_that(tmp_path: Pa
 def test_an_acknowledged_push_is_on_the_replica() -> None:
     agreed = replace(AGREED, num_servers=2, num_batch_shards=0)
     backup = ParameterServer(1)
-    link = Peer("server", 0, 1, 0, "server 0")
+    link = Identity("server", 0, 1, 0, "server 0")
     backup.hello(link, agreed.to_json())
     primary = ParameterServer(0, forward=lambda agreed, frame: backup.handle(link, received(frame)))
     worker = Worker(primary, agreed=agreed)
@@ -509,7 +509,7 @@ def test_an_acknowledged_push_is_on_the_replica() -> None:
 
 def test_finished_work_is_on_the_replica_before_later_work_is_handed_out() -> None:
     agreed = replace(AGREED, num_servers=2, num_batch_shards=8, batch_shards_per_save=4, staleness=None)
-    link, is_reachable, numbers = Peer("server", 0, 1, 0, "server 0"), True, count()
+    link, is_reachable, numbers = Identity("server", 0, 1, 0, "server 0"), True, count()
     backup = ParameterServer(1)
 
     def forward(agreed: RunSpec, frame: Frame) -> Frame:
@@ -573,7 +573,7 @@ def test_state_goes_out_and_comes_in_as_a_checkpoint_names_it(service: Parameter
 
 def test_requests_that_are_none(service: ParameterServer) -> None:
     with pytest.raises(CommError, match="a server that knows no run"):
-        service.handle(Peer("worker", 0, 1, 0, ""), Frame(Op.PULL))
+        service.handle(Identity("worker", 0, 1, 0, ""), Frame(Op.PULL))
     worker = Worker(service)
     with pytest.raises(CommError, match="ACK as a request"):
         worker.ask(Frame(Op.ACK))

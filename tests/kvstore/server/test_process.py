@@ -69,14 +69,14 @@ from pathlib import Path
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.process import ServerSettings, run_until_stopped
 from unisono.kvstore.server.parameter_server import ParameterServer
-from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.auth import Identity
 
 class Open:
     def close(self):
         print("closed", flush=True)
 
 def serve():
-    server.hello(Peer("worker", 0, 1, 0, ""), RunSpec(table={"a": ((2,), torch.float32)}, num_servers=1).to_json())
+    server.hello(Identity("worker", 0, 1, 0, ""), RunSpec(table={"a": ((2,), torch.float32)}, num_servers=1).to_json())
     print("serving", flush=True)
     return Open()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from unisono.errors import CommError
-from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.auth import Identity
 from unisono.kvstore.wire.connection import Connection, Endpoint
 from unisono.kvstore.wire.frame import Frame, Limits, Op, payload_views
 from unisono.kvstore.wire.frame_server import FrameServer, listen
@@ -26,22 +26,22 @@ class Counting:
         self.applied: Counter[int] = Counter()
         self.arrived: list[int] = []
         self.held: dict[int, bytes] = {}
-        self.peers: list[Peer] = []
-        self.left: list[Peer] = []
+        self.peers: list[Identity] = []
+        self.left: list[Identity] = []
         self.facts: list[dict[str, Any]] = []
         # a barrier waits for the gate; entered says that one does
         self.gate, self.entered = threading.Event(), threading.Event()
         self.gate.set()
         self._lock = threading.Lock()
 
-    def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
+    def hello(self, peer: Identity, facts: dict[str, Any]) -> dict[str, Any]:
         if facts.get("plan") == "other":
             raise CommError(given="plan other", rule="one plan", consequence="refused", nearest="plan same")
         self.peers.append(peer)
         self.facts.append(facts)
         return {"seen": len(self.peers)}
 
-    def handle(self, peer: Peer, frame: Frame) -> Frame:
+    def handle(self, peer: Identity, frame: Frame) -> Frame:
         if frame.op is Op.BARRIER:
             self.entered.set()
             self.gate.wait(30)
@@ -65,7 +65,7 @@ class Counting:
             return Frame(Op.ACK, seq=frame.seq)
         raise CommError(given=frame.op.name, rule="push or pull", consequence="refused", nearest="push")
 
-    def gone(self, peer: Peer) -> None:
+    def gone(self, peer: Identity) -> None:
         self.left.append(peer)
 
 
@@ -85,7 +85,7 @@ class Wires:
 
     def connect(self, address: tuple[str, int], **options: Any) -> Connection:
         options = {
-            "me": Peer("worker", 3, 1, 77, ""),
+            "me": Identity("worker", 3, 1, 77, ""),
             "facts": {"plan": "same"},
             "limits": Limits(),
             "deadline_s": 20.0,

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from unisono.dist.secret import read_or_create_secret
-from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.auth import Identity
 from unisono.kvstore.wire.frame import Frame, Limits, Op, payload_views
 from unisono.kvstore.wire.frame_server import FrameServer, listen
 
@@ -25,17 +25,17 @@ class Digesting:
     def __init__(self, answers: int) -> None:
         self._left = threading.Semaphore(answers)
 
-    def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
+    def hello(self, peer: Identity, facts: dict[str, Any]) -> dict[str, Any]:
         return {"pid": os.getpid()}
 
-    def handle(self, peer: Peer, frame: Frame) -> Frame:
+    def handle(self, peer: Identity, frame: Frame) -> Frame:
         self._left.acquire()
         digest = xxhash.xxh3_64()
         for part in payload_views(frame):
             digest.update(part)
         return Frame(Op.ACK, seq=digest.intdigest(), clock=frame.seq)
 
-    def gone(self, peer: Peer) -> None:
+    def gone(self, peer: Identity) -> None:
         pass
 
 

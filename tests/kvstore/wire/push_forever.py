@@ -7,12 +7,12 @@ import os
 import sys
 
 from unisono.dist.secret import read_or_create_secret
-from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.auth import Identity
 from unisono.kvstore.wire.connection import Connection, Endpoint
 from unisono.kvstore.wire.frame import Frame, Limits, Op
 
 if __name__ == "__main__":
-    me = Peer("worker", 4, 0, 77, "")
+    me = Identity("worker", 4, 0, 77, "")
     address = ("127.0.0.1", int(sys.argv[1]))
     connection = Connection(
         Endpoint(address, read_or_create_secret(os.environ)), me, {}, limits=Limits(), slot_bytes=1 << 20

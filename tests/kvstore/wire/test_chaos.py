@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from chaos import Chaos
 
-from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.auth import Identity
 from unisono.kvstore.wire.frame import Frame, Limits, Op
 
 FAULTS: dict[str, dict[str, float]] = {
@@ -93,7 +93,7 @@ def test_a_replaced_server_learns_it_and_takes_nothing_more(wires: Any, counting
     # somebody who has met the new one comes to the old one
     new = wires.serve(another_counting(), restart_count=2)
     with Chaos(new.addresses[0], seed=1) as proxy:
-        wanderer = wires.connect(proxy.address, me=Peer("worker", 4, 1, 77, ""), deadline_s=1.0)
+        wanderer = wires.connect(proxy.address, me=Identity("worker", 4, 1, 77, ""), deadline_s=1.0)
         proxy.target = old.addresses[0]
         new.close()
         error = wanderer.request(Frame(Op.PUSH, seq=7)).exception(20)

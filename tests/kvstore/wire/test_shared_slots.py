@@ -20,11 +20,11 @@ from procs import shared_fds, wait_until
 
 from unisono.kvstore.wire import connection as connection_module
 from unisono.kvstore.wire import shared_slots
-from unisono.kvstore.wire.auth import Peer, client_handshake, preauth_limits
+from unisono.kvstore.wire.auth import Identity, client_handshake, preauth_limits
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
 from unisono.kvstore.wire.frame import HEADER_BYTES, Frame, Limits, Op, Slot, json_frame, pack, read_json
 
-ME = Peer("worker", 3, 1, 77, "")
+ME = Identity("worker", 3, 1, 77, "")
 SLOT = 10_000
 FIELDS = {"worker": 3, "worker_restart_count": 1, "job": 77}
 
@@ -238,7 +238,7 @@ def test_an_answer_in_another_slot_is_not_read(wires: Any, counting: Any) -> Non
     connection.request(Frame(Op.PUSH, seq=1, payload=b"right")).result(10)
     honest, lied = server._answer, threading.Event()
 
-    def lying(channel: Channel, peer: Peer, frame: Frame) -> Frame:
+    def lying(channel: Channel, peer: Identity, frame: Frame) -> Frame:
         answer = honest(channel, peer, frame)
         if lied.is_set() or frame.slot is None:
             return answer

@@ -46,13 +46,13 @@ from unisono.data.order.permutation import Permutation
 from unisono.data.order.samplers import SampleOrder, SequentialOrder, ShuffledOrder
 from unisono.data.order.step_schedule import StepSchedule
 from unisono.errors import DataError
+from unisono.storage.limits import MAX_STEP_SAMPLES
 
 Tensors = dict[str, torch.Tensor]
 _Delivered = tuple[Tensors, list[int]]  # and the ids of skipped samples
 _Job = Job[MicroBatchSpec, _Delivered]
 _Pool = WorkerPool[MicroBatchSpec, _Delivered]
 
-_MOST_SAMPLES = 1 << 26  # of a step
 _MIN_JUDGED_SAMPLES = 1000  # the share of bad samples is taken of at least this many
 _LOG = logging.getLogger("unisono")
 
@@ -533,12 +533,12 @@ def _check_sizes(samples: int, global_batch: int, micro_batch: int, rank: int, w
             nearest=f"global_batch {max(1, global_batch)}, micro_batch {max(1, micro_batch)}, "
             f"rank {min(max(0, rank), max(0, world_size - 1))} of {max(1, world_size)}",
         )
-    if global_batch > _MOST_SAMPLES:
+    if global_batch > MAX_STEP_SAMPLES:
         raise DataError(
             given=f"global_batch {global_batch}",
-            rule=f"a step has at most {_MOST_SAMPLES} samples",
+            rule=f"a step has at most {MAX_STEP_SAMPLES} samples",
             consequence="their numbers alone would not fit into memory",
-            nearest=f"global_batch {min(max(1, samples), _MOST_SAMPLES)}",
+            nearest=f"global_batch {min(max(1, samples), MAX_STEP_SAMPLES)}",
         )
     if samples == 0:
         raise DataError(

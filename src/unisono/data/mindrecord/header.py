@@ -28,7 +28,7 @@ from unisono.storage.limits import (
     MAX_MINDRECORD_HEADER_BYTES,
     MAX_MINDRECORD_SHARDS,
     MAX_RECORD_BYTES,
-    check_columns_number,
+    check_count,
     decode_json,
     num_elements,
 )
@@ -211,7 +211,7 @@ def _contradiction(head: MindRecordHeader, length: int) -> str:
     if len(set(blobs)) != len(blobs) or not fields.keys() >= set(blobs):
         return f"the header has blob fields {blobs} of the fields {list(fields)}"
     try:
-        check_columns_number(len(fields), "fields")
+        check_count(len(fields), "fields")
         for field in fields.values():
             num_elements([max(1, dim) for dim in field.shape or ()], 8)
     except ValueError as error:

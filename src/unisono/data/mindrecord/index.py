@@ -29,7 +29,7 @@ from unisono.data.mindrecord.row_values import decode_scalars
 from unisono.data.sidecar import view_of
 from unisono.errors import DataError
 from unisono.storage.files import open_new, require_regular
-from unisono.storage.limits import MAX_COLUMNS, MAX_FREE_SQL_STEPS, MAX_SQL_BYTES, MAX_SQL_STEPS_PER_ROW
+from unisono.storage.limits import MAX_COLUMNS, MAX_SQL_BYTES, MAX_SQL_STEPS_PER_ROW, SMALL_FILE_SQL_STEPS
 
 _LOG: Final = logging.getLogger("unisono.data")
 _COLUMNS: Final = (
@@ -113,7 +113,7 @@ def _confine(index: sqlite3.Connection, rows: int) -> None:
     index.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_SQL_BYTES)
     index.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
     index.setlimit(sqlite3.SQLITE_LIMIT_EXPR_DEPTH, 100)
-    steps_left = [MAX_FREE_SQL_STEPS + MAX_SQL_STEPS_PER_ROW * rows]
+    steps_left = [SMALL_FILE_SQL_STEPS + MAX_SQL_STEPS_PER_ROW * rows]
 
     def stop() -> bool:
         steps_left[0] -= _STEPS

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from unisono.data.mindrecord.header import FieldType
 from unisono.sanitize import shorten
-from unisono.storage.limits import check_columns_number
+from unisono.storage.limits import check_count
 
 Value = int | float | str | bytes | NDArray[Any]
 NO_BLOBS: Final = bytes(4)
@@ -45,7 +45,7 @@ def decode_scalars(fields: Mapping[str, FieldType], data: memoryview, *, check: 
     """Decode the scalars of a row. ``check``: accept only values of their field's type and range."""
     try:
         if len(data) > _LARGE_BYTES and data[0] == 0xDF:  # a map whose number of entries has four bytes
-            check_columns_number(int.from_bytes(data[1:5]), "scalars")
+            check_count(int.from_bytes(data[1:5]), "scalars")
         scalars = _MAPS.decode(data)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"its scalars are not understood: {error}") from error

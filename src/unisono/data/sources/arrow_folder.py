@@ -13,7 +13,7 @@ import msgspec
 from unisono.data.convert.formats.table import Row
 from unisono.errors import DataError, missing_extra
 from unisono.storage.files import require_regular
-from unisono.storage.limits import MAX_FREE_ROWS, MAX_VALUES_PER_BYTE, LimitError, check_columns_number, read_json
+from unisono.storage.limits import MAX_VALUES_PER_BYTE, SMALL_FILE_ROWS, LimitError, check_count, read_json
 
 STATE: Final = "state.json"
 _SPLITS: Final = "dataset_dict.json"
@@ -114,7 +114,7 @@ def _batches(pa: Any, source: Any) -> Iterator[Any]:
     """The record batches of a stream (Arrow's IPC format), valid in every byte. Raises ValueError for what is refused."""
     messages = pa.ipc.MessageReader.open_stream(source)
     schema = pa.ipc.read_schema(_message(messages, "schema"))
-    check_columns_number(len(schema))
+    check_count(len(schema))
     if len(set(schema.names)) != len(schema):
         raise ValueError("two columns have one name")
     for field in schema:
@@ -124,7 +124,7 @@ def _batches(pa: Any, source: Any) -> Iterator[Any]:
             raise ValueError("its data are compressed")
         batch = pa.ipc.read_record_batch(message, schema)
         batch.validate(full=True)
-        most = MAX_FREE_ROWS + MAX_VALUES_PER_BYTE * message.body.size
+        most = SMALL_FILE_ROWS + MAX_VALUES_PER_BYTE * message.body.size
         if sum(_num_values(pa, column) for column in batch.columns) > most or batch.num_rows > most:
             raise LimitError(f"more than {most:,} values in {message.body.size:,} bytes")
         yield batch

@@ -22,7 +22,7 @@ from unisono.data.packed_sample import pack_sample, unpack_sample
 from unisono.data.recordio import RecordDataset, RecordFile, RecordWriter
 from unisono.errors import DataError
 from unisono.storage.files import file_lock, os_reason
-from unisono.storage.ownership import foreign_reason, make_own_folder
+from unisono.storage.ownership import make_own_folder, untrusted_reason
 
 _LOG: Final = logging.getLogger("unisono.data")
 _VERSION: Final = 3  # of what becomes of a row; 1: floats were float32, 2: lists of strings with line ends
@@ -45,7 +45,7 @@ def converted(paths: Sequence[Path], rows: Callable[[], Iterator[Row]], cache: P
     try:
         make_own_folder(cache, option="data.cache_dir")
         with file_lock(cache / f"{name}.lock"):
-            if not data.exists() or foreign_reason(data):  # such as of an earlier version, under umask 002
+            if not data.exists() or untrusted_reason(data):  # such as of an earlier version, under umask 002
                 _LOG.info("%s is copied to %s for random access", paths[0], data)
                 _write(data, rows, given=str(paths[0]))
     except OSError as error:

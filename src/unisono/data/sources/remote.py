@@ -19,7 +19,7 @@ from unisono.errors import DataError, UnisonoError
 from unisono.sanitize import without_credentials
 from unisono.storage.address import failure_text, open_address, public_cause
 from unisono.storage.files import file_lock, open_new, os_reason, sync_folder, temporary_name
-from unisono.storage.limits import MAX_EXPANSION, MAX_FREE_BYTES
+from unisono.storage.limits import MAX_EXPANSION, SMALL_FILE_BYTES
 from unisono.storage.ownership import make_own_folder
 
 _LOG: Final = logging.getLogger("unisono.data")
@@ -181,11 +181,11 @@ def _check_sizes(what: str, files: Sequence[Mapping[str, Any]], cache: Path) -> 
     folder = next(path for path in (cache, *cache.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     packed = [facts["compress_size"] for facts in files if "compress_size" in facts]
-    most = MAX_FREE_BYTES + MAX_EXPANSION * sum(packed)
+    most = SMALL_FILE_BYTES + MAX_EXPANSION * sum(packed)
     if packed and size > most:
         raise DataError(
             given=f"{what}: {sum(packed):,} compressed bytes, which are {size:,} bytes unpacked",
-            rule=f"a file of an archive expands {MAX_EXPANSION} times at most, or to {MAX_FREE_BYTES >> 20} MiB",
+            rule=f"a file of an archive expands {MAX_EXPANSION} times at most, or to {SMALL_FILE_BYTES >> 20} MiB",
             consequence="nothing was copied",
             nearest="unpack the archive by hand, if this is its real content",
         )

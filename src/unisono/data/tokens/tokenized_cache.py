@@ -55,7 +55,7 @@ from unisono.sanitize import without_credentials
 from unisono.storage.directory import commit_directory
 from unisono.storage.files import file_lock, open_regular, write_atomically
 from unisono.storage.limits import MAX_JSON_BYTES, decode_json
-from unisono.storage.ownership import foreign_reason, make_own_folder, read_own_json
+from unisono.storage.ownership import make_own_folder, read_own_json, untrusted_reason
 
 _FORMAT = 1
 _SPLITS = ("train", "eval")
@@ -209,10 +209,10 @@ def _find_or_build(folder: Path, inputs: _Inputs) -> PreparedCorpus:
 
 def _foreign(folder: Path) -> str:
     """Why another user can have written a prepared folder or a file in it; empty if none can, or there is none."""
-    reason = foreign_reason(folder)
+    reason = untrusted_reason(folder)
     if reason or not folder.is_dir():
         return reason
-    return next(filter(None, map(foreign_reason, sorted(folder.iterdir()))), "")
+    return next(filter(None, map(untrusted_reason, sorted(folder.iterdir()))), "")
 
 
 def _with_packing(prepared: PreparedCorpus, seq_len: int) -> PreparedCorpus:
@@ -341,7 +341,7 @@ def _finished_shards(folder: Path) -> dict[str, list[Path]]:
     for other in set(folder.iterdir()) - {*shards, *(path.with_suffix(".idx") for path in shards)}:
         other.unlink()
     if shards:
-        _LOG.info("%s: %d finished shards are taken over", folder, len(shards))
+        _LOG.info("%s: %d finished shards are reused", folder, len(shards))
     return finished
 
 

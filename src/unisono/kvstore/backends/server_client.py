@@ -39,7 +39,7 @@ from unisono.kvstore.server.process import server_addresses
 from unisono.kvstore.server.pull_compression import PullDecoder
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.work_queue import WorkItem
-from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.auth import Identity
 from unisono.kvstore.wire.connection import Connection, Endpoint, Traffic
 from unisono.kvstore.wire.frame import PEER_LIMITS, Frame, Op, json_frame, payload_views, read_json
 from unisono.kvstore.wire.tls import TLSContexts, read_tls
@@ -157,7 +157,7 @@ class ServerClient:
         self._versions = [0] * len(config.addresses)
         # by server, what it has acknowledged: one more than the last push of this worker's own stream; batch shards
         self._acknowledged = AcknowledgedPushes(len(config.addresses))
-        me = Peer("worker", worker, config.worker_restart_count, run_spec.job, "")
+        me = Identity("worker", worker, config.worker_restart_count, run_spec.job, "")
         connect = partial(Connection, me=me, facts=run_spec.to_json(), limits=PEER_LIMITS, deadline_s=deadline_s)
         slot_bytes = SLOT_BYTES if shared_memory else 0
         with ExitStack() as opened:

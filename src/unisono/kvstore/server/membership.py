@@ -8,7 +8,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from unisono.errors import CommError
-from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.auth import Identity
 
 
 class PeerTable:
@@ -19,7 +19,7 @@ class PeerTable:
         self._newest: dict[int, int] = {}
         self._open: dict[tuple[int, int], int] = {}
 
-    def connect(self, peer: Peer) -> None:
+    def connect(self, peer: Identity) -> None:
         """Add a connection. Raises CommError when a newer process of the peer is known."""
         with self._lock:
             self._check(peer)
@@ -27,7 +27,7 @@ class PeerTable:
             key = peer.index, peer.worker_restart_count
             self._open[key] = self._open.get(key, 0) + 1
 
-    def disconnect(self, peer: Peer) -> bool:
+    def disconnect(self, peer: Identity) -> bool:
         """Remove a connection; returns whether it was the last."""
         with self._lock:
             key = peer.index, peer.worker_restart_count
@@ -42,12 +42,12 @@ class PeerTable:
         with self._lock:
             return len(self._newest)
 
-    def check(self, peer: Peer) -> None:
+    def check(self, peer: Identity) -> None:
         """Raise CommError when a newer process of the peer has taken over."""
         with self._lock:
             self._check(peer)
 
-    def _check(self, peer: Peer) -> None:
+    def _check(self, peer: Identity) -> None:
         newest = self._newest.get(peer.index, 0)
         if peer.worker_restart_count < newest:
             raise _replaced(peer.role, peer.index, peer.worker_restart_count, newest)

@@ -51,7 +51,7 @@ from unisono.kvstore.server.placement import ChunkPlacement
 from unisono.kvstore.server.pull_compression import PullEncoder, RequestedChunk
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.work_queue import WorkItem, WorkQueue
-from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.auth import Identity
 from unisono.kvstore.wire.frame import Frame, Op, json_frame, payload_views, protocol_error, read_json
 
 _CHECK_S = 0.25  # interval between checks of leases
@@ -126,7 +126,7 @@ class ParameterServer:
 
     # --- called by the wire
 
-    def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
+    def hello(self, peer: Identity, facts: dict[str, Any]) -> dict[str, Any]:
         """Admit a peer whose run spec equals the others'; returns the dictionary below, in which ``seq`` is the first
         free number of the worker's stream.
 
@@ -156,12 +156,12 @@ class ParameterServer:
             "units": store.applied_ranges(0),
         }
 
-    def gone(self, peer: Peer) -> None:
+    def gone(self, peer: Identity) -> None:
         """A connection has closed."""
         if self._peers[peer.role].disconnect(peer) and peer.role == "worker":
             self._require_run().clocks.connection_closed(peer.index, peer.worker_restart_count)
 
-    def handle(self, peer: Peer, frame: Frame) -> Frame:
+    def handle(self, peer: Identity, frame: Frame) -> Frame:
         """Answer a request. Raises UnisonoError for an invalid one, which changes nothing."""
         run = self._require_run()
         self._peers[peer.role].check(peer)
@@ -270,7 +270,7 @@ class ParameterServer:
 
     # --- requests
 
-    def _init(self, run: _RunState, peer: Peer, frame: Frame) -> Frame:
+    def _init(self, run: _RunState, peer: Identity, frame: Frame) -> Frame:
         store, (parts, _, _) = run.stores[peer.role], read_chunks(frame, prefix=False)
         values = [(chunk, chunk_tensor(replace(frame, codec=0), data, store.chunk(chunk), {})) for chunk, data in parts]
         num_new = sum(store.init(chunk, value) for chunk, value in values)
@@ -278,7 +278,7 @@ class ParameterServer:
             self._replicate(run, frame, [chunk for chunk, _ in values])
         return Frame(Op.ACK, entries=num_new)
 
-    def _push(self, run: _RunState, peer: Peer, frame: Frame, entries: list[ChunkGradient] | None = None) -> Frame:
+    def _push(self, run: _RunState, peer: Identity, frame: Frame, entries: list[ChunkGradient] | None = None) -> Frame:
         store, (parts, lr, base_version) = run.stores[peer.role], read_chunks(frame, prefix=True)
         if entries is None:
             entries = [
@@ -300,7 +300,7 @@ class ParameterServer:
             self._largest_lag = max(self._largest_lag, outcome.lag)
         return Frame(Op.ACK, entries=outcome.applied, clock=outcome.version, flags=REFUSED if outcome.refused else 0)
 
-    def _pull(self, run: _RunState, peer: Peer, frame: Frame, chunks: list[int]) -> Frame:
+    def _pull(self, run: _RunState, peer: Identity, frame: Frame, chunks: list[int]) -> Frame:
         store, based = run.stores[peer.role], read_bases(frame, prefix=frame.op is Op.PUSHPULL)
         if based and run.pull_encoder is not None and all(store.chunk(n).dtype.is_floating_point for n in chunks):
             return self._pull_compressed(run.pull_encoder, store, peer, list(zip(chunks, based, strict=True)))
@@ -309,7 +309,7 @@ class ParameterServer:
         return chunk_values_frame(pulled)
 
     def _pull_compressed(
-        self, pull_encoder: PullEncoder, store: ChunkStore, peer: Peer, requested: list[tuple[int, int]]
+        self, pull_encoder: PullEncoder, store: ChunkStore, peer: Identity, requested: list[tuple[int, int]]
     ) -> Frame:
         """The compressed deltas of a worker that names bases, or exact values."""
         current = [(chunk, base, *store.pull(chunk)) for chunk, base in requested]
@@ -319,7 +319,7 @@ class ParameterServer:
         frame = write_chunks(Op.DATA, parts, dtype=common_dtype(chunk.value for chunk in pulled), based=answer.numbers)
         return replace(frame, codec=CODED if answer.coded else 0, clock=answer.version)
 
-    def _rows(self, run: _RunState, peer: Peer, frame: Frame) -> Frame:
+    def _rows(self, run: _RunState, peer: Identity, frame: Frame) -> Frame:
         store, writes = run.stores[peer.role], bool(frame.flags & WRITE)
         parts, _, _ = read_chunks(frame, prefix=writes)
         entries = [chunk_rows(frame, data, store.chunk(chunk)) for chunk, data in parts]
@@ -327,7 +327,7 @@ class ParameterServer:
             return self._push(run, peer, frame, entries)
         return chunk_values_frame([(entry.chunk, *store.pull(entry.chunk, entry.rows)) for entry in entries])
 
-    def _state(self, run: _RunState, peer: Peer, frame: Frame) -> Frame:
+    def _state(self, run: _RunState, peer: Identity, frame: Frame) -> Frame:
         store = run.stores[peer.role]
         if frame.flags & WRITE:
             facts, tensors = decode_chunk_state(b"".join(payload_views(frame)))
@@ -346,7 +346,7 @@ class ParameterServer:
             facts["deal"] = self._replica_queue
         return Frame(Op.DATA, payload=encode_chunk_state(facts, tensors))
 
-    def _coordinate(self, run: _RunState, peer: Peer, frame: Frame) -> Frame:
+    def _coordinate(self, run: _RunState, peer: Identity, frame: Frame) -> Frame:
         worker, restart_count = peer.index, peer.worker_restart_count
         match frame.op:
             case Op.TICK:
@@ -366,7 +366,7 @@ class ParameterServer:
             case _:
                 return Frame(Op.ACK, clock=run.clocks.slowest_clock)
 
-    def _claim(self, run: _RunState, peer: Peer, frame: Frame) -> WorkItem:
+    def _claim(self, run: _RunState, peer: Identity, frame: Frame) -> WorkItem:
         """A work item. The same CLAIM, by its number, gets the same item; an item whose answer was lost would otherwise
         be held for ever."""
         content = read_json(frame)

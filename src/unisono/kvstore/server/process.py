@@ -5,13 +5,15 @@
     UNISONO_RESTART_COUNT      its restart count, one higher at each restart
     UNISONO_LISTEN_FD          a listening socket inherited from the launcher; unset: it listens at its own host and port
     UNISONO_REPLICAS           2: the next server keeps a replica of this one
+    UNISONO_SECRET_FD          inherited descriptor from which the job's secret is read (``dist.secret``)
+    UNISONO_SECRET_FILE        file of the job's secret, mode 0600; neither is set: the user's own file
     UNISONO_TLS                folder of certificates (``wire.tls``); unset: no encryption
     UNISONO_SNAPSHOTS          folder of snapshots; unset: no snapshots
     UNISONO_SNAPSHOT_EVERY_S   seconds between snapshots, 60 if unset
     UNISONO_DRAIN              set: after SIGTERM, stay until the last worker has left
 
-There are no arguments, which other users could see. On SIGTERM and SIGINT the server answers running requests, writes a
-snapshot and exits.
+Configured by environment variables only: arguments are visible to other users in ``ps``. On SIGTERM and SIGINT the server
+answers running requests, writes a snapshot and exits.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from unisono.errors import LaunchError
 from unisono.kvstore.server.chunk_payload import SLOT_BYTES
 from unisono.kvstore.server.parameter_server import ParameterServer
 from unisono.kvstore.server.run_spec import RunSpec
-from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.auth import Identity
 from unisono.kvstore.wire.connection import Connection, Endpoint
 from unisono.kvstore.wire.frame import PEER_LIMITS, Frame, Op, json_frame, payload_views
 from unisono.kvstore.wire.frame_server import FrameServer
@@ -182,7 +184,7 @@ class ReplicaClient:
         return RunSpec.from_json(answer) if answer is not None else None
 
     def _connect(self, job: int, facts: Mapping[str, Any]) -> Connection:
-        me = Peer("server", self._settings.server_index, self._settings.server_restart_count, job, "")
+        me = Identity("server", self._settings.server_index, self._settings.server_restart_count, job, "")
         return Connection(
             self._endpoint, me, facts, limits=PEER_LIMITS, deadline_s=_REPLICA_DEADLINE_S, slot_bytes=SLOT_BYTES
         )

@@ -36,7 +36,7 @@ from unisono.storage.directory import (
 )
 from unisono.storage.files import file_digest
 from unisono.storage.limits import decode_json, read_json
-from unisono.storage.ownership import foreign_folder_reason
+from unisono.storage.ownership import untrusted_folder_reason
 
 KEEP = 2
 _FACTS, _TENSORS = "state.json", "state.safetensors"
@@ -124,7 +124,7 @@ def newer_snapshot_error(folder: Path, newer: int, known: int) -> CommError:
 
 
 def _refuse_shared(folder: Path) -> None:
-    if folder.exists() and (reason := foreign_folder_reason(folder, folder.stat())):
+    if folder.exists() and (reason := untrusted_folder_reason(folder, folder.stat())):
         raise CommError(
             given=f"a folder of snapshots that is not this user's alone: {reason}",
             rule="a server's state is read from a folder that this user or root alone can have written",

@@ -22,18 +22,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.errors import CommError
+from unisono.exit_codes import USER_ERROR
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
 from unisono.kvstore.wire.frame import Limits, Op, error_frame, json_frame, read_error, read_json
 
 ROLES = ("worker", "server")
-_STRANGER_BYTES = 4096
+_UNAUTHENTICATED_BYTES = 4096
 _NONCE = re.compile(r"[0-9a-f]{64}")
 _RANGES = {"worker": 2**32, "incarnation": 2**32, "job": 2**64, "epoch": 2**32}
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """The other end: ``role`` is "worker" or "server", ``job`` the hash of the run id."""
+class Identity:
+    """Who one end of a connection is: ``role`` is "worker" or "server", ``job`` the hash of the run id.
+
+    ``address`` is that of the other end, for the texts of errors.
+    """
 
     role: str
     index: int
@@ -45,19 +49,22 @@ class Peer:
 class AuthError(CommError):
     """The other side lacks the secret or a valid certificate, or reports that of this side. A retry does not help."""
 
-    exit_code = 2
+    exit_code = USER_ERROR
 
 
 def preauth_limits(limits: Limits) -> Limits:
     """The limits before the peer has proved itself."""
     return Limits(
-        max_payload_bytes=_STRANGER_BYTES, max_entries=0, message_s=limits.handshake_s, handshake_s=limits.handshake_s
+        max_payload_bytes=_UNAUTHENTICATED_BYTES,
+        max_entries=0,
+        message_s=limits.handshake_s,
+        handshake_s=limits.handshake_s,
     )
 
 
 def server_handshake(
     channel: Channel, secret: bytes, restart_count: int, address: str, limits: Limits
-) -> tuple[Peer, int]:
+) -> tuple[Identity, int]:
     """The server's part: returns the peer and the highest server restart count it has seen. Raises AuthError or
     ConnectionLost."""
     mine = secrets.token_hex(32)
@@ -79,10 +86,10 @@ def server_handshake(
         raise refusal
     channel.send(json_frame(Op.HELLO, {"proof": _proof(secret, "server", bound)}))
     worker, worker_restart_count, job, seen = (int(str(n)) for n in numbers)
-    return Peer(str(role), worker, worker_restart_count, job, address), seen
+    return Identity(str(role), worker, worker_restart_count, job, address), seen
 
 
-def client_handshake(channel: Channel, secret: bytes, me: Peer, seen: int, limits: Limits) -> int:
+def client_handshake(channel: Channel, secret: bytes, me: Identity, seen: int, limits: Limits) -> int:
     """The client's part: prove, check the server's proof, return its restart count. ``seen`` is the highest known so
     far.
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from unisono.dist.address import require_private
 from unisono.errors import CommError, UnisonoError
-from unisono.kvstore.wire.auth import AuthError, Peer, client_handshake, preauth_limits
+from unisono.kvstore.wire.auth import AuthError, Identity, client_handshake, preauth_limits
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
 from unisono.kvstore.wire.frame import (
     Frame,
@@ -99,7 +99,7 @@ class Connection:
     def __init__(
         self,
         endpoint: Endpoint,
-        me: Peer,
+        me: Identity,
         facts: Mapping[str, Any],
         *,
         limits: Limits,

@@ -192,7 +192,7 @@ def unpack(header: bytes | bytearray | memoryview, limits: Limits) -> FrameHeade
         rule = f"this side speaks version {VERSION}"
         raise _refused("version", str(version), rule, "use the same release of unisono on both sides")
     if op not in _OPS:
-        raise _refused("op", str(op), f"ops are {min(Op).value} to {max(Op).value}", "use one release on both sides")
+        raise _refused("op", str(op), f"op {op} is unknown to this release", "use one release on both sides")
     if codec >= CODECS:
         raise _refused("codec", str(codec), f"codecs are below {CODECS}", "use one release on both sides")
     if dtype >= len(DTYPES):

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from unisono.dist.address import refuse_every_interface, require_private
 from unisono.errors import CommError, LaunchError, UnisonoError
-from unisono.kvstore.wire.auth import Peer, preauth_limits, server_handshake
+from unisono.kvstore.wire.auth import Identity, preauth_limits, server_handshake
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
 from unisono.kvstore.wire.frame import Frame, Limits, Op, error_frame, json_frame, read_json
 from unisono.kvstore.wire.shared_slots import accept_shared_slots, sharing_scope
@@ -34,15 +34,15 @@ _BACKLOG = 1024
 class RequestHandler(Protocol):
     """Handles the requests of a server. Called from a thread per connection."""
 
-    def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
+    def hello(self, peer: Identity, facts: dict[str, Any]) -> dict[str, Any]:
         """Admit a peer that proved itself. Raises UnisonoError to refuse; the peer gets its text."""
         ...
 
-    def handle(self, peer: Peer, frame: Frame) -> Frame:
+    def handle(self, peer: Identity, frame: Frame) -> Frame:
         """The answer. May block; a UnisonoError becomes an ERROR reply. The request may come twice (a lost answer)."""
         ...
 
-    def gone(self, peer: Peer) -> None:
+    def gone(self, peer: Identity) -> None:
         """A connection that ``hello`` admitted has closed."""
         ...
 
@@ -110,7 +110,6 @@ class FrameServer:
         self._busy: set[Channel] = set()
         self._newest = restart_count
         self._closing = threading.Event()
-        self.num_refused = 0
         self._wake, self._woken = socket.socketpair()
         self._loops = [
             threading.Thread(target=loop, name=f"unisono-wire-{loop.__name__[1:]}", daemon=True)
@@ -146,21 +145,18 @@ class FrameServer:
     def _admit(self, sock: socket.socket, address: str) -> None:
         with self._lock:
             if len(self._threads) >= self._admission.max_connections:
-                self.num_refused += 1
                 sock.close()
                 return
             if len(self._unauthenticated) >= self._admission.max_unauthenticated:
                 # drop the one that has not proved itself for longest: a handshake takes milliseconds
                 oldest = next(iter(self._unauthenticated))
                 del self._unauthenticated[oldest]
-                self.num_refused += 1
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(oldest, socket.SHUT_RDWR)
             thread = threading.Thread(target=self._serve, args=(sock, address), name="unisono-wire-peer", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the machine has no thread left: this one comes again, and the others are served
-                self.num_refused += 1
                 sock.close()
                 return
             self._unauthenticated[sock] = None
@@ -198,7 +194,7 @@ class FrameServer:
 
     # --- one peer
 
-    def _serve_requests(self, channel: Channel, peer: Peer) -> None:
+    def _serve_requests(self, channel: Channel, peer: Identity) -> None:
         hello = channel.receive(wait_s=self._limits.handshake_s)
         if hello is None or hello.op is not Op.HELLO:
             return
@@ -231,7 +227,7 @@ class FrameServer:
         finally:
             self._handler.gone(peer)
 
-    def _answer(self, channel: Channel, peer: Peer, frame: Frame) -> Frame:
+    def _answer(self, channel: Channel, peer: Identity, frame: Frame) -> Frame:
         try:
             self._note_restart_count(frame.server_restart_count)
             self._refuse_if_replaced()
@@ -271,7 +267,7 @@ class FrameServer:
                 nearest="end this old server process",
             )
 
-    def _check_identity(self, peer: Peer, frame: Frame) -> None:
+    def _check_identity(self, peer: Identity, frame: Frame) -> None:
         for name, given, expected in (
             ("server restart count", frame.server_restart_count, self._restart_count),
             ("job", frame.job, peer.job),

@@ -448,7 +448,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(many: Path, tmp_pa
     assert start(many, tmp_path / "b/x.rec", *options).wait(60) == 0
     assert content(tmp_path / "a", "x-") == content(tmp_path / "b", "x-")
     after = [(tmp_path / f"b/x-{n:05d}-of-00024.rec").stat().st_ino for n in range(3)]
-    assert after == [inodes[f"all-{n:05d}"] for n in range(3)]  # taken over, not made again
+    assert after == [inodes[f"all-{n:05d}"] for n in range(3)]  # reused, not made again
     assert not part.exists()
 
 

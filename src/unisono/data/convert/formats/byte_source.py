@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from unisono.data.convert.formats.table import damaged_error, open_source, unreadable_error
-from unisono.storage.limits import MAX_EXPANSION, MAX_FREE_BYTES, MAX_RECORD_BYTES
+from unisono.storage.limits import MAX_EXPANSION, MAX_RECORD_BYTES, SMALL_FILE_BYTES
 
 _PIECE_BYTES: Final = 1 << 20
 
@@ -65,10 +65,10 @@ class ByteSource:
             piece = self._unpacked.read(count)
         except (OSError, EOFError, zlib.error) as error:
             raise damaged_error(self.path, self.offset, f"its gzip is damaged or cut: {error}") from error
-        if self.offset + len(piece) > MAX_FREE_BYTES + MAX_EXPANSION * self._raw.tell():
+        if self.offset + len(piece) > SMALL_FILE_BYTES + MAX_EXPANSION * self._raw.tell():
             raise unreadable_error(
                 f"{self.path}: {self._raw.tell():,} bytes of gzip, which are more than {self.offset:,} bytes unpacked",
-                f"a file expands {MAX_EXPANSION} times at most, or to {MAX_FREE_BYTES >> 20} MiB",
+                f"a file expands {MAX_EXPANSION} times at most, or to {SMALL_FILE_BYTES >> 20} MiB",
                 "gunzip it by hand, if this is its real content",
             )
         return piece

@@ -31,10 +31,10 @@ from unisono.data.mindrecord import FieldType
 from unisono.errors import missing_extra
 from unisono.storage.files import new_file
 from unisono.storage.limits import (
-    MAX_FREE_PARQUET_BYTES,
     MAX_PARQUET_ENTRIES,
     MAX_PARQUET_EXPANSION,
     MAX_PARQUET_TEXT_BYTES,
+    SMALL_FILE_PARQUET_BYTES,
     LimitError,
 )
 
@@ -102,7 +102,7 @@ def _batches(path: Path, file: Any, limits: ParquetLimits, columns: list[str], p
     expanded = 0
     with open_source(path) as source:
         size = os.fstat(source.fileno()).st_size
-        most = MAX_FREE_PARQUET_BYTES + MAX_PARQUET_EXPANSION * size
+        most = SMALL_FILE_PARQUET_BYTES + MAX_PARQUET_EXPANSION * size
         for group in range(file.metadata.num_row_groups):
             try:
                 rows = limits.rows_at_once(pa, source.fileno(), group, columns)

@@ -21,13 +21,13 @@ from typing import Any, Final
 from unisono.data.convert.formats.thrift import BINARY, I32, I64, Struct, ThriftReader, Wanted
 from unisono.storage.limits import (
     MAX_EXPANSION,
-    MAX_FREE_BYTES,
-    MAX_FREE_ROWS,
     MAX_JSON_BYTES,
     MAX_JSON_DEPTH,
     MAX_PARQUET_HEADER_BYTES,
     MAX_RECORD_BYTES,
     MAX_ROWS_PER_BYTE,
+    SMALL_FILE_BYTES,
+    SMALL_FILE_ROWS,
     LimitError,
 )
 
@@ -97,7 +97,7 @@ class ParquetLimits:
             self._groups = [(group[3], _chunks(group, leaves, self._size)) for group in footer[4]]
         except (IndexError, KeyError, TypeError) as error:
             raise ValueError(f"its footer lacks what Parquet needs ({type(error).__name__}: {error})") from error
-        most = MAX_FREE_ROWS + MAX_ROWS_PER_BYTE * self._size
+        most = SMALL_FILE_ROWS + MAX_ROWS_PER_BYTE * self._size
         if not 0 <= rows <= most or any(not 0 <= count <= rows for count, _ in self._groups):
             raise LimitError(
                 f"its footer says {rows:,} rows, where a file of {self._size:,} bytes has at most {most:,}"
@@ -156,10 +156,10 @@ def _read_pages(fd: int, chunk: _Chunk) -> _Pages:
         kind, unpacked, packed = header.get(1, -1), header.get(2, -1), header.get(3, -1)
         if not 0 <= packed <= chunk.end - at or unpacked < 0:
             raise ValueError(f"a page of {packed} bytes at offset {at}, where {chunk.end - at} are left")
-        if unpacked > (most := MAX_FREE_BYTES + MAX_EXPANSION * packed):
+        if unpacked > (most := SMALL_FILE_BYTES + MAX_EXPANSION * packed):
             raise LimitError(
                 f"a page of {packed:,} bytes says it has {unpacked:,} uncompressed, where {most:,} are the most: "
-                f"{MAX_EXPANSION} times, and {MAX_FREE_BYTES >> 20} MiB"
+                f"{MAX_EXPANSION} times, and {SMALL_FILE_BYTES >> 20} MiB"
             )
         part: Struct = header.get(_PART_OF_PAGE.get(kind, 0), {})
         count = part.get(1, -1)

@@ -93,7 +93,7 @@ def check_columns(columns: Sequence[str], fields: Collection[str], where: str) -
             raise unreadable_error(f"column {name!r} of {where}", "a column is a field of each row", nearest)
 
 
-def kind_of(name: str, value: Any) -> FieldType:
+def field_type_of(name: str, value: Any) -> FieldType:
     """The field type of a value. The first dim of an array may differ in other rows."""
     if isinstance(value, np.ndarray):
         array = cast("np.ndarray[Any, Any]", value)
@@ -123,7 +123,7 @@ def infer_schema(table: Table) -> tuple[dict[str, FieldType], Iterator[Row]]:
             "the first row says what the fields are",
             "a source that holds rows, or a .jsonl file",
         )
-    return {name: kind_of(name, value) for name, value in first.items()}, chain([first], rows)
+    return {name: field_type_of(name, value) for name, value in first.items()}, chain([first], rows)
 
 
 def check_rows(rows: Iterable[Row], schema: Mapping[str, FieldType], format_name: str) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.storage.limits import MAX_RECORD_BYTES, LimitError, check_columns_number
+from unisono.storage.limits import MAX_RECORD_BYTES, LimitError, check_count
 
 _STRETCH: Final = 1 << 16  # bytes of varints decoded at once: what is computed on the way takes 60 times their size
 _VARINT, _BYTES, _FIXED32 = 0, 2, 5
@@ -32,7 +32,7 @@ def read_example(data: bytes) -> dict[str, FeatureValues]:
             if name in example:
                 raise ValueError(f"it has feature {name!r} twice")
             example[name] = values
-            check_columns_number(len(example), "features")
+            check_count(len(example), "features")
     return example
 
 
@@ -62,7 +62,7 @@ def _bytes_list(content: memoryview) -> list[bytes]:
     # a field is one of them: of several only the number matters, and each would take 20 times its own size
     values: list[bytes] = []
     for number, value in enumerate(_messages(content, 1)):
-        check_columns_number(number, "values of a list of bytes")
+        check_count(number, "values of a list of bytes")
         values.append(bytes(value) if not number else b"")
     return values
 
@@ -89,7 +89,7 @@ def _numbers(content: memoryview, alone: int, item_bytes: int, what: str) -> byt
     """The bytes of a list of numbers, each packed with others or ``alone``, of that wire type."""
     numbers = bytearray()
     for count, (number, kind, piece) in enumerate(_fields(content)):
-        check_columns_number(count, f"parts of a list of {what}")
+        check_count(count, f"parts of a list of {what}")
         if number != 1 or kind not in (_BYTES, alone) or len(piece) % item_bytes:
             raise ValueError(f"a malformed list of {what}")
         numbers += piece

@@ -32,8 +32,10 @@ class ThriftReader:
     def struct(self, wanted: Wanted, depth: int = 0) -> Struct:
         """The wanted fields of a struct: integers, bytes, lists and structs, by number."""
         self._structs += 1
-        if depth > MAX_THRIFT_DEPTH or self._structs > MAX_JSON_LISTS:
-            raise LimitError(f"structs inside each other, or more than {MAX_JSON_LISTS:,} of them")
+        if depth > MAX_THRIFT_DEPTH:
+            raise LimitError(f"a struct {depth} levels deep, where {MAX_THRIFT_DEPTH} are the most")
+        if self._structs > MAX_JSON_LISTS:
+            raise LimitError(f"more than {MAX_JSON_LISTS:,} structs")
         data, fields, number = self._data, Struct(), 0
         while head := data[self.at]:
             self.at += 1

@@ -189,7 +189,7 @@ def _refuse_existing(target: Path, series: Sequence[str], side_files: Mapping[st
     existing = [
         path
         for path in sorted(target.parent.iterdir())
-        if ours.fullmatch(path.name) or (path.name in beside and _content(path) != beside[path.name])
+        if ours.fullmatch(path.name) or (path.name in beside and _read_if_file(path) != beside[path.name])
     ]
     existing.sort(key=lambda path: path.suffix != target.suffix)  # the files themselves before those beside them
     if existing:
@@ -271,5 +271,5 @@ def bad_inputs_error(bad: Sequence[BadInput]) -> DataError:
     )
 
 
-def _content(path: Path) -> bytes | None:
+def _read_if_file(path: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None

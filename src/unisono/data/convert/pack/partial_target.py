@@ -42,7 +42,7 @@ from unisono.storage.files import (
     write_atomically,
 )
 from unisono.storage.limits import MAX_JOB_BYTES, read_json
-from unisono.storage.ownership import foreign_folder_reason
+from unisono.storage.ownership import untrusted_folder_reason
 
 UNSPLIT: Final = "all"  # the series of inputs without a split
 _PROGRESS_S = 5.0
@@ -247,7 +247,7 @@ class PartialTarget:
         while (journal := self._journal(f"{series}-{len(done):05d}", done[-1].stop if done else 0)) is not None:
             done.append(journal)
         if done:
-            _LOG.info("%s: %d finished shards of %s are taken over", self.folder, len(done), series)
+            _LOG.info("%s: %d finished shards of %s are reused", self.folder, len(done), series)
         return done
 
     def _journal(self, name: str, start: int) -> ShardJournal | None:
@@ -334,9 +334,9 @@ def _open_folder(folder: Path) -> int:
     except OSError as error:
         raise _foreign_folder(folder, "it is a link" if folder.is_symlink() else os_reason(error)) from error
     try:
-        if reason := foreign_folder_reason(folder, os.fstat(fd)):
+        if reason := untrusted_folder_reason(folder, os.fstat(fd)):
             raise _foreign_folder(folder, reason)
-        is_job = set(os.listdir(fd)) <= {_LOCK} or _JOB.fullmatch(_content(folder / "job.json"))
+        is_job = set(os.listdir(fd)) <= {_LOCK} or _JOB.fullmatch(_read_or_empty(folder / "job.json"))
         if not is_job:
             raise _foreign_folder(folder, "it has no job.json of a packing job")
     except BaseException:
@@ -370,7 +370,7 @@ def _is_plain(name: str) -> bool:
     return Path(name).name == name and name not in ("", ".", "..")
 
 
-def _content(path: Path) -> bytes:
+def _read_or_empty(path: Path) -> bytes:
     try:
         with open_regular(path, flags=os.O_NOFOLLOW) as file:
             return file.read(MAX_JOB_BYTES)

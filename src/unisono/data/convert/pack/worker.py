@@ -75,7 +75,7 @@ def _image_maker(options: ImageOptions, *, root: str | None) -> RecordMaker:
 
     def make(request: bytes) -> RecordAnswer:
         try:
-            raw = request if root is None else _content(Path(os.fsdecode(request)), root)
+            raw = request if root is None else _read_image(Path(os.fsdecode(request)), root)
         except OSError as error:
             return RecordAnswer(reason=f"it cannot be read: {error.strerror}")
         try:
@@ -86,7 +86,7 @@ def _image_maker(options: ImageOptions, *, root: str | None) -> RecordMaker:
     return make
 
 
-def _content(path: Path, root: str) -> bytes:
+def _read_image(path: Path, root: str) -> bytes:
     # the listing looked at links, but a folder of the path can be exchanged by one afterwards
     with open_inside(root, path) if root else open_regular(path) as file:
         return file.read()
