@@ -20,6 +20,7 @@ from states import Log, all_bits, make, mixed_state
 
 from unisono.checkpoint import list_checkpoints, open_checkpoint
 from unisono.checkpoint.options import CheckpointOptions
+from unisono.checkpoint.remote import RemoteCheckpoints
 from unisono.errors import CheckpointError
 
 S3 = os.environ.get("UNISONO_S3_PYTHON")
@@ -95,13 +96,32 @@ def steps(root: Path) -> list[int]:
 def test_copies_have_their_marker_last_and_come_back_bit_by_bit(tmp_path: Path) -> None:
     far = tmp_path / "far"
     log = save(tmp_path / "here", f"unsteady://{far}", 5)
-    assert Unsteady.order == ["manifest.json", "shard-00000-of-00001.safetensors", "COMMIT"]
+    assert Unsteady.order == ["shard-00000-of-00001.safetensors", "manifest.json", "COMMIT"]
     assert log.kinds == ["checkpoint_saved", "checkpoint_uploaded"]
     shutil.rmtree(tmp_path / "here")
     assert fetch(tmp_path / "here", f"unsteady://{far}").kinds == ["checkpoint_downloaded"]
     reader = open_checkpoint(tmp_path / "here" / "step-00000005")
     assert all_bits({name: reader.tensor(name) for name in reader.names()}) == all_bits(mixed_state(5))
     assert fetch(tmp_path / "here", f"unsteady://{far}").kinds == [], "it is here already"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "shard-00000-of-00001.safetensors", "COMMIT"])
+def test_a_link_in_a_checkpoint_is_not_uploaded(tmp_path: Path, name: str) -> None:
+    """Another user may own the folder of the run, and the link may lead to a private file."""
+    save(tmp_path / "here", f"file://{tmp_path}/far", 5)
+    here, far = tmp_path / "here/step-00000005", tmp_path / "again/step-00000005"
+    (here / "more").write_text("of another user")
+    RemoteCheckpoints(f"file://{tmp_path}/again").upload(here)
+    assert sorted(path.name for path in far.iterdir()) == sorted({path.name for path in here.iterdir()} - {"more"})
+    shutil.rmtree(far)
+    (here / name).rename(tmp_path / "private")
+    (here / name).symlink_to(tmp_path / "private")
+    with pytest.raises(OSError, match="symbolic links"):
+        RemoteCheckpoints(f"file://{tmp_path}/again").upload(here)
+    assert not far.exists() or {path.name for path in far.iterdir()} <= {
+        "manifest.json",
+        "shard-00000-of-00001.safetensors",
+    } - {name}
 
 
 def test_any_filesystem_of_fsspec_will_do(tmp_path: Path) -> None:

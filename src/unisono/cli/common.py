@@ -186,13 +186,16 @@ def _load(
     return resolved
 
 
-def _without_places_of_others(resolved: Resolved[RunConfig], run_file: Path) -> Resolved[RunConfig]:
+def _without_places_of_others(
+    resolved: Resolved[RunConfig], run_file: Path, *, uploads: bool = True
+) -> Resolved[RunConfig]:
     """Another user's run does not choose where copies of this user's data and checkpoints are kept.
 
     There that user might read them, and at the address of another run its checkpoints would be replaced and deleted.
     """
     config, own = resolved.value, ("default", "env ", SET)
-    places = {"data.cache_dir": config.data.cache_dir, "checkpoint.upload_to": config.checkpoint.upload_to}
+    places = {"data.cache_dir": config.data.cache_dir}
+    places |= {"checkpoint.upload_to": config.checkpoint.upload_to} if uploads else {}
     chosen = [name for name, place in places.items() if place and not resolved.origins[name].startswith(own)]
     if not chosen or not (reason := untrusted_reason(run_file)):
         return resolved
@@ -263,9 +266,8 @@ def load_run(run_dir: str, **code: Any) -> Resolved[RunConfig]:
             consequence="nothing was loaded",
             nearest=f"leave --{min(code)} out",
         )
-    here = [f"run.dir={json.dumps(run_dir)}", 'checkpoint.upload_to=""']  # nothing is uploaded
-    resolved = _load([run_file], here, placeholders)
-    resolved = _without_places_of_others(resolved, run_file)
+    resolved = _load([run_file], [f"run.dir={json.dumps(run_dir)}"], placeholders)
+    resolved = _without_places_of_others(resolved, run_file, uploads=False)
     announce(str(run_file), resolved.renamed)
     config = resolved.value
     return replace(resolved, value=replace(config, components=replace(config.components, **code)))
