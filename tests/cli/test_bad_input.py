@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -399,6 +400,21 @@ def test_eval_with_a_configuration_of_another_model(desk: Desk, mine: Path) -> N
         "nothing was loaded",
         "the configuration in the run's own folder, or for the run of a script its own --model",
     )
+
+
+@pytest.mark.parametrize("verb", ["eval", "generate", "checkpoint export"])
+def test_sizes_in_a_configuration_are_compared_with_the_checkpoint_first(desk: Desk, mine: Path, verb: str) -> None:
+    """A model of such sizes would take all memory."""
+    text = (mine / "config.toml").read_text()
+    for layers, dim in ((60_000, 16), (2, 1 << 20)):
+        (mine / "config.toml").write_text(
+            re.sub(r"\nnum_layers = \d+\ndim = 16\n", f"\nnum_layers = {layers}\ndim = {dim}\n", text)
+        )
+        done = desk.here(*verb.split(), str(mine))
+        assert done.code == 2, done.err
+        wrong = f"model.num_layers {layers} for" if layers > 2 else "is missing or of another shape"
+        assert wrong in done.err
+        assert "so:   nothing was loaded" in done.err
 
 
 def test_a_folder_that_holds_no_run(desk: Desk, tmp_path: Path) -> None:

@@ -169,6 +169,19 @@ def test_ranks_of_one_start_run_what_their_parent_was_trusted_with(desk: Desk, s
     assert done.code == 0, done.err
 
 
+def test_a_run_file_with_a_chain_of_bases_is_only_checked(desk: Desk, script: Path, tmp_path: Path) -> None:
+    """Its Python neither runs nor is asked for where another CONFIG is given."""
+    canary, run_dir = tmp_path / "canary", tmp_path / "run"
+    assert desk.train(run_dir).code == 0
+    (run_dir / "evil.py").write_text(script.read_text())
+    (run_dir / "mid.toml").write_text('base = "evil.py"\n')
+    (run_dir / "config.toml").write_text('base = "mid.toml"\n[train]\nsteps = 5\n')
+    (tmp_path / "mine.toml").write_text("[train]\nsteps = 5\n")
+    done = desk.train(run_dir, str(tmp_path / "mine.toml"))
+    assert done.code == 0, done.err
+    assert not canary.exists()
+
+
 @pytest.mark.full
 @pytest.mark.skipif(
     os.geteuid() != 0, reason="only root can give a file away: the run of another user was not evaluated"

@@ -466,8 +466,9 @@ def test_steps_of_an_index_are_counted(indexed: Callable[..., Path], monkeypatch
 def test_limits_of_structs_in_parquet_metadata_name_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.data.convert.formats import thrift
 
-    with pytest.raises(LimitError, match="a struct 17 levels deep, where 16 are the most"):
-        thrift.ThriftReader(b"\x1c" * 20).struct({})
+    for deep in (b"\x1c" * 20, b"\xc9" + b"\x19" * 5_000):  # structs, and lists
+        with pytest.raises(LimitError, match="a value 17 levels deep, where 16 are the most"):
+            thrift.ThriftReader(deep).struct({})
     monkeypatch.setattr(thrift, "MAX_JSON_LISTS", 3)
     with pytest.raises(LimitError, match="more than 3 structs"):
         thrift.ThriftReader(b"\x1c\0" * 3 + b"\0").struct({})

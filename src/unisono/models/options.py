@@ -13,6 +13,12 @@ from unisono.errors import Problem, inert_problem
 Balance = Literal["bias", "loss", "none"]
 
 
+# far above every model: the sizes of tensors fit 63 bits
+MAX_LAYERS = MAX_EXPERTS = 1 << 16
+MAX_WIDTH = 1 << 22
+MAX_VOCABULARY = 1 << 31
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
     """Section ``model`` of a configuration: sizes of the built-in models, or a pretrained one."""
@@ -23,8 +29,12 @@ class ModelOptions:
         "",
         "A Hugging Face folder (config.json and safetensors), or its address, to fine-tune or go on from; empty = a new model.",
     )
-    num_layers: int = option(4, "Number of blocks.", applies_with="a built-in model other than resnet", ge=1)
-    dim: int = option(128, "Width of the hidden states.", applies_with="a built-in model other than resnet", ge=2)
+    num_layers: int = option(
+        4, "Number of blocks.", applies_with="a built-in model other than resnet", ge=1, le=MAX_LAYERS
+    )
+    dim: int = option(
+        128, "Width of the hidden states.", applies_with="a built-in model other than resnet", ge=2, le=MAX_WIDTH
+    )
     num_heads: int = option(4, "Number of query heads.", applies_with="components.model gpt, moe or bert", ge=1)
     num_kv_heads: int = option(
         2,
@@ -37,18 +47,21 @@ class ModelOptions:
         "Width of the feed-forward layer; 0 = 8/3 of dim, rounded up to a multiple of 32 (gpt), or 4 times dim (bert).",
         applies_with="components.model gpt, moe or bert",
         ge=0,
+        le=MAX_WIDTH,
     )
     vocab_size: int = option(
         0,
         "Token ids; 0 = the tokenizer's, rounded up to a multiple of 64. In an mlp the rows of its table of texts; 0 = 4096.",
         applies_with="a built-in model other than resnet",
         ge=0,
+        le=MAX_VOCABULARY,
     )
     num_experts: int = option(
         0,
         "Experts in each feed-forward layer, of which a token goes to a few; ffn_dim is the width of one. 0 = none.",
         applies_with="components.model gpt or moe",
         ge=0,
+        le=MAX_EXPERTS,
     )
     num_experts_per_token: int = option(
         2, "Experts that each token goes to.", applies_with="model.num_experts above 0", ge=1

@@ -75,7 +75,7 @@ MAX_SIDECAR_HEAD_BYTES: Final = 1 << 20
 MAX_MINDRECORD_HEADER_BYTES: Final = 128 << 20
 MAX_MINDRECORD_SHARDS: Final = 4096
 MAX_SAFETENSORS_HEADER_BYTES: Final = 100_000_000
-# the folder of a pretrained model: bytes of each JSON file; layers, beyond which its tensors are counted
+# the folder of a pretrained model: bytes of each JSON file; layers of one or of a run, beyond which its tensors are counted
 MAX_MODEL_CONFIG_BYTES: Final = 64 << 20
 MAX_UNCOUNTED_LAYERS: Final = 1_000
 # text that its reader takes whole: a hosts file, a schema, the first line of a table; a list of images, items or records' keys, a

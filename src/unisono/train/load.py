@@ -14,7 +14,8 @@ from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.dist import World
 from unisono.errors import CheckpointError, PlanError
 from unisono.parallel.deferred_init import deferred_init
-from unisono.storage.run_folder import CHECKPOINTS_FOLDER
+from unisono.storage.limits import MAX_UNCOUNTED_LAYERS
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER, RUN_FILE
 from unisono.train.build import build_model
 from unisono.train.config import RunConfig
 from unisono.train.whole_model import saved_names, tensor_reader
@@ -43,6 +44,8 @@ def load_model(
 
 def read_model(config: RunConfig, tokenizer: Tokenizer | None, snapshot: CheckpointReader) -> nn.Module:
     """The whole model as it was saved, on the CPU. Raises CheckpointError when the checkpoint holds another model."""
+    if not config.model.pretrained:  # whose folder is compared with its own weights
+        tensor_reader(empty_model(config, tokenizer), snapshot)  # wrong sizes are found before they take memory
     model = build_model(config, tokenizer)
     read = tensor_reader(model, snapshot)
     saved = saved_names(model)
@@ -75,4 +78,13 @@ def open_run_checkpoint(config: RunConfig, world: World, checkpoint: str | None)
         )
     if checkpoint and (problems := verify(path)):
         raise CheckpointError(*problems)
-    return open_checkpoint(path)
+    snapshot = open_checkpoint(path)
+    layers, tensors = config.model.num_layers, len(snapshot.names())
+    if layers > max(MAX_UNCOUNTED_LAYERS, tensors):  # a block takes memory and time also without values
+        raise CheckpointError(
+            given=f"run folder {config.run.dir!r}, whose {RUN_FILE} has model.num_layers {layers} for {tensors} saved tensors",
+            rule="the weights of every block are in the checkpoint",
+            consequence="nothing was loaded",
+            nearest=f"the {RUN_FILE} that the run was started with",
+        )
+    return snapshot

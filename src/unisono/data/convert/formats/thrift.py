@@ -32,8 +32,7 @@ class ThriftReader:
     def struct(self, wanted: Wanted, depth: int = 0) -> Struct:
         """The wanted fields of a struct: integers, bytes, lists and structs, by number."""
         self._structs += 1
-        if depth > MAX_THRIFT_DEPTH:
-            raise LimitError(f"a struct {depth} levels deep, where {MAX_THRIFT_DEPTH} are the most")
+        _check_depth(depth)
         if self._structs > MAX_JSON_LISTS:
             raise LimitError(f"more than {MAX_JSON_LISTS:,} structs")
         data, fields, number = self._data, Struct(), 0
@@ -64,6 +63,7 @@ class ThriftReader:
         raise ValueError(f"a field of type {kind}")
 
     def _list(self, wanted: list[Wanted] | None, depth: int) -> list[Struct]:
+        _check_depth(depth)
         head = self._data[self.at]
         self.at += 1
         count = head >> 4
@@ -101,3 +101,8 @@ class ThriftReader:
     def _zigzag(self, bits: int = 64) -> int:
         value = self._varint() & ((1 << bits) - 1)
         return value >> 1 ^ -(value & 1)
+
+
+def _check_depth(depth: int) -> None:
+    if depth > MAX_THRIFT_DEPTH:
+        raise LimitError(f"a value {depth} levels deep, where {MAX_THRIFT_DEPTH} are the most")
