@@ -156,7 +156,7 @@ def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
         f"export to '{folder}': No such file or directory\n"
         "  rule: an export is a new folder, or takes the place of an earlier export\n"
         "  so:   nothing was exported\n"
-        "  try:  a path in a folder you may write to, with room for the model's weights"
+        "  try:  a path in a folder you may write to, with room for the weights: unisono checkpoint export RUN PATH"
     )
     assert (folder / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -25,7 +25,7 @@ def test_a_refused_second_launch_leaves_the_files_of_the_first(tmp_path: Path) -
         snapshot.write_text("{}")
         assert claim_ranks(read_membership(tmp_path), 1, None) == [1]
         before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(ConfigError, match=r"in which process \d+ on .* runs a job"):
+        with pytest.raises(ConfigError, match=r"in which process \d+ on .* is running a job"):
             run_job(job, tmp_path)
         assert sorted(tmp_path.rglob("*")) == before
         assert read_membership(tmp_path).run_id == "first"

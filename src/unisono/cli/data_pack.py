@@ -115,8 +115,9 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
     \b
     images  a folder (class = folder), a .lst of MXNet, a .csv of path,label, or by --image and --label
             a tar or another table → .rec, as im2rec
-    text    files, lines or a table's column → token shards NAME-00000.bin …
-    rows    any table that convert reads → .rec, .mindrecord, .jsonl, .parquet, .tar, .csv
+    text    files, lines or a table's column → NAME.bin, as token shards NAME-00000.bin …
+    rows    any table that convert reads → .mindrecord, .jsonl, .parquet, .tar, .csv,
+            or .rec of one field of bytes or text (--payload) and numbers
     python  rows that --function gives, with the fields of --schema → the same
 
     What became of every input is written to TARGET.report.json. -v shows progress and time left.

@@ -109,7 +109,7 @@ def export(
             given=f"export to {str(folder)!r}: {error.strerror}",
             rule="an export is a new folder, or takes the place of an earlier export",
             consequence="nothing was exported",
-            nearest="a path in a folder you may write to, with room for the model's weights",
+            nearest="a path in a folder you may write to, with room for the weights: unisono checkpoint export RUN PATH",
         ) from error
     finally:
         if partial is not None:

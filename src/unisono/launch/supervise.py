@@ -104,7 +104,7 @@ def job_folder(run_dir: Path) -> Generator[None]:
         make_folder(run_dir / LOGS_FOLDER, may_be_link=False)
         lock = FolderLock(
             run_dir / "launch.lock",
-            work="runs a job",
+            work="is running a job",
             nearest="wait until it has ended, or another folder",
             heartbeat=False,  # workers are forked from a process without threads; the run has a heartbeat of its own
         )
