@@ -1,4 +1,4 @@
-"""The program ``unisono``, also as ``python -m unisono``. It handles SIGTERM before it imports anything large."""
+"""The program ``unisono``, also as ``python -m unisono``. It handles stop signals before it imports anything large."""
 
 import sys
 from typing import NoReturn
@@ -7,14 +7,14 @@ from typing import NoReturn
 def main() -> NoReturn:
     """Run the command line and exit with its code.
 
-    Until a run listens for stop signals itself, SIGTERM ends ``train`` and ``launch`` as preempted: no training state is lost.
-    Python itself and this package take some 40 ms before that, in which SIGTERM ends the process as any other; a rank that our
-    launcher starts has it blocked until then.
+    Until a run listens for stop signals itself, they end ``train`` and ``launch`` as preempted: no training state is lost.
+    Python itself and this package take some 40 ms before that, in which signals end the process as any other; a rank that our
+    launcher starts has them blocked until then.
     """
     if sys.argv[1:2] in (["train"], ["launch"]):
-        from unisono.dist.early_sigterm import exit_at_sigterm  # 2 ms, of which --help has no use
+        from unisono.dist.early_signals import exit_at_stop_signals  # 2 ms, of which --help has no use
 
-        exit_at_sigterm()
+        exit_at_stop_signals()
     from unisono.cli.main import entry
 
     entry()

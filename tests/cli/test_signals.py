@@ -16,18 +16,21 @@ from unisono.exit_codes import REQUEUE
 from unisono.launch.workers import is_unisono_train
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(("command", "code"), [("train", REQUEUE), ("launch", REQUEUE), ("eval", -15)])
-def test_sigterm_before_anything_large_is_imported(command: str, code: int) -> None:
+def test_a_signal_before_anything_large_is_imported(command: str, code: int, name: str) -> None:
+    if (command, name) == ("eval", "SIGINT"):
+        return  # a KeyboardInterrupt
     program = (
         f"import os, runpy, signal, sys; sys.path[:] = {sys.path!r}; sys.argv = ['unisono', {command!r}]\n"
         "class Killer:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'click':\n            os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"        if name == 'click':\n            os.kill(os.getpid(), signal.{name})\n"
         "sys.meta_path.insert(0, Killer())\n"
         "runpy.run_module('unisono', run_name='__main__')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    said = "stopped by SIGTERM before the first step: nothing was saved; start the same command again\n"
+    said = f"stopped by {name} before the first step: nothing was saved; start the same command again\n"
     assert (done.returncode, done.stderr) == (code, said if code == REQUEUE else "")
 
 
@@ -37,8 +40,8 @@ def test_sigterm_after_a_run_has_listened_claims_nothing(listens: str) -> None:
     program = (
         f"import os, signal, sys; sys.path[:] = {sys.path!r}\n"
         "import unisono.dist.stop_notice, unisono.launch.supervise\n"
-        "from unisono.dist.early_sigterm import exit_at_sigterm\n"
-        "exit_at_sigterm()\n"
+        "from unisono.dist.early_signals import exit_at_stop_signals\n"
+        "exit_at_stop_signals()\n"
         f"with {listens}:\n    pass\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
     )
@@ -46,8 +49,9 @@ def test_sigterm_after_a_run_has_listened_claims_nothing(listens: str) -> None:
     assert (done.returncode, done.stderr) == (REQUEUE, "")
 
 
-@pytest.mark.parametrize("after_s", [0, 0.03, 0.1, 0.25])
-def test_sigterm_at_any_time_of_a_start(tmp_path: Path, after_s: float) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("after_s", [0, 0.1, 0.25, 0.6])
+def test_a_signal_at_any_time_of_a_start(tmp_path: Path, after_s: float, number: signal.Signals) -> None:
     desk = make_desk(tmp_path / "desk", tmp_path / "cache")
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "unisono", "train", *desk.settings],
@@ -57,26 +61,28 @@ def test_sigterm_at_any_time_of_a_start(tmp_path: Path, after_s: float) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
+    # SIGINT has Python's own handler before ours
     status, bit = Path(f"/proc/{process.pid}/status"), 1 << (signal.SIGTERM - 1)
     while not int(status.read_text().partition("SigCgt:")[2].split()[0], 16) & bit:  # Python itself is still starting
         assert process.poll() is None
     time.sleep(after_s)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == REQUEUE, said
     assert "before the first step: nothing was saved; start the same command again" in said
     assert list(desk.folder.glob("runs/*/checkpoints/*")) == []
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("launch", [[], ["launch", "--dir=run", "--", sys.executable, "-m", "unisono", "train"]])
-def test_sigterm_while_the_python_of_a_rank_still_starts(tmp_path: Path, launch: list[str]) -> None:
+def test_a_signal_while_the_python_of_a_rank_still_starts(tmp_path: Path, launch: list[str], name: str) -> None:
     desk = make_desk(tmp_path / "desk", tmp_path / "cache")
     folder = tmp_path / "stops_its_launcher"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
         "import os, signal, time\n"
         "if 'UNISONO_RANK' in os.environ:\n"
-        "    os.kill(os.getppid(), signal.SIGTERM)\n"
+        f"    os.kill(os.getppid(), signal.{name})\n"
         "    time.sleep(1)\n"  # the launcher looks for signals every 0.05 s
     )
     environ = desk.child_environ()
@@ -114,7 +120,7 @@ def test_a_rank_of_ours_is_known_by_its_command(tmp_path: Path) -> None:
     assert [command for command in [*own, *others] if is_unisono_train(command.split())] == own
 
 
-def test_only_ranks_of_ours_start_with_sigterm_blocked(tmp_path: Path) -> None:
+def test_only_ranks_of_ours_start_with_signals_blocked(tmp_path: Path) -> None:
     """Another program may never unblock it, and would then end by a kill alone."""
     desk = make_desk(tmp_path / "desk", tmp_path / "cache")
     program = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"

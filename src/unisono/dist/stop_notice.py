@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from unisono.dist.early_sigterm import note_listener
+from unisono.dist.early_signals import note_listener
 from unisono.dist.notebook import in_notebook
 
 INTERRUPTED = "interrupted: the run ends after this step with its state saved; Ctrl-C again raises KeyboardInterrupt"

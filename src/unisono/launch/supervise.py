@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any
 
 from unisono.dist import Failure
-from unisono.dist.early_sigterm import note_listener
+from unisono.dist.early_signals import note_listener
 from unisono.errors import LaunchError, Problem
 from unisono.exit_codes import FATAL, REQUEUE, USER_ERROR
 from unisono.launch.exit_report import Attempt, exit_explanation

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from unisono.dist import JobSpec
+from unisono.dist.early_signals import EARLY_SIGNALS
 from unisono.dist.failure import TRACEBACKS
 from unisono.dist.jobspec import OWN_VARIABLES, TORCH_VARIABLES
 from unisono.dist.secret import secret_descriptor
@@ -241,7 +242,7 @@ def unwritable(path: Path, error: OSError) -> Problem:
 def is_unisono_train(command: Sequence[str]) -> bool:
     """Whether it is ``unisono train`` or ``python -m unisono train`` of this very environment.
 
-    Another program of that name, such as a shell script that starts ours, would keep SIGTERM blocked. Options of Python are
+    Another program of that name, such as a shell script that starts ours, would keep the signals blocked. Options of Python are
     those without a value.
     """
     program, arguments = Path(shutil.which(command[0]) or ""), list(command[1:])
@@ -257,11 +258,11 @@ def is_unisono_train(command: Sequence[str]) -> bool:
 def _before_exec(spec: WorkerSpec) -> Callable[[], None]:
     """The function the child runs between fork and exec. The launcher has no threads, so no lock is held across the fork.
 
-    SIGTERM waits until a rank of ours handles it (``dist/early_sigterm.py``): it would end Python's own start with a code that
-    does not say that nothing was saved. Any other program gets it at once.
+    SIGTERM and SIGINT wait until a rank of ours handles them (``dist/early_signals.py``): they would end Python's own start with
+    a code that does not say that nothing was saved. Any other program gets them at once.
     """
     parent, cpus = os.getpid(), spec.cpus
-    blocks_sigterm = is_unisono_train(spec.command)
+    is_own = is_unisono_train(spec.command)
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
     def prepare() -> None:
@@ -271,7 +272,7 @@ def _before_exec(spec: WorkerSpec) -> Callable[[], None]:
                 os._exit(1)
         if cpus is not None:
             os.sched_setaffinity(0, cpus)
-        if blocks_sigterm:
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        if is_own:
+            signal.pthread_sigmask(signal.SIG_BLOCK, EARLY_SIGNALS)
 
     return prepare

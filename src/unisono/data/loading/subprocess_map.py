@@ -110,7 +110,7 @@ def serve_requests(pipe: Connection[Any, Any], answer: Callable[[bytes], bytes])
     while True:
         try:
             request = pipe.recv_bytes()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # also in the middle of a request
             return
         reply = answer(request)
         with suppress(ConnectionError):  # the next read finds that the parent is gone
