@@ -402,6 +402,18 @@ def test_eval_with_a_configuration_of_another_model(desk: Desk, mine: Path) -> N
     )
 
 
+@pytest.mark.parametrize("agent", [{}, {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}])
+def test_a_master_address_that_does_not_resolve_ends_the_start_after_the_time_out(
+    desk: Desk, tmp_path: Path, agent: dict[str, str]
+) -> None:
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    master = {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "29513"}
+    arguments = [f"--set=run.dir={tmp_path}/run", "--set=launch.timeout_s=1", *desk.settings]
+    done = desk.process("train", *arguments, **ranks, **master, **agent)
+    assert done.code == 1
+    assert "rank 1 of 2 found no store at no-such-host.invalid:29513 in 1 s (the name does not resolve" in done.err
+
+
 @pytest.mark.parametrize("verb", ["eval", "generate", "checkpoint export"])
 def test_sizes_in_a_configuration_are_compared_with_the_checkpoint_first(desk: Desk, mine: Path, verb: str) -> None:
     """A model of such sizes would take all memory."""

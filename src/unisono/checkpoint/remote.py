@@ -133,12 +133,10 @@ class RemoteCheckpoints:
         temporary.mkdir(mode=FOLDER_MODE)
         try:
             for name, entry in decode(data).files.items():
-                open_new(temporary / name).close()  # with our permissions, and no link
-                with _missing_is_damage():
+                with _missing_is_damage(), open_new(temporary / name) as file:  # with our permissions, and no link
                     if self._files.size(f"{source}/{name}") not in (entry.bytes, None):
                         raise ValueError(f"{name} has another size than {MANIFEST} says")
-                    self._files.get_file(f"{source}/{name}", str(temporary / name))
-                with (temporary / name).open("rb") as file:
+                    self._files.get_file(f"{source}/{name}", f"/dev/fd/{file.fileno()}")
                     os.fsync(file.fileno())
             commit_directory(temporary, final, manifest=(MANIFEST, data), marker=(COMMIT, marker))
         finally:
