@@ -20,10 +20,10 @@ _SECRET_WORD = re.compile(
     r"\w*(?:secrets?|passw(?:or)?ds?|passphrases?|credentials?|apikeys?)|authorizations?|cookies?|bearer"
     r"|(?:hf|gh|api|auth|access|refresh|bearer|session|login|bot|git|github|gitlab|wandb)tokens?"
 )
-_KEY_OWNER = re.compile(
-    r"api|access|account|private|secret|auth|client|encryption|master|session|signing|ssh|storage|hmac"
+_OWNER = re.compile(  # before "key" and "tokens"
+    r"api|access|account|private|secret|auth|client|encryption|master|session|signing|ssh|storage|hmac|deploy"
+    r"|hf|gh|github|gitlab|wandb|huggingface|openai|azure|bearer|refresh|bot|login"
 )
-_TOKENS_OWNER = re.compile(r"hf|gh|github|gitlab|wandb|huggingface|bearer|refresh|bot|login|" + _KEY_OWNER.pattern)
 _VOCABULARY = re.compile(r"eos|bos|pad|unk|sep|cls|mask|start|end|special|per")
 # Short names, which are secrets in a list of arguments. Elsewhere they are words: "pass: ok", a metric own/pass.
 _SHORT_NAME = re.compile(r"pwds?|pass|pws?|auths?")
@@ -70,9 +70,9 @@ _CONTROL = re.compile(
 def is_secret(name: str) -> bool:
     """Whether a field, variable or option of this name usually holds a secret.
 
-    ``token`` counts only as the last word, and not in ``eos_token``, its like and ``per_token``. ``key`` counts only after
-    a word such as ``api``, ``pat`` and ``sas`` after any. The plural ``tokens`` is a count, except after ``hf``, ``api``,
-    ``access`` and their like.
+    ``token`` counts only as the last word, and not in ``eos_token``, its like and ``per_token``. ``key`` and the plural
+    ``tokens``, which is a count elsewhere, count only after ``hf``, ``api``, ``access`` and their like, ``pat`` and ``sas``
+    after any word.
     """
     words = [word.lower() for word in _WORDS.findall(name)]
     if not words:
@@ -82,12 +82,12 @@ def is_secret(name: str) -> bool:
         return before not in ("", "old")  # PWD and OLDPWD are folders
     if words[-1] == "token":
         return _VOCABULARY.fullmatch(before) is None
-    if words[-1] == "tokens" and _TOKENS_OWNER.fullmatch(before):
+    if words[-1] == "tokens" and _OWNER.fullmatch(before):
         return True
     if words[-1] in ("pat", "sas"):  # personal access token, shared access signature
         return before != ""
     if words[-1] in ("key", "keys"):
-        return _KEY_OWNER.fullmatch(before) is not None
+        return _OWNER.fullmatch(before) is not None
     return any(_SECRET_WORD.fullmatch(word) for word in words)
 
 
