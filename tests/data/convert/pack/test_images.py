@@ -32,6 +32,7 @@ from unisono.data.image import TileGrid, decode, decode_region, probe
 from unisono.data.recordio import RecordFile, unpack_header
 from unisono.data.recordio.maintenance import verify
 from unisono.errors import DataError
+from unisono.exit_codes import REQUEUE
 
 ROTATED = "dog/07.jpg"
 
@@ -454,12 +455,13 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(many: Path, tmp_pa
     assert not part.exists()
 
 
-def test_ctrl_c_says_what_is_kept(many: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, REQUEUE)])
+def test_a_stop_says_what_is_kept(many: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
     process = start(many, tmp_path / "x.rec", "--shards", "24", "--workers", "1", stderr=subprocess.PIPE)
     wait_for(tmp_path / "x.rec.part/all-00002.json", process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == code
     part = tmp_path / "x.rec.part"
     assert said.decode().splitlines() == [
         f"unisono: packing was interrupted; finished shards are kept in {part}, and the same command goes on there"
