@@ -16,19 +16,30 @@ from unisono.exit_codes import REQUEUE
 from unisono.launch.workers import is_own_rank
 
 
-@pytest.mark.parametrize(("command", "code"), [("train", REQUEUE), ("launch", REQUEUE), ("eval", -15)])
-def test_sigterm_before_anything_large_is_imported(command: str, code: int) -> None:
+def signalled_at_import(command: str, name: str) -> subprocess.CompletedProcess[str]:
+    """The command line, to which the signal comes while it imports click."""
     program = (
         f"import os, runpy, signal, sys; sys.path[:] = {sys.path!r}; sys.argv = ['unisono', {command!r}]\n"
         "class Killer:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'click':\n            os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"        if name == 'click':\n            os.kill(os.getpid(), signal.{name})\n"
         "sys.meta_path.insert(0, Killer())\n"
         "runpy.run_module('unisono', run_name='__main__')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(("command", "code"), [("train", REQUEUE), ("launch", REQUEUE), ("eval", -15)])
+def test_sigterm_before_anything_large_is_imported(command: str, code: int) -> None:
+    done = signalled_at_import(command, "SIGTERM")
     said = "stopped by SIGTERM before the first step: nothing was saved; start the same command again\n"
     assert (done.returncode, done.stderr) == (code, said if code == REQUEUE else "")
+
+
+@pytest.mark.parametrize("command", ["train", "data"])
+def test_ctrl_c_before_anything_large_is_imported(command: str) -> None:
+    done = signalled_at_import(command, "SIGINT")
+    assert (done.returncode, done.stderr) == (1, "unisono: interrupted\n")
 
 
 @pytest.mark.parametrize("listens", ["unisono.dist.stop_notice.StopNotice()", "unisono.launch.supervise.StopSignals()"])
