@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -173,7 +173,7 @@ class _Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def _sigterm_interrupts() -> Generator[None]:
     """SIGTERM ends what is inside as Ctrl-C does; a second one ends the process at once."""
 
     def stop(number: int, _frame: object) -> None:
