@@ -194,3 +194,14 @@ def test_a_database_that_cannot_be_asked_is_said(tmp_path: Path, capsys: pytest.
     nowhere = ["-s", "osv", "--osv-url", "http://127.0.0.1:9/v1/query", "--timeout", "2"]
     assert audit.main(lock_of(tmp_path, "leaky==1.0"), nowhere) == 0
     assert "NOT CHECKED, the database of vulnerabilities could not be asked: " in capsys.readouterr().out
+
+
+@needs_builders
+def test_a_lock_that_cannot_be_read_fails_the_check(
+    database: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = lock_of(tmp_path, "sound==1.0")
+    lock.write_text("sound==1.0\n")  # without hashes
+    for wrong in (lock, tmp_path / "missing.txt"):
+        assert audit.main(wrong, database) == 1
+        assert "NOT CHECKED, though the database answers: " in capsys.readouterr().out

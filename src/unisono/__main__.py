@@ -7,17 +7,21 @@ from typing import NoReturn
 def main() -> NoReturn:
     """Run the command line and exit with its code.
 
-    Until a run listens for stop signals itself, they end ``train`` and ``launch`` as preempted: no training state is lost.
-    Python itself and this package take some 40 ms before that, in which signals end the process as any other; a rank that our
-    launcher starts has them blocked until then.
+    Until a run listens for stop signals itself, they end ``train`` and ``launch`` as preempted: no training state is lost. Any
+    other command ends at Ctrl-C as it does later. Python itself and this package take some 40 ms before that, in which signals
+    end the process as any other; a rank that our launcher starts has them blocked until then.
     """
-    if sys.argv[1:2] in (["train"], ["launch"]):
-        from unisono.dist.early_signals import exit_at_stop_signals  # 2 ms, of which --help has no use
+    try:
+        if sys.argv[1:2] in (["train"], ["launch"]):
+            from unisono.dist.early_signals import exit_at_stop_signals  # 2 ms, of which --help has no use
 
-        exit_at_stop_signals()
-    from unisono.cli.main import entry
+            exit_at_stop_signals()
+        from unisono.cli.main import entry
 
-    entry()
+        entry()
+    except KeyboardInterrupt:
+        print("unisono: interrupted", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ recognised. Standard library only; imports nothing else of unisono.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 from urllib.parse import unquote
@@ -20,10 +20,10 @@ _SECRET_WORD = re.compile(
     r"\w*(?:secrets?|passw(?:or)?ds?|passphrases?|credentials?|apikeys?)|authorizations?|cookies?|bearer"
     r"|(?:hf|gh|api|auth|access|refresh|bearer|session|login|bot|git|github|gitlab|wandb)tokens?"
 )
-_KEY_OWNER = re.compile(
-    r"api|access|account|private|secret|auth|client|encryption|master|session|signing|ssh|storage|hmac"
+_OWNER = re.compile(  # before "key" and "tokens"
+    r"api|access|account|private|secret|auth|client|encryption|master|session|signing|ssh|storage|hmac|deploy"
+    r"|hf|gh|github|gitlab|wandb|huggingface|openai|azure|bearer|refresh|bot|login"
 )
-_TOKENS_OWNER = re.compile(r"hf|gh|github|gitlab|wandb|huggingface|bearer|refresh|bot|login|" + _KEY_OWNER.pattern)
 _VOCABULARY = re.compile(r"eos|bos|pad|unk|sep|cls|mask|start|end|special|per")
 # Short names, which are secrets in a list of arguments. Elsewhere they are words: "pass: ok", a metric own/pass.
 _SHORT_NAME = re.compile(r"pwds?|pass|pws?|auths?")
@@ -32,10 +32,11 @@ _PASS_KIND = re.compile(
     r"forward|backward|first|second|last|next|single|multi|one|two|each|per|all|by|low|high|band|full"
 )
 _FOLDERS = ("PWD", "OLDPWD")
-_COUNT = re.compile(r"[\d.,_]+(?:[eE][+-]?\d+)?[kKMGTB]?")
+_COUNT = re.compile(r"\s*[\d.,_]+(?:[eE][+-]?\d+)?[kKMGTB]?\s*")
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-# A path has one slash where an address has two. What ends a search is found in one pass: the text may be hostile, and long.
+# The text may be hostile, and long: what one place of it has been searched for is not searched again from the next place.
+# A path has one slash where an address has two.
 _BEFORE_USERINFO = r"(?:(?<=://)|(?<=\w\w:/)(?!/))"
 _USERINFO = re.compile(rf"{_BEFORE_USERINFO}[^/\s?#]*@")
 # A password with one of / ? # in it, which a URL must not have but people type. What follows the colon of HOST:PORT is a number.
@@ -44,9 +45,11 @@ _NO_SPACE = re.compile(r"[^\s'\"]+")
 _URL_PARAMETER = re.compile(r"([?&]([\w.-]{1,128})=)[^&#\s'\"]+")
 # secret in the query of an address, not elsewhere: a signature of an address that is signed for a time, and short names
 _SECRET_PARAMETER = re.compile(r"sig|(?:[\w.-]*-)?signature|key|pass|pwd|pw|auth", flags=re.IGNORECASE)
-_NAME_BEFORE_VALUE = re.compile(r"(--?)?\b([A-Za-z][\w.-]{0,127})(=|[\"']?\s*:\s*|\s+)(?=\S)")
+_NAME = r"(?<![\w.-])([.-]*+)(\w[\w.-]*+)"  # only whole: a part of one would be looked at again for each of its words
+_END_OF_NAME = 128  # characters by which a name is judged
+_NAME_BEFORE_VALUE = re.compile(_NAME + r"(=|[\"']?\s*+:\s*+|\s++)(?=\S)")
 # in an argument of a command, where "password = x" is no line of a program
-_NAME_IN_ARGUMENT = re.compile(r"(--?)?\b(\w[\w.-]{0,127})(\s*=\s*|[\"']?\s*:\s*|\s+)(?=\S)")
+_NAME_IN_ARGUMENT = re.compile(_NAME + r"(\s*+=\s*+|[\"']?\s*+:\s*+|\s++)(?=\S)")
 _OPTION = re.compile(r"--?\w[\w.-]*:?|\w[\w.-]*:")  # the value is the next argument
 _VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s,;&)}\]]+")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{16,}")
@@ -67,9 +70,9 @@ _CONTROL = re.compile(
 def is_secret(name: str) -> bool:
     """Whether a field, variable or option of this name usually holds a secret.
 
-    ``token`` counts only as the last word, and not in ``eos_token``, its like and ``per_token``. ``key`` counts only after
-    a word such as ``api``, ``pat`` and ``sas`` after any. The plural ``tokens`` is a count, except after ``hf``, ``api``,
-    ``access`` and their like.
+    ``token`` counts only as the last word, and not in ``eos_token``, its like and ``per_token``. ``key`` and the plural
+    ``tokens``, which is a count elsewhere, count only after ``hf``, ``api``, ``access`` and their like, ``pat`` and ``sas``
+    after any word.
     """
     words = [word.lower() for word in _WORDS.findall(name)]
     if not words:
@@ -79,22 +82,23 @@ def is_secret(name: str) -> bool:
         return before not in ("", "old")  # PWD and OLDPWD are folders
     if words[-1] == "token":
         return _VOCABULARY.fullmatch(before) is None
-    if words[-1] == "tokens" and _TOKENS_OWNER.fullmatch(before):
+    if words[-1] == "tokens" and _OWNER.fullmatch(before):
         return True
     if words[-1] in ("pat", "sas"):  # personal access token, shared access signature
         return before != ""
     if words[-1] in ("key", "keys"):
-        return _KEY_OWNER.fullmatch(before) is not None
+        return _OWNER.fullmatch(before) is not None
     return any(_SECRET_WORD.fullmatch(word) for word in words)
 
 
-def _is_secret_argument(name: str, value: str) -> bool:
-    """Whether the ``value`` that an argument gives for ``name`` is a secret: also under short names such as ``pw``."""
+def _is_secret_argument(name: str, text: str, start: int = 0) -> bool:
+    """Whether the value that an argument gives for ``name``, ``text`` from ``start`` on, is a secret: also under short names
+    such as ``pw``."""
     if is_secret(name):
         return True
     words = [word.lower() for word in _WORDS.findall(name)]
     if name.lower().rpartition(".")[2].strip("-_") == "tokens":
-        return _COUNT.fullmatch(value.strip()) is None
+        return _COUNT.fullmatch(text, start) is None
     if not words or name in _FOLDERS or not _SHORT_NAME.fullmatch(words[-1]):
         return False
     return not (words[-1] == "pass" and len(words) > 1 and _PASS_KIND.fullmatch(words[-2]))
@@ -115,7 +119,7 @@ def without_credentials_of(address: str, text: str) -> str:
 
     Libraries report a user, a password or both apart from the address that had them.
     """
-    for match in (_USERINFO.search(address), _MISTYPED_USERINFO.search(address)):
+    for match in (_USERINFO.search(address), next(_mistyped_logins(address), None)):
         login = match[0].removesuffix("@") if match else ""
         password = login.partition(":")[2] or login
         for secret in (login, password, unquote(password)):
@@ -126,9 +130,15 @@ def without_credentials_of(address: str, text: str) -> str:
 
 def has_password(text: str) -> bool:
     """Whether an address in ``text`` has a password or a secret parameter. A name alone, such as that of a container, is none."""
-    logins = [*_USERINFO.finditer(text), *_MISTYPED_USERINFO.finditer(text[: text.rfind("@") + 1])]
+    logins = [*_USERINFO.finditer(text), *_mistyped_logins(text)]
     parameters = _URL_PARAMETER.finditer(text) if "://" in text else ()
     return any(":" in login[0] for login in logins) or any(_clean_parameter(each) != each[0] for each in parameters)
+
+
+def _mistyped_logins(text: str) -> Iterator[re.Match[str]]:
+    """The logins in the lines of ``text``, each searched up to its last ``@``: after it, every place would search to its end."""
+    for line in text.split("\n"):
+        yield from _MISTYPED_USERINFO.finditer(line[: line.rfind("@") + 1])
 
 
 def _clean_mistyped(match: re.Match[str]) -> str:
@@ -154,19 +164,23 @@ def redact_text(text: str) -> str:
 def _redact_assigned(text: str) -> str:
     """Redact ``name=value``, ``--name value`` and ``"name": "value"``; prose such as ``the token is`` is unchanged."""
     parts: list[str] = []
-    done = 0
+    done = end_of_prose = 0
     for match in _NAME_BEFORE_VALUE.finditer(text):
-        dashes, name, between = match.groups()
-        if match.end() < done or (between.isspace() and not dashes) or not is_secret(name):
+        before, name, between = match.groups()
+        is_option, start = before.endswith("-"), match.end()
+        if start < done or (between.isspace() and not is_option) or not is_secret(name[-_END_OF_NAME:]):
             continue
-        if text.startswith(REDACTED, match.end()):
+        if text.startswith(REDACTED, start):
             continue
-        value = _VALUE.match(text, match.end())
         is_bare = between.lstrip().startswith(":")
-        if is_bare and value is not None and (value[0].isdigit() or not _END_OF_VALUE.match(text, value.end())):
+        is_quoted = text[start] in ("'", '"')
+        if is_bare and start < end_of_prose and not is_quoted:
             continue
-        if value is not None:
-            parts += [text[done : match.end()], REDACTED]
+        value = _VALUE.match(text, start)
+        if value is not None and is_bare and (value[0].isdigit() or not _END_OF_VALUE.match(text, value.end())):
+            end_of_prose = end_of_prose if is_quoted else value.end()  # where "token: x" inside of it would end too
+        elif value is not None:
+            parts += [text[done:start], REDACTED]
             done = value.end()
     return "".join([*parts, text[done:]]) if parts else text
 
@@ -179,14 +193,15 @@ def _redact_argument(text: str) -> str:
     text = without_credentials(text)
     for match in _NAME_IN_ARGUMENT.finditer(text):
         dashes, name, between = match.groups()
+        name = name[-_END_OF_NAME:]
         before = text[match.start() - 1] if match.start() else ""
         if "=" not in between:
-            begins = before in ("", "=", "'", '"') and between[0] not in ("'", '"')
+            begins = before in ("", "=", "'", '"') and dashes in ("", "-", "--") and between[0] not in ("'", '"')
             if not begins or (between.isspace() and not dashes):
                 continue
         elif before in ("?", "&") and text.startswith(REDACTED, match.end()):
             continue  # of an address, whose other parameters stay
-        if _is_secret_argument(name, text[match.end() :]):
+        if _is_secret_argument(name, text, match.end()):
             return redact_text(text[: match.start()]) + text[match.start() : match.end()] + REDACTED
     return redact_text(text)
 

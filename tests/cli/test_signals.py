@@ -16,11 +16,8 @@ from unisono.exit_codes import REQUEUE
 from unisono.launch.workers import is_unisono_train
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize(("command", "code"), [("train", REQUEUE), ("launch", REQUEUE), ("eval", -15)])
-def test_a_signal_before_anything_large_is_imported(command: str, code: int, name: str) -> None:
-    if (command, name) == ("eval", "SIGINT"):
-        return  # a KeyboardInterrupt
+def signalled_at_import(command: str, name: str) -> subprocess.CompletedProcess[str]:
+    """The command line, to which the signal comes while it imports click."""
     program = (
         f"import os, runpy, signal, sys; sys.path[:] = {sys.path!r}; sys.argv = ['unisono', {command!r}]\n"
         "class Killer:\n"
@@ -29,9 +26,25 @@ def test_a_signal_before_anything_large_is_imported(command: str, code: int, nam
         "sys.meta_path.insert(0, Killer())\n"
         "runpy.run_module('unisono', run_name='__main__')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "code"),
+    [
+        *[(command, name, REQUEUE) for command in ("train", "launch") for name in ("SIGTERM", "SIGINT")],
+        ("eval", "SIGTERM", -15),
+    ],
+)
+def test_a_signal_before_anything_large_is_imported(command: str, name: str, code: int) -> None:
+    done = signalled_at_import(command, name)
     said = f"stopped by {name} before the first step: nothing was saved; start the same command again\n"
     assert (done.returncode, done.stderr) == (code, said if code == REQUEUE else "")
+
+
+def test_ctrl_c_of_another_command_before_anything_large_is_imported() -> None:
+    done = signalled_at_import("data", "SIGINT")
+    assert (done.returncode, done.stderr) == (1, "unisono: interrupted\n")
 
 
 @pytest.mark.parametrize("listens", ["unisono.dist.stop_notice.StopNotice()", "unisono.launch.supervise.StopSignals()"])

@@ -15,6 +15,7 @@ from unisono.launch.hostfile import Host, read_hostfile
 from unisono.launch.mpi_slurm import mpirun, srun
 from unisono.launch.network_interface import interface_by_name, interface_towards
 from unisono.launch.process_layout import JobLayout, ProcessSlot, assign_processes
+from unisono.sanitize import REDACTED, redact
 
 
 def _read(folder: Path, text: str, port: int | None = None) -> list[Host]:
@@ -241,3 +242,21 @@ def test_a_remote_shell_runs_no_name_and_no_value(tmp_path: Path, monkeypatch: p
 def test_a_hosts_file_without_end() -> None:
     with pytest.raises(LaunchError, match="it has more than 16,777,216 bytes"):
         read_hostfile(Path("/dev/zero"))
+
+
+def test_what_is_not_forwarded_is_not_recorded_either() -> None:
+    """``launch.json`` has the arguments of the command, such as ``env NAME=VALUE``, as ``redact`` leaves them."""
+    names = (
+        "GITHUB_PAT AZDO_PAT AZURE_SAS DB_PASS REDIS_PASS PGPASSWORD SMTP_PASSWD MLFLOW_TRACKING_PASSWORD SSH_PASSPHRASE "
+        "WANDB_API_KEY WANDB_KEY GITHUB_KEY GITLAB_KEY HF_KEY OPENAI_API_KEY OPENAI_KEY SSH_KEY SSH_PRIVATE_KEY DEPLOY_KEY "
+        "AZURE_STORAGE_KEY AZURE_KEY AZURE_CLIENT_SECRET AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN HF_TOKEN GH_TOKEN "
+        "HUGGING_FACE_HUB_TOKEN SLACK_BOT_TOKEN NEPTUNE_API_TOKEN CI_JOB_TOKEN GOOGLE_APPLICATION_CREDENTIALS APIKEY "
+        "UNISONO_SECRET_FILE NCCL_PASSWORD DJANGO_SECRET"
+    )
+    for name in names.split():
+        with pytest.raises(LaunchError, match="credentials are never forwarded"):
+            parse_settings([f"{name}=canary"], {})
+        for argument in (f"{name}=canary", f"--env={name}=canary, more"):
+            assert redact(["env", argument]) == ["env", f"{argument.partition('canary')[0]}{REDACTED}"]
+        option = f"--{name.lower().replace('_', '-')}"
+        assert redact([option, "canary"]) == [option, REDACTED]

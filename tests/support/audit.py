@@ -2,7 +2,8 @@
 
     python tests/support/audit.py LOCK [OPTION OF pip-audit...]
 
-Ends with 1 if there are any, and with 0 if there are none or if the database cannot be reached, which is said.
+Ends with 1 if there are any, or if no answer about the lock comes from a database that answers; with 0 if there are none,
+or if the database cannot be reached, which is said.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def findings(lock: Path, options: list[str]) -> tuple[list[str], str]:
     try:
         packages: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
     except (ValueError, KeyError):
-        return [], (done.stderr.strip() or done.stdout.strip()).splitlines()[-1]
+        return [], (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
     return [
         f"{package['name']} {package.get('version')}: {found['id']}, mended in {', '.join(found['fix_versions']) or 'no release'}"
         for package in packages
@@ -44,8 +45,8 @@ def main(lock: Path, options: list[str]) -> int:
         return 0
     found, reason = findings(lock, options)
     if reason:
-        print(f"pip-audit: NOT CHECKED, it gave no answer: {reason}")
-        return 0
+        print(f"pip-audit: NOT CHECKED, though the database answers: {reason}")
+        return 1
     print("\n".join(found) or f"pip-audit: no known vulnerability in {lock}")
     return 1 if found else 0
 

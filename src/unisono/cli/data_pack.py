@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +16,7 @@ import click
 from unisono.cli.common import every_verb, print_result
 from unisono.cli.terminal import echo
 from unisono.errors import DataError
+from unisono.exit_codes import REQUEUE
 
 if TYPE_CHECKING:
     from unisono.data.convert.pack import PackOptions, PackResult, RecordSchema
@@ -120,7 +123,8 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
             or .rec of one field of bytes or text (--payload) and numbers
     python  rows that --function gives, with the fields of --schema → the same
 
-    What became of every input is written to TARGET.report.json. -v shows progress and time left.
+    What became of every input is written to TARGET.report.json. -v shows progress and time left. After SIGTERM the exit code
+    is 75: the same command goes on.
     """
     from unisono.data.convert.pack import PackOptions
 
@@ -143,14 +147,15 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
         on_error=options["on_error"],
     )
     try:
-        packed = _PACK[kind](source, target, options, settings)
-    except KeyboardInterrupt:
+        with _sigterm_interrupts():
+            packed = _PACK[kind](source, target, options, settings)
+    except KeyboardInterrupt as interrupt:
         kept = f"{target}.part"
         more = (
             f"; finished shards are kept in {kept}, and the same command goes on there" if Path(kept).exists() else ""
         )
         echo(f"unisono: packing was interrupted{more}", err=True)
-        sys.exit(1)
+        sys.exit(REQUEUE if isinstance(interrupt, _Terminated) else 1)
     value = {
         "files": [str(path) for path in packed.files],
         "inputs": packed.num_inputs,
@@ -162,6 +167,25 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
         "report": str(packed.report),
     }
     print_result(as_json, value, _result_lines(packed))
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextmanager
+def _sigterm_interrupts() -> Generator[None]:
+    """SIGTERM ends what is inside as Ctrl-C does; a second one ends the process at once."""
+
+    def stop(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _result_lines(packed: PackResult) -> Iterator[str]:

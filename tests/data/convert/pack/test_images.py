@@ -14,6 +14,7 @@ import sys
 import time
 import zlib
 from collections import Counter
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ from PIL import Image
 
 from unisono.data.convert.pack import ImageOptions, PackOptions, images, pack_images
 from unisono.data.convert.pack.image_listing import list_images
+from unisono.data.convert.pack.partial_target import PartialTarget
 from unisono.data.image import TileGrid, decode, decode_region, probe
 from unisono.data.recordio import RecordFile, unpack_header
 from unisono.data.recordio.maintenance import verify
 from unisono.errors import DataError
+from unisono.exit_codes import REQUEUE
 
 ROTATED = "dog/07.jpg"
 
@@ -452,12 +455,13 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(many: Path, tmp_pa
     assert not part.exists()
 
 
-def test_ctrl_c_says_what_is_kept(many: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, REQUEUE)])
+def test_a_stop_says_what_is_kept(many: Path, tmp_path: Path, number: signal.Signals, code: int) -> None:
     process = start(many, tmp_path / "x.rec", "--shards", "24", "--workers", "1", stderr=subprocess.PIPE)
     wait_for(tmp_path / "x.rec.part/all-00002.json", process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == code
     part = tmp_path / "x.rec.part"
     assert said.decode().splitlines() == [
         f"unisono: packing was interrupted; finished shards are kept in {part}, and the same command goes on there"
@@ -478,19 +482,28 @@ def test_other_options_do_not_take_over(many: Path, tmp_path: Path, caplog: pyte
     ]
 
 
-def test_cut_short_while_files_get_their_names(album: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_link(*_: Any, **__: Any) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))  # as vfat says it
+
+
+@pytest.mark.parametrize("call", ["link", "replace"])
+def test_cut_short_while_files_get_their_names(
+    album: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     pack_images(album, tmp_path / "a.rec", pack=PackOptions(shards=3))
     moved = 0
-    replace = os.replace
+    move = getattr(os, call)
 
-    def failing(old: Any, new: Any, **folders: Any) -> None:
+    def failing(old: Any, new: Any, **options: Any) -> None:
         nonlocal moved
-        moved += "src_dir_fd" in folders and Path(new).parent == tmp_path
+        moved += "src_dir_fd" in options and Path(new).parent == tmp_path
         if moved == 5:
             raise KeyboardInterrupt
-        replace(old, new, **folders)
+        move(old, new, **options)
 
-    monkeypatch.setattr(os, "replace", failing)
+    if call == "replace":
+        monkeypatch.setattr(os, "link", no_link)
+    monkeypatch.setattr(os, call, failing)
     with pytest.raises(KeyboardInterrupt):
         pack_images(album, tmp_path / "b.rec", pack=PackOptions(shards=3))
     monkeypatch.undo()
@@ -499,6 +512,32 @@ def test_cut_short_while_files_get_their_names(album: Path, tmp_path: Path, monk
     assert packed.num_records == 30
     assert list(content(tmp_path, "a-").values()) == list(content(tmp_path, "b-").values())
     assert not (tmp_path / "b.rec.part").exists()
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_appears_while_files_get_their_names_stays(
+    album: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    pack_images(album, tmp_path / "a.rec", pack=PackOptions(shards=3))
+    theirs = tmp_path / "b-00001-of-00003.rec"
+    commit = PartialTarget.commit
+
+    def late(partial: PartialTarget, moves: Mapping[str, str], folder: Path) -> None:
+        theirs.write_text("theirs")
+        commit(partial, moves, folder)
+
+    monkeypatch.setattr(PartialTarget, "commit", late)
+    if not has_links:
+        monkeypatch.setattr(os, "link", no_link)
+    with pytest.raises(DataError, match="a packed file replaces no other"):
+        pack_images(album, tmp_path / "b.rec", pack=PackOptions(shards=3))
+    monkeypatch.undo()
+    assert theirs.read_text() == "theirs"
+    theirs.unlink()
+    pack_images(album, tmp_path / "b.rec", pack=PackOptions(shards=3))
+    assert list(content(tmp_path, "a-").values()) == list(content(tmp_path, "b-").values())
+    assert not (tmp_path / "b.rec.part").exists()
+    assert {path.stat().st_nlink for path in tmp_path.glob("b*") if path.is_file()} == {1}
 
 
 def test_one_process_at_a_time(many: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
     DST.part/job.json            identity of the job: a hash of its options and inputs, and its source; a line of text
     DST.part/SERIES-NNNNN/       a shard's files
     DST.part/SERIES-NNNNN.json   journal of a finished shard: its inputs, bad ones, digests of its files
-    DST.part/ending.json         all shards are finished; their files are being renamed
+    DST.part/ending.json         all shards are finished; their files are being linked to their names beside DST
 
 A journal is written atomically, after its shard's files. The next run keeps the shards whose files match their journal's digests,
 writes the others again, and ends with the same bytes. A journal or ``ending.json`` that has changed since counts
@@ -49,6 +49,7 @@ _PROGRESS_S = 5.0
 _JOB = re.compile(rb"[0-9a-f]{32} of .*\n", re.DOTALL)  # content of job.json
 _LOCK: Final = "lock"
 _NO_JOURNAL: Final = (FileNotFoundError, PermissionError, ValueError)  # missing, no regular file, or of another version
+_NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)  # of a file system without hard links
 _LOG = logging.getLogger("unisono")
 
 
@@ -211,7 +212,7 @@ class PartialTarget:
                 ".db",
             ):
                 raise _foreign_folder(self.folder, f"its file {new} is not named after {target.name}")
-            if os.path.lexists(self.folder / old) and os.path.lexists(moved):
+            if os.path.lexists(self.folder / old) and os.path.lexists(moved) and not self._is_linked(old, moved):
                 raise _foreign_folder(self.folder, f"{moved} exists and is not of this job")
             found = next(
                 (path for path in (self.folder / old, moved) if path.is_file() and not path.is_symlink()), None
@@ -222,12 +223,39 @@ class PartialTarget:
                 raise _foreign_folder(self.folder, f"{found} is not as the job wrote it")
 
     def commit(self, moves: Mapping[str, str], folder: Path) -> None:
-        """Move the remaining files to their names in ``folder`` and remove this folder."""
+        """Give the remaining files their names in ``folder`` and remove this folder. Raises DataError for a name that a file of
+        others has meanwhile."""
         for old, new in moves.items():
             with suppress(FileNotFoundError):  # moved before
-                os.replace(old, folder / new, src_dir_fd=self._fd)
+                self._move(old, folder / new)
         sync_folder(folder)
         self.remove()
+
+    def _move(self, old: str, new: Path) -> None:
+        """Link ``old`` to ``new``, which must not exist; a rename would replace it. This folder's removal ends the old name."""
+        try:
+            os.link(old, new, src_dir_fd=self._fd, follow_symlinks=False)
+        except FileExistsError as error:
+            if not self._is_linked(old, new):
+                raise self._taken_name(new) from error
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if os.path.lexists(new):
+                raise self._taken_name(new) from error
+            os.replace(old, new, src_dir_fd=self._fd)
+
+    def _is_linked(self, old: str, new: Path) -> bool:
+        """Whether ``old`` has the name ``new`` already, from a commit that was interrupted."""
+        return os.path.samestat(os.stat(old, dir_fd=self._fd, follow_symlinks=False), os.lstat(new))
+
+    def _taken_name(self, new: Path) -> DataError:
+        return DataError(
+            given=f"{new}, which another program has made meanwhile",
+            rule="a packed file replaces no other",
+            consequence=f"it stays as it is; the finished shards are kept in {self.folder}",
+            nearest="move it away, and the same command goes on",
+        )
 
     def remove(self) -> None:
         """Delete the folder with all files in it."""
