@@ -37,6 +37,7 @@ KEY: Final = "__key__"
 _BLOCK: Final = 512
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)")
 _PAX: Final = re.compile(rb"(\d{1,10}) ([^=]+)=")
+_USED: Final = ("path", "size")
 _NPY: Final = re.compile(
     rb"\{'descr': '(\|[biu]1|[<>][iuf][248])', 'fortran_order': (True|False), "
     rb"'shape': \(((?:[0-9]{1,19}(?:, [0-9]{1,19}){0,63},?)?)\), \} *\n"
@@ -103,11 +104,12 @@ def _members(path: Path) -> Iterator[tuple[str, int, bytes]]:
     """Name, offset and content of each file in the archive."""
     with ByteSource(path) as source:
         extra: dict[str, str] = {}
+        extra_bytes = 0
         while True:
             offset = source.offset
             header = source.read(_BLOCK, "a header")
             if not any(header):
-                if extra:
+                if extra_bytes:
                     raise damaged_error(path, offset, "an extra header, and no member that it is for")
                 if any(source.read(_BLOCK, "the two empty blocks that end an archive")):
                     raise damaged_error(path, offset, "one empty block, where two end an archive")
@@ -117,14 +119,14 @@ def _members(path: Path) -> Iterator[tuple[str, int, bytes]]:
                 return
             kind, name, size = _header(path, offset, header)
             if kind in "xL":
-                if size > MAX_TAR_NAME_BYTES:
-                    raise damaged_error(
-                        path, offset, f"a name of {size:,} bytes, where {MAX_TAR_NAME_BYTES:,} are the most"
-                    )
+                extra_bytes += size
+                if extra_bytes > MAX_TAR_NAME_BYTES:
+                    damage = f"{extra_bytes:,} bytes of extra headers for one member, where {MAX_TAR_NAME_BYTES:,} are the most"
+                    raise damaged_error(path, offset, damage)
                 extra |= _long_name(path, offset, kind, _content(source, size))
                 continue
             name, size = extra.get("path", name), _size_of(path, offset, extra, size)
-            extra = {}
+            extra, extra_bytes = {}, 0
             if kind not in "05" or (kind == "5" and size) or not _is_path(name):
                 member_type = (
                     f"a folder of {size} bytes" if kind == "5" else "a file" if kind == "0" else f"of type {kind!r}"
@@ -175,7 +177,7 @@ def _octal(digits: bytes) -> int:
 
 
 def _long_name(path: Path, offset: int, kind: str, content: bytes) -> dict[str, str]:
-    """The fields of an extra header for the next member: pax records, or GNU's long name."""
+    """The fields of ``_USED`` in an extra header for the next member: pax records, or GNU's long name."""
     try:
         if kind == "L":
             return {"path": content.rstrip(b"\0").decode()}
@@ -189,7 +191,9 @@ def _long_name(path: Path, offset: int, kind: str, content: bytes) -> dict[str, 
             name = match[2].decode()
             if name.startswith("GNU.sparse"):
                 raise ValueError("a sparse file")
-            fields[name] = content[match.end() : end - 1].decode()
+            value = content[match.end() : end - 1].decode()
+            if name in _USED:
+                fields[name] = value
             at = end
         return fields
     except ValueError as error:
