@@ -26,6 +26,7 @@ from unisono.data.mindrecord.index import index_path, locate_rows
 from unisono.data.mindrecord.row_values import FieldTypeError, blob_reader, decode_scalars
 from unisono.data.sidecar import view_of
 from unisono.errors import DataError
+from unisono.sanitize import quoted
 
 _LOG: Final = logging.getLogger("unisono.data")
 
@@ -179,7 +180,7 @@ def _same_set(first: _ShardReader, other: _ShardReader) -> None:
 
 def _lost(path: Path, name: str) -> DataError:
     return DataError(
-        given=f"{path}: field {name!r} has the shape []",
+        given=f"{path}: field {quoted(name)} has the shape []",
         rule="MindSpore does not store the numbers of such a field",
         consequence="its values are lost, and nothing of the file is used",
         nearest="check=False reads what bytes there are, and all other fields as they are",

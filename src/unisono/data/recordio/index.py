@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from unisono.data.recordio.framing import FramingDamage, RecordExtents, assemble_records, find_parts, join_parts
 from unisono.data.sidecar import COLUMN_DTYPES, PayloadInfo, Sidecar, map_array, open_sidecar, view_of, write_sidecar
 from unisono.errors import DataError
+from unisono.sanitize import quoted
 from unisono.storage.files import require_regular
 
 KIND: Final = "recordio"
@@ -54,7 +55,7 @@ class RaggedColumn:
         low, high = int(self._ends[number - 1]) if number else 0, int(self._ends[number])
         if not 0 <= low <= high <= len(self._values):
             raise DataError(
-                given=f"side column {self._name!r}: record {number} has values {low} to {high} of {len(self._values)}",
+                given=f"side column {quoted(self._name)}: record {number} has values {low} to {high} of {len(self._values)}",
                 rule="the values of the records follow each other inside the column",
                 consequence="the sidecar is damaged, and this record's values are unknown",
                 nearest="unisono data verify FILE; a sidecar made anew by reindex has no side columns",
@@ -78,7 +79,7 @@ def encode_side_columns(side: Mapping[str, Sequence[Any]]) -> dict[str, NDArray[
             continue
         column = np.array(values, np.int64 if all(isinstance(value, int) for value in values) else np.float64)
         if column.ndim != 1:
-            raise _refused(f"side values {name!r} of shape {list(column.shape[1:])}")
+            raise _refused(f"side values {quoted(name)} of shape {list(column.shape[1:])}")
         columns[SIDE_PREFIX + name] = column
     return columns
 
@@ -98,7 +99,7 @@ def _stored_arrays(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:
     arrays = [np.asarray(value) for value in values]
     kinds = {(array.dtype.newbyteorder("<").str, array.ndim) for array in arrays}
     if len(kinds) != 1 or next(iter(kinds))[1] != 1 or next(iter(kinds))[0] not in COLUMN_DTYPES:
-        raise _refused(f"side values {name!r} of {sorted(kinds)} (dtype, dimensions)")
+        raise _refused(f"side values {quoted(name)} of {sorted(kinds)} (dtype, dimensions)")
     ends = np.cumsum([len(array) for array in arrays], dtype=np.uint64)
     return {SIDE_PREFIX + name: np.concatenate(arrays), ENDS_PREFIX + name: ends}
 
@@ -215,7 +216,7 @@ def _from_sidecar(sidecar: Sidecar, path: Path, data: NDArray[np.uint8]) -> Reco
         any_length = name == "split" or ENDS_PREFIX + name.removeprefix(SIDE_PREFIX) in columns
         if column.dtype.str != (expected | optional).get(name, side_dtype) or not (any_length or len(column) == count):
             raise _stale(
-                path, f"has a sidecar with column {name!r} of {len(column)} {column.dtype} for {count} records"
+                path, f"has a sidecar with column {quoted(name)} of {len(column)} {column.dtype} for {count} records"
             )
     if len(data) and not count and expected.keys() <= columns.keys():  # made from an empty .idx by an earlier version
         raise _stale(path, f"has {len(data)} bytes, and its sidecar no record")

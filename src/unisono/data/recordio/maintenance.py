@@ -43,6 +43,7 @@ from unisono.data.recordio.reader import RecordFile
 from unisono.data.recordio.writer import RecordWriter, SideValues, write_text_index
 from unisono.data.sidecar import Sidecar, damaged_columns, open_sidecar, view_of
 from unisono.errors import DataError
+from unisono.sanitize import quoted
 from unisono.storage.limits import MAX_LIST_BYTES, LimitError, read_limited
 
 _TEXT_INDEX_ROW: Final = re.compile(rb"(-?[0-9]{1,19})\t([0-9]{1,19})")
@@ -232,7 +233,7 @@ def _sidecar(path: Path) -> tuple[Sidecar | None, list[Finding]]:
     bad: list[Finding] = []
     for name in damaged_columns(sidecar):
         begin = sidecar.head.columns[name].offset
-        what = f"column {name!r} does not match its digest, so the checksums cannot be used"
+        what = f"column {quoted(name)} does not match its digest, so the checksums cannot be used"
         bad.append(Finding(path=sidecar_file, offset=begin, end=begin + sidecar.columns[name].nbytes, what=what))
     return (None if bad else sidecar), bad
 

@@ -13,6 +13,7 @@ import msgspec
 
 from unisono.data.convert.formats.table import Row
 from unisono.errors import DataError, missing_extra
+from unisono.sanitize import listed, shorten
 from unisono.storage.files import is_inside, require_regular
 from unisono.storage.limits import MAX_FREE_ROWS, MAX_VALUES_PER_BYTE, LimitError, check_columns_number, read_json
 
@@ -46,7 +47,7 @@ _Content = TypeVar("_Content", _Splits, _State, _Info)
 
 def is_arrow_folder(folder: Path) -> bool:
     """Whether the folder has a data set of Hugging Face, or several splits."""
-    return (folder / STATE).is_file() or (folder / _SPLITS).is_file()
+    return os.path.isfile(folder / STATE) or os.path.isfile(folder / _SPLITS)
 
 
 def arrow_files(folder: Path) -> list[Path]:
@@ -56,7 +57,9 @@ def arrow_files(folder: Path) -> list[Path]:
     """
     if not (folder / STATE).exists():
         splits = _read(folder, _SPLITS, _Splits).splits
-        raise _unreadable(f"{folder}, which has the splits {', '.join(splits)}", f"{folder / (splits or ['train'])[0]}")
+        raise _unreadable(
+            f"{folder}, which has the splits {listed(splits)}", f"{folder / shorten((splits or ['train'])[0])}"
+        )
     state = _read(folder, STATE, _State)
     if state.indices:
         raise _unreadable(
@@ -70,7 +73,7 @@ def arrow_files(folder: Path) -> list[Path]:
             f"{folder}, whose {STATE} names files that cannot be: {error}"[:500], "the whole folder"
         ) from error
     if absent or not files:
-        raise _unreadable(f"{folder} without {absent[0].name if absent else 'data files'}", "the whole folder")
+        raise _unreadable(f"{folder} without {shorten(absent[0].name) if absent else 'data files'}", "the whole folder")
     for file in files:
         _require_inside(folder, file)
     return files

@@ -30,6 +30,7 @@ from unisono.data.convert.formats.table import (
     unreadable_error,
     unwritable_error,
 )
+from unisono.sanitize import quoted
 from unisono.storage.files import new_file
 from unisono.storage.limits import MAX_RECORD_BYTES, MAX_TAR_NAME_BYTES, MAX_TAR_SAMPLE_BYTES
 
@@ -58,7 +59,7 @@ def _rows(path: Path) -> Iterator[Row]:
         folder, slash, last = name.rpartition("/")
         stem, dot, extension = last.partition(".")
         if not (stem and dot and extension):
-            raise damaged_error(path, offset, f"member {name!r} has no name and extension around a dot")
+            raise damaged_error(path, offset, f"member {quoted(name, 255)} has no name and extension around a dot")
         key = folder + slash + stem
         if row and row[KEY] != key:
             yield row
@@ -67,13 +68,13 @@ def _rows(path: Path) -> Iterator[Row]:
         size += len(content)
         field = _field_of(extension)
         if field in row:
-            raise damaged_error(path, offset, f"sample {key!r} has field {field!r} twice")
+            raise damaged_error(path, offset, f"sample {quoted(key, 255)} has field {quoted(field, 255)} twice")
         if size > MAX_TAR_SAMPLE_BYTES:
-            raise damaged_error(path, offset, f"sample {key!r} has more than {MAX_TAR_SAMPLE_BYTES:,} bytes")
+            raise damaged_error(path, offset, f"sample {quoted(key, 255)} has more than {MAX_TAR_SAMPLE_BYTES:,} bytes")
         try:
             row[field] = _decode(extension, content)
         except ValueError as error:
-            raise damaged_error(path, offset, f"member {name!r}: {error}") from error
+            raise damaged_error(path, offset, f"member {quoted(name, 255)}: {error}") from error
     if row:
         yield row
 
@@ -132,13 +133,13 @@ def _members(path: Path) -> Iterator[tuple[str, int, bytes]]:
                     f"a folder of {size} bytes" if kind == "5" else "a file" if kind == "0" else f"of type {kind!r}"
                 )
                 raise unreadable_error(
-                    f"{path}: offset {offset}: member {name!r}, {member_type}",
+                    f"{path}: offset {offset}: member {quoted(name, 255)}, {member_type}",
                     "members are plain files below the archive: no links, devices or sparse files, "
                     "no names that begin with / or hold ..",
                     "an archive of plain files under relative names",
                 )
             if size > MAX_RECORD_BYTES:
-                damage = f"member {name!r} of {size:,} bytes, where {MAX_RECORD_BYTES:,} are the most"
+                damage = f"member {quoted(name, 255)} of {size:,} bytes, where {MAX_RECORD_BYTES:,} are the most"
                 raise damaged_error(path, offset, damage)
             content = _content(source, size)
             if kind == "0":
@@ -243,7 +244,7 @@ def _encode(number: int, name: str, value: Any) -> tuple[str, bytes]:
     kind = float if is_array and value.ndim else type(value)
     if kind not in _TYPES or not re.fullmatch(r"[^/\0]*[^./\0]", name) or name.startswith("."):
         raise unwritable_error(
-            f"row {number}, field {name!r}: {describe_value(value)}",
+            f"row {number}, field {quoted(name)}: {describe_value(value)}",
             "a member is an int, a float, a string, bytes or an array of numbers, under a name without / and outer dots",
             "a .jsonl file holds such rows",
         )
@@ -256,7 +257,9 @@ def _encode(number: int, name: str, value: Any) -> tuple[str, bytes]:
             return extension, _to_npy(np.asarray(value))
         return extension, value if isinstance(value, bytes) else str(value).encode()
     except UnicodeEncodeError as error:
-        raise unwritable_error(f"row {number}, field {name!r}: {error.reason}", "text is UTF-8", "bytes") from error
+        raise unwritable_error(
+            f"row {number}, field {quoted(name)}: {error.reason}", "text is UTF-8", "bytes"
+        ) from error
 
 
 def _to_npy(array: NDArray[Any]) -> bytes:
