@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -129,7 +130,7 @@ class _ShardReader:
         groups = read_row_groups(path, self.head, len(self._data))
         self.rows = groups.total_rows
         index_file = index_path(path)
-        decrypted = open_bytes(index_file, key) if key is not None and index_file.exists() else None
+        decrypted = open_bytes(index_file, key) if key is not None and os.path.exists(index_file) else None
         places = locate_rows(path, self.head, groups, self._data, decrypted)
         self._raw_begins, self._raw_ends = view_of(places.raw_begins), view_of(places.raw_ends)
         self._blob_begins, self._blob_ends = view_of(places.blob_begins), view_of(places.blob_ends)

@@ -18,6 +18,7 @@ file once. Its checksums are marked as computed later: they reveal damage since 
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,7 +143,7 @@ def open_index(path: Path, data: NDArray[np.uint8]) -> RecordIndex:
 
     Raises DataError for a sidecar of another file, or a damaged file; an existing sidecar is never replaced.
     """
-    if sidecar_path(path).exists():
+    if os.path.exists(sidecar_path(path)):
         return _from_sidecar(open_sidecar(sidecar_path(path), kind=KIND), path, data)
     _LOG.info("%s has no sidecar: reading all of it once to make one", path)
     columns, payload = read_columns(path, data)
@@ -255,7 +256,7 @@ def _digests(data: NDArray[np.uint8], records: RecordExtents) -> Iterator[int]:
 def _text_index(path: Path, records: RecordExtents) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
     """Keys and record numbers in the order of ``name.idx``; (None, None) if it is missing, or lists all records as 0, 1, 2, …"""
     source = text_index_path(path)
-    if not source.exists():
+    if not os.path.exists(source):
         return None, None
     try:
         require_regular(source)

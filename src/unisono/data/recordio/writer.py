@@ -41,7 +41,7 @@ class RecordWriter:
         self.path = Path(path)
         if self.path.suffix in (".idx", ".uidx"):
             raise _refused(f"{self.path} as the name of a RecordIO file", "its indexes would overwrite it")
-        if self.path.exists() and not overwrite:
+        if os.path.exists(self.path) and not overwrite:
             raise _refused(f"{self.path}, which exists", "it was left as it is")
         self._temporary = temporary_name(self.path)
         self._file = open_new(self._temporary, buffering=1 << 20)

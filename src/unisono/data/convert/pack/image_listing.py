@@ -67,12 +67,12 @@ def list_images(source: Path, *, root: Path | None = None, follow_links: bool = 
     Links to folders, and links out of the folder, are bad inputs unless ``follow_links``. Raises DataError for any other
     source, or one without images.
     """
-    if source.is_dir():
+    if os.path.isdir(source):
         listing = ImageListing(root=source)
         _list_folder(listing, follow_links)
     else:
         listing = ImageListing(root=root or source.parent)
-        if not listing.root.is_dir():
+        if not os.path.isdir(listing.root):
             raise unreadable_error(f"--root {listing.root}, no folder", "paths are relative to a folder", "a folder")
         entries = _lst_entries(source, listing) if source.suffix == ".lst" else _csv_entries(source, listing)
         _take(listing, entries, follow_links)
