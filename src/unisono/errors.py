@@ -157,7 +157,9 @@ def missing_extra(extra: str, package: str, purpose: str) -> ExtraError:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'?`` for the closest of ``known``, or the list of all of them."""
+    """``did you mean 'x'?`` for the closest of ``known``, or the list of them."""
+    from unisono.sanitize import listed
+
     names: Sequence[str] = sorted(known)
     close = get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else "one of: " + ", ".join(names)
+    return f"did you mean {close[0]!r}?" if close else "one of: " + listed(names, 2000)

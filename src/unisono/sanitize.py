@@ -8,7 +8,7 @@ recognised. Standard library only; imports nothing else of unisono.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 from urllib.parse import unquote
@@ -253,6 +253,26 @@ def printable(text: str, *, newlines: bool = False) -> str:
 def shorten(text: str, limit: int = 80) -> str:
     """The first ``limit`` characters of ``text`` at most; an ellipsis marks the omission."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def quoted(name: str, limit: int = 80) -> str:
+    """A name or text out of a file in quotes, for an error; of it ``limit`` characters at most."""
+    return repr(shorten(name, limit))
+
+
+def listed(names: Iterable[str], limit: int = 1000) -> str:
+    """Names out of a file with commas, for an error: as many as have ``limit`` characters, and the number of the others."""
+    shown: list[str] = []
+    left = limit
+    others = 0
+    for name in names:
+        text = shorten(name)
+        left -= len(text) + 2
+        if others or (left < 0 and shown):
+            others += 1
+        else:
+            shown.append(text)
+    return ", ".join(shown) + (f" and {others:,} more" if others else "")
 
 
 def _escape(match: re.Match[str]) -> str:

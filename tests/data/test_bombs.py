@@ -28,6 +28,7 @@ from unisono.checkpoint.manifest import encode_commit_marker
 from unisono.data.convert import Table, open_table, write_table
 from unisono.data.mindrecord import MindRecordFile, MindRecordWriter
 from unisono.data.sidecar import PayloadInfo, open_sidecar, write_sidecar
+from unisono.errors import DataError
 from unisono.storage.limits import LimitError
 
 MIB = 1 << 20
@@ -287,6 +288,16 @@ def test_wide_lines(content: bytes, what: str, tmp_path: Path, child: Confined) 
     refused(child.read("table", path), path, f"line 1 at offset 0: {what}", grown_mib=120)
 
 
+@pytest.mark.parametrize("options", [{}, {"columns": ["1"]}])
+def test_json_of_many_fields(tmp_path: Path, options: dict[str, Any]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({str(number): number for number in range(1 << 16)}) + "\n")
+    assert next(iter(open_table(path, **options).rows))["1"] == 1
+    path.write_text(json.dumps({str(number): number for number in range((1 << 16) + 1)}) + "\n")
+    with pytest.raises(DataError, match="line 1 at offset 0: 65,537 fields, where 65,536 are the most"):
+        list(open_table(path, **options).rows)
+
+
 def test_csv_of_many_fields_and_of_many_lines_in_quotes(tmp_path: Path, child: Confined) -> None:
     path = tmp_path / "a.csv"
     for line in (b"," * (4 * MIB) + b"\n", b'"a"' + b"," * (4 * MIB) + b"\n"):
@@ -452,7 +463,6 @@ def test_an_index_that_computes(
 
 def test_steps_of_an_index_are_counted(indexed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.data.mindrecord import index
-    from unisono.errors import DataError
 
     path = indexed(text="t" * 20_000, rows=20)
     assert len(MindRecordFile(path)) == 20  # long texts beside the locations are no matter

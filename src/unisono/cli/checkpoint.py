@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -30,7 +31,7 @@ def command() -> None:
 @every_verb
 def ls(run_dir: str, as_json: bool) -> None:
     """List the checkpoints of RUN_DIR with their state and size."""
-    if not Path(run_dir).is_dir():
+    if not os.path.isdir(run_dir):
         raise _nothing_at(run_dir, "nothing was listed")
     from unisono.checkpoint import list_checkpoints
 
@@ -53,7 +54,7 @@ def verify_all(path: str, as_json: bool) -> int:
     Exit code 1 if any is bad.
     """
     root = Path(path)
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise _nothing_at(path, "nothing was verified")
     from unisono.checkpoint import list_checkpoints, verify
 
@@ -75,7 +76,7 @@ def verify_all(path: str, as_json: bool) -> int:
 
 def _nothing_at(path: str, consequence: str) -> CheckpointError:
     return CheckpointError(
-        given=f"{path!r} holds no committed checkpoint" if Path(path).is_dir() else f"no folder {path!r}",
+        given=f"{path!r} holds no committed checkpoint" if os.path.isdir(path) else f"no folder {path!r}",
         rule="checkpoints lie in the folder 'checkpoints' of a run's folder",
         consequence=consequence,
         nearest="the folder given as run.dir when training (default runs/first)",
@@ -94,7 +95,7 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
 
     Going on with other ranks or another plan needs no conversion: any checkpoint loads under any plan.
     """
-    if not Path(source).is_dir():
+    if not os.path.isdir(source):
         raise _nothing_at(source, "nothing was written")
     from unisono.checkpoint import convert, list_checkpoints
 

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -162,7 +163,7 @@ def _check_run_file(run_file: Path) -> None:
 
     Code that the file names does not run: of such a file keys and values are checked, but not whether they fit together.
     """
-    if not run_file.is_file():
+    if not _is_run_file(run_file):
         return
     has_base = False
     with suppress(OSError, ConfigError):  # reported below
@@ -209,7 +210,7 @@ def _without_places_of_others(
 
 def code_placeholders(file: Path) -> dict[str, Any]:
     """Placeholders for the code that the configuration of a Python script's run names, by dotted key; empty for others."""
-    if file.name != RUN_FILE or not (file.parent / PLAN_FILE).is_file():
+    if file.name != RUN_FILE or not os.path.isfile(file.parent / PLAN_FILE):
         return {}
     document: dict[str, Any] = {}
     with suppress(OSError, ConfigError):  # reported when the whole configuration is loaded
@@ -241,10 +242,37 @@ def _file_of_run(overrides: Sequence[str]) -> Path | None:
     """The configuration file in the run's folder, or None. Reads only ``run.dir``; other values are validated later."""
     folder = [text for text in overrides if text.partition("=")[0].strip() == "run.dir"]
     environ = {name: value for name, value in os.environ.items() if name == "UNISONO__RUN__DIR"}
-    with suppress(ConfigError):  # reported when the whole configuration is loaded
+    try:
         run_file = Path(load_config(RunConfig, overrides=folder, environ=environ).value.run.dir) / RUN_FILE
-        return run_file if os.path.isfile(run_file) else None
-    return None
+    except ConfigError:  # reported when the whole configuration is loaded
+        return None
+    return run_file if _is_run_file(run_file) else None
+
+
+def _is_run_file(run_file: Path) -> bool:
+    """Whether a run's folder has its configuration. Raises ConfigError for what is there under its name and is no file."""
+    kind = _irregular_kind(run_file)
+    if kind:
+        raise ConfigError(
+            given=f"{run_file}, which is {kind}",
+            rule=f"a run's folder holds its {RUN_FILE}, a file with its settings",
+            consequence="the settings of the run are unknown, and nothing was started",
+            nearest=f"another run.dir for a new run, or the {RUN_FILE} of this one in its place (ls -l {run_file})",
+        )
+    return os.path.isfile(run_file)
+
+
+def _irregular_kind(path: Path) -> str:
+    """What is at a path, for an error, if it is no regular file; empty for one, and where nothing can be seen."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return "a link to nothing" if path.is_symlink() else ""
+    except (OSError, ValueError):  # reported where the folder is used
+        return ""
+    kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
+    found = next((kind for test, kind in kinds.items() if test(mode)), "a device")
+    return "" if stat.S_ISREG(mode) else found
 
 
 def load_run(run_dir: str, **code: Any) -> Resolved[RunConfig]:
@@ -300,8 +328,9 @@ def require_run(run_dir: str) -> Path:
 
     Raises:
         CheckpointError: The folder has no run.
+        ConfigError: Its configuration is no file.
     """
-    if os.path.isfile(Path(run_dir) / RUN_FILE):
+    if _is_run_file(Path(run_dir) / RUN_FILE):
         return Path(run_dir)
     raise CheckpointError(
         given=f"run folder {run_dir!r}",

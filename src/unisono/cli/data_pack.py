@@ -128,7 +128,7 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
     """
     from unisono.data.convert.pack import PackOptions
 
-    if str(source) != "-" and not source.exists():
+    if str(source) != "-" and not os.path.exists(source):
         raise _refused(
             f"{source}, which is not there", "SOURCE is a file or a folder, or - with --function", "its path"
         )
@@ -152,7 +152,7 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
     except KeyboardInterrupt as interrupt:
         kept = f"{target}.part"
         more = (
-            f"; finished shards are kept in {kept}, and the same command goes on there" if Path(kept).exists() else ""
+            f"; finished shards are kept in {kept}, and the same command goes on there" if os.path.exists(kept) else ""
         )
         echo(f"unisono: packing was interrupted{more}", err=True)
         sys.exit(REQUEUE if isinstance(interrupt, _Terminated) else 1)
@@ -293,7 +293,7 @@ def _guess(source: Path, target: Path, function: str | None) -> str:
         return "text"
     if source.suffix == ".lst":
         return "images"
-    if source.is_dir():
+    if os.path.isdir(source):
         suffixes = _suffixes(source)
         if suffixes & IMAGE_SUFFIXES:
             return "images"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,7 +123,7 @@ def _load(file: str, processes: int | None = None) -> Plan:
     """The plan in ``file``; the planner fills in what a partial one leaves out, for ``processes`` ranks or the fewest it fits."""
     from unisono.plan.plan import Plan, is_whole, load_fields, read_strategy_file
 
-    path = Path(file) / PLAN_FILE if Path(file).is_dir() else Path(file)
+    path = Path(file) / PLAN_FILE if os.path.isdir(file) else Path(file)
     if is_whole(read_strategy_file(path)):
         return Plan.load(path)
     mesh = {name: value for name, value in load_fields(path).items() if name.startswith("mesh.")}

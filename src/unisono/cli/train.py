@@ -93,7 +93,7 @@ def command(
         raise
     finally:
         # the configuration file is written before the first step: without it there is no run in the folder
-        if code == USER_ERROR and new_folders and job.rank == 0 and not (run_dir / RUN_FILE).exists():
+        if code == USER_ERROR and new_folders and job.rank == 0 and not os.path.lexists(run_dir / RUN_FILE):
             _remove_folders(new_folders)
 
 

@@ -20,6 +20,8 @@ from unisono.config.toml_file import KeyPath, config_problem, read_toml
 from unisono.config.trust import python_problem
 from unisono.config.values import ENV, SET, literal, shown
 from unisono.errors import ConfigError, Problem
+from unisono.sanitize import shorten
+from unisono.storage.files import MAX_SHOWN_PATH, look_up
 from unisono.storage.limits import MAX_CONFIG_FILES
 from unisono.storage.run_folder import RUN_FILE
 
@@ -66,6 +68,9 @@ class Reading:
         ``named`` is the line that names it, ``above`` the files above it, and ``of_run`` tells whether one of them is a run's.
         """
         try:
+            _, fault = look_up(path)
+            if fault:
+                raise ConfigError(_unreadable(path, named, fault))
             self._check(path, named, above)
             if path.suffix == ".py":
                 self._python(path, named, of_run=of_run)
@@ -75,8 +80,10 @@ class Reading:
         except ConfigError as error:
             self.problems.extend(error.problems)
             self.cause = self.cause or error.__cause__
+        except FileNotFoundError:
+            self.problems.append(_missing(path, named))
         except OSError as error:
-            self.problems.append(_unreadable(path, named, error))
+            self.problems.append(_unreadable(path, named, error.strerror))
 
     def _check(self, path: Path, named: str, above: tuple[Path, ...]) -> None:
         if path.suffix not in SUFFIXES:
@@ -177,10 +184,13 @@ def override_entries(overrides: Sequence[str], problems: list[Problem]) -> list[
     return entries
 
 
-def _unreadable(path: Path, named: str, error: OSError) -> Problem:
-    if not isinstance(error, FileNotFoundError):
-        rule = "a configuration is a file this process may read"
-        return config_problem(f"{named}{path}: {error.strerror}", rule, f"ls -ld {path}")
+def _unreadable(path: Path, named: str, reason: str | None) -> Problem:
+    shown_path = shorten(str(path), MAX_SHOWN_PATH)
+    rule = "a configuration is a file this process may read"
+    return config_problem(f"{named}{shown_path}: {reason}", rule, f"ls -ld {shown_path}")
+
+
+def _missing(path: Path, named: str) -> Problem:
     folder = path.parent
     present = sorted(item.name for item in folder.iterdir() if item.suffix in SUFFIXES) if folder.is_dir() else []
     stems = {Path(name).stem: name for name in present}  # the suffix alone would make any two names alike

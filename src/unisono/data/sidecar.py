@@ -32,6 +32,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.errors import DataError, Problem
+from unisono.sanitize import quoted, shorten
 from unisono.storage.files import open_regular, write_atomically
 from unisono.storage.limits import MAX_SIDECAR_HEAD_BYTES, check_count, decode_json
 
@@ -143,19 +144,19 @@ def open_sidecar(path: Path, *, kind: str) -> Sidecar:
         head: SidecarHeader = decode_json(raw, _HEADER.decode, max_bytes=MAX_SIDECAR_HEAD_BYTES)
         check_count(len(head.columns))
     except ValueError as error:
-        raise damaged_sidecar_error(path, f"its head is not understood: {error}") from error
+        raise damaged_sidecar_error(path, f"its head is not understood: {shorten(str(error), 500)}") from error
     if head.kind != kind:
-        raise damaged_sidecar_error(path, f"it describes {head.kind!r}, not {kind!r}")
+        raise damaged_sidecar_error(path, f"it describes {quoted(head.kind)}, not {kind!r}")
     for name, column in head.columns.items():
         if not _fits(column, size):
-            raise damaged_sidecar_error(path, f"column {name!r} lies outside the file or has an unknown dtype")
+            raise damaged_sidecar_error(path, f"column {quoted(name)} lies outside the file or has an unknown dtype")
     if (
         head.payload.dtype not in COLUMN_DTYPES
         or head.payload.bytes < 0
         or head.payload.bytes % np.dtype(head.payload.dtype).itemsize
     ):
         raise damaged_sidecar_error(
-            path, f"payload dtype {head.payload.dtype!r} does not fit {head.payload.bytes} bytes"
+            path, f"payload dtype {quoted(head.payload.dtype)} does not fit {head.payload.bytes} bytes"
         )
     content = map_array(path, "|u1", count=size)  # mapped once: a process has few thousand mappings
     columns: dict[str, NDArray[Any]] = {
@@ -173,7 +174,7 @@ def verify_sidecar(sidecar: Sidecar, payload: NDArray[Any]) -> list[Problem]:
     if digest_of(payload) != sidecar.head.payload.xxh3_128:
         problems.append(_damage(sidecar.path, "the payload beside it does not match its digest"))
     problems.extend(
-        _damage(sidecar.path, f"column {name!r} does not match its digest") for name in damaged_columns(sidecar)
+        _damage(sidecar.path, f"column {quoted(name)} does not match its digest") for name in damaged_columns(sidecar)
     )
     return problems
 
@@ -189,7 +190,7 @@ def read_facts(sidecar: Sidecar, kind: type[Facts]) -> Facts:
     try:
         return msgspec.convert(sidecar.head.facts, kind)
     except msgspec.ValidationError as error:
-        raise damaged_sidecar_error(sidecar.path, f"it has unexpected facts: {error}") from error
+        raise damaged_sidecar_error(sidecar.path, f"it has unexpected facts: {shorten(str(error), 500)}") from error
 
 
 def digest_of(array: NDArray[Any]) -> str:

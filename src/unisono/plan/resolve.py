@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from unisono.errors import PlanError
@@ -26,6 +25,7 @@ from unisono.plan.plan import (
     option_of,
 )
 from unisono.plan.validate import validate_plan
+from unisono.storage.files import look_up
 
 LARGEST_AUTOMATIC_MICRO_BATCH = 32
 
@@ -39,7 +39,7 @@ def with_strategy_file(options: PlanOptions) -> tuple[PlanOptions, dict[str, Any
     """
     if not options.file:
         return options, {}
-    given = load_fields(Path(options.file).expanduser())
+    given = load_fields(look_up(options.file)[0])
     values = {option: value for name, value in given.items() if (option := option_of(name))}
     both = [name for name in _changed(options, PlanOptions(file=options.file)) if name in values]
     if clashes := [name for name in both if getattr(options, name) != values[name]]:

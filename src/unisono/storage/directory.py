@@ -20,7 +20,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from unisono.storage.files import FOLDER_MODE, create_file, sync_folder
+from unisono.storage.files import FOLDER_MODE, create_file, refuse_nul, sync_folder
 
 QUARANTINE = "quarantine"
 REASON = "reason.txt"
@@ -31,6 +31,7 @@ def make_folder(folder: Path, *, mode: int = FOLDER_MODE, may_be_link: bool = Tr
 
     A folder that exists is left as it is. Raises OSError, also where the name is a file's, or a link's unless ``may_be_link``.
     """
+    refuse_nul(folder)
     for path in reversed(folder.parents):
         if not os.path.lexists(path):
             path.mkdir(mode=FOLDER_MODE, exist_ok=True)  # another rank may make it at the same time

@@ -19,6 +19,7 @@ import xxhash
 FILE_MODE: Final = 0o644
 FOLDER_MODE: Final = 0o755
 PRIVATE_MODE: Final = 0o600  # of files with arguments or secrets
+MAX_SHOWN_PATH: Final = 255  # characters of a path in an error that says why it cannot be looked up
 
 _READ_BYTES = 1 << 20
 
@@ -52,6 +53,7 @@ def open_regular(path: Path, *, flags: int = 0, buffering: int = -1) -> BinaryIO
 
     Raises OSError for anything else: a pipe would wait for a writer, and a device may have no end.
     """
+    refuse_nul(path)
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     try:
         _refuse_irregular(path, os.fstat(fd).st_mode)
@@ -59,6 +61,12 @@ def open_regular(path: Path, *, flags: int = 0, buffering: int = -1) -> BinaryIO
         os.close(fd)
         raise
     return open(fd, "rb", buffering=buffering)
+
+
+def refuse_nul(path: Path) -> None:
+    """Raise OSError for a name with a NUL character, for which Python raises ValueError."""
+    if "\0" in os.fspath(path):
+        raise OSError(errno.EINVAL, "a name with a NUL character", os.fspath(path))
 
 
 def require_regular(path: Path) -> None:
@@ -171,6 +179,24 @@ def file_digest(path: Path) -> str:
 def is_inside(root: Path, path: Path) -> bool:
     """Whether ``path`` lies in the folder ``root``, once links are followed."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
+def look_up(given: str | Path) -> tuple[Path, str]:
+    """The path that a user gave, with ``~`` expanded, and why the system cannot look it up, such as ``ELOOP, Too many levels …``.
+
+    The reason is empty where it can, whether something is there or not.
+    """
+    path = Path(given)
+    try:
+        path = Path(os.path.expanduser(given))
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        return path, os_reason(error)
+    except ValueError:  # as Python checks names before the system does
+        return path, "a name that no file can have, such as one with a NUL character"
+    return path, ""
 
 
 def os_reason(error: OSError) -> str:

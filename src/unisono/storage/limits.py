@@ -67,7 +67,7 @@ MAX_TABLE_SHARDS: Final = 100_000
 MAX_PIECE_DIMS: Final = 16
 # CSV: characters of a number, of which no float64 needs more
 MAX_NUMBER_CHARACTERS: Final = 400
-# tar: extra headers that hold long names, and all members of one sample
+# tar: all extra headers of one member, which hold its long name; all members of one sample
 MAX_TAR_NAME_BYTES: Final = 1 << 16
 MAX_TAR_SAMPLE_BYTES: Final = 1 << 29
 # heads of sidecars, of MindRecord and of safetensors (the limit of its own library); files of a MindRecord set

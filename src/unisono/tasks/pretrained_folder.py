@@ -16,8 +16,8 @@ from typing import Any, Final, cast
 from safetensors import SafetensorError, safe_open
 
 from unisono.errors import ConfigError
-from unisono.sanitize import shorten
-from unisono.storage.files import require_regular
+from unisono.sanitize import quoted, shorten
+from unisono.storage.files import MAX_SHOWN_PATH, look_up, require_regular
 from unisono.storage.limits import MAX_MODEL_CONFIG_BYTES, MAX_UNCOUNTED_LAYERS, read_json
 
 _CONFIG, _GENERATION, _ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
@@ -85,7 +85,9 @@ class PretrainedFolder:
 
 def read_folder(folder: str) -> PretrainedFolder:
     """Read and check the files of a folder. Raises ConfigError."""
-    path = Path(folder).expanduser()
+    path, fault = look_up(folder)
+    if fault:
+        raise unusable(f"model.pretrained {quoted(folder, MAX_SHOWN_PATH)}: {fault}", FOLDER_RULE, SAVE)
     _refuse_adapters(path, folder)
     config = _read_json(path, _CONFIG, folder)
     _check_config(config, folder)
@@ -106,9 +108,9 @@ def read_folder(folder: str) -> PretrainedFolder:
 
 def refuse_other_tokenizer(folder: str) -> None:
     """Raise ConfigError for a folder whose tokenizer is not a ``tokenizer.json``, and would not be used."""
-    path = Path(folder).expanduser()
-    found = next((name for name in _OTHER_TOKENIZERS if (path / name).exists()), None)
-    if found is not None and not (path / _TOKENIZER).is_file():
+    path, _ = look_up(folder)
+    found = next((name for name in _OTHER_TOKENIZERS if os.path.exists(path / name)), None)
+    if found is not None and not os.path.isfile(path / _TOKENIZER):
         raise ConfigError(
             given=f"model.pretrained {folder!r} with {found} and without {_TOKENIZER}",
             rule=f"texts are encoded by {_TOKENIZER}, and as raw bytes where the folder has no tokenizer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -221,7 +222,7 @@ def find_tokenizer(config: RunConfig) -> Tokenizer | None:
 def tokenizer_spec(config: RunConfig) -> str:
     """``data.tokenizer``; if that is the default and ``model.pretrained`` has a tokenizer, that folder; local copies of URLs."""
     pretrained = local_path(config.model.pretrained, _copies(config))
-    if config.data.tokenizer == BYTES and pretrained and tokenizer_file(pretrained).is_file():
+    if config.data.tokenizer == BYTES and pretrained and os.path.isfile(tokenizer_file(pretrained)):
         return pretrained
     return local_path(config.data.tokenizer, _copies(config))
 

@@ -41,7 +41,7 @@ def resume_problem(resume: str, setting: str) -> Problem | None:
         given=f"resume {resume!r}",
         rule="auto, strict, never, or a path (with a '/')",
         consequence="it is unclear what to resume from",
-        nearest=f"{setting}='{path}'" + ("" if Path(path).is_dir() else " if it is a folder"),
+        nearest=f"{setting}='{path}'" + ("" if os.path.isdir(path) else " if it is a folder"),
     )
 
 
@@ -116,14 +116,14 @@ class RunOptions:
 def other_folder(path: str) -> Problem | None:
     """Why no run resumes from a folder that is a model's or a run's, and no checkpoint; None for any other."""
     folder = Path(path)
-    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+    if os.path.isfile(folder / "config.json") and any(folder.glob("*.safetensors")):
         return Problem(
             given=f"resume from {path}, a Hugging Face model folder",
             rule="a run resumes from a checkpoint: weights, optimizer state, schedule and position in the data",
             consequence="nothing was loaded",
             nearest=f"a folder checkpoints/step-… of a run; to fine-tune these weights, a new run with model.pretrained={path}",
         )
-    if (folder / RUN_FILE).is_file():
+    if os.path.isfile(folder / RUN_FILE):
         return Problem(
             given=f"resume from {path}, the folder of a run",
             rule="a run resumes from a checkpoint: one folder step-… in the folder checkpoints of a run",

@@ -120,6 +120,33 @@ def test_classes_of_an_arrow_folder(tmp_path: Path) -> None:
         open_source(tmp_path / "d" / "train")
 
 
+@pytest.mark.parametrize("name", ["data-00000-of-00001.arrow", "state.json", "dataset_info.json", "dataset_dict.json"])
+def test_links_out_of_an_arrow_folder(tmp_path: Path, name: str) -> None:
+    import pyarrow as pa
+
+    folder = write_arrow_folder(tmp_path / "d", pa.table({"x": [1, 2]}), {})
+    if name == "dataset_dict.json":
+        (folder / "state.json").unlink()
+        (folder / name).write_text('{"splits": ["train"]}')
+    outside = (folder / name).rename(tmp_path / name)
+    (folder / name).symlink_to(outside)
+    with pytest.raises(DataError) as caught:
+        open_source(folder, cache_dir=tmp_path / "cache")
+    (problem,) = caught.value.problems
+    assert problem.given == f"{folder / name}, a link to {outside}"
+    assert problem.rule == f"the files of a data set lie in its folder, {folder}, links followed"
+
+
+def test_links_inside_an_arrow_folder(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    folder = write_arrow_folder(tmp_path / "d", pa.table({"x": [1, 2]}), {})
+    (file,) = folder.glob("*.arrow")
+    file.symlink_to(file.rename(folder / "shard").name)
+    (tmp_path / "link").symlink_to(folder)
+    assert len(open_source(tmp_path / "link", cache_dir=tmp_path / "cache")) == 2
+
+
 def test_classes_of_lists_in_an_arrow_folder(tmp_path: Path) -> None:
     """As datasets writes them: ``List`` and ``LargeList`` since version 4, before that ``Sequence`` or a JSON list."""
     import pyarrow as pa

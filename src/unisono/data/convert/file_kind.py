@@ -13,6 +13,7 @@ of its name.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -46,7 +47,7 @@ def file_kind(path: Path) -> str:
         with open_regular(path) as file:
             head = file.read(_HEAD_BYTES)
     except OSError as error:
-        nearest = "one of the files in it" if path.is_dir() else "the path of a data file"
+        nearest = "one of the files in it" if os.path.isdir(path) else "the path of a data file"
         raise _unknown(f"{path}: {error.strerror}", "a data file is a file that can be read", nearest) from error
     if head.startswith(MAGIC_BYTES):
         return RECORDIO
@@ -84,7 +85,7 @@ def kind_of_name(path: Path) -> str:
 def _is_token_shard(path: Path) -> bool:
     # a damaged sidecar is still one
     sidecar = path.with_suffix(".idx")
-    if path.suffix != ".bin" or not sidecar.is_file():
+    if path.suffix != ".bin" or not os.path.isfile(sidecar):
         return False
     with open_regular(sidecar) as file:
         return file.read(len(SIDECAR_MAGIC)) == SIDECAR_MAGIC

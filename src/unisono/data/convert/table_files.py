@@ -17,6 +17,7 @@ header with the labels, as in im2rec. Formats import their packages on first use
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -71,7 +72,7 @@ def open_table(
         DataError: The suffix is unknown, an option has no effect on the format, a file of a set is missing, or files of
             a set have different fields; while rows are read, the file is damaged.
     """
-    kind = file_kind(path) if path.exists() else kind_of_name(path)
+    kind = file_kind(path) if os.path.exists(path) else kind_of_name(path)
     if kind == TOKENS:
         raise unreadable_error(
             f"{path}, a token shard", "its documents are token ids, not rows", "the text that it was packed from"
@@ -192,11 +193,11 @@ def convert(
         DataError: A suffix is unknown, ``target`` exists, the source is damaged, or the target's format cannot hold a
             row.
     """
-    if target.exists() and not overwrite:
+    if os.path.exists(target) and not overwrite:
         raise unwritable_error(
             f"{target}, which exists", "a file is written once, under a new name", "another name, or --overwrite"
         )
-    if not target.parent.is_dir():
+    if not os.path.isdir(target.parent):
         raise unwritable_error(
             f"{target}, whose folder does not exist",
             "a file is written into a folder that is there",
@@ -226,7 +227,7 @@ def files_of(path: Path) -> list[Path]:
         files = [path.with_name(f"data_batch_{batch}.bin") for batch in range(1, 6)]
     else:
         return [path]
-    missing = [file for file in files if not file.exists()]
+    missing = [file for file in files if not os.path.exists(file)]
     if missing:
         raise unreadable_error(
             f"{path}, one of {len(files)} files, of which {len(missing)} are missing: first {missing[0].name}",

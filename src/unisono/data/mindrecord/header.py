@@ -24,6 +24,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from unisono.errors import DataError
+from unisono.sanitize import listed, quoted, shorten
 from unisono.storage.limits import (
     MAX_MINDRECORD_HEADER_BYTES,
     MAX_MINDRECORD_SHARDS,
@@ -186,7 +187,7 @@ def read_header(path: Path, data: memoryview) -> MindRecordHeader:
     try:
         head: MindRecordHeader = decode_json(data[LENGTH_BYTES : LENGTH_BYTES + length], _HEADER.decode)
     except ValueError as error:
-        raise damaged_error(path, LENGTH_BYTES, f"the header is not understood: {error}") from error
+        raise damaged_error(path, LENGTH_BYTES, f"the header is not understood: {shorten(str(error), 500)}") from error
     contradiction = _contradiction(head, length)
     if contradiction:
         raise damaged_error(path, LENGTH_BYTES, contradiction)
@@ -196,7 +197,7 @@ def read_header(path: Path, data: memoryview) -> MindRecordHeader:
 def _contradiction(head: MindRecordHeader, length: int) -> str:
     """The first contradiction in a header, or an empty string."""
     if head.version not in VERSIONS:
-        return f"the header has version {head.version!r}, and there are {' and '.join(VERSIONS)}"
+        return f"the header has version {quoted(head.version)}, and there are {' and '.join(VERSIONS)}"
     if not LENGTH_BYTES + length <= head.header_size <= MAX_MINDRECORD_HEADER_BYTES:
         return f"the header of {LENGTH_BYTES + length} bytes says it has room for {head.header_size}"
     if not 0 < head.page_size <= MAX_RECORD_BYTES:
@@ -209,7 +210,9 @@ def _contradiction(head: MindRecordHeader, length: int) -> str:
     if not fields:
         return "the header has no fields"
     if len(set(blobs)) != len(blobs) or not fields.keys() >= set(blobs):
-        return f"the header has blob fields {blobs} of the fields {list(fields)}"
+        return (
+            f"the header has blob fields [{listed(map(quoted, blobs))}] of the fields [{listed(map(quoted, fields))}]"
+        )
     try:
         check_count(len(fields), "fields")
         for field in fields.values():
@@ -218,12 +221,15 @@ def _contradiction(head: MindRecordHeader, length: int) -> str:
         return f"the header has {error}"
     for name, field in fields.items():
         if field.shape is not None and (field.shape.count(-1) > 1 or any(dim < 1 and dim != -1 for dim in field.shape)):
-            return f"field {name!r} has shape {list(field.shape)}"
+            return f"field {quoted(name)} has shape {list(field.shape)}"
         is_known_type = field.type in ((*SCALAR_TYPES, "bytes") if field.shape is None else ARRAY_TYPES)
         if not is_known_type or (name in blobs) != (field.shape is not None or field.type == "bytes"):
-            return f"field {name!r} is a {field.type!r}{'' if field.shape is None else ' array'}, which cannot be stored so"
+            kind = quoted(field.type) + ("" if field.shape is None else " array")
+            return f"field {quoted(name)} is a {kind}, which cannot be stored so"
     missing = set(head.indexed) - fields.keys()
-    return f"the header has an index of {sorted(missing)}, which are no fields" if missing else ""
+    return (
+        f"the header has an index of [{listed(map(quoted, sorted(missing)))}], which are no fields" if missing else ""
+    )
 
 
 def read_row_groups(path: Path, head: MindRecordHeader, size: int) -> RowGroups:

@@ -73,7 +73,7 @@ def locate_rows(
     ``decrypted``: the content of the index, if the file on disk is encrypted.
     """
     index_file = index_path(path)
-    if not index_file.exists():
+    if not os.path.exists(index_file):
         _LOG.warning("%s is missing: the rows of %s are found by reading its pages", index_file, path.name)
         return scan_rows(path, head, groups, data)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from unisono.data.mindrecord.index import index_path, locate_rows
 from unisono.data.mindrecord.row_values import FieldTypeError, blob_reader, decode_scalars
 from unisono.data.sidecar import view_of
 from unisono.errors import DataError
+from unisono.sanitize import quoted
 
 _LOG: Final = logging.getLogger("unisono.data")
 
@@ -128,7 +130,7 @@ class _ShardReader:
         groups = read_row_groups(path, self.head, len(self._data))
         self.rows = groups.total_rows
         index_file = index_path(path)
-        decrypted = open_bytes(index_file, key) if key is not None and index_file.exists() else None
+        decrypted = open_bytes(index_file, key) if key is not None and os.path.exists(index_file) else None
         places = locate_rows(path, self.head, groups, self._data, decrypted)
         self._raw_begins, self._raw_ends = view_of(places.raw_begins), view_of(places.raw_ends)
         self._blob_begins, self._blob_ends = view_of(places.blob_begins), view_of(places.blob_ends)
@@ -179,7 +181,7 @@ def _same_set(first: _ShardReader, other: _ShardReader) -> None:
 
 def _lost(path: Path, name: str) -> DataError:
     return DataError(
-        given=f"{path}: field {name!r} has the shape []",
+        given=f"{path}: field {quoted(name)} has the shape []",
         rule="MindSpore does not store the numbers of such a field",
         consequence="its values are lost, and nothing of the file is used",
         nearest="check=False reads what bytes there are, and all other fields as they are",

@@ -16,8 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.mindrecord.header import ARRAY_TYPES, SCALAR_TYPES, FieldType, has_packed_integers
-from unisono.data.mindrecord.row_values import INT_LIMITS, array_bytes, encode_scalars, fits_float32, join_blobs
+from unisono.data.mindrecord.row_values import (
+    INT_LIMITS,
+    array_bytes,
+    encode_scalars,
+    fits_float32,
+    join_blobs,
+    shown_value,
+)
 from unisono.errors import DataError, Problem
+from unisono.sanitize import listed, quoted
 
 Kind = str | FieldType | Mapping[str, Any]
 _NAME: Final = re.compile(r"[0-9A-Za-z_]+")
@@ -54,7 +62,7 @@ class RowEncoder:
         for name, take in self._take.items():
             try:
                 if name not in row:
-                    raise _Refused("there is none", "a row has all fields of the schema", f"a value for {name!r}")
+                    raise _Refused("there is none", "a row has all fields of the schema", f"a value for {quoted(name)}")
                 values[name] = take(row[name])
             except _Refused as refused:
                 problems.append(refused.problem(number, name))
@@ -86,7 +94,7 @@ class _Refused(Exception):
     def problem(self, number: int, name: str) -> Problem:
         value, rule, nearest = self.args
         return Problem(
-            given=f"row {number}, field {name!r}: {value}",
+            given=f"row {number}, field {quoted(name)}: {value}",
             rule=rule,
             consequence="the row was not written; the rows before it are kept",
             nearest=nearest,
@@ -96,7 +104,9 @@ class _Refused(Exception):
 def _integer(value: Any, kind: str) -> int:
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise _Refused(
-            f"{value!r}, a {_type(value)}", f"field type {kind} takes integers", "int(…), if that is the intended value"
+            f"{shown_value(value)}, a {_type(value)}",
+            f"field type {kind} takes integers",
+            "int(…), if that is the intended value",
         )
     limit = INT_LIMITS[kind]
     if not -limit <= value < limit:
@@ -108,7 +118,9 @@ def _integer(value: Any, kind: str) -> int:
 def _float(value: Any, kind: str, *, indexed: bool) -> float:
     if not isinstance(value, float | np.floating):
         raise _Refused(
-            f"{value!r}, a {_type(value)}", f"field type {kind} takes floats, and drops rows with others", "float(…)"
+            f"{shown_value(value)}, a {_type(value)}",
+            f"field type {kind} takes floats, and drops rows with others",
+            "float(…)",
         )
     number = float(value)
     if indexed and not math.isfinite(number):
@@ -125,17 +137,21 @@ def _float(value: Any, kind: str, *, indexed: bool) -> float:
 def _string(value: Any, *, indexed: bool) -> str:
     if not isinstance(value, str):
         raise _Refused(
-            f"{value!r}, a {_type(value)}", "field type string takes str", "str(…), if that is the intended value"
+            f"{shown_value(value)}, a {_type(value)}",
+            "field type string takes str",
+            "str(…), if that is the intended value",
         )
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise _Refused(
-            f"{value!r}", f"strings are UTF-8, and {error.reason}", "bytes in a field of type bytes"
+            f"{shown_value(value)}", f"strings are UTF-8, and {error.reason}", "bytes in a field of type bytes"
         ) from None
     if indexed and "\0" in value:
         raise _Refused(
-            f"{value!r}", "MindSpore cuts an indexed string at its first NUL", "index_fields without this field"
+            f"{shown_value(value)}",
+            "MindSpore cuts an indexed string at its first NUL",
+            "index_fields without this field",
         )
     return str(value)
 
@@ -204,25 +220,27 @@ def _schema_problems(schema: Mapping[str, Kind], fields: Mapping[str, FieldType 
     by_lower_case: dict[str, str] = {}
     for name, field in fields.items():
         if not _NAME.fullmatch(name):
-            yield _bad(f"field {name!r}", "names have letters of a to z, digits and _ only", "another name")
+            yield _bad(f"field {quoted(name)}", "names have letters of a to z, digits and _ only", "another name")
         if name.lower() in by_lower_case:
             rule = (
                 "names differ by more than case: they are columns of an SQL table, and MindSpore fails at the very end"
             )
-            yield _bad(f"fields {by_lower_case[name.lower()]!r} and {name!r}", rule, "another name for one of them")
+            yield _bad(
+                f"fields {quoted(by_lower_case[name.lower()])} and {quoted(name)}", rule, "another name for one of them"
+            )
         by_lower_case[name.lower()] = name
         if field is None:
             rule = "a field is its type, or a mapping of type and shape"
-            yield _bad(f"field {name!r}: {schema[name]!r}", rule, '{"type": "int32", "shape": [-1]}')
+            yield _bad(f"field {quoted(name)}: {schema[name]!r}", rule, '{"type": "int32", "shape": [-1]}')
         elif field.type not in (*SCALAR_TYPES, "bytes"):
             rule = f"types are {', '.join(SCALAR_TYPES)} and bytes"
-            yield _bad(f"field {name!r} of type {field.type!r}", rule, "the next larger of these types")
+            yield _bad(f"field {quoted(name)} of type {quoted(field.type)}", rule, "the next larger of these types")
         elif field.shape is not None:
             yield from _shape_problems(name, field, field.shape)
 
 
 def _shape_problems(name: str, field: FieldType, shape: tuple[int, ...]) -> Iterator[Problem]:
-    given = f"field {name!r} of type {field.type} with shape {list(shape)}"
+    given = f"field {quoted(name)} of type {field.type} with shape {list(shape)}"
     if field.type not in ARRAY_TYPES:
         yield _bad(given, f"arrays are of {', '.join(ARRAY_TYPES)}", "leave the shape out")
     if not shape:
@@ -234,15 +252,19 @@ def _shape_problems(name: str, field: FieldType, shape: tuple[int, ...]) -> Iter
 def _index_problems(indexed: Sequence[str], scalars: Sequence[str]) -> Iterator[Problem]:
     for name in indexed:
         if name not in scalars:
-            yield _bad(f"index field {name!r}", "an index field is a scalar field of the schema", f"some of {scalars}")
+            yield _bad(
+                f"index field {quoted(name)}",
+                "an index field is a scalar field of the schema",
+                f"some of [{listed(map(quoted, scalars))}]",
+            )
         elif name.lower() == "inc":
             rule = "its column in the index would be INC_0, which MindSpore uses itself"
-            yield _bad(f"index field {name!r}", rule, "another name, or index_fields without it")
+            yield _bad(f"index field {quoted(name)}", rule, "another name, or index_fields without it")
         elif name[:1].isdigit():
             rule = "an index field begins with a letter or _, as the names of columns in SQL do"
-            yield _bad(f"index field {name!r}", rule, "another name, or index_fields without it")
+            yield _bad(f"index field {quoted(name)}", rule, "another name, or index_fields without it")
     if len(set(indexed)) != len(indexed):
-        yield _bad(f"index fields {list(indexed)}", "a field is indexed once", "name each once")
+        yield _bad(f"index fields [{listed(map(quoted, indexed))}]", "a field is indexed once", "name each once")
 
 
 def _bad(given: str, rule: str, nearest: str) -> Problem:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.mindrecord.header import FieldType
-from unisono.sanitize import shorten
+from unisono.sanitize import quoted, shorten
 from unisono.storage.limits import check_count
 
 Value = int | float | str | bytes | NDArray[Any]
@@ -48,11 +48,11 @@ def decode_scalars(fields: Mapping[str, FieldType], data: memoryview, *, check: 
             check_count(int.from_bytes(data[1:5]), "scalars")
         scalars = _MAPS.decode(data)
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"its scalars are not understood: {error}") from error
+        raise ValueError(f"its scalars are not understood: {shorten(str(error), 500)}") from error
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if name not in scalars:
-            raise ValueError(f"it has no field {name!r}")
+            raise ValueError(f"it has no field {quoted(name)}")
         value = scalars[name]
         if check:
             value = _checked(name, field.type, value)
@@ -68,11 +68,12 @@ def _checked(name: str, kind: str, value: Any) -> Any:
     else:
         fits = not isinstance(value, str) and (kind == "float64" or fits_float32(value))
     if not fits:
-        raise FieldTypeError(f"field {name!r} has {_shown(value)}, which is no {kind}")
+        raise FieldTypeError(f"field {quoted(name)} has {shown_value(value)}, which is no {kind}")
     return float(value) if kind.startswith("float") else value
 
 
-def _shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
+    """A value for an error text, of bounded length."""
     return shorten(repr(value[:40] if isinstance(value, str) else value), 61)
 
 
@@ -115,7 +116,9 @@ def blob_reader(fields: Mapping[str, FieldType], *, packed: bool) -> Callable[[m
             begin = at + _BIG_LENGTH.size
             length = _BIG_LENGTH.unpack_from(data, at)[0] if begin <= len(data) else -1
             if not 0 <= length <= len(data) - begin:
-                raise ValueError(f"field {name!r} says {length} bytes, and {len(data) - begin} of its blobs are left")
+                raise ValueError(
+                    f"field {quoted(name)} says {length} bytes, and {len(data) - begin} of its blobs are left"
+                )
             at = begin + length
             values[name] = read(data[begin:at])
         if at != len(data):
@@ -141,11 +144,11 @@ def value_reader(name: str, field: FieldType, *, packed: bool) -> Callable[[memo
         if packed and dtype.kind == "i":
             flat = unpack_integers(name, data, dtype)
         elif len(data) % dtype.itemsize:
-            raise ValueError(f"field {name!r} has {len(data)} bytes, which are no {dtype.name} values")
+            raise ValueError(f"field {quoted(name)} has {len(data)} bytes, which are no {dtype.name} values")
         else:
             flat = np.frombuffer(data, dtype).copy()  # the file is read-only and not aligned
         if flat.size % fixed_size if -1 in shape else flat.size != fixed_size:
-            raise ValueError(f"field {name!r} has {flat.size} values, which are no {list(shape)}")
+            raise ValueError(f"field {quoted(name)} has {flat.size} values, which are no {list(shape)}")
         return flat.reshape(shape)
 
     return read
@@ -156,19 +159,21 @@ def unpack_integers(name: str, data: memoryview, dtype: np.dtype[Any]) -> NDArra
     count = _BIG_COUNT.unpack_from(data)[0] if len(data) >= _BIG_COUNT.size else -1
     begin = _BIG_COUNT.size + -(-count // 4)
     if count < 0 or begin + count > len(data):
-        raise ValueError(f"field {name!r} says {count} packed integers, in {len(data)} bytes")
+        raise ValueError(f"field {quoted(name)} says {count} packed integers, in {len(data)} bytes")
     content = np.frombuffer(data, np.uint8)
     codes = (content[_BIG_COUNT.size : begin, None] >> _SHIFTS & 3).reshape(-1)[:count]  # [count] width codes
     ends = begin + np.cumsum(1 << codes.astype(np.int64))
     end = int(ends[-1]) if count else begin
     if end != len(data):
-        raise ValueError(f"field {name!r} has {count} packed integers of {end} bytes in all, in {len(data)} bytes")
+        raise ValueError(
+            f"field {quoted(name)} has {count} packed integers of {end} bytes in all, in {len(data)} bytes"
+        )
     values = np.empty(count, dtype)
     for code in range(4):
         places = np.flatnonzero(codes == code)
         width = 1 << code
         if places.size and width > dtype.itemsize:
-            raise ValueError(f"field {name!r} has integers of {width} bytes among its {dtype.name} values")
+            raise ValueError(f"field {quoted(name)} has integers of {width} bytes among its {dtype.name} values")
         # [places, width] bytes of each value
         cells = content[(ends[places] - width)[:, None] + np.arange(width)]
         values[places] = cells.view(f"<i{width}").reshape(-1)

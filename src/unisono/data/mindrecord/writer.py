@@ -79,7 +79,7 @@ class MindRecordWriter:
             raise DataError(*problems)
         digits = len(str(shards - 1))
         self.paths = [path.with_name(f"{path.name}{n:0{digits}}") for n in range(shards)] if shards > 1 else [path]
-        existing = [file for name in self.paths for file in (name, index_path(name)) if file.exists()]
+        existing = [file for name in self.paths for file in (name, index_path(name)) if os.path.exists(file)]
         if existing and not overwrite:
             raise DataError(
                 given=f"{existing[0]}, which exists",

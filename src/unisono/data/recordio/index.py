@@ -18,6 +18,7 @@ file once. Its checksums are marked as computed later: they reveal damage since 
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 from unisono.data.recordio.framing import FramingDamage, RecordExtents, assemble_records, find_parts, join_parts
 from unisono.data.sidecar import COLUMN_DTYPES, PayloadInfo, Sidecar, map_array, open_sidecar, view_of, write_sidecar
 from unisono.errors import DataError
+from unisono.sanitize import quoted
 from unisono.storage.files import require_regular
 
 KIND: Final = "recordio"
@@ -54,7 +56,7 @@ class RaggedColumn:
         low, high = int(self._ends[number - 1]) if number else 0, int(self._ends[number])
         if not 0 <= low <= high <= len(self._values):
             raise DataError(
-                given=f"side column {self._name!r}: record {number} has values {low} to {high} of {len(self._values)}",
+                given=f"side column {quoted(self._name)}: record {number} has values {low} to {high} of {len(self._values)}",
                 rule="the values of the records follow each other inside the column",
                 consequence="the sidecar is damaged, and this record's values are unknown",
                 nearest="unisono data verify FILE; a sidecar made anew by reindex has no side columns",
@@ -78,7 +80,7 @@ def encode_side_columns(side: Mapping[str, Sequence[Any]]) -> dict[str, NDArray[
             continue
         column = np.array(values, np.int64 if all(isinstance(value, int) for value in values) else np.float64)
         if column.ndim != 1:
-            raise _refused(f"side values {name!r} of shape {list(column.shape[1:])}")
+            raise _refused(f"side values {quoted(name)} of shape {list(column.shape[1:])}")
         columns[SIDE_PREFIX + name] = column
     return columns
 
@@ -98,7 +100,7 @@ def _stored_arrays(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:
     arrays = [np.asarray(value) for value in values]
     kinds = {(array.dtype.newbyteorder("<").str, array.ndim) for array in arrays}
     if len(kinds) != 1 or next(iter(kinds))[1] != 1 or next(iter(kinds))[0] not in COLUMN_DTYPES:
-        raise _refused(f"side values {name!r} of {sorted(kinds)} (dtype, dimensions)")
+        raise _refused(f"side values {quoted(name)} of {sorted(kinds)} (dtype, dimensions)")
     ends = np.cumsum([len(array) for array in arrays], dtype=np.uint64)
     return {SIDE_PREFIX + name: np.concatenate(arrays), ENDS_PREFIX + name: ends}
 
@@ -141,7 +143,7 @@ def open_index(path: Path, data: NDArray[np.uint8]) -> RecordIndex:
 
     Raises DataError for a sidecar of another file, or a damaged file; an existing sidecar is never replaced.
     """
-    if sidecar_path(path).exists():
+    if os.path.exists(sidecar_path(path)):
         return _from_sidecar(open_sidecar(sidecar_path(path), kind=KIND), path, data)
     _LOG.info("%s has no sidecar: reading all of it once to make one", path)
     columns, payload = read_columns(path, data)
@@ -215,7 +217,7 @@ def _from_sidecar(sidecar: Sidecar, path: Path, data: NDArray[np.uint8]) -> Reco
         any_length = name == "split" or ENDS_PREFIX + name.removeprefix(SIDE_PREFIX) in columns
         if column.dtype.str != (expected | optional).get(name, side_dtype) or not (any_length or len(column) == count):
             raise _stale(
-                path, f"has a sidecar with column {name!r} of {len(column)} {column.dtype} for {count} records"
+                path, f"has a sidecar with column {quoted(name)} of {len(column)} {column.dtype} for {count} records"
             )
     if len(data) and not count and expected.keys() <= columns.keys():  # made from an empty .idx by an earlier version
         raise _stale(path, f"has {len(data)} bytes, and its sidecar no record")
@@ -254,7 +256,7 @@ def _digests(data: NDArray[np.uint8], records: RecordExtents) -> Iterator[int]:
 def _text_index(path: Path, records: RecordExtents) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
     """Keys and record numbers in the order of ``name.idx``; (None, None) if it is missing, or lists all records as 0, 1, 2, …"""
     source = text_index_path(path)
-    if not source.exists():
+    if not os.path.exists(source):
         return None, None
     try:
         require_regular(source)

@@ -43,6 +43,7 @@ from unisono.data.recordio.reader import RecordFile
 from unisono.data.recordio.writer import RecordWriter, SideValues, write_text_index
 from unisono.data.sidecar import Sidecar, damaged_columns, open_sidecar, view_of
 from unisono.errors import DataError
+from unisono.sanitize import quoted
 from unisono.storage.limits import MAX_LIST_BYTES, LimitError, read_limited
 
 _TEXT_INDEX_ROW: Final = re.compile(rb"(-?[0-9]{1,19})\t([0-9]{1,19})")
@@ -114,7 +115,7 @@ def verify(path: Path) -> VerifyReport:
     index = text_index_path(path)
     if len(data) and not count and not findings:
         findings.append(Finding(path=sidecar_path(path), what="it has no record, which leaves out all of the file"))
-    if len(data) and index.exists() and not index.stat().st_size:
+    if len(data) and os.path.exists(index) and not index.stat().st_size:
         findings.append(Finding(path=index, what="it is empty, which leaves out all records"))
     return VerifyReport(records=count, bytes=len(data), checksums=checksums, findings=findings)
 
@@ -160,7 +161,7 @@ def reindex(path: Path) -> list[str]:
     try:
         columns, payload = read_columns(path, data)
     except DataError as error:
-        if not text_index_path(path).exists() or not str(error).startswith(str(text_index_path(path))):
+        if not os.path.exists(text_index_path(path)) or not str(error).startswith(str(text_index_path(path))):
             raise
         dropped.append(f"keys: {error.problems[0].given}")
         backup = text_index_path(path).with_suffix(".idx.old")
@@ -221,7 +222,7 @@ def _rows(file: RecordFile, names: set[str]) -> Iterator[tuple[bytes, Mapping[st
 def _sidecar(path: Path) -> tuple[Sidecar | None, list[Finding]]:
     """The sidecar if it exists and is undamaged, and its damage otherwise."""
     sidecar_file = sidecar_path(path)
-    if not sidecar_file.exists():
+    if not os.path.exists(sidecar_file):
         return None, []
     try:
         sidecar = open_sidecar(sidecar_file, kind=KIND)
@@ -232,7 +233,7 @@ def _sidecar(path: Path) -> tuple[Sidecar | None, list[Finding]]:
     bad: list[Finding] = []
     for name in damaged_columns(sidecar):
         begin = sidecar.head.columns[name].offset
-        what = f"column {name!r} does not match its digest, so the checksums cannot be used"
+        what = f"column {quoted(name)} does not match its digest, so the checksums cannot be used"
         bad.append(Finding(path=sidecar_file, offset=begin, end=begin + sidecar.columns[name].nbytes, what=what))
     return (None if bad else sidecar), bad
 
@@ -363,7 +364,7 @@ def _chain(view: memoryview, begin: int, end: int) -> list[tuple[int, bytes]]:
 def _text_index_rows(path: Path) -> Iterator[tuple[int, int]]:
     """(offset, key) of the valid lines of ``.idx``."""
     source = text_index_path(path)
-    if not source.exists():
+    if not os.path.exists(source):
         return
     try:
         content = read_limited(source, MAX_LIST_BYTES)
@@ -391,7 +392,7 @@ def _text_index_row(line: bytes) -> tuple[int, int] | None:
 def _text_index_findings(path: Path, known: set[int], unknown: Sequence[tuple[int, int]]) -> list[Finding]:
     """Lines of ``.idx`` that point to no record; lines into the ``unknown`` stretches are not judged."""
     source = text_index_path(path)
-    if not source.exists():
+    if not os.path.exists(source):
         return []
     findings: list[Finding] = []
     at = 0

@@ -16,6 +16,7 @@ from unisono.data.recordio.framing import frame_payload
 from unisono.data.recordio.index import WRITTEN, encode_side_columns, map_file, text_index_path, write_index
 from unisono.data.sidecar import PayloadInfo
 from unisono.errors import DataError
+from unisono.sanitize import listed, quoted
 from unisono.storage.files import open_new, sync_folder, temporary_name, write_atomically
 
 SideValues = float | NDArray[Any]
@@ -40,7 +41,7 @@ class RecordWriter:
         self.path = Path(path)
         if self.path.suffix in (".idx", ".uidx"):
             raise _refused(f"{self.path} as the name of a RecordIO file", "its indexes would overwrite it")
-        if self.path.exists() and not overwrite:
+        if os.path.exists(self.path) and not overwrite:
             raise _refused(f"{self.path}, which exists", "it was left as it is")
         self._temporary = temporary_name(self.path)
         self._file = open_new(self._temporary, buffering=1 << 20)
@@ -78,7 +79,7 @@ class RecordWriter:
         side = side or {}
         if self._offsets and side.keys() != self._side.keys():
             raise _refused(
-                f"side values {sorted(side)} for record {len(self)}, after {sorted(self._side)}",
+                f"side values [{_names(side)}] for record {len(self)}, after [{_names(self._side)}]",
                 "a column would have holes, so the record was not written",
             )
         pieces = frame_payload(payload)
@@ -131,3 +132,7 @@ def _refused(given: str, consequence: str) -> DataError:
         consequence=consequence,
         nearest="another name, or overwrite=True to replace the existing file",
     )
+
+
+def _names(side: Mapping[str, Any]) -> str:
+    return listed(map(quoted, sorted(side)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,13 @@ import msgspec
 
 from unisono.data.convert.formats.table import Row
 from unisono.errors import DataError, missing_extra
-from unisono.storage.files import require_regular
+from unisono.sanitize import listed, shorten
+from unisono.storage.files import is_inside, require_regular
 from unisono.storage.limits import MAX_VALUES_PER_BYTE, SMALL_FILE_ROWS, LimitError, check_count, read_json
 
 STATE: Final = "state.json"
 _SPLITS: Final = "dataset_dict.json"
+_INFO: Final = "dataset_info.json"
 _SLICE_VALUES: Final = 1 << 20
 _SLICE_BYTES: Final = 16 << 20
 _LISTS: Final = ("List", "LargeList", "Sequence")  # Sequence before datasets 4
@@ -44,15 +47,20 @@ _Content = TypeVar("_Content", _Splits, _State, _Info)
 
 def is_arrow_folder(folder: Path) -> bool:
     """Whether the folder has a data set of Hugging Face, or several splits."""
-    return (folder / STATE).is_file() or (folder / _SPLITS).is_file()
+    return os.path.isfile(folder / STATE) or os.path.isfile(folder / _SPLITS)
 
 
 def arrow_files(folder: Path) -> list[Path]:
-    """The Arrow files of the folder in order. Raises DataError for a folder of splits, of chosen rows, or without its files."""
+    """The Arrow files of the folder in order.
+
+    Raises DataError for a folder of splits, of chosen rows, without its files, or with a link that leads out of it.
+    """
     if not (folder / STATE).exists():
-        splits = _read(folder / _SPLITS, _Splits).splits
-        raise _unreadable(f"{folder}, which has the splits {', '.join(splits)}", f"{folder / (splits or ['train'])[0]}")
-    state = _read(folder / STATE, _State)
+        splits = _read(folder, _SPLITS, _Splits).splits
+        raise _unreadable(
+            f"{folder}, which has the splits {listed(splits)}", f"{folder / shorten((splits or ['train'])[0])}"
+        )
+    state = _read(folder, STATE, _State)
     if state.indices:
         raise _unreadable(
             f"{folder}, whose rows are chosen by indices", "dataset.flatten_indices() before save_to_disk"
@@ -65,14 +73,15 @@ def arrow_files(folder: Path) -> list[Path]:
             f"{folder}, whose {STATE} names files that cannot be: {error}"[:500], "the whole folder"
         ) from error
     if absent or not files:
-        raise _unreadable(f"{folder} without {absent[0].name if absent else 'data files'}", "the whole folder")
+        raise _unreadable(f"{folder} without {shorten(absent[0].name) if absent else 'data files'}", "the whole folder")
+    for file in files:
+        _require_inside(folder, file)
     return files
 
 
 def arrow_classes(folder: Path) -> dict[str, tuple[str, ...]]:
     """Names of the classes of each column that is a ``ClassLabel`` or a list of them."""
-    path = folder / "dataset_info.json"
-    features = _read(path, _Info).features or {} if path.exists() else {}
+    features = _read(folder, _INFO, _Info).features or {} if (folder / _INFO).exists() else {}
     classes = {str(name): _class_names(feature) for name, feature in features.items()}
     return {name: names for name, names in classes.items() if names}
 
@@ -199,7 +208,19 @@ def _encoded(value: Any, file: Path) -> Any:
     return value
 
 
-def _read(path: Path, kind: type[_Content]) -> _Content:
+def _require_inside(folder: Path, file: Path) -> None:
+    if not is_inside(folder, file):
+        raise DataError(
+            given=f"{file}, a link to {os.path.realpath(file)}",
+            rule=f"the files of a data set lie in its folder, {folder}, links followed",
+            consequence="nothing was opened",
+            nearest="a copy with the files in place of the links ('cp -rL FOLDER COPY'), or remove the link",
+        )
+
+
+def _read(folder: Path, name: str, kind: type[_Content]) -> _Content:
+    path = folder / name
+    _require_inside(folder, path)
     try:
         return read_json(path, msgspec.json.Decoder(kind).decode)
     except (OSError, ValueError) as error:

@@ -21,6 +21,7 @@ from unisono.data.dataset import Batch, check_sample
 from unisono.data.packed_sample import pack_sample, unpack_sample
 from unisono.data.recordio import RecordDataset, RecordFile, RecordWriter
 from unisono.errors import DataError
+from unisono.sanitize import quoted
 from unisono.storage.files import file_lock, os_reason
 from unisono.storage.ownership import make_own_folder, untrusted_reason
 
@@ -87,7 +88,7 @@ def _value(value: Any, name: str, number: int) -> Any:
         if parts and all(isinstance(part, str) for part in parts):
             if lines := [part for part in parts if "\n" in part]:
                 raise DataError(
-                    given=f"row {number}, column {name!r}: the string {describe_value(lines[0])} of a list",
+                    given=f"row {number}, column {quoted(name)}: the string {describe_value(lines[0])} of a list",
                     rule="a list of strings is read as one text with a line for each, so that none has a line end",
                     consequence="the list would have more parts than were written",
                     nearest="the same strings without line ends, or a column that is one text",

@@ -31,6 +31,8 @@ from unisono.data.sources.remote import local_copies, matching_urls
 from unisono.data.tokens.shards import open_tokens
 from unisono.data.tokens.windows import TokenWindows
 from unisono.errors import DataError
+from unisono.sanitize import shorten
+from unisono.storage.files import MAX_SHOWN_PATH, look_up
 from unisono.storage.limits import MAX_NAMES_BYTES, read_limited
 
 _TABLES: Final = (".csv", ".jsonl", ".parquet", ".tar", ".tar.gz", ".tfrecord", ".tfrecords", "idx")
@@ -260,7 +262,9 @@ def _packed_classes(paths: Sequence[str | Path]) -> tuple[str, ...]:
         whole = re.sub(r"(-\d{5}(-of-\d{5})?)?\.rec$", ".rec", path)  # of a shard
         split = re.sub(r"-[^-/]+\.rec$", ".rec", whole)  # of a part, such as train
         targets = [path, *(target for target in (whole, split) if not os.path.exists(target))]
-        beside = next((file for file in (Path(f"{target}.classes.txt") for target in targets) if file.exists()), None)
+        beside = next(
+            (file for file in (Path(f"{target}.classes.txt") for target in targets) if os.path.exists(file)), None
+        )
         if beside is None:
             return ()
         found.add(_class_names(beside))
@@ -350,14 +354,17 @@ def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> lis
     given = [address] if isinstance(address, str | Path) else list(address)
     paths: list[str | Path] = []
     for part in given:
+        fault = ""
         if is_url(part):
             url = str(part)
             matches: list[str | Path] = [
                 *(matching_urls(url) if url.endswith(".rec") else local_copies(url, cache / "sources"))
             ]
         else:
-            path = Path(part).expanduser()
-            matches = [path] if path.exists() else [*sorted(glob(str(path)))]
+            path, fault = look_up(part)
+            matches = [path] if not fault and path.exists() else [] if "\0" in str(path) else [*sorted(glob(str(path)))]
+        if not matches and fault:
+            raise _no_address(f"{shorten(str(part), MAX_SHOWN_PATH)}: {fault}", "an address that exists")
         if not matches:
             raise _missing(part)
         paths += matches
@@ -369,12 +376,16 @@ def source_paths(address: str | Path | Sequence[str | Path], cache: Path) -> lis
 def _missing(address: str | Path) -> DataError:
     nearest = "an address that exists"
     if not is_url(address):
-        path = Path(address).expanduser()
+        path, _ = look_up(address)
         # as ``unisono data pack texts name.bin`` writes them: none of the shards has the name itself
         if glob(f"{escape(str(path.with_suffix('')))}-[0-9]*{escape(path.suffix)}"):
             nearest = f"{path.with_name(f'{path.stem}-*{path.suffix}')}, the shards of that name"
+    return _no_address(f"{address}, which does not exist", nearest)
+
+
+def _no_address(given: str, nearest: str) -> DataError:
     return DataError(
-        given=f"{address}, which does not exist",
+        given=given,
         rule="an address is that of a file or folder, or a glob that matches some",
         consequence="nothing was opened",
         nearest=nearest,

@@ -26,7 +26,8 @@ from typing import BinaryIO, Final
 import xxhash
 
 from unisono.errors import DataError
-from unisono.storage.files import is_inside, open_inside, open_regular
+from unisono.sanitize import quoted
+from unisono.storage.files import MAX_SHOWN_PATH, is_inside, look_up, open_inside, open_regular
 
 STDLIB = "stdlib"
 _LOG: Final = logging.getLogger("unisono.data")
@@ -106,17 +107,15 @@ def find_corpus(corpus: str) -> Corpus:
         if not files:
             raise _empty(f"the {name} at {root}, which has no .py files (a zipped or stripped interpreter)")
         return Corpus(name=name, root=root, files=files, skip_undecodable=True)
-    path = Path(corpus).expanduser()
+    path, fault = look_up(corpus)
+    if fault:
+        raise _no_corpus(f"corpus {quoted(corpus, MAX_SHOWN_PATH)}: {fault}", "'stdlib' always exists")
     if path.is_file():
         file = _stat(path.parent, path.name, may_lead_out=True)
         return Corpus(name=str(path), root=path.parent, files=(file,), skip_undecodable=False)
     if not path.is_dir():
-        raise DataError(
-            given=f"corpus {corpus!r}: no file or folder {path.absolute()}",
-            rule="the corpus is 'stdlib', a folder of text files or one text file",
-            consequence="there is nothing to train on",
-            nearest=f"the nearest folder that exists is {_nearest_folder(path)}; 'stdlib' always exists",
-        )
+        nearest = f"the nearest folder that exists is {_nearest_folder(path)}; 'stdlib' always exists"
+        raise _no_corpus(f"corpus {corpus!r}: no file or folder {path.absolute()}", nearest)
     confined_to = os.path.realpath(path)  # before the listing: the folder itself may be exchanged, too
     relatives, links = _walk(path, stdlib=False)
     files = tuple(_stat(path, relative, may_lead_out=False) for relative in relatives)
@@ -247,6 +246,15 @@ def _leads_out_error(root: Path, path: Path) -> DataError:
         rule=f"the files of a corpus lie in its folder, {root}, links followed",
         consequence="the corpus was not prepared; no file is left out silently",
         nearest="a copy with the files in place of the links ('cp -rL CORPUS COPY'), or remove the link",
+    )
+
+
+def _no_corpus(given: str, nearest: str) -> DataError:
+    return DataError(
+        given=given,
+        rule="the corpus is 'stdlib', a folder of text files or one text file",
+        consequence="there is nothing to train on",
+        nearest=nearest,
     )
 
 

@@ -249,7 +249,7 @@ class _UnfinishedShard:
 def _open_shard(path: Path) -> TokenShard:
     sidecar = open_sidecar(path.with_suffix(".idx"), kind=_KIND)
     payload = sidecar.head.payload
-    size = path.stat().st_size if path.exists() else None
+    size = path.stat().st_size if os.path.exists(path) else None
     if size is None:
         raise damaged_sidecar_error(path, "it is missing, its sidecar is there")
     if size != payload.bytes:

@@ -12,6 +12,7 @@ from unisono.data.convert.formats.table import describe_value
 from unisono.data.convert.table_files import open_file, read_formats
 from unisono.data.tokens.corpus import Corpus
 from unisono.errors import DataError
+from unisono.sanitize import listed
 from unisono.storage.files import open_regular
 from unisono.storage.limits import MAX_TEXT_BYTES, decode_json
 
@@ -41,7 +42,7 @@ def check_text_column(corpus: Corpus, column: str) -> None:
             given=f"corpus {corpus.name}: {', '.join(sorted(set(kinds.values())))} files without data.text_column",
             rule="the corpus is plain text, each file of it a document, or a column of tables, each row of it a document",
             consequence="the model would learn the syntax of the format, so nothing was prepared",
-            nearest=f"data.text_column, one of: {', '.join(found)}"
+            nearest=f"data.text_column, one of: {listed(found)}"
             if found
             else "a text file, or a folder with a text file for each document, written from the field that holds the text",
         )

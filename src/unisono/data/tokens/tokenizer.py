@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from unisono.data.options import default_cache_dir
 from unisono.data.sources.remote import local_path
 from unisono.errors import DataError, UnisonoError, missing_extra
+from unisono.sanitize import quoted
+from unisono.storage.files import MAX_SHOWN_PATH, look_up
 from unisono.storage.limits import read_json
 
 BYTES = "bytes"
@@ -198,8 +200,8 @@ class FileTokenizer:
 
 def tokenizer_file(spec: str) -> Path:
     """The ``tokenizer.json`` that ``spec`` names, itself or by its folder; it need not exist."""
-    path = Path(spec).expanduser()
-    return path / "tokenizer.json" if path.is_dir() else path
+    path, _ = look_up(spec)
+    return path / "tokenizer.json" if os.path.isdir(path) else path
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -217,7 +219,9 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """
     if spec == BYTES:
         return ByteTokenizer()
-    path = tokenizer_file(local_path(spec, default_cache_dir(os.environ) / "sources"))
+    path, fault = look_up(tokenizer_file(local_path(spec, default_cache_dir(os.environ) / "sources")))
+    if fault:
+        raise _no_tokenizer(f"tokenizer {quoted(spec, MAX_SHOWN_PATH)}: {fault}")
     if not path.is_file():
         raise _no_tokenizer(f"tokenizer {spec!r}: no file {path.absolute()}")
     try:

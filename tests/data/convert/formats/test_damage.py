@@ -187,6 +187,11 @@ def pax(text: bytes) -> bytes:
     return header("pax", len(text), b"x") + text.ljust(512, b"\0")
 
 
+def long_pax(name: str) -> bytes:
+    """An extra header of 40,000 bytes, of which no reader uses the field."""
+    return header("pax", 40_000, b"x") + f"40000 {name}=".encode().ljust(39_999, b"a") + b"\n" + bytes(-40_000 % 512)
+
+
 END = bytes(1024)
 
 
@@ -215,7 +220,7 @@ END = bytes(1024)
         (header(size=b"\x80" + b"\xff" * 11) + END, "is no octal number"),
         (header(size=b"-0000000001\0") + END, "is no octal number"),
         (header(size=1 << 20) + END, "the file ends 1047552 bytes before the end of a member"),
-        (header(size=1 << 20, kind=b"L") + END, "a name of 1,048,576 bytes, where 65,536 are the most"),
+        (header(size=1 << 20, kind=b"L") + END, "1,048,576 bytes of extra headers for one member, where 65,536"),
         (header("noextension") + END, "member 'noextension' has no name and extension around a dot"),
         (header(".hidden") + END, "member '.hidden' has no name and extension around a dot"),
         (header() + header() + END, "offset 512: sample 'a' has field 'x' twice"),
@@ -252,6 +257,18 @@ def test_npy_members_are_numbers_only(tmp_path: Path, array: Any) -> None:
         archive.addfile(member, file)
     with pytest.raises(DataError, match=r"member '0.npy': no .npy of numbers in version 1.0 or 2.0"):
         list(open_table(tmp_path / "a.tar").rows)
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+def test_extra_headers_of_one_member_are_limited_together(tmp_path: Path, name: str) -> None:
+    pack = gzip.compress if name.endswith(".gz") else bytes
+    (tmp_path / name).write_bytes(pack(long_pax("a") + header("a.x") + long_pax("b") + header("b.x") + END))
+    assert [row["__key__"] for row in open_table(tmp_path / name).rows] == ["a", "b"]
+    (tmp_path / name).write_bytes(pack(long_pax("a") + long_pax("b") + header() + END))
+    with pytest.raises(DataError) as caught:
+        list(open_table(tmp_path / name).rows)
+    given = f"offset {512 + 40_448}: 80,000 bytes of extra headers for one member, where 65,536 are the most"
+    assert caught.value.problems[0].given == f"{tmp_path / name}: {given}"
 
 
 def test_npy_that_says_more_than_there_is(tmp_path: Path) -> None:

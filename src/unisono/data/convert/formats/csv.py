@@ -27,6 +27,7 @@ from unisono.data.convert.formats.table import (
     unwritable_error,
 )
 from unisono.data.mindrecord import FieldType
+from unisono.sanitize import listed, quoted
 from unisono.storage.files import new_file
 from unisono.storage.limits import MAX_COLUMNS, MAX_NUMBER_CHARACTERS, MAX_RECORD_BYTES
 
@@ -51,19 +52,19 @@ def write(path: Path, table: Table, binary: Collection[str] = ()) -> int:
     for name, field in schema.items():
         if field.type == "bytes" and name not in binary:
             raise unwritable_error(
-                f"field {name!r}, which is bytes, as CSV",
+                f"field {quoted(name)}, which is bytes, as CSV",
                 "CSV is text: bytes are base64 in the fields that are named, for writing and for reading",
                 f"--base64 {name}; a .jsonl, .parquet or .mindrecord file holds bytes",
             )
         if field.shape is not None or field.type == "bool":
             kind = "a bool" if field.shape is None else "a list of strings" if field.type == "string" else "an array"
             raise unwritable_error(
-                f"field {name!r}, {kind}, as CSV",
+                f"field {quoted(name)}, {kind}, as CSV",
                 "a column is of ints, floats, strings or base64",
                 "a .jsonl or .parquet file holds such rows",
             )
     if unknown := [name for name in binary if schema.get(name, FieldType(type="")).type != "bytes"]:
-        raise unwritable_error(f"base64 for {unknown[0]!r}", "base64 is for fields of bytes", "leave it out")
+        raise unwritable_error(f"base64 for {quoted(unknown[0])}", "base64 is for fields of bytes", "leave it out")
     count = 0
     with new_file(path) as file:
         file.write((",".join(name if _PLAIN.fullmatch(name) else _quoted(name) for name in schema) + "\n").encode())
@@ -86,10 +87,14 @@ def _types(path: Path, binary: frozenset[str]) -> tuple[list[str], dict[str, str
     if not names:
         raise damaged_error(path, 0, "an empty file, without header line and rows")
     if not all(names) or len(set(names)) != len(names):
-        raise damaged_error(path, 0, f"a header line with the names {names}, where each column has one of its own")
+        raise damaged_error(
+            path,
+            0,
+            f"a header line with the names [{listed(map(quoted, names))}], where each column has one of its own",
+        )
     if unknown := sorted(binary - set(names)):
         raise unreadable_error(
-            f"{path}: base64 for {unknown[0]!r}", f"columns are {', '.join(names)}", "one of these, or leave it out"
+            f"{path}: base64 for {quoted(unknown[0])}", f"columns are {listed(names)}", "one of these, or leave it out"
         )
     candidates: dict[int, tuple[str, ...]] = {
         place: ("int64", "float64") for place, name in enumerate(names) if name not in binary
@@ -99,8 +104,8 @@ def _types(path: Path, binary: frozenset[str]) -> tuple[list[str], dict[str, str
         empty = False
         _same_width(path, number, offset, cells, names)
         for place, possible in list(candidates.items()):
-            text, quoted = cells[place]
-            candidates[place] = () if quoted else tuple(kind for kind in possible if _IS[kind](text))
+            text, in_quotes = cells[place]
+            candidates[place] = () if in_quotes else tuple(kind for kind in possible if _IS[kind](text))
             if not candidates[place]:
                 del candidates[place]
     kinds = dict.fromkeys(names, "string") | dict.fromkeys(binary, "bytes")
@@ -148,7 +153,7 @@ def _same_width(path: Path, number: int, offset: int, cells: list[_Cell], names:
     if len(cells) != len(names):
         if hint := separator_hint(names):
             raise unreadable_error(
-                f"{path}: line {number} has {len(cells)} fields, and the header {names[0]!r}",
+                f"{path}: line {number} has {len(cells)} fields, and the header {quoted(names[0])}",
                 "a .csv file has commas between its columns",
                 hint,
             )
@@ -222,7 +227,7 @@ def _text(value: Any, number: int, name: str) -> str:
         return base64.b64encode(value).decode()
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise unwritable_error(
-            f"row {number}, field {name!r}: {describe_value(value)}",
+            f"row {number}, field {quoted(name)}: {describe_value(value)}",
             "an integer column is int64",
             "a .jsonl file holds it",
         )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ def _labels_path(path: Path) -> Path:
         )
     stem, _, idx, _, rest = match.groups()
     labels = path.with_name(f"{stem}labels{idx}1{rest}")
-    if not labels.exists():
+    if not os.path.exists(labels):
         raise unreadable_error(
             f"{path} without {labels.name}", "images and labels are two files side by side", f"{labels}"
         )

@@ -24,7 +24,7 @@ from unisono.data.convert.formats.table import (
     unwritable_error,
 )
 from unisono.storage.files import new_file
-from unisono.storage.limits import MAX_RECORD_BYTES, decode_json
+from unisono.storage.limits import MAX_RECORD_BYTES, check_count, decode_json
 
 
 def read(path: Path, columns: Sequence[str] | None = None) -> Table:
@@ -79,6 +79,7 @@ def row_of_line(line: bytes, path: Path, number: int, offset: int, columns: Sequ
         if not isinstance(row, dict):
             raise ValueError("it is no object")
         values = cast("dict[str, Any]", row)
+        check_count(len(values), "fields")
         if columns is not None:
             check_columns(columns, values, f"line {number} of {path}")
         return {name: _from_json(values[name]) for name in (values if columns is None else columns)}

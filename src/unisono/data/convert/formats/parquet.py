@@ -29,6 +29,7 @@ from unisono.data.convert.formats.table import (
 )
 from unisono.data.mindrecord import FieldType
 from unisono.errors import missing_extra
+from unisono.sanitize import quoted, shorten
 from unisono.storage.files import new_file
 from unisono.storage.limits import (
     MAX_PARQUET_ENTRIES,
@@ -162,7 +163,7 @@ def _field(path: Path, name: str, kind: Any) -> FieldType:
     if not dims and (text in _BYTES or text.startswith("fixed_size_binary[")):
         return FieldType(type="bytes")
     raise unreadable_error(
-        f"{path}: column {name!r} of type {kind}",
+        f"{path}: column {quoted(name)} of type {shorten(str(kind), 200)}",
         "a field is a number, a boolean, a string, bytes, a list of strings, or lists of numbers or booleans",
         "choose other columns, or cast this one before it is written",
     )
@@ -176,7 +177,7 @@ def _type(pa: Any, name: str, field: FieldType) -> Any:
         kind = pa.string() if field.type == "string" else pa.from_numpy_dtype(np.dtype(field.type))
     except (TypeError, pa.ArrowException) as error:
         raise unwritable_error(
-            f"field {name!r} of type {field.type}", f"Parquet has no such numbers: {error}", "a smaller type"
+            f"field {quoted(name)} of type {field.type}", f"Parquet has no such numbers: {error}", "a smaller type"
         ) from error
     for dim in reversed(field.shape or ()):
         kind = pa.large_list(kind) if dim == -1 else pa.list_(kind, dim)
@@ -191,7 +192,9 @@ def _column(pa: Any, values: list[Any], field: FieldType, at: int) -> Any:
             return pa.array(values, _type(pa, "", field))
         except (UnicodeEncodeError, pa.ArrowException) as error:
             raise unwritable_error(
-                f"rows {at} to {at + len(values) - 1}: {error}", "a string is UTF-8", "bytes in place of str"
+                f"rows {at} to {at + len(values) - 1}: {shorten(str(error), 500)}",
+                "a string is UTF-8",
+                "bytes in place of str",
             ) from error
     shapes = np.array([value.shape for value in values], np.int64)  # [rows, dims]
     column = pa.array(np.concatenate([value.reshape(-1) for value in values]))
@@ -234,7 +237,7 @@ def _cells(path: Path, at: int, name: str, column: Any, field: FieldType) -> lis
         ragged = np.repeat(np.arange(rows), counts)[sizes != np.repeat(shapes[:, dim], counts)]
         if ragged.size:
             raise unreadable_error(
-                f"{path}: row {at + int(ragged[0])}, column {name!r}: lists of different lengths inside a list",
+                f"{path}: row {at + int(ragged[0])}, column {quoted(name)}: lists of different lengths inside a list",
                 "lists of lists are arrays: as long as each other",
                 "choose other columns",
             )
@@ -250,14 +253,14 @@ def _no_nulls(path: Path, at: int, name: str, column: Any) -> None:
     if column.null_count:
         first = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
         raise unreadable_error(
-            f"{path}: column {name!r} with a null, at row {at + first} or inside the lists behind it",
+            f"{path}: column {quoted(name)} with a null, at row {at + first} or inside the lists behind it",
             "a row has a value in each field",
             "choose other columns, or put a value in the place of nulls",
         )
 
 
 def _damaged(path: Path, error: object) -> Exception:
-    reason = str(error).strip().replace("\n", "; ")
+    reason = shorten(str(error), 500).strip().replace("\n", "; ")
     return unreadable_error(
         f"{path}: {reason}", "pyarrow can read the file, every page of it", "a whole copy of the file"
     )

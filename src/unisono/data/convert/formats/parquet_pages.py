@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from unisono.data.convert.formats.thrift import BINARY, I32, I64, Struct, ThriftReader, Wanted
+from unisono.sanitize import quoted
 from unisono.storage.limits import (
     MAX_EXPANSION,
     MAX_JSON_BYTES,
@@ -117,7 +118,7 @@ class ParquetLimits:
                 try:
                     rows = min(rows, self._rows_of_chunk(pa, fd, chunk, num_rows))
                 except ValueError as error:  # LimitError among them
-                    raise type(error)(f"row group {group}, column {chunk.leaf.column!r}: {error}") from error
+                    raise type(error)(f"row group {group}, column {quoted(chunk.leaf.column)}: {error}") from error
         return rows
 
     def _rows_of_chunk(self, pa: Any, fd: int, chunk: _Chunk, num_rows: int) -> int:
@@ -247,11 +248,11 @@ def _leaves(elements: list[Struct]) -> list[_Leaf]:
             continue
         kind = element.get(1, -1)
         if not 0 <= kind <= _FIXED_BYTES:
-            raise ValueError(f"its column {column!r} has the unknown type {kind}")
+            raise ValueError(f"its column {quoted(column)} has the unknown type {kind}")
         width = _WIDTHS[kind] if kind < _BYTE_ARRAY else element.get(2, -1) if kind == _FIXED_BYTES else None
         if width is not None and not 0 < width <= MAX_RECORD_BYTES:
             raise LimitError(
-                f"its column {column!r} has values of {width:,} bytes, where {MAX_RECORD_BYTES:,} are the most"
+                f"its column {quoted(column)} has values of {width:,} bytes, where {MAX_RECORD_BYTES:,} are the most"
             )
         leaves.append(_Leaf(column, kind, width, is_list))
     if any(left for left, *_ in open_groups):
@@ -270,11 +271,11 @@ def _chunks(group: Struct, leaves: list[_Leaf], file_bytes: int) -> list[_Chunk]
         begin = dictionary if 0 < dictionary < begin else begin
         end = begin + facts[7]
         if facts[1] != leaf.kind or not 0 <= facts[4] < len(_CODECS) or values < 0:
-            raise ValueError(f"column {leaf.column!r} has type {facts[1]}, codec {facts[4]} and {values} values")
+            raise ValueError(f"column {quoted(leaf.column)} has type {facts[1]}, codec {facts[4]} and {values} values")
         if not 0 < begin <= end <= file_bytes:
-            raise ValueError(f"column {leaf.column!r} has bytes {begin} to {end}, and the file {file_bytes:,}")
+            raise ValueError(f"column {quoted(leaf.column)} has bytes {begin} to {end}, and the file {file_bytes:,}")
         if not leaf.is_list and values > group[3]:
-            raise ValueError(f"column {leaf.column!r} has {values} values for {group[3]} rows")
+            raise ValueError(f"column {quoted(leaf.column)} has {values} values for {group[3]} rows")
         chunks.append(_Chunk(leaf, facts[4], values, begin, end))
     return chunks
 

@@ -25,6 +25,7 @@ from unisono.data.mindrecord import FieldType
 from unisono.data.recordio import ImageHeader, RecordFile, RecordWriter, pack_header
 from unisono.data.recordio.index import RaggedColumn, SideColumn
 from unisono.data.sidecar import COLUMN_DTYPES
+from unisono.sanitize import listed, quoted
 
 
 def read(path: Path) -> Table:
@@ -35,7 +36,7 @@ def read(path: Path) -> Table:
         columns["key"] = np.asarray(file.keys)
     if "data" in columns or ("key" in columns and "key" in file.side):
         raise unreadable_error(
-            f"{path} with side columns {sorted(file.side)}",
+            f"{path} with side columns [{listed(map(quoted, sorted(file.side)))}]",
             "a row has the payload as 'data' and the record's own key as 'key'",
             "the file by RecordFile, which has them apart",
         )
@@ -81,7 +82,7 @@ def write(path: Path, table: Table) -> int:
                 kind = value.dtype.str if isinstance(value, np.ndarray) else type(value).__name__
                 if kinds.setdefault(name, kind) != kind:
                     raise unwritable_error(
-                        f"row {number}, field {name!r}: {describe_value(value)}",
+                        f"row {number}, field {quoted(name)}: {describe_value(value)}",
                         "a side column is of ints, of floats, or of arrays of one type, in all rows",
                         "a .jsonl file holds fields of any type",
                     )
@@ -95,7 +96,7 @@ def _parts(row: Row, number: int) -> tuple[bytes, int | None, dict[str, Any]]:
     numbers = {name: value for name, value in row.items() if type(value) in (int, float) or _is_list(value)}
     others = sorted(row.keys() - payloads.keys() - numbers.keys())
     if len(payloads) != 1 or others:
-        kinds_in_row = ", ".join(f"{name} ({type(row[name]).__name__})" for name in sorted({*payloads, *others}))
+        kinds_in_row = listed(f"{name} ({type(row[name]).__name__})" for name in sorted({*payloads, *others}))
         raise unwritable_error(
             f"row {number} with {kinds_in_row or 'no bytes'} as a RecordIO record",
             "a record is one payload of bytes; what else belongs to it are numbers, or short arrays of one dim",
@@ -104,7 +105,7 @@ def _parts(row: Row, number: int) -> tuple[bytes, int | None, dict[str, Any]]:
     for name, value in numbers.items():
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise unwritable_error(
-                f"row {number}, field {name!r}: {describe_value(value)}",
+                f"row {number}, field {quoted(name)}: {describe_value(value)}",
                 "a number beside a record is an int64 or a float64",
                 "a .jsonl file holds such numbers",
             )
@@ -116,7 +117,9 @@ def _parts(row: Row, number: int) -> tuple[bytes, int | None, dict[str, Any]]:
         )
     key = numbers.pop("key", None)
     if key is not None and not isinstance(key, int):
-        raise unwritable_error(f"row {number} with key {key}", "a key is an integer", "another name for this field")
+        raise unwritable_error(
+            f"row {number} with key {describe_value(key)}", "a key is an integer", "another name for this field"
+        )
     return next(iter(payloads.values())), key, numbers
 
 

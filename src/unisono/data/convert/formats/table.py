@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from unisono.data.mindrecord import FieldType
 from unisono.errors import DataError, nearest_name
-from unisono.sanitize import shorten
+from unisono.sanitize import listed, quoted, shorten
 from unisono.storage.files import open_regular
 
 Row = Mapping[str, Any]
@@ -90,7 +90,7 @@ def check_columns(columns: Sequence[str], fields: Collection[str], where: str) -
     for name in columns:
         if name not in fields:
             nearest = nearest_name(name, fields)
-            raise unreadable_error(f"column {name!r} of {where}", "a column is a field of each row", nearest)
+            raise unreadable_error(f"column {quoted(name)} of {where}", "a column is a field of each row", nearest)
 
 
 def field_type_of(name: str, value: Any) -> FieldType:
@@ -104,7 +104,7 @@ def field_type_of(name: str, value: Any) -> FieldType:
     kind = _SCALARS.get(type(value))
     if kind is None:
         raise unwritable_error(
-            f"field {name!r}, a {type(value).__name__}",
+            f"field {quoted(name)}, a {type(value).__name__}",
             "a field is a bool, an int, a float, a string, bytes, a list of strings or an array of numbers",
             "another type, or leave the field out",
         )
@@ -130,16 +130,17 @@ def check_rows(rows: Iterable[Row], schema: Mapping[str, FieldType], format_name
     """Yield the rows. Raises DataError for a row without exactly the fields of ``schema``, each of its type."""
     for number, row in enumerate(rows):
         if row.keys() != schema.keys():
-            off = [f"no {name!r}" for name in schema if name not in row] + [repr(n) for n in row if n not in schema]
+            off = [f"no {quoted(name)}" for name in schema if name not in row]
+            off += [quoted(name) for name in row if name not in schema]
             raise unwritable_error(
-                f"row {number}, which has {', '.join(off)}",
-                f"the rows of {format_name} have the same fields: {', '.join(schema)}",
+                f"row {number}, which has {listed(off)}",
+                f"the rows of {format_name} have the same fields: {listed(schema)}",
                 "a .jsonl file holds rows of any fields",
             )
         for name, field in schema.items():
             if not _fits(row[name], field):
                 raise unwritable_error(
-                    f"row {number}, field {name!r}: {describe_value(row[name])}",
+                    f"row {number}, field {quoted(name)}: {describe_value(row[name])}",
                     f"in {format_name} the field is {_described(field)} in all rows",
                     "a .jsonl file holds fields of any type",
                 )

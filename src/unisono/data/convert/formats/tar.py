@@ -30,6 +30,7 @@ from unisono.data.convert.formats.table import (
     unreadable_error,
     unwritable_error,
 )
+from unisono.sanitize import quoted
 from unisono.storage.files import new_file
 from unisono.storage.limits import MAX_RECORD_BYTES, MAX_TAR_NAME_BYTES, MAX_TAR_SAMPLE_BYTES
 
@@ -37,6 +38,7 @@ KEY: Final = "__key__"
 _BLOCK: Final = 512
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)")
 _PAX: Final = re.compile(rb"(\d{1,10}) ([^=]+)=")
+_USED: Final = ("path", "size")
 _NPY: Final = re.compile(
     rb"\{'descr': '(\|[biu]1|[<>][iuf][248])', 'fortran_order': (True|False), "
     rb"'shape': \(((?:[0-9]{1,19}(?:, [0-9]{1,19}){0,63},?)?)\), \} *\n"
@@ -57,7 +59,7 @@ def _rows(path: Path) -> Iterator[Row]:
         folder, slash, last = name.rpartition("/")
         stem, dot, extension = last.partition(".")
         if not (stem and dot and extension):
-            raise damaged_error(path, offset, f"member {name!r} has no name and extension around a dot")
+            raise damaged_error(path, offset, f"member {quoted(name, 255)} has no name and extension around a dot")
         key = folder + slash + stem
         if row and row[KEY] != key:
             yield row
@@ -66,13 +68,13 @@ def _rows(path: Path) -> Iterator[Row]:
         size += len(content)
         field = _field_of(extension)
         if field in row:
-            raise damaged_error(path, offset, f"sample {key!r} has field {field!r} twice")
+            raise damaged_error(path, offset, f"sample {quoted(key, 255)} has field {quoted(field, 255)} twice")
         if size > MAX_TAR_SAMPLE_BYTES:
-            raise damaged_error(path, offset, f"sample {key!r} has more than {MAX_TAR_SAMPLE_BYTES:,} bytes")
+            raise damaged_error(path, offset, f"sample {quoted(key, 255)} has more than {MAX_TAR_SAMPLE_BYTES:,} bytes")
         try:
             row[field] = _decode(extension, content)
         except ValueError as error:
-            raise damaged_error(path, offset, f"member {name!r}: {error}") from error
+            raise damaged_error(path, offset, f"member {quoted(name, 255)}: {error}") from error
     if row:
         yield row
 
@@ -103,11 +105,12 @@ def _members(path: Path) -> Iterator[tuple[str, int, bytes]]:
     """Name, offset and content of each file in the archive."""
     with ByteSource(path) as source:
         extra: dict[str, str] = {}
+        extra_bytes = 0
         while True:
             offset = source.offset
             header = source.read(_BLOCK, "a header")
             if not any(header):
-                if extra:
+                if extra_bytes:
                     raise damaged_error(path, offset, "an extra header, and no member that it is for")
                 if any(source.read(_BLOCK, "the two empty blocks that end an archive")):
                     raise damaged_error(path, offset, "one empty block, where two end an archive")
@@ -117,26 +120,26 @@ def _members(path: Path) -> Iterator[tuple[str, int, bytes]]:
                 return
             kind, name, size = _header(path, offset, header)
             if kind in "xL":
-                if size > MAX_TAR_NAME_BYTES:
-                    raise damaged_error(
-                        path, offset, f"a name of {size:,} bytes, where {MAX_TAR_NAME_BYTES:,} are the most"
-                    )
+                extra_bytes += size
+                if extra_bytes > MAX_TAR_NAME_BYTES:
+                    damage = f"{extra_bytes:,} bytes of extra headers for one member, where {MAX_TAR_NAME_BYTES:,} are the most"
+                    raise damaged_error(path, offset, damage)
                 extra |= _long_name(path, offset, kind, _content(source, size))
                 continue
             name, size = extra.get("path", name), _size_of(path, offset, extra, size)
-            extra = {}
+            extra, extra_bytes = {}, 0
             if kind not in "05" or (kind == "5" and size) or not _is_path(name):
                 member_type = (
                     f"a folder of {size} bytes" if kind == "5" else "a file" if kind == "0" else f"of type {kind!r}"
                 )
                 raise unreadable_error(
-                    f"{path}: offset {offset}: member {name!r}, {member_type}",
+                    f"{path}: offset {offset}: member {quoted(name, 255)}, {member_type}",
                     "members are plain files below the archive: no links, devices or sparse files, "
                     "no names that begin with / or hold ..",
                     "an archive of plain files under relative names",
                 )
             if size > MAX_RECORD_BYTES:
-                damage = f"member {name!r} of {size:,} bytes, where {MAX_RECORD_BYTES:,} are the most"
+                damage = f"member {quoted(name, 255)} of {size:,} bytes, where {MAX_RECORD_BYTES:,} are the most"
                 raise damaged_error(path, offset, damage)
             content = _content(source, size)
             if kind == "0":
@@ -175,7 +178,7 @@ def _octal(digits: bytes) -> int:
 
 
 def _long_name(path: Path, offset: int, kind: str, content: bytes) -> dict[str, str]:
-    """The fields of an extra header for the next member: pax records, or GNU's long name."""
+    """The fields of ``_USED`` in an extra header for the next member: pax records, or GNU's long name."""
     try:
         if kind == "L":
             return {"path": content.rstrip(b"\0").decode()}
@@ -189,7 +192,9 @@ def _long_name(path: Path, offset: int, kind: str, content: bytes) -> dict[str, 
             name = match[2].decode()
             if name.startswith("GNU.sparse"):
                 raise ValueError("a sparse file")
-            fields[name] = content[match.end() : end - 1].decode()
+            value = content[match.end() : end - 1].decode()
+            if name in _USED:
+                fields[name] = value
             at = end
         return fields
     except ValueError as error:
@@ -239,7 +244,7 @@ def _encode(number: int, name: str, value: Any) -> tuple[str, bytes]:
     kind = float if is_array and value.ndim else type(value)
     if kind not in _TYPES or not re.fullmatch(r"[^/\0]*[^./\0]", name) or name.startswith("."):
         raise unwritable_error(
-            f"row {number}, field {name!r}: {describe_value(value)}",
+            f"row {number}, field {quoted(name)}: {describe_value(value)}",
             "a member is an int, a float, a string, bytes or an array of numbers, under a name without / and outer dots",
             "a .jsonl file holds such rows",
         )
@@ -252,7 +257,9 @@ def _encode(number: int, name: str, value: Any) -> tuple[str, bytes]:
             return extension, _to_npy(np.asarray(value))
         return extension, value if isinstance(value, bytes) else str(value).encode()
     except UnicodeEncodeError as error:
-        raise unwritable_error(f"row {number}, field {name!r}: {error.reason}", "text is UTF-8", "bytes") from error
+        raise unwritable_error(
+            f"row {number}, field {quoted(name)}: {error.reason}", "text is UTF-8", "bytes"
+        ) from error
 
 
 def _to_npy(array: NDArray[Any]) -> bytes:

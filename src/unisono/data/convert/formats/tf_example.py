@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.sanitize import quoted
 from unisono.storage.limits import MAX_RECORD_BYTES, LimitError, check_count
 
 _STRETCH: Final = 1 << 16  # bytes of varints decoded at once: what is computed on the way takes 60 times their size
@@ -30,7 +31,7 @@ def read_example(data: bytes) -> dict[str, FeatureValues]:
         for entry in _messages(features, 1):
             name, values = _entry(entry)
             if name in example:
-                raise ValueError(f"it has feature {name!r} twice")
+                raise ValueError(f"it has feature {quoted(name)} twice")
             example[name] = values
             check_count(len(example), "features")
     return example

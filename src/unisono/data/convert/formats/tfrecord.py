@@ -18,6 +18,7 @@ from unisono.data.convert.formats.crc32c import crc32c, masked_crc32c
 from unisono.data.convert.formats.table import Row, Table, damaged_error, unreadable_error
 from unisono.data.convert.formats.tf_example import FeatureValues, read_example
 from unisono.data.mindrecord import FieldType
+from unisono.sanitize import listed, quoted
 from unisono.storage.limits import LimitError
 
 _LOG: Final = logging.getLogger("unisono.data")
@@ -51,8 +52,7 @@ def read(path: Path, arrays: Collection[str] = ()) -> Table:
             rows=({"data": payload} for _, payload in chain([first], records)), schema={"data": FieldType(type="bytes")}
         )
     if unknown := sorted(set(arrays) - example.keys()):
-        features = ", ".join(example)
-        raise unreadable_error(f"{path}: {unknown[0]!r} as array", f"features are {features}", "one of these")
+        raise unreadable_error(f"{path}: {unknown[0]!r} as array", f"features are {listed(example)}", "one of these")
     row = _row(path, 0, 0, first[1], arrays)
     schema = {name: _kind(value, example[name]) for name, value in row.items()}
     return Table(rows=_rows(path, chain([first], records), arrays), schema=schema)
@@ -73,7 +73,9 @@ def _row(path: Path, number: int, offset: int, payload: bytes, arrays: Collectio
 def _value(name: str, values: FeatureValues, as_array: bool) -> Any:
     if isinstance(values, list):
         if len(values) != 1 or as_array:
-            raise ValueError(f"feature {name!r} is a list of {len(values)} bytes, and a field of bytes is one of them")
+            raise ValueError(
+                f"feature {quoted(name)} is a list of {len(values)} bytes, and a field of bytes is one of them"
+            )
         return values[0]
     return values[0].item() if len(values) == 1 and not as_array else values
 

@@ -23,12 +23,14 @@ import xxhash
 
 from unisono.data.convert.formats.table import unreadable_error
 from unisono.data.convert.pack.partial_target import BadInput
+from unisono.sanitize import quoted, shorten
 from unisono.storage.files import is_inside, open_regular
 from unisono.storage.limits import MAX_LABELS, MAX_LIST_BYTES, MAX_RECORD_BYTES, LimitError, read_limited
 
 IMAGE_SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm"})
 _BEGINNINGS: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"RIFF", b"BM", b"P")
 _MAX_INTEGER: Final = 1 << 24  # up to which a 32-bit float holds every integer
+_MAX_PATH: Final = 4096  # characters of a path in a report: no system takes more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +58,7 @@ class ImageListing:
 
     def refuse(self, path: str, reason: str) -> None:
         """Add a bad input."""
-        self.bad.append(BadInput(path=path, reason=reason))
+        self.bad.append(BadInput(path=shorten(path, _MAX_PATH), reason=reason))
 
 
 def list_images(source: Path, *, root: Path | None = None, follow_links: bool = False) -> ImageListing:
@@ -65,12 +67,12 @@ def list_images(source: Path, *, root: Path | None = None, follow_links: bool = 
     Links to folders, and links out of the folder, are bad inputs unless ``follow_links``. Raises DataError for any other
     source, or one without images.
     """
-    if source.is_dir():
+    if os.path.isdir(source):
         listing = ImageListing(root=source)
         _list_folder(listing, follow_links)
     else:
         listing = ImageListing(root=root or source.parent)
-        if not listing.root.is_dir():
+        if not os.path.isdir(listing.root):
             raise unreadable_error(f"--root {listing.root}, no folder", "paths are relative to a folder", "a folder")
         entries = _lst_entries(source, listing) if source.suffix == ".lst" else _csv_entries(source, listing)
         _take(listing, entries, follow_links)
@@ -151,7 +153,7 @@ def _lst_entries(source: Path, listing: ImageListing) -> Iterator[ListEntry]:
             if not 0 <= key < 1 << 63:
                 raise ValueError(f"index {key}")
         except ValueError as error:
-            listing.refuse(where, f"a line is index, tab, labels, tab, path: {error}")
+            listing.refuse(where, f"a line is index, tab, labels, tab, path: {shorten(str(error), 200)}")
             continue
         if key in keys:
             listing.refuse(where, f"index {key} appears twice")
@@ -167,7 +169,7 @@ def _csv_entries(source: Path, listing: ImageListing) -> Iterator[ListEntry]:
         raise unreadable_error(f"{source}: {error}", "a table of images is a CSV file", "another file") from error
     if not rows or rows[0][:1] != ["path"] or len(rows[0]) < 2:
         raise unreadable_error(
-            f"{source}, whose first line is {','.join(rows[0]) if rows else 'missing'!r}",
+            f"{source}, whose first line is {quoted(','.join(rows[0])) if rows else 'missing'}",
             "a table of images begins with the line path,label (or path,label,label…)",
             "that line; other tables are packed by --kind rows",
         )
@@ -193,9 +195,9 @@ def _take(listing: ImageListing, entries: Iterator[ListEntry], follow_links: boo
         if "\0" in name:  # no path, and no call of the system takes it
             listing.refuse(where, "a path with a NUL byte")
         elif name in names:
-            listing.refuse(where, f"{name} appears twice")
+            listing.refuse(where, f"{shorten(name, 255)} appears twice")
         elif not follow_links and not is_inside(listing.root, listing.root / name):
-            listing.refuse(where, f"{name} lies outside of {listing.root}; --follow-links takes it")
+            listing.refuse(where, f"{shorten(name, 255)} lies outside of {listing.root}; --follow-links takes it")
         else:
             names.add(name)
             _add(listing, name, labels, key)

@@ -90,7 +90,7 @@ def pack_images(
     check_suffix(target, (".rec",), "images")
     _check_packages(options)
     # before the listing: the root itself may be exchanged by a link afterwards
-    confined_to = "" if follow_links else os.path.realpath(source if source.is_dir() else root or source.parent)
+    confined_to = "" if follow_links else os.path.realpath(source if os.path.isdir(source) else root or source.parent)
     listing = list_images(source, root=root, follow_links=follow_links)
     samples = listing.samples
     if shuffle is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,8 @@ from unisono.data.convert.pack.partial_target import (
 )
 from unisono.data.convert.table_files import files_of
 from unisono.errors import DataError
-from unisono.storage.files import write_atomically
+from unisono.sanitize import shorten
+from unisono.storage.files import MAX_SHOWN_PATH, look_up, write_atomically
 
 OnError = Literal["fail", "skip"]
 _SHOWN = 20
@@ -113,7 +115,12 @@ def run_pack_job(job: PackJob, series: Sequence[ShardSeries], *, numbered: bool 
     """
     part = job.target.with_name(f"{job.target.name}.part")
     names = [part_series.name for part_series in series]
-    if not (part / "ending.json").exists():
+    for path in (part, job.report):  # names longer than the target's own
+        _, fault = look_up(path)
+        if fault:
+            given = f"{shorten(str(path), MAX_SHOWN_PATH)}, which lies beside the target: {fault}"
+            raise unwritable_error(given, "a target has a name that leaves room for those beside it", "another target")
+    if not os.path.exists(part / "ending.json"):
         _refuse_existing(job.target, names, job.side_files)
     if job.on_error == "fail" and job.bad:
         _write_report(job, job.bad, None)
@@ -156,7 +163,7 @@ def cut_by_count(inputs: int, shards: int) -> ShardCut:
 
 def file_stamps(source: Path) -> list[tuple[str, int, int]]:
     """(name, size, mtime_ns) of the files of a table, by which a change is detected."""
-    files = [(path.name, path.stat()) for path in files_of(source) if path.exists()]
+    files = [(path.name, path.stat()) for path in files_of(source) if os.path.exists(path)]
     return [(name, status.st_size, status.st_mtime_ns) for name, status in files]
 
 
@@ -182,7 +189,7 @@ def _refuse_existing(target: Path, series: Sequence[str], side_files: Mapping[st
     parts = "|".join(f"-{re.escape(name)}" for name in series if name != UNSPLIT)
     number, suffix = "(-[0-9]{5}(-of-[0-9]{5})?)?", re.escape(target.suffix)
     ours = re.compile(rf"{re.escape(target.stem)}({parts})?{number}({suffix}|{suffix}\.db|\.u?idx)")
-    if not target.parent.is_dir():
+    if not os.path.isdir(target.parent):
         raise unwritable_error(
             f"{target}, in a folder that does not exist", "a target's folder exists", f"mkdir -p {target.parent}"
         )
@@ -272,4 +279,4 @@ def bad_inputs_error(bad: Sequence[BadInput]) -> DataError:
 
 
 def _read_if_file(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
+    return path.read_bytes() if os.path.isfile(path) else None

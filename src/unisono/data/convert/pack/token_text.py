@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -27,6 +28,7 @@ from unisono.data.tokens.corpus import CHANGED, Corpus, UndecodableError, find_c
 from unisono.data.tokens.encoding import Document, default_workers, encode_documents
 from unisono.data.tokens.shards import TokenWriter
 from unisono.data.tokens.tokenizer import BYTES, Encoded, Tokenizer, load_tokenizer
+from unisono.storage.files import is_inside
 
 _SHARD_BYTES = 1 << 29  # by default
 _SHARD_TOKENS = 1 << 62  # no limit: here ``cut`` ends shards by bytes
@@ -92,13 +94,13 @@ def pack_text(
 
 
 def _check_source(source: Path, target: Path, lines: bool, column: str | None) -> None:
-    if column is None and not lines and source.is_file() and kind_of_name(source) in read_formats():
+    if column is None and not lines and os.path.isfile(source) and kind_of_name(source) in read_formats():
         raise unreadable_error(
             f"{source} as one document of text",
             "of a table a field is the text",
             "--text-column NAME; or --lines for its lines",
         )
-    if source.is_dir() and target.resolve().is_relative_to(source.resolve()):
+    if os.path.isdir(source) and is_inside(source, target):
         raise unwritable_error(
             f"{target} inside of {source}", "every file of the folder is text to be packed", "a target outside of it"
         )
