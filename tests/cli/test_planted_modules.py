@@ -278,7 +278,7 @@ def starts(source: Source) -> Iterator[tuple[ast.AST, str]]:
 
 
 def test_one_function_makes_the_command_lines_of_our_own_processes() -> None:
-    """The others are texts for people, a comparison, and the reaper of a launch, which has ``-I -S`` and starts in ``/``."""
+    """The others are texts for people, comparisons, and the reaper of a launch, which has ``-I -S`` and starts in ``/``."""
     named = {
         file.removeprefix("src/unisono/"): [re.sub(r" in line \d+$", "", each) for each in lines]
         for file, lines in found(pythons, "src/unisono").items()
@@ -290,7 +290,7 @@ def test_one_function_makes_the_command_lines_of_our_own_processes() -> None:
         "data/convert/pack/worker.py": ["python -c 'from MODULE import FUNCTION' says whether it can be found"],
         "dist/interpreter.py": ["sys.executable"] * 2,
         "launch/script_hook/sitecustomize.py": ["sys.executable"],
-        "launch/workers.py": ["sys.executable"] * 2,
+        "launch/workers.py": ["sys.executable"] * 3,
     }
     text = (ROOT / "src/unisono/launch/workers.py").read_text()
     assert '[sys.executable, "-I", "-S", str(Path(reaper.__file__))]' in text

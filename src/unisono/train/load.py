@@ -44,7 +44,7 @@ def load_model(
 
 def read_model(config: RunConfig, tokenizer: Tokenizer | None, snapshot: CheckpointReader) -> nn.Module:
     """The whole model as it was saved, on the CPU. Raises CheckpointError when the checkpoint holds another model."""
-    if not config.model.pretrained:  # whose folder is compared with its own weights
+    if isinstance(config.components.model, str) and not config.model.pretrained:  # the others are not of the folder
         tensor_reader(empty_model(config, tokenizer), snapshot)  # wrong sizes are found before they take memory
     model = build_model(config, tokenizer)
     read = tensor_reader(model, snapshot)

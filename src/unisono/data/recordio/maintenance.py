@@ -115,7 +115,7 @@ def verify(path: Path) -> VerifyReport:
     index = text_index_path(path)
     if len(data) and not count and not findings:
         findings.append(Finding(path=sidecar_path(path), what="it has no record, which leaves out all of the file"))
-    if len(data) and os.path.exists(index) and not index.stat().st_size:
+    if len(data) and os.path.isfile(index) and not index.stat().st_size:
         findings.append(Finding(path=index, what="it is empty, which leaves out all records"))
     return VerifyReport(records=count, bytes=len(data), checksums=checksums, findings=findings)
 
