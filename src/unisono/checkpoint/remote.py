@@ -30,7 +30,7 @@ from unisono.sanitize import without_credentials_of
 from unisono.storage.address import failure_text, is_within, local_path, open_address, public_cause
 from unisono.storage.directory import commit_directory, quarantine_directory
 from unisono.storage.files import FOLDER_MODE, create_file, open_new, open_regular
-from unisono.storage.limits import MAX_JSON_BYTES
+from unisono.storage.limits import MAX_JSON_BYTES, read_limited
 
 _FINAL_ATTEMPTS: Final = 3  # of each checkpoint at the end of a run
 _PAUSE_S: Final = 1.0  # before the second of them, doubled before each further one
@@ -103,7 +103,9 @@ class RemoteCheckpoints:
         link, ValueError if the marker is not of the manifest, and whatever the filesystem raises.
         """
         target = f"{self._path}/{path.name}"
-        manifest, marker = (_read_no_link(path / name) for name in (MANIFEST, COMMIT))
+        manifest, marker = (
+            read_limited(path / name, MAX_JSON_BYTES, flags=os.O_NOFOLLOW) for name in (MANIFEST, COMMIT)
+        )
         if marker != encode_commit_marker(manifest, step_of(path.name) or 0):
             raise ValueError(f"{path / COMMIT} is not of this {MANIFEST}")
         self._remove_marker(target)
@@ -188,11 +190,6 @@ class RemoteCheckpoints:
             except (ValueError, CheckpointError, FileNotFoundError):
                 self._scores[step] = None
         return self._scores[step]
-
-
-def _read_no_link(path: Path) -> bytes:
-    with open_regular(path, flags=os.O_NOFOLLOW) as file:
-        return file.read(MAX_JSON_BYTES)
 
 
 @contextmanager

@@ -46,9 +46,9 @@ def open_store(job: JobSpec, timeout_s: float, environ: Mapping[str, str] = os.e
     does not belong to this host or the two sides do not hold the same secret; ConfigError for a public address; CommError
     after ``timeout_s`` seconds without an answer, as ``wait_until_resolved`` says.
     """
-    wait_until_resolved(job, timeout_s)
     name, secret = name or f"rank {job.rank}", job_secret(job, environ)
     deadline = time.monotonic() + timeout_s
+    wait_until_resolved(job, timeout_s)
     if job.rank == 0 and name == "rank 0" and not has_scheduler(job):
         listener, published = _listen(job, deadline)
         store = serve_store(job, listener, secret, name)

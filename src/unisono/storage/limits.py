@@ -145,14 +145,14 @@ def read_json(path: Path, decode: Callable[[bytes], Any] = json.loads, *, max_by
         return decode_json(file.read(max_bytes + 1), decode, max_bytes=max_bytes)
 
 
-def read_limited(path: Path, max_bytes: int) -> bytes:
-    """All bytes of a file, at most ``max_bytes``.
+def read_limited(path: Path, max_bytes: int, *, flags: int = 0) -> bytes:
+    """All bytes of a file, at most ``max_bytes``. ``flags`` are those of ``os.open``, such as ``os.O_NOFOLLOW``.
 
     Raises:
         OSError: The file cannot be read, or is no regular one.
         LimitError: It has more bytes.
     """
-    with open_regular(path) as file:
+    with open_regular(path, flags=flags) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             raise LimitError(f"more than {max_bytes:,} bytes")
