@@ -206,7 +206,7 @@ def test_a_run_of_another_user_does_not_choose_where_copies_of_ones_data_are_kep
     done = desk.process("train", "--debug", *more, XDG_CACHE_HOME=str(mine))
     assert done.code == 0, done.err
     assert f"{config} belongs to the user" in done.err
-    assert "its data.cache_dir and its checkpoint.upload_to is not used; --set gives one of your own" in done.err
+    assert "its data.cache_dir and checkpoint.upload_to are not used; --set gives one of your own" in done.err
     assert not theirs.exists()
     assert list(mine.glob("unisono/tokens-*/train-00000.bin"))
     assert {path.stat().st_mode & 0o077 for path in (mine / "unisono", *mine.glob("unisono/tokens-*"))} == {0}

@@ -200,7 +200,8 @@ def _without_places_of_others(
     chosen = [name for name, place in places.items() if place and not resolved.origins[name].startswith(own)]
     if not chosen or not (reason := untrusted_reason(run_file)):
         return resolved
-    LOG.warning("%s: its %s is not used; --set gives one of your own", reason, " and its ".join(chosen))
+    names, is_used = " and ".join(chosen), "are" if len(chosen) > 1 else "is"
+    LOG.warning("%s: its %s %s not used; --set gives one of your own", reason, names, is_used)
     if "data.cache_dir" in chosen:
         config = replace(config, data=replace(config.data, cache_dir=""))
     if "checkpoint.upload_to" in chosen:

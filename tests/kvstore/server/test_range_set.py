@@ -24,6 +24,18 @@ def test_is_a_set(numbers: list[int]) -> None:
     assert RangeSet(spans).to_json() == spans
 
 
+@given(st.sets(st.integers(0, 40)), st.sets(st.integers(0, 40)))
+def test_the_numbers_that_another_lacks(numbers: set[int], others: set[int]) -> None:
+    ours, theirs = RangeSet(), RangeSet()
+    for number in numbers:
+        ours.add(number)
+    for number in others:
+        theirs.add(number)
+    left = ours.without(theirs)
+    assert [n for n in range(42) if n in left] == sorted(numbers - others)
+    assert RangeSet(left.to_json()).to_json() == left.to_json()
+
+
 @pytest.mark.parametrize("spans", [[[1, 1]], [[3, 2]], [[0, 2], [1, 4]], [[4, 5], [0, 1]], [[0, 2], [2, 4]], [[-1, 3]]])
 def test_refuses_spans_that_are_none(spans: list[list[int]]) -> None:
     with pytest.raises(ValueError, match="sorted, disjoint"):

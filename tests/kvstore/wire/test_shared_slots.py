@@ -19,7 +19,7 @@ import pytest
 from procs import shared_fds, wait_until
 
 from unisono.kvstore.wire import connection as connection_module
-from unisono.kvstore.wire import shared_slots
+from unisono.kvstore.wire import frame_server, shared_slots
 from unisono.kvstore.wire.auth import Identity, client_handshake, preauth_limits
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
 from unisono.kvstore.wire.frame import HEADER_BYTES, Frame, Limits, Op, Slot, json_frame, pack, read_json
@@ -86,6 +86,23 @@ def test_more_requests_than_slots(wires: Any, counting: Any) -> None:
     assert shared_fds() == 20 * 4  # client and server are one process here: each maps it, and mmap keeps a descriptor
     for each in many:
         each.close()
+
+
+def test_a_peer_that_was_sent_heartbeats_leaves_nothing(
+    wires: Any, counting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frame_server, "HEARTBEAT_S", 0.001)
+    beats: list[Frame] = []
+    monkeypatch.setattr(Channel, "send_unless_busy", lambda channel, frame: beats.append(frame))
+    connection = wires.connect(wires.serve(counting).addresses[0], slot_bytes=SLOT)
+    counting.gate.clear()
+    waiting = connection.request(Frame(Op.BARRIER, seq=1))
+    wait_until(lambda: bool(beats), "a heartbeat")
+    counting.gate.set()
+    waiting.result(10)
+    assert shared_fds() > 0
+    connection.close()
+    wait_until(lambda: shared_fds() == 0, "its memory is gone, though the server's own threads go on")
 
 
 def test_why_there_is_no_memory_is_said(wires: Any, counting: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,8 +155,7 @@ class ServerClient:
         self._pull_decoder = PullDecoder(codec) if codec is not None and can_compress_values(codec) else None
         self._groups = cache(self._grouped)
         self._versions = [0] * len(config.addresses)
-        # by server, what it has acknowledged: one more than the last push of this worker's own stream; batch shards
-        self._acknowledged = AcknowledgedPushes(len(config.addresses))
+        self._acknowledged = AcknowledgedPushes()
         me = Identity("worker", worker, config.worker_restart_count, run_spec.job, "")
         connect = partial(Connection, me=me, facts=run_spec.to_json(), limits=PEER_LIMITS, deadline_s=deadline_s)
         slot_bytes = SLOT_BYTES if shared_memory else 0
@@ -212,14 +211,14 @@ class ServerClient:
         shard_flag = 0 if batch_shard is None else BATCH_SHARD
         sources = self._encoded(values) if self._codec is not None else {k: raw_bytes(v) for k, v in values.items()}
         targets = _PullTargets(into or {})
-        answers: list[tuple[int, int, concurrent.futures.Future[Frame]]] = []
+        answers: list[tuple[int, Sequence[Chunk], concurrent.futures.Future[Frame]]] = []
         for server, group in self._groups(tuple(values)):
             based = self._bases(group) if into else ()
             op, prefix = Op.PUSHPULL if into else Op.PUSH, (lr, self._versions[server])
             frame = self._write(op, group, sources, prefix=prefix, based=based)
             codec = CODED if self._codec is not None else 0
             frame = replace(frame, seq=seq, flags=frame.flags | shard_flag, codec=codec)
-            answers.append((server, len(group), self._send(server, frame, priority, group, based, targets)))
+            answers.append((server, group, self._send(server, frame, priority, group, based, targets)))
         return self._push_result(answers, seq, batch_shard, targets)
 
     def pull(self, into: Mapping[str, Tensor], *, exact: bool = False, priority: int = 0) -> Future[None]:
@@ -247,13 +246,13 @@ class ServerClient:
         CPU. Other rows keep value and moments. Sent uncompressed. Raises ConfigError for a key whose chunks are not
         whole rows."""
         seq = next(self._sequence)
-        answers: list[tuple[int, int, concurrent.futures.Future[Frame]]] = []
+        answers: list[tuple[int, Sequence[Chunk], concurrent.futures.Future[Frame]]] = []
         for chunk, local, place in self._row_parts(key, ids):
             data = memoryview(raw_bytes(local).tobytes() + raw_bytes(rows[place].contiguous()).tobytes())
             prefix = (lr, self._versions[chunk.server])
             frame = write_chunks(Op.ROWS, [(chunk.number, data)], dtype=_dtype(chunk), prefix=prefix)
             frame = replace(frame, seq=seq, flags=WRITE)
-            answers.append((chunk.server, 1, self._connections[chunk.server].request(frame, priority)))
+            answers.append((chunk.server, [chunk], self._connections[chunk.server].request(frame, priority)))
         return self._push_result(answers, seq)
 
     def pull_rows(self, key: str, ids: Tensor, *, priority: int = 0) -> Future[Tensor]:
@@ -378,22 +377,23 @@ class ServerClient:
 
     def _push_result(
         self,
-        answers: Sequence[tuple[int, int, concurrent.futures.Future[Frame]]],
+        answers: Sequence[tuple[int, Sequence[Chunk], concurrent.futures.Future[Frame]]],
         seq: int,
         batch_shard: int | None = None,
         targets: _PullTargets | None = None,
     ) -> Future[PushResult]:
-        """The answers (server, number of chunks, answer) to a push: number ``seq`` of this worker's stream, or
-        ``batch_shard``. ``targets``: where the answers' values go."""
+        """The answers (server, chunks, answer) to a push: number ``seq`` of this worker's stream, or ``batch_shard``.
+        ``targets``: where the answers' values go."""
 
-        self._acknowledged.watch([(server, answer) for server, _, answer in answers], seq, batch_shard)
+        for _, chunks, answer in answers:
+            self._acknowledged.watch(answer, [chunk.number for chunk in chunks], seq, batch_shard)
 
         def finish() -> PushResult:
             duplicates, refused = 0, False
             for server, chunks, answer in answers:
                 reply = answer.result()
                 refused |= bool(reply.flags & REFUSED)
-                duplicates += chunks - reply.entries if reply.op is Op.ACK and not reply.flags & REFUSED else 0
+                duplicates += len(chunks) - reply.entries if reply.op is Op.ACK and not reply.flags & REFUSED else 0
                 if targets:
                     self._versions[server] = reply.clock
             if targets:
@@ -485,7 +485,7 @@ class ServerClient:
 
     def _report_losses(self, server: int, hello: dict[str, Any]) -> None:
         """Compare what a restarted server has applied with what it had acknowledged."""
-        num_lost = self._acknowledged.take_lost(server, hello)
+        num_lost = self._acknowledged.take_lost(hello)
         if num_lost > 0:
             self._report(
                 f"server {server} was restarted and has lost {num_lost} acknowledged pushes of worker {self.worker}"

@@ -104,15 +104,17 @@ class ChunkStore:
                 ends += [end for _, end in chunk_state.applied.get(stream, RangeSet()).to_json()[-1:]]
         return max(ends)
 
-    def applied_ranges(self, stream: int) -> list[list[list[int]]]:
-        """The numbers of this stream that chunks have applied, as ``RangeSet.to_json``; equal sets once, which keeps it
-        short."""
-        ranges: dict[str, list[list[int]]] = {}
-        for chunk_state in self._chunk_states.values():
+    def applied_ranges(self, stream: int) -> list[list[list[list[int]]]]:
+        """The numbers of this stream that each chunk has applied: pairs [numbers of chunks, what they have applied], both
+        as ``RangeSet.to_json``. Chunks that have applied the same share a pair, which keeps it short."""
+        chunks: dict[str, RangeSet] = {}
+        applied: dict[str, list[list[int]]] = {}
+        for number, chunk_state in self._chunk_states.items():
             with chunk_state.lock:
                 spans = chunk_state.applied.get(stream, RangeSet()).to_json()
-            ranges[str(spans)] = spans
-        return list(ranges.values())
+            applied[str(spans)] = spans
+            chunks.setdefault(str(spans), RangeSet()).add(number)
+        return [[chunks[same].to_json(), spans] for same, spans in applied.items()]
 
     def chunk(self, number: int) -> Chunk:
         """Raises CommError for a chunk of another server."""

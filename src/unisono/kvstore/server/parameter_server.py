@@ -153,7 +153,8 @@ class ParameterServer:
             "initialised": store.initialised_chunks,
             "optimizer": store.optimizer_spec is not None,
             "seq": store.next_seq(peer.index + 1),
-            "units": store.applied_ranges(0),
+            "applied_pushes": store.applied_ranges(peer.index + 1),
+            "applied_batch_shards": store.applied_ranges(0),
         }
 
     def gone(self, peer: Identity) -> None:

@@ -53,6 +53,20 @@ class RangeSet:
             self._ends.insert(at, number + 1)
         return True
 
+    def without(self, other: RangeSet) -> RangeSet:
+        """The numbers of this set that ``other`` lacks."""
+        spans: list[tuple[int, int]] = []
+        for first, end in zip(self._starts, self._ends, strict=True):
+            at = bisect_right(other._ends, first)  # the first span of the other that reaches beyond ``first``
+            while first < end and at < len(other) and other._starts[at] < end:
+                if first < other._starts[at]:
+                    spans.append((first, other._starts[at]))
+                first = other._ends[at]
+                at += 1
+            if first < end:
+                spans.append((first, end))
+        return RangeSet(spans)
+
     def __len__(self) -> int:
         """The number of intervals."""
         return len(self._starts)

@@ -173,7 +173,10 @@ class FrameServer:
                 self._unauthenticated.pop(sock, None)
             channel.limits = self._limits
             self._note_restart_count(seen)
-            self._serve_requests(channel, peer)
+            try:
+                self._serve_requests(channel, peer)
+            finally:
+                channel.close()  # with its shared memory, to which another thread may still refer
         except (CommError, OSError):
             # the peer is lost, and its own side notices
             return
