@@ -5,8 +5,9 @@
 FOLDER is a checkout of the earlier commit with a ``.venv`` of its own. Start-up and push and pull are measured process by
 process: one of a checkout, then the same of the other, in reversed order every other round. Steps and batches are measured in
 slices of time: the processes of both checkouts live on, those of one run while the kernel stops those of the other, and a
-slice's figure is the median interval between steps inside it. The median of the paired ratios is reported. Settings use the
-option keys of the first release, which every later commit reads.
+slice's figure is the median interval between steps inside it. Records are read in shorter slices by more processes: two equal
+programs can differ by some percent, which lasts as long as they do, by where their memory lies. The median of the paired ratios
+is reported. Settings use the option keys of the first release, which every later commit reads.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ import psutil
 from benchmarks.paired import ratio
 
 ROOT = Path(__file__).resolve().parents[1]
-SLICE_S = 1.5
-WARM_UP_S = 8.0
 START = {
     "--help": ["-m", "unisono", "--help"],
     "import unisono": ["-c", "import unisono"],
@@ -185,17 +184,23 @@ def by_process(measure: Callable[[Path, Path], Seconds], before: Path, rounds: i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """Arguments for Python, and the function that reads the times of its steps (time.monotonic) in its folder."""
+    """Arguments for Python, and the function that reads the times of its steps (time.monotonic) in its folder.
+
+    ``starts``: how often both checkouts' processes are started, each order as often.
+    """
 
     arguments: Sequence[str]
     times: Callable[[Path], list[float]]
+    slice_s: float = 1.5
+    warm_up_s: float = 8.0
+    starts: int = 2
 
 
 class Alternating:
     """A program that runs in slices of time: its processes, of all ranks, are stopped in between. Ends with the block."""
 
     def __init__(self, checkout: Path, program: Program, folder: Path) -> None:
-        self.folder, self._times = folder, program.times
+        self.folder, self._times, self._slice_s = folder, program.times, program.slice_s
         command = python(checkout, program.arguments)
         log = (folder / "log").open("w")
         self._process = subprocess.Popen(command, cwd=folder, env=environ(), stdout=log, stderr=log)
@@ -203,7 +208,7 @@ class Alternating:
         # the first slice is as long as it takes until steps are steady
         while not self.times() and self._process.poll() is None:
             time.sleep(0.2)
-        time.sleep(WARM_UP_S)
+        time.sleep(program.warm_up_s)
         self._signal(signal.SIGSTOP)
         if self._process.poll() is not None:
             raise RuntimeError(
@@ -218,7 +223,7 @@ class Alternating:
         """Let it run for a slice of time."""
         begin = time.monotonic()
         self._signal(signal.SIGCONT)
-        time.sleep(SLICE_S)
+        time.sleep(self._slice_s)
         self._signal(signal.SIGSTOP)
         self.slices.append((begin, time.monotonic()))
 
@@ -247,16 +252,17 @@ class Alternating:
 def in_slices(name: str, program: Program, before: Path, slices: int) -> Any:
     """The ratio of this checkout's time of a step to that of ``before``, over pairs of neighbouring slices.
 
-    Half of the slices are of processes of which those of ``before`` started first, half of others.
+    ``slices`` of each checkout, after each start as many.
     """
     pairs: list[tuple[float, float]] = []
-    for checkouts in ((before, ROOT), (ROOT, before)):
+    for number_of_start in range(program.starts):
+        checkouts = (ROOT, before) if number_of_start % 2 else (before, ROOT)
         with ExitStack() as stack:
             alternating: dict[Path, Alternating] = {}
             for checkout in checkouts:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 alternating[checkout] = stack.enter_context(Alternating(checkout, program, folder))
-            for number in range(slices // 2):
+            for number in range(slices // program.starts):
                 for one in list(alternating.values())[:: 1 if number % 2 else -1]:
                     one.run_slice()
             times = zip(alternating[ROOT].step_s(), alternating[before].step_s(), strict=True)
@@ -306,9 +312,10 @@ def loader(before: Path, slices: int) -> Ratios:
 def records(before: Path, slices: int) -> Ratios:
     """Time of opening a file and reading all of its records, by format."""
     programs = {
-        name: Program(arguments=["-c", script + PASSES], times=_written_times) for name, script in RECORDS.items()
+        name: Program(arguments=["-c", script + PASSES], times=_written_times, slice_s=0.5, warm_up_s=2.0, starts=8)
+        for name, script in RECORDS.items()
     }
-    return {name: in_slices(name, program, before, slices) for name, program in programs.items()}
+    return {name: in_slices(name, program, before, 4 * slices) for name, program in programs.items()}
 
 
 def main() -> None:
