@@ -50,10 +50,11 @@ def test_phases_add_up_to_wall_time() -> None:
         "comm_exposed": 1.5,
         "optimizer": 0,
         "ckpt_stall": 0,
+        "eval": 0,
         "other": 0.5,
     }
-    assert split.fields()["time/forward_frac"] == 3 / 9.25
-    assert set(split.fields()) == {f"time/{name}_frac" for name in (*PHASES, "other")}
+    assert (split.fields()["time/forward_frac"], split.fields()["time/window_s"]) == (3 / 9.25, 9.25)
+    assert set(split.fields()) == {"time/window_s", *(f"time/{name}_frac" for name in (*PHASES, "other"))}
 
 
 def test_take_starts_a_new_window_even_inside_a_phase() -> None:

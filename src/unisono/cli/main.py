@@ -25,6 +25,7 @@ COMMANDS = {
     "train": "Train a model; without arguments a small GPT on the standard library's source.",
     "launch": "Run any command as one job: here, on other hosts over ssh, by mpirun or srun.",
     "init": "Write a commented starter configuration.",
+    "diagnose": "Say what makes a run slow or wrong, and which settings to change.",
     "eval": "Evaluate the newest checkpoint of a run on its held-out data.",
     "generate": "Let a trained language model write.",
     "config": "Show, explain, compare configurations.",

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-PHASES: Final = ("data_wait", "h2d", "forward", "backward", "comm_exposed", "optimizer", "ckpt_stall")
+PHASES: Final = ("data_wait", "h2d", "forward", "backward", "comm_exposed", "optimizer", "ckpt_stall", "eval")
 _NS_PER_S: Final = 1_000_000_000
 
 
@@ -90,10 +90,12 @@ class TimeSplit:
     seconds: Mapping[str, float]
 
     def fields(self) -> dict[str, float]:
-        """``time/<phase>_frac`` fields of an event, as fractions of wall time from 0 to 1; empty if no time passed."""
+        """``time/window_s`` [seconds] and ``time/<phase>_frac``, its fractions from 0 to 1, for an event; empty if no time
+        passed."""
         if self.wall_s <= 0:
             return {}
-        return {f"time/{name}_frac": seconds / self.wall_s for name, seconds in self.seconds.items()}
+        fractions = {f"time/{name}_frac": seconds / self.wall_s for name, seconds in self.seconds.items()}
+        return {"time/window_s": self.wall_s, **fractions}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -72,6 +72,7 @@ _COLOURS: Final = {
     "comm_exposed": "#d29922",
     "data_wait": "#cf222e",
     "ckpt_stall": "#bc4c00",
+    "eval": "#2da44e",
     "other": "#afb8c1",
 }
 

@@ -419,6 +419,7 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
             device=parts.device,
             data_rank=built.dims.data_rank,
             rates=rates,
+            timers=parts.timers,
             events=parts.events,
         ),
         state=state,

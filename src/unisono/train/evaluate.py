@@ -15,7 +15,7 @@ from unisono.data.dataset import Dataset
 from unisono.data.loading.loader import eval_batches, rank_range, to_device
 from unisono.errors import ConfigError
 from unisono.observe.events import EventLog
-from unisono.observe.meters import RateMeter
+from unisono.observe.meters import RateMeter, StepTimers
 from unisono.parallel.fsdp import reshard
 from unisono.plan.plan import Plan
 from unisono.train.callbacks import restored
@@ -96,6 +96,7 @@ class Evaluator:
     device: torch.device
     data_rank: int
     rates: RateMeter
+    timers: StepTimers
     events: EventLog
     values: dict[str, float] = field(default_factory=dict[str, float])
     evaluated_step: int = -1
@@ -111,7 +112,7 @@ class Evaluator:
                 consequence="nothing was evaluated",
                 nearest="run.evaluate(data), or Trainer(…, eval_data=data)",
             )
-        with self.rates.paused(), self.state.averaged_weights():
+        with self.timers.phase("eval"), self.rates.paused(), self.state.averaged_weights():
             values = evaluate(
                 self.forward_backward,
                 chosen,

@@ -21,7 +21,7 @@ from unisono.observe.monitor import peak_rss_bytes
 from unisono.parallel.device import memory_bytes
 from unisono.parallel.sharding import ShardedParameters
 from unisono.train.comm_stats import CommStats
-from unisono.train.step import COUNTED, GOOD, LOSS, NAMED, NORM, STOP, Step
+from unisono.train.step import COUNTED, GOOD, LOSS, NAMED, NORM, RANK_LOSS, STOP, Step
 
 
 @dataclass(kw_only=True, slots=True)
@@ -118,6 +118,7 @@ class MetricsReader:
             "skipped_step",
             step=step.index,
             loss=row[LOSS],
+            rank_loss=row[RANK_LOSS],
             grad_norm=row[NORM],
             samples=[int(i) for i in step.sample_ids[:64]],
         )

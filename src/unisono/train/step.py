@@ -39,7 +39,7 @@ from unisono.train.objectives import Batch, Objective, counted_labels
 from unisono.train.state import TrainState
 
 # Places in ``Step.stats``
-LOSS, NORM, GOOD, WEIGHT, COUNTED, STOP, NAMED = range(7)
+LOSS, NORM, GOOD, WEIGHT, COUNTED, STOP, RANK_LOSS, NAMED = range(8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +48,8 @@ class Step:
 
     ``epoch`` is the epoch that it belongs to, counted from 1; that of its first sample, where it spans two.
 
-    ``stats`` [6 + n] is on the device: loss, gradient norm, 1 if the step counted, weight, the number of tokens or samples that
-    throughput counts, number of ranks asked to stop, and the n losses of ``loss_names``.
+    ``stats`` [7 + n] is on the device: loss, gradient norm, 1 if the step counted, weight, the number of tokens or samples that
+    throughput counts, number of ranks asked to stop, the sum of this rank's losses, and the n losses of ``loss_names``.
     """
 
     index: int
@@ -139,13 +139,14 @@ class TrainStep:
         with self._without_gradients(frozen):
             self.forward_backward.train(batch.micro_batches, scaled_loss, self.sync, timers, state.step)
         totals[3] = float(self.stop_notice is not None and self.stop_notice.requested)
+        rank_loss = totals[0].clone()  # which rank's samples made a loss that is no number
         with timers.phase("comm_exposed"):
             self.sync.wait(totals)
             state.sharded.sum_partial_grads(self.partial_grad_groups)
             named = self.named_losses.take(totals) / totals[1]
         fault_point("all_reduce", state.step)
         with timers.phase("optimizer"):
-            lr, stats = self._update(totals, frozen)
+            lr, stats = self._update(totals, rank_loss, frozen)
         state.step += 1
         fault_point("optimizer", state.step - 1)
         names = self.named_losses.names or ()
@@ -172,7 +173,7 @@ class TrainStep:
                 parameter.requires_grad_(True)
 
     @torch.no_grad()
-    def _update(self, totals: Tensor, frozen: Sequence[nn.Parameter]) -> tuple[float, Tensor]:
+    def _update(self, totals: Tensor, rank_loss: Tensor, frozen: Sequence[nn.Parameter]) -> tuple[float, Tensor]:
         """Guard, clip and update all but ``frozen``; returns the learning rate and ``Step.stats``."""
         state = self.state
         for parameter in frozen if self.plan.is_model_sharded else ():
@@ -205,7 +206,7 @@ class TrainStep:
         self.sync.zero_grad()
         if state.sync_state is not None:
             state.sync_state.after_step(state.step + 1, good)
-        return lr, torch.stack([loss, norm.to(loss.dtype), good.to(loss.dtype), *counted, totals[3]])
+        return lr, torch.stack([loss, norm.to(loss.dtype), good.to(loss.dtype), *counted, totals[3], rank_loss])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

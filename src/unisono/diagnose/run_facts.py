@@ -1,0 +1,211 @@
+"""What the events of a run say, as arrays over its ranks and readings: the input of diagnosis rules.
+
+A rank reads its device and its timers after one step or several, and writes the reading into the ``step`` event of the last of
+them. Readings of the first steps of an attempt, and of steps that compiled, are left out: they allocate and initialise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.errors import DataError
+from unisono.observe.events import Event, number, read_events
+from unisono.observe.meters import PHASES
+from unisono.storage.run_folder import EVENTS_FOLDER
+
+ALL_PHASES: Final = (*PHASES, "other")
+_WARM_UP_READINGS: Final = 2
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkippedStep:
+    """A step that the guard skipped. ``rank_loss``: the sum of this rank's losses; None of an earlier release."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    rank_loss: float | None
+    sample_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFacts:
+    """The last attempt of one rank.
+
+    Attributes:
+        rank: The rank.
+        steps: Last step of each reading [readings].
+        wall_s: Seconds of each reading [readings].
+        phase_s: Seconds of each phase of ``ALL_PHASES`` in each reading [readings].
+        num_steps: Number of steps that the attempt reached, warm-up included.
+        peak_bytes: Most memory in use, in bytes; 0 if not known.
+        limit_bytes: The memory there is, in bytes; 0 if not known.
+        skipped: Steps that the guard skipped.
+    """
+
+    rank: int
+    steps: NDArray[np.int64]
+    wall_s: Floats
+    phase_s: Mapping[str, Floats]
+    num_steps: int
+    peak_bytes: float = 0.0
+    limit_bytes: float = 0.0
+    skipped: tuple[SkippedStep, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """All ranks of a run.
+
+    Attributes:
+        ranks: The ranks that have events, ascending.
+        settings: Options of the run by dotted name; empty for a run of a Python script.
+        plan: The run's strategy, as in a strategy file.
+        notes: What could not be read.
+    """
+
+    ranks: Sequence[RankFacts]
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    notes: Sequence[str] = ()
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether the ranks wait for each other in every step, so that a slow one delays all."""
+        sync = self.plan.get("sync")
+        kind = cast("Mapping[str, Any]", sync).get("kind") if isinstance(sync, Mapping) else None
+        return kind != "dist_async"
+
+    @property
+    def rank_numbers(self) -> tuple[int, ...]:
+        """The ranks, in the order of the rows below."""
+        return tuple(facts.rank for facts in self.ranks)
+
+    def common_steps(self) -> NDArray[np.int64]:
+        """The steps at which all ranks have a reading [readings]."""
+        steps = self.ranks[0].steps if self.ranks else np.zeros(0, np.int64)
+        for facts in self.ranks[1:]:
+            steps = np.intersect1d(steps, facts.steps, assume_unique=True)
+        return steps
+
+    def wall_s(self) -> Floats:
+        """Seconds of the common readings [ranks, readings]."""
+        return self._rows([facts.wall_s for facts in self.ranks])
+
+    def phase_s(self, *phases: str) -> Floats:
+        """Seconds of ``phases`` together in the common readings [ranks, readings]."""
+        rows = [np.sum([facts.phase_s[phase] for phase in phases], axis=0) for facts in self.ranks]
+        return self._rows(rows)
+
+    def _rows(self, rows: Sequence[Floats]) -> Floats:
+        common = self.common_steps()
+        chosen = [row[np.isin(facts.steps, common)] for facts, row in zip(self.ranks, rows, strict=True)]
+        return np.array(chosen, dtype=np.float64).reshape(len(self.ranks), len(common))
+
+
+def read_run(run_dir: Path) -> RunFacts:
+    """Read the events of all ranks in ``run_dir``. Lines that cannot be read are left out, and noted.
+
+    Raises:
+        DataError: The folder has no events.
+        ConfigError: A file of events is no regular file, or cannot be opened.
+    """
+    ranks: list[RankFacts] = []
+    notes: list[str] = []
+    start: Event = {}
+    for path in sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")):
+        history = read_events(path)
+        notes += history.notes()
+        if not history.events:
+            continue
+        last = max((event["attempt"] for event in history.events if isinstance(event.get("attempt"), int)), default=1)
+        events = [event for event in history.events if event.get("attempt", 1) == last]
+        start = start or next((event for event in events if event["kind"] == "run_start"), start)
+        facts = _rank_facts(events)
+        if facts is not None:
+            ranks.append(facts)
+    if not ranks:
+        raise DataError(
+            given=f"{run_dir / EVENTS_FOLDER} has no events of a rank",
+            rule="a diagnosis is made from the events of a run (events/rank00000.jsonl …)",
+            consequence="nothing was diagnosed",
+            nearest="give the folder of a run (run.dir), or start one: unisono train",
+        )
+    ranks.sort(key=lambda facts: facts.rank)
+    return RunFacts(
+        ranks=ranks, settings=_mapping(start.get("config")), plan=_mapping(start.get("plan")), notes=tuple(notes)
+    )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
+def _rank_facts(events: Sequence[Event]) -> RankFacts | None:
+    """Facts of one attempt; None if the events do not say of which rank they are."""
+    rank = events[0].get("rank")
+    if not isinstance(rank, int):
+        return None
+    compiled = {event.get("step") for event in events if event["kind"] == "compiled"}
+    steps: list[int] = []
+    walls: list[float] = []
+    fractions: dict[str, list[float]] = {phase: [] for phase in ALL_PHASES}
+    peak_bytes = limit_bytes = 0.0
+    num_steps, readings, previous_s = 0, 0, None
+    for event in events:
+        step = event.get("step")
+        if event["kind"] != "step" or not isinstance(step, int):
+            continue
+        num_steps = max(num_steps, step)
+        if "time/other_frac" not in event:  # not the last step of a reading
+            continue
+        peak_bytes = max(peak_bytes, number(event.get("mem/peak_bytes")) or 0.0)
+        limit_bytes = number(event.get("mem/limit_bytes")) or limit_bytes
+        readings += 1
+        now_s = number(event.get("m"))
+        wall_s = number(event.get("time/window_s"))
+        if wall_s is None and now_s is not None and previous_s is not None:  # of an earlier release
+            wall_s = now_s - previous_s
+        previous_s = now_s
+        if readings <= _WARM_UP_READINGS or step in compiled or not wall_s or (steps and step <= steps[-1]):
+            continue
+        steps.append(step)
+        walls.append(wall_s)
+        for phase, values in fractions.items():
+            values.append(number(event.get(f"time/{phase}_frac")) or 0.0)
+    wall = np.array(walls, dtype=np.float64)
+    return RankFacts(
+        rank=rank,
+        steps=np.array(steps, dtype=np.int64),
+        wall_s=wall,
+        phase_s={phase: np.array(values, dtype=np.float64) * wall for phase, values in fractions.items()},
+        num_steps=num_steps,
+        peak_bytes=peak_bytes,
+        limit_bytes=limit_bytes,
+        skipped=tuple(_skipped(event) for event in events if event["kind"] == "skipped_step"),
+    )
+
+
+def _skipped(event: Event) -> SkippedStep:
+    samples = event.get("samples")
+    ids = cast("list[Any]", samples) if isinstance(samples, list) else []
+    return SkippedStep(
+        step=int(number(event.get("step")) or 0),
+        loss=_or_nan(event.get("loss")),
+        grad_norm=_or_nan(event.get("grad_norm")),
+        rank_loss=number(event.get("rank_loss")),
+        sample_ids=tuple(sample for sample in ids if isinstance(sample, int)),
+    )
+
+
+def _or_nan(value: Any) -> float:
+    found = number(value)
+    return float("nan") if found is None else found

@@ -1,0 +1,115 @@
+"""Faults injected into real runs of one or two ranks: each is found, with its rank and cause.
+
+Injected faults take at least 30 % of a step. Costs and thresholds are tested exactly in ``test_rules``.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from pool import Pool
+
+from unisono.diagnose import Finding, diagnose, read_run
+from unisono.observe.monitor import peak_rss_bytes
+from unisono.train import assembly
+from unisono.train.run_checkpoints import RunCheckpoints
+
+SLEEP_S = 0.03
+STEPS = 16
+
+
+class Data(tiny.RaggedTokens):
+    """Reading takes ``sleep_s`` a batch."""
+
+    def __init__(self, sleep_s: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._sleep_s = sleep_s
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        time.sleep(self._sleep_s)
+        return super().read(indices)
+
+
+def train(world: Any, run_dir: str, fault: str, rank: int | None) -> None:
+    """A tiny run with a ``fault`` on ``rank``, or on all."""
+    here = rank in (None, world.rank)
+    # each sample is read once
+    samples, poison = 4 * world.world_size * STEPS, 5 if "nan" in fault else None
+    data = Data(SLEEP_S if "loader" in fault and here else 0.0, samples=samples, poison=poison)
+    options: dict[str, Any] = {"num_workers": 0, "data": data, "steps": STEPS, "global_batch": 4 * world.world_size}
+    if "save" in fault:
+        options |= {"every_steps": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        if "memory" in fault:
+            patch.setattr(assembly, "host_memory_limit_bytes", lambda: int(1.02 * peak_rss_bytes()))
+        if "save" in fault:
+            patch.setattr(RunCheckpoints, "save", slowly(RunCheckpoints.save))
+        with tiny.trainer(run_dir, world=world, **options) as run:
+            if "compute" in fault and here:
+                run.model.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
+            if "link" in fault:
+                sync = run._loop.runner.train_step.sync  # pyright: ignore[reportPrivateUsage]
+                patch.setattr(type(sync), "wait", slowly(type(sync).wait))
+            run.fit()
+
+
+def slowly(function: Any) -> Any:
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(SLEEP_S)
+        return function(*args, **options)
+
+    return slow
+
+
+def found(pool: Pool, folder: Path, fault: str, *, ranks: int = 2, rank: int | None = None) -> dict[str, Finding]:
+    pool.run(train, str(folder / "run"), fault, rank, ranks=ranks)
+    return {finding.id: finding for finding in diagnose(read_run(folder / "run"))}
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks", "rank", "code"),
+    [
+        ("loader", 1, None, "DATA01"),
+        ("loader", 2, None, "DATA01"),
+        ("loader", 2, 1, "DATA02"),
+        ("compute", 2, 0, "BAL01"),
+        ("compute", 2, 1, "BAL01"),
+        ("link", 2, None, "COMM01"),
+        ("save", 1, None, "CKPT01"),
+    ],
+)
+def test_a_fault_is_found(pool: Pool, tmp_path: Path, fault: str, ranks: int, rank: int | None, code: str) -> None:
+    findings = found(pool, tmp_path, fault, ranks=ranks, rank=rank)
+    assert next(iter(findings)) == code, findings
+    assert findings[code].ranks == (() if rank is None else (rank,))
+    assert findings[code].cost_frac > 0.3
+
+
+def test_memory_that_is_nearly_full(pool: Pool, tmp_path: Path) -> None:
+    assert found(pool, tmp_path, "memory", ranks=1)["MEM01"].severity == "critical"
+
+
+def test_two_faults_at_once(pool: Pool, tmp_path: Path) -> None:
+    findings = found(pool, tmp_path, "loader and compute", rank=1)
+    assert {"DATA02": (1,), "BAL01": (1,)}.items() <= {code: each.ranks for code, each in findings.items()}.items()
+
+
+def test_samples_that_are_no_numbers(pool: Pool, tmp_path: Path) -> None:
+    finding = found(pool, tmp_path, "nan")["NUM01"]
+    (rank,) = finding.ranks
+    (skipped,) = [event for event in tiny.events(tmp_path / "run", rank) if event["kind"] == "skipped_step"]
+    assert 5 in skipped["samples"]
+    assert f"the losses of rank {rank} alone sum to nan" in finding.evidence[1]
+
+
+def test_evaluations_are_a_phase_of_their_own(tmp_path: Path) -> None:
+    with tiny.trainer(tmp_path / "run", steps=4, eval_every_steps=2, eval_data=Data(SLEEP_S)) as run:
+        run.fit()
+    shares = [event["time/eval_frac"] for event in tiny.events(tmp_path / "run") if event["kind"] == "step"]
+    assert shares[2] > 0.3
+    assert shares[0] == shares[1] == shares[3] == 0

@@ -1,0 +1,205 @@
+"""Each rule names its cause, rank and cost on events with exactly known times, and is silent without its cause."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from event_streams import SETTINGS, write_events
+
+from unisono.diagnose import Finding, diagnose, read_run
+
+COMPUTE = {"forward": 0.02, "backward": 0.04, "optimizer": 0.01, "other": 0.005}
+
+
+def findings(folder: Path, times: Any, **options: Any) -> list[Finding]:
+    return diagnose(read_run(write_events(folder, times, **options)))
+
+
+def only(folder: Path, times: Any, **options: Any) -> Finding:
+    found = findings(folder, times, **options)
+    assert len(found) == 1, [finding.id for finding in found]
+    return found[0]
+
+
+def together(work: Mapping[int, Mapping[str, float]], exchange_s: float = 0.0) -> Any:
+    """Times of ranks that step together: those that are done early wait for the last one."""
+    slowest = max(sum(phases.values()) for phases in work.values())
+
+    def times(rank: int, step: int) -> Mapping[str, float]:
+        return {**work[rank], "comm_exposed": slowest - sum(work[rank].values()) + exchange_s}
+
+    return times
+
+
+def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
+    small = {"data_wait": 0.001, "comm_exposed": 0.004, **COMPUTE}
+    assert findings(tmp_path, lambda rank, step: small) == []
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("windows", [True, False])
+def test_all_ranks_wait_for_data(tmp_path: Path, every: int, windows: bool) -> None:
+    work = {rank: {**COMPUTE, "data_wait": 0.025} for rank in (0, 1)}
+    finding = only(tmp_path, together(work), every=every, windows=windows)
+    assert (finding.id, finding.severity, finding.ranks, finding.patch) == ("DATA01", "critical", (), {})
+    assert finding.cost_frac == pytest.approx(0.25)
+    assert "each step waits 25 ms of 100 ms" in finding.evidence[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "patch", "gain"),
+    [
+        # one worker hides as much as there is to compute
+        ({"loader.num_workers": 0}, {"loader.num_workers": -1}, 0.25),
+        ({"loader.num_workers": 2, "loader.worker_kind": "thread"}, {"loader.num_workers": 3}, 0.225),
+        ({"loader.num_workers": 2, "loader.worker_kind": "auto"}, {}, 0.0),
+        ({}, {}, 0.0),
+    ],
+)
+def test_a_data_bound_run_gets_more_workers(
+    tmp_path: Path, settings: Mapping[str, Any], patch: Mapping[str, Any], gain: float
+) -> None:
+    finding = only(tmp_path, lambda rank, step: {**COMPUTE, "data_wait": 0.025}, ranks=1, settings=settings)
+    assert (finding.patch, finding.expected_gain) == (patch, pytest.approx(gain))
+
+
+def test_one_rank_waits_for_data_and_the_network_is_not_blamed(tmp_path: Path) -> None:
+    finding = only(tmp_path, together({0: COMPUTE, 1: {**COMPUTE, "data_wait": 0.025}, 2: COMPUTE}), ranks=3)
+    assert (finding.id, finding.ranks, finding.severity) == ("DATA02", (1,), "critical")
+    assert finding.cost_frac == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_exposed_communication(tmp_path: Path, ranks: int) -> None:
+    plan = {"sync": {"kind": "dist_sync"}, "mesh": {"dp_replicate": ranks, "tp": 1}}
+    finding = only(tmp_path, together(dict.fromkeys(range(ranks), COMPUTE), 0.025), ranks=ranks, plan=plan)
+    assert (finding.id, finding.ranks, finding.severity) == ("COMM01", (), "critical")
+    assert finding.cost_frac == pytest.approx(0.25)
+    assert f"dp_replicate {ranks}" in finding.evidence[0]
+
+
+@pytest.mark.parametrize(("rank", "phase"), [(0, "forward"), (1, "other"), (3, "optimizer")])
+def test_a_slow_rank(tmp_path: Path, rank: int, phase: str) -> None:
+    work = {each: dict(COMPUTE) for each in range(4)}
+    work[rank][phase] += 0.03
+    finding = only(tmp_path, together(work), ranks=4)
+    assert (finding.id, finding.ranks, finding.severity) == ("BAL01", (rank,), "critical")
+    assert finding.cost_frac == pytest.approx(0.03 / 0.105)
+    words = {"forward": "the forward pass", "other": "code between steps", "optimizer": "the optimizer"}
+    assert words[phase] in finding.evidence[1]
+
+
+def test_ranks_that_are_slow_in_turn_are_no_stragglers(tmp_path: Path) -> None:
+    def times(rank: int, step: int) -> Mapping[str, float]:
+        slow = step % 2 == rank
+        return {**COMPUTE, "forward": 0.045 if slow else 0.02, "comm_exposed": 0.0 if slow else 0.025}
+
+    assert findings(tmp_path, times) == []
+
+
+def test_two_causes_at_once_are_both_named_most_costly_first(tmp_path: Path) -> None:
+    work = {
+        0: {**COMPUTE, "data_wait": 0.05},
+        1: {**COMPUTE, "data_wait": 0.05, "forward": 0.045},
+        2: {**COMPUTE, "data_wait": 0.05},
+    }
+    found = findings(tmp_path, together(work), ranks=3)
+    assert [(finding.id, finding.ranks) for finding in found] == [("DATA01", ()), ("BAL01", (1,))]
+    assert [finding.cost_frac for finding in found] == [pytest.approx(1 / 3), pytest.approx(1 / 6)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "patch", "gain"),
+    [
+        (SETTINGS, {"checkpoint.every_steps": 500}, 0.09),
+        ({**SETTINGS, "checkpoint.asynchronous": False}, {"checkpoint.asynchronous": True}, 0.05),
+        ({}, {}, 0.0),
+    ],
+)
+def test_training_stands_still_while_it_saves(
+    tmp_path: Path, settings: Mapping[str, Any], patch: Mapping[str, Any], gain: float
+) -> None:
+    finding = only(tmp_path, lambda rank, step: {"forward": 0.09, "ckpt_stall": 0.01}, ranks=1, settings=settings)
+    assert (finding.id, finding.severity, finding.cost_frac) == ("CKPT01", "critical", pytest.approx(0.1))
+    assert (finding.patch, finding.expected_gain) == (patch, pytest.approx(gain))
+
+
+@pytest.mark.parametrize(("peak", "severity"), [(91, "warning"), (97, "critical")])
+def test_memory_that_is_nearly_full(tmp_path: Path, peak: int, severity: str) -> None:
+    plan = {"sync": {"kind": "local"}, "batch": {"micro_batch": 8}}
+    memory = {"mem/peak_bytes": peak << 30, "mem/limit_bytes": 100 << 30}
+    finding = only(tmp_path, lambda rank, step: COMPUTE, ranks=1, plan=plan, fields=memory)
+    assert (finding.id, finding.severity, finding.patch) == ("MEM01", severity, {"plan.micro_batch": 4})
+    assert f"{peak} of 100 GiB" in finding.evidence[0]
+
+
+def test_a_loss_that_is_no_number_has_a_rank_and_samples(tmp_path: Path) -> None:
+    def extra(rank: int, step: int) -> list[dict[str, Any]]:
+        own = math.nan if rank == 1 else 3.0
+        row = {
+            "kind": "skipped_step",
+            "loss": math.nan,
+            "grad_norm": math.nan,
+            "rank_loss": own,
+            "samples": [10 * rank, 10 * rank + 1],
+        }
+        return [row] if step == 7 else []
+
+    finding = only(tmp_path, lambda rank, step: COMPUTE, extra=extra)
+    assert (finding.id, finding.ranks, finding.severity) == ("NUM01", (1,), "warning")
+    assert finding.evidence == (
+        "1 of 40 steps were skipped: 7",
+        "step 7: the losses of rank 1 alone sum to nan; its samples are 10, 11",
+    )
+
+
+def test_the_search_for_a_loss_scale_is_no_finding(tmp_path: Path) -> None:
+    row = {"kind": "skipped_step", "loss": 3.0, "grad_norm": math.inf, "rank_loss": 3.0, "samples": []}
+    assert findings(tmp_path, lambda rank, step: COMPUTE, extra=lambda rank, step: [row] if step < 9 else []) == []
+
+
+def test_a_few_steps_say_nothing_of_time(tmp_path: Path) -> None:
+    assert findings(tmp_path, lambda rank, step: {**COMPUTE, "data_wait": 1.0}, steps=9) == []
+
+
+def test_warm_up_and_compiled_steps_are_left_out(tmp_path: Path) -> None:
+    def times(rank: int, step: int) -> Mapping[str, float]:
+        return {**COMPUTE, "data_wait": 9.0} if step in (1, 2, 20) else COMPUTE
+
+    compiled = {"kind": "compiled", "first_step_s": 9.0}
+    assert findings(tmp_path, times, extra=lambda rank, step: [compiled] if step == 20 else []) == []
+
+
+def test_workers_of_their_own_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    work = {0: COMPUTE, 1: {**COMPUTE, "forward": 0.2}}
+    assert findings(tmp_path, lambda rank, step: work[rank], plan={"sync": {"kind": "dist_async"}}) == []
+
+
+def test_rules_of_other_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def own(facts: Any) -> list[Finding]:
+        return [
+            Finding(
+                id="OWN01", title="own", severity="warning", cost_frac=0.5, confidence=1, evidence=(), advice="none"
+            )
+        ]
+
+    class Entry:
+        dist, value = None, "their_package:rule"
+
+        def __init__(self, name: str, rule: Any) -> None:
+            self.name, self.load = name, lambda: rule
+
+    entries = [Entry("good", own), Entry("bad", lambda facts: 1 / 0)]
+    monkeypatch.setattr(
+        "unisono.diagnose.rules.entry_points", lambda group: entries if group == "unisono.rules" else []
+    )
+    with caplog.at_level(logging.WARNING):
+        assert [finding.id for finding in findings(tmp_path, lambda rank, step: COMPUTE)] == ["OWN01"]
+    assert "rule bad of their_package:rule was left out: ZeroDivisionError" in caplog.text
