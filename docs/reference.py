@@ -30,6 +30,7 @@ PACKAGES = (
     "unisono.observe",
     "unisono.interop",
     "unisono.launch",
+    "unisono.diagnose",
     "unisono.dist",
     "unisono.measure",
     "unisono.errors",

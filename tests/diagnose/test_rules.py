@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,20 @@ def test_a_slow_rank(tmp_path: Path, rank: int, phase: str) -> None:
     assert finding.cost_frac == pytest.approx(0.03 / 0.105)
     words = {"forward": "the forward pass", "other": "code between steps", "optimizer": "the optimizer"}
     assert words[phase] in finding.evidence[1]
+
+
+def test_two_slow_ranks_of_a_host_are_one_finding(tmp_path: Path) -> None:
+    work = {rank: {**COMPUTE, "forward": 0.05 if rank in (2, 3) else 0.02} for rank in range(5)}
+    finding = only(tmp_path, together(work), ranks=5)
+    assert (finding.id, finding.ranks, finding.title) == ("BAL01", (2, 3), "ranks 2, 3 are slower than the others")
+    assert finding.cost_frac == pytest.approx(0.03 / 0.105)
+
+
+def test_ranks_that_left_before_the_last_attempt_do_not_count(tmp_path: Path) -> None:
+    write_events(tmp_path, lambda rank, step: {**COMPUTE, "data_wait": 0.1}, ranks=4, began_s=0.0)
+    write_events(tmp_path, lambda rank, step: COMPUTE, ranks=2, began_s=1000.0)
+    facts = read_run(tmp_path)
+    assert (facts.rank_numbers, diagnose(facts)) == ((0, 1), [])
 
 
 def test_ranks_that_are_slow_in_turn_are_no_stragglers(tmp_path: Path) -> None:
@@ -203,3 +218,12 @@ def test_rules_of_other_packages(
     with caplog.at_level(logging.WARNING):
         assert [finding.id for finding in findings(tmp_path, lambda rank, step: COMPUTE)] == ["OWN01"]
     assert "rule bad of their_package:rule was left out: ZeroDivisionError" in caplog.text
+
+
+def test_the_page_has_all_rules() -> None:
+    root = Path(__file__).parents[2]
+    source = (root / "src/unisono/diagnose/rules.py").read_text()
+    table = (root / "docs/diagnosis.md").read_text().partition("## Rules\n")[2].partition("## Rules of your own")[0]
+    assert re.findall("^\\| `([A-Z]+[0-9]+)` ", table, re.MULTILINE) == sorted(
+        set(re.findall('id="([A-Z]+[0-9]+)"', source)), key=table.index
+    )

@@ -26,13 +26,14 @@ def write_events(
     extra: Callable[[int, int], list[dict[str, Any]]] = lambda rank, step: [],
     fields: Mapping[str, Any] | None = None,
     windows: bool = True,
+    began_s: float = 0.0,
 ) -> Path:
     """Write the events of ``ranks`` ranks, read ``every`` steps. ``extra``: events before that of a step. ``fields`` are added to
     each step. ``windows=False`` leaves out ``time/window_s``, as earlier releases did."""
     for rank in range(ranks):
         path = events_path(run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        envelope = {"t": 0.0, "rank": rank, "run": "run", "attempt": 1}
+        envelope = {"t": began_s, "rank": rank, "run": "run", "attempt": 1}
         lines = [
             {
                 "kind": "run_start",

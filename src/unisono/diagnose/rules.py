@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from typing import Any, Final, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unisono.diagnose.finding import Finding, Rule, Severity
 from unisono.diagnose.run_facts import ALL_PHASES, Floats, RankFacts, RunFacts, SkippedStep
@@ -73,22 +74,23 @@ def data_bound(facts: RunFacts) -> Iterator[Finding]:
             patch=patch,
             expected_gain=gain,
         )
-    for row, excess in enumerate(_excess(shares)):
-        if severity := _severity(excess, 0.10, 0.20):
-            rank = facts.rank_numbers[row]
-            yield Finding(
-                id="DATA02",
-                title=f"rank {rank} waits for data longer than the others",
-                severity=severity,
-                cost_frac=float(excess),
-                confidence=0.9,
-                ranks=(rank,),
-                evidence=(
-                    f"rank {rank} waits {_ms(facts, shares[row])} a step for data, the others "
-                    f"{_ms(facts, shares[row] - excess)}; each step takes {_ms(facts, 1.0)}",
-                ),
-                advice="compare the disk or network storage of that rank's host, and the sizes of its samples, with the others'",
-            )
+    excess = _excess(shares)
+    worst = int(excess.argmax())
+    if severity := _severity(float(excess[worst]), 0.10, 0.20):
+        ranks = _ranks_of(facts, excess >= 0.10)
+        yield Finding(
+            id="DATA02",
+            title=f"{_listed(ranks)} {'waits' if len(ranks) == 1 else 'wait'} longer for data than the others",
+            severity=severity,
+            cost_frac=float(excess[worst]),
+            confidence=0.9,
+            ranks=ranks,
+            evidence=(
+                f"rank {facts.rank_numbers[worst]} waits {_ms(facts, shares[worst])} a step for data, the others "
+                f"{_ms(facts, float(shares[worst] - excess[worst]))}; each step takes {_ms(facts, 1.0)}",
+            ),
+            advice="compare the disk or network storage of that host, and the sizes of its samples, with the others'",
+        )
 
 
 def _loader_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, str]:
@@ -150,31 +152,33 @@ def stragglers(facts: RunFacts) -> Iterator[Finding]:
         return
     own = facts.phase_s(*_COMPUTE)
     totals = own.sum(axis=1)
-    wall_s = facts.wall_s().mean(axis=0).sum()
-    slowest = own.argmax(axis=0)
-    for row, excess_s in enumerate(_excess(totals)):
-        score, is_slowest = float(totals.min() / totals[row]), float((slowest == row).mean())
-        if score >= 0.9 or is_slowest < _STEADY_FRAC:
-            continue
-        rank = facts.rank_numbers[row]
-        extra = {phase: _excess(facts.phase_s(phase).sum(axis=1))[row] for phase in _COMPUTE}
-        phase = max(extra, key=lambda name: extra[name])
-        cost = float(excess_s / wall_s)
-        yield Finding(
-            id="BAL01",
-            title=f"rank {rank} is slower than the others",
-            severity="critical" if score < 0.75 else "warning",
-            cost_frac=cost,
-            confidence=is_slowest,
-            ranks=(rank,),
-            evidence=(
-                f"without waiting, rank {rank} takes {1 / score:.2f} times as long for a step as the fastest rank",
-                f"{_ms(facts, cost)} of {_ms(facts, 1.0)} per step, most of it in {_PHASE_WORDS.get(phase, phase)}",
-                f"it is the slowest in {is_slowest:.0%} of the readings",
-            ),
-            advice="look at that host: clocks and throttling, other processes, cores of the rank; with a pipeline, at the layers "
-            "of its stage",
-        )
+    scores = totals.min() / totals
+    slow_in = (own > 1.05 * _lower_medians(own)).mean(axis=1)  # share of the readings
+    is_slow = (scores < 0.9) & (slow_in >= _STEADY_FRAC)
+    if not is_slow.any():
+        return
+    excess = np.where(is_slow, _excess(totals), 0.0)
+    worst = int(excess.argmax())
+    extra = {phase: _excess(facts.phase_s(phase).sum(axis=1))[worst] for phase in _COMPUTE}
+    phase = max(extra, key=lambda name: extra[name])
+    ranks = _ranks_of(facts, is_slow)
+    cost = float(excess[worst] / facts.wall_s().mean(axis=0).sum())
+    yield Finding(
+        id="BAL01",
+        title=f"{_listed(ranks)} {'is' if len(ranks) == 1 else 'are'} slower than the others",
+        severity="critical" if scores[worst] < 0.75 else "warning",
+        cost_frac=cost,
+        confidence=float(slow_in[worst]),
+        ranks=ranks,
+        evidence=(
+            f"without waiting, rank {facts.rank_numbers[worst]} takes {1 / scores[worst]:.2f} times as long for a step as the "
+            "fastest rank",
+            f"{_ms(facts, cost)} of {_ms(facts, 1.0)} per step, most of it in {_PHASE_WORDS.get(phase, phase)}",
+            f"it is slower than the others in {slow_in[worst]:.0%} of the readings",
+        ),
+        advice="look at that host: clocks and throttling, other processes, cores of the rank; with a pipeline, at the layers of "
+        "its stage",
+    )
 
 
 def save_stall(facts: RunFacts) -> Iterator[Finding]:
@@ -300,9 +304,14 @@ def _shares(facts: RunFacts, phase: str) -> Floats:
     return np.array([rank.phase_s[phase].sum() / rank.wall_s.sum() for rank in facts.ranks])
 
 
+def _lower_medians(values: Floats) -> Floats:
+    """The median over ranks [ranks, …] -> […]; of an even number the lower of the two in the middle, so that one of two ranks
+    is no majority."""
+    return np.sort(values, axis=0)[(len(values) - 1) // 2]
+
+
 def _lower_median(values: Floats) -> float:
-    """The median; of an even number of values the lower of the two in the middle, so that one of two ranks is no majority."""
-    return float(np.sort(values)[(len(values) - 1) // 2])
+    return float(_lower_medians(values))
 
 
 def _excess(values: Floats) -> Floats:
@@ -330,6 +339,14 @@ def _ms(facts: RunFacts, share: float) -> str:
 
 def _of_ranks(shares: Floats) -> str:
     return f" ({shares.min():.0%} to {shares.max():.0%} by rank)" if len(shares) > 1 else ""
+
+
+def _ranks_of(facts: RunFacts, chosen: NDArray[np.bool_]) -> tuple[int, ...]:
+    return tuple(rank for rank, is_chosen in zip(facts.rank_numbers, chosen, strict=True) if is_chosen)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_first(ranks)}"
 
 
 def _setting(facts: RunFacts, name: str) -> tuple[str, ...]:

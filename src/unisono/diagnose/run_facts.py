@@ -45,7 +45,7 @@ class RankFacts:
         steps: Last step of each reading [readings].
         wall_s: Seconds of each reading [readings].
         phase_s: Seconds of each phase of ``ALL_PHASES`` in each reading [readings].
-        num_steps: Number of steps that the attempt reached, warm-up included.
+        num_steps: Number of steps that the attempt has made, warm-up included.
         peak_bytes: Most memory in use, in bytes; 0 if not known.
         limit_bytes: The memory there is, in bytes; 0 if not known.
         skipped: Steps that the guard skipped.
@@ -121,6 +121,7 @@ def read_run(run_dir: Path) -> RunFacts:
     ranks: list[RankFacts] = []
     notes: list[str] = []
     start: Event = {}
+    began_s = 0.0  # wall-clock time at which the last attempt of the lowest rank began
     for path in sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")):
         history = read_events(path)
         notes += history.notes()
@@ -128,10 +129,12 @@ def read_run(run_dir: Path) -> RunFacts:
             continue
         last = max((event["attempt"] for event in history.events if isinstance(event.get("attempt"), int)), default=1)
         events = [event for event in history.events if event.get("attempt", 1) == last]
-        start = start or next((event for event in events if event["kind"] == "run_start"), start)
         facts = _rank_facts(events)
-        if facts is not None:
-            ranks.append(facts)
+        if facts is None or (number(events[-1].get("t")) or 0.0) < began_s:
+            continue  # of an earlier attempt, which had more ranks
+        began_s = began_s or number(events[0].get("t")) or 0.0
+        start = start or next((event for event in events if event["kind"] == "run_start"), start)
+        ranks.append(facts)
     if not ranks:
         raise DataError(
             given=f"{run_dir / EVENTS_FOLDER} has no events of a rank",
@@ -164,7 +167,7 @@ def _rank_facts(events: Sequence[Event]) -> RankFacts | None:
         step = event.get("step")
         if event["kind"] != "step" or not isinstance(step, int):
             continue
-        num_steps = max(num_steps, step)
+        num_steps += 1
         if "time/other_frac" not in event:  # not the last step of a reading
             continue
         peak_bytes = max(peak_bytes, number(event.get("mem/peak_bytes")) or 0.0)
