@@ -70,6 +70,7 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
         "completion",
         "config",
         "data",
+        "diagnose",
         "eval",
         "generate",
         "init",

@@ -12,7 +12,8 @@ from event_streams import write_events
 SLOW = """
 import time
 
-from unisono import Components, Every, RunConfig
+from unisono import Components, RunConfig
+from unisono.train import Every
 
 
 def read_slowly(sample, rng):
@@ -25,7 +26,7 @@ def pause(step, model):
 
 
 def config():
-    return RunConfig(components=Components(transform=read_slowly, callbacks=(Every(steps=1, call=pause),)))
+    return RunConfig(components=Components(transform=read_slowly, callbacks=lambda run: [Every(steps=1, call=pause)]))
 """
 
 
@@ -65,7 +66,7 @@ def test_an_overlay_is_a_new_file_over_the_run_s_configuration(desk: Desk, mine:
     assert done.code == 0, done.err
     assert f"try: unisono train {overlay}" in done.out
     shown = desk.here("config", "show", str(overlay), "--json").json["values"]
-    assert (shown["loader.num_workers"], shown["run.dir"]) == (-1, f"{mine}-2")
+    assert (shown["loader.num_workers"]["value"], shown["run.dir"]["value"]) == ("-1", f'"{mine}-2"')
     again = desk.here("diagnose", str(mine), "--apply", str(overlay))
     assert (again.code, "one that exists is not overwritten" in again.err) == (2, True)
 

@@ -27,7 +27,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkippedStep:
-    """A step that the guard skipped. ``rank_loss``: the sum of this rank's losses; None of an earlier release."""
+    """A step that the guard skipped.
+
+    Attributes:
+        step: Number of the step, from 1.
+        loss: Mean loss over the global batch.
+        grad_norm: Norm of the gradient of the mean loss.
+        rank_loss: Sum of the losses of this rank's samples; None in events of an earlier release.
+        sample_ids: The first samples of this rank in the step.
+    """
 
     step: int
     loss: float
