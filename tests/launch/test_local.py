@@ -265,10 +265,15 @@ time.sleep(600)
 
 def test_errors_of_the_other_ranks_are_named_in_a_line(tmp_path: Path) -> None:
     script = """
-time.sleep(0.1 * job.rank)
+import os
+if job.rank > 0:  # after rank 0, within the half second in which the launcher waits for others
+    while not (run_dir / "first").exists():
+        time.sleep(0.01)
+    time.sleep(0.1)
 error = [KeyError("a"), KeyError("a"), KeyError("a"), OverflowError("b")][job.rank]
 record_failure(run_dir / "logs", job, error, step=0)
-sys.exit(1)
+(run_dir / "first").touch()
+os._exit(1)
 """
     code, said, _ = run(script, tmp_path, num_processes=4)
     assert code == 1
