@@ -485,6 +485,7 @@ def test_a_step_names_all_its_values(tmp_path: Path) -> None:
             step.weight,
             step.num_counted,
             float(step.stopping),
+            step.rank_loss,
         ]
         assert values == step.stats.tolist()
         assert (step.weight, step.num_counted, step.stopping) == (4.0, 4.0, False)

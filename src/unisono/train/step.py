@@ -89,6 +89,11 @@ class Step:
         return bool(self.stats[STOP])
 
     @property
+    def rank_loss(self) -> float:
+        """Sum of the losses of this rank's samples alone; reading it waits for the device."""
+        return float(self.stats[RANK_LOSS])
+
+    @property
     def losses(self) -> dict[str, float]:
         """The losses that the objective returned by name, means over the global batch; reading them waits for the device."""
         return dict(zip(self.loss_names, self.stats[NAMED:].tolist(), strict=True))
