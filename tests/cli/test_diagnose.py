@@ -79,6 +79,15 @@ def test_an_overlay_needs_a_configuration(desk: Desk, tmp_path: Path) -> None:
     assert "the folder of a run of unisono train" in done.err
 
 
+def test_an_overlay_is_not_written_over_another_user_s_run(desk: Desk, mine: Path, tmp_path: Path) -> None:
+    settings = {"loader.num_workers": 0}
+    write_events(mine, lambda rank, step: {"forward": 0.06, "data_wait": 0.04}, settings=settings)
+    (mine / "config.toml").chmod(0o666)
+    done = desk.here("diagnose", str(mine), "--apply", str(tmp_path / "faster.toml"))
+    assert (done.code, (tmp_path / "faster.toml").exists()) == (2, False)
+    assert "another user's run" in done.err
+
+
 def test_nothing_to_change_writes_nothing(desk: Desk, mine: Path, tmp_path: Path) -> None:
     write_events(mine, lambda rank, step: {"forward": 0.06})
     done = desk.here("diagnose", str(mine), "--apply", str(tmp_path / "faster.toml"))

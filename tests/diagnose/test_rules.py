@@ -153,6 +153,32 @@ def test_memory_that_is_nearly_full(tmp_path: Path, peak: int, severity: str) ->
     assert f"{peak} of 100 GiB" in finding.evidence[0]
 
 
+def test_a_smaller_micro_batch_divides_the_global_batch(tmp_path: Path) -> None:
+    plan = {"sync": {"kind": "local"}, "batch": {"micro_batch": 9}}
+    memory = {"mem/peak_bytes": 95 << 30, "mem/limit_bytes": 100 << 30}
+    assert only(tmp_path, lambda rank, step: COMPUTE, ranks=1, plan=plan, fields=memory).patch == {
+        "plan.micro_batch": 3
+    }
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"step": 10**30},
+        {"step": [1]},
+        {"step": math.inf},
+        {"time/window_s": -1.0},
+        {"time/window_s": math.nan},
+        {"time/window_s": math.inf},
+        {"kind": "skipped_step", "step": math.inf, "samples": {"a": 1}},
+        {"kind": "compiled", "step": {}},
+    ],
+)
+def test_events_that_mean_harm_are_left_out(tmp_path: Path, fields: dict[str, Any]) -> None:
+    row = {"kind": "step", "time/other_frac": 1.0, "time/window_s": 1.0, **fields}
+    assert findings(tmp_path, lambda rank, step: COMPUTE, extra=lambda rank, step: [row] if step > 10 else []) == []
+
+
 def test_a_loss_that_is_no_number_has_a_rank_and_samples(tmp_path: Path) -> None:
     def extra(rank: int, step: int) -> list[dict[str, Any]]:
         own = math.nan if rank == 1 else 3.0

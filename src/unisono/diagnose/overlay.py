@@ -12,6 +12,7 @@ from unisono.config.values import toml_value
 from unisono.diagnose.finding import Finding
 from unisono.errors import ConfigError
 from unisono.storage.files import create_file, os_reason
+from unisono.storage.ownership import untrusted_reason
 from unisono.storage.run_folder import RUN_FILE
 
 
@@ -28,7 +29,8 @@ def write_overlay(path: Path, run_dir: Path, patch: Mapping[str, Any]) -> Path:
     ``unisono train path`` starts: ``run_dir`` with the next free number.
 
     Raises:
-        ConfigError: The file exists or cannot be created, or the run has no configuration file of its own.
+        ConfigError: The file exists or cannot be created, or the run has no configuration file of its own, or one that another
+            user can have written.
     """
     base = run_dir.resolve() / RUN_FILE
     if not base.is_file():
@@ -37,6 +39,13 @@ def write_overlay(path: Path, run_dir: Path, patch: Mapping[str, Any]) -> Path:
             rule="the overlay changes settings of the run's own configuration",
             consequence="nothing was written",
             nearest="the folder of a run of unisono train; or set the options in the script that made this run",
+        )
+    if reason := untrusted_reason(base):
+        raise ConfigError(
+            given=f"an overlay over the configuration of another user's run: {reason}",
+            rule="a file of one's own does not take over where another user's run keeps data and checkpoints",
+            consequence="nothing was written",
+            nearest="copy the settings that you want into a file of your own, with --set for those of the findings",
         )
     folders = (run_dir.with_name(f"{run_dir.name}-{number}") for number in count(2))
     next_dir = next(folder for folder in folders if not folder.exists())

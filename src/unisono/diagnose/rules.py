@@ -24,7 +24,8 @@ MIN_READINGS: Final = 8  # fewer say nothing about the time of a step
 _COMPUTE: Final = tuple(
     phase for phase in ALL_PHASES if phase not in ("data_wait", "comm_exposed", "ckpt_stall", "eval")
 )
-_STEADY_FRAC: Final = 0.7  # of the readings in which a rank is the slowest, for it to be called slow
+_STEADY_FRAC: Final = 0.7  # of the readings in which a rank is slower than the others, for it to be called slow
+_MOST_SAMPLES: Final = 1 << 20  # of a micro-batch, in events that anybody may have written
 _LOG: Final = logging.getLogger("unisono.diagnose")
 
 
@@ -224,7 +225,10 @@ def near_out_of_memory(facts: RunFacts) -> Iterator[Finding]:
     worst = max(near, key=lambda rank: near[rank])
     peak = next(rank for rank in facts.ranks if rank.rank == worst)
     micro_batch = _group(facts, "batch").get("micro_batch")
-    patch = {"plan.micro_batch": micro_batch // 2} if isinstance(micro_batch, int) and micro_batch > 1 else {}
+    patch: dict[str, Any] = {}
+    if isinstance(micro_batch, int) and 1 < micro_batch < _MOST_SAMPLES:
+        # a divisor: any other number may not divide the global batch
+        patch = {"plan.micro_batch": next(n for n in range(micro_batch // 2, 0, -1) if micro_batch % n == 0)}
     yield Finding(
         id="MEM01",
         title="memory is nearly full",

@@ -21,6 +21,7 @@ from unisono.storage.run_folder import EVENTS_FOLDER
 
 ALL_PHASES: Final = (*PHASES, "other")
 _WARM_UP_READINGS: Final = 2
+_MAX_STEP: Final = 1 << 53
 
 Floats = NDArray[np.float64]
 
@@ -165,15 +166,15 @@ def _rank_facts(events: Sequence[Event]) -> RankFacts | None:
     rank = events[0].get("rank")
     if not isinstance(rank, int):
         return None
-    compiled = {event.get("step") for event in events if event["kind"] == "compiled"}
+    compiled = {_step(event) for event in events if event["kind"] == "compiled"}
     steps: list[int] = []
     walls: list[float] = []
     fractions: dict[str, list[float]] = {phase: [] for phase in ALL_PHASES}
     peak_bytes = limit_bytes = 0.0
     num_steps, readings, previous_s = 0, 0, None
     for event in events:
-        step = event.get("step")
-        if event["kind"] != "step" or not isinstance(step, int):
+        step = _step(event)
+        if event["kind"] != "step" or step is None:
             continue
         num_steps += 1
         if "time/other_frac" not in event:  # not the last step of a reading
@@ -186,10 +187,15 @@ def _rank_facts(events: Sequence[Event]) -> RankFacts | None:
         if wall_s is None and now_s is not None and previous_s is not None:  # of an earlier release
             wall_s = now_s - previous_s
         previous_s = now_s
-        if readings <= _WARM_UP_READINGS or step in compiled or not wall_s or (steps and step <= steps[-1]):
+        if (
+            readings <= _WARM_UP_READINGS
+            or step in compiled
+            or not _is_positive(wall_s)
+            or (steps and step <= steps[-1])
+        ):
             continue
         steps.append(step)
-        walls.append(wall_s)
+        walls.append(wall_s or 0.0)
         for phase, values in fractions.items():
             values.append(number(event.get(f"time/{phase}_frac")) or 0.0)
     wall = np.array(walls, dtype=np.float64)
@@ -201,7 +207,9 @@ def _rank_facts(events: Sequence[Event]) -> RankFacts | None:
         num_steps=num_steps,
         peak_bytes=peak_bytes,
         limit_bytes=limit_bytes,
-        skipped=tuple(_skipped(event) for event in events if event["kind"] == "skipped_step"),
+        skipped=tuple(
+            _skipped(event) for event in events if event["kind"] == "skipped_step" and _step(event) is not None
+        ),
     )
 
 
@@ -209,12 +217,22 @@ def _skipped(event: Event) -> SkippedStep:
     samples = event.get("samples")
     ids = cast("list[Any]", samples) if isinstance(samples, list) else []
     return SkippedStep(
-        step=int(number(event.get("step")) or 0),
+        step=_step(event) or 0,
         loss=_or_nan(event.get("loss")),
         grad_norm=_or_nan(event.get("grad_norm")),
         rank_loss=number(event.get("rank_loss")),
         sample_ids=tuple(sample for sample in ids if isinstance(sample, int)),
     )
+
+
+def _step(event: Event) -> int | None:
+    """The step of an event; None where it is no count."""
+    step = event.get("step")
+    return step if isinstance(step, int) and 0 <= step < _MAX_STEP else None
+
+
+def _is_positive(seconds: float | None) -> bool:
+    return seconds is not None and 0 < seconds < float("inf")
 
 
 def _or_nan(value: Any) -> float:
