@@ -3,11 +3,11 @@
     python -m benchmarks.earlier_commit --before FOLDER [--rounds 9] [--slices 60] [--only step]
 
 FOLDER is a checkout of the earlier commit with a ``.venv`` of its own. Start-up and push and pull are measured process by
-process: one of a checkout, then the same of the other, in reversed order every other round. Steps and batches are measured in
-slices of time: the processes of both checkouts live on, those of one run while the kernel stops those of the other, and a
-slice's figure is the median interval between steps inside it. Records are read in shorter slices by more processes: two equal
-programs can differ by some percent, which lasts as long as they do, by where their memory lies. The median of the paired ratios
-is reported. Settings use the option keys of the first release, which every later commit reads.
+process: one of a checkout, then the same of the other, in reversed order every other round. Steps, batches and records are
+measured in slices of time: the processes of both checkouts live on, those of one run while the kernel stops those of the other,
+and a slice's figure is the median interval between steps inside it. They are started several times, in either order: two
+processes of equal code can differ by some percent, which lasts as long as they do, by where their memory lies. The median of
+the paired ratios is reported. Settings use the option keys of the first release, which every later commit reads.
 """
 
 from __future__ import annotations
@@ -181,26 +181,24 @@ def by_process(measure: Callable[[Path, Path], Seconds], before: Path, rounds: i
 
 # --- in slices of time -----------------------------------------------------------------------------------------------
 
+SLICE_S, WARM_UP_S = 0.5, 4.0
+# how often the processes of both checkouts are started, each order as often
+STARTS = 8
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """Arguments for Python, and the function that reads the times of its steps (time.monotonic) in its folder.
-
-    ``starts``: how often both checkouts' processes are started, each order as often.
-    """
+    """Arguments for Python, and the function that reads the times of its steps (time.monotonic) in its folder."""
 
     arguments: Sequence[str]
     times: Callable[[Path], list[float]]
-    slice_s: float = 1.5
-    warm_up_s: float = 8.0
-    starts: int = 2
 
 
 class Alternating:
     """A program that runs in slices of time: its processes, of all ranks, are stopped in between. Ends with the block."""
 
     def __init__(self, checkout: Path, program: Program, folder: Path) -> None:
-        self.folder, self._times, self._slice_s = folder, program.times, program.slice_s
+        self.folder, self._times = folder, program.times
         command = python(checkout, program.arguments)
         log = (folder / "log").open("w")
         self._process = subprocess.Popen(command, cwd=folder, env=environ(), stdout=log, stderr=log)
@@ -208,7 +206,7 @@ class Alternating:
         # the first slice is as long as it takes until steps are steady
         while not self.times() and self._process.poll() is None:
             time.sleep(0.2)
-        time.sleep(program.warm_up_s)
+        time.sleep(WARM_UP_S)
         self._signal(signal.SIGSTOP)
         if self._process.poll() is not None:
             raise RuntimeError(
@@ -223,7 +221,7 @@ class Alternating:
         """Let it run for a slice of time."""
         begin = time.monotonic()
         self._signal(signal.SIGCONT)
-        time.sleep(self._slice_s)
+        time.sleep(SLICE_S)
         self._signal(signal.SIGSTOP)
         self.slices.append((begin, time.monotonic()))
 
@@ -255,14 +253,14 @@ def in_slices(name: str, program: Program, before: Path, slices: int) -> Any:
     ``slices`` of each checkout, after each start as many.
     """
     pairs: list[tuple[float, float]] = []
-    for number_of_start in range(program.starts):
+    for number_of_start in range(STARTS):
         checkouts = (ROOT, before) if number_of_start % 2 else (before, ROOT)
         with ExitStack() as stack:
             alternating: dict[Path, Alternating] = {}
             for checkout in checkouts:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 alternating[checkout] = stack.enter_context(Alternating(checkout, program, folder))
-            for number in range(slices // program.starts):
+            for number in range(slices // STARTS):
                 for one in list(alternating.values())[:: 1 if number % 2 else -1]:
                     one.run_slice()
             times = zip(alternating[ROOT].step_s(), alternating[before].step_s(), strict=True)
@@ -312,10 +310,9 @@ def loader(before: Path, slices: int) -> Ratios:
 def records(before: Path, slices: int) -> Ratios:
     """Time of opening a file and reading all of its records, by format."""
     programs = {
-        name: Program(arguments=["-c", script + PASSES], times=_written_times, slice_s=0.5, warm_up_s=2.0, starts=8)
-        for name, script in RECORDS.items()
+        name: Program(arguments=["-c", script + PASSES], times=_written_times) for name, script in RECORDS.items()
     }
-    return {name: in_slices(name, program, before, 4 * slices) for name, program in programs.items()}
+    return {name: in_slices(name, program, before, slices) for name, program in programs.items()}
 
 
 def main() -> None:
@@ -323,7 +320,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--before", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--rounds", type=int, default=9, help="of processes")
-    parser.add_argument("--slices", type=int, default=60, help="of each checkout")
+    parser.add_argument("--slices", type=int, default=240, help="of each checkout")
     parser.add_argument(
         "--only", choices=("start", "step", "loader", "records", "push and pull"), help="one of the measurements"
     )
