@@ -347,6 +347,22 @@ def event_rate(match: Match) -> Figure:
     return Figure(f"{row['events_per_cpu_s']:,} events per CPU second")
 
 
+def distance_from_one(match: Match) -> Figure:
+    """A ratio whose aim is 1, from either side."""
+    return Figure(interval(match.node), abs(match.node["ratio"] - 1))
+
+
+def rounds_right(match: Match) -> Figure:
+    right, rounds = match.node["right"], match.node["rounds"]
+    return Figure(f"{right} of {rounds} runs", right / rounds)
+
+
+def num_findings(match: Match) -> Figure:
+    findings = match.node["findings"]
+    names = ", ".join(sorted({finding.split()[0] for finding in findings}))
+    return Figure(f"{len(findings)} in {match.node['rounds']} runs" + (f": {names}" if names else ""), len(findings))
+
+
 def opening(match: Match) -> Figure:
     fresh, again = match.node["fresh_ms"], match.node["again_ms"]
     return Figure(f"{fresh:,} ms in a fresh process, {again:,} ms again", fresh)

@@ -6,16 +6,20 @@ Injected faults take at least 30 % of a step. Costs and thresholds are tested ex
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny
+import torch
 from pool import Pool
 
 from unisono.diagnose import Finding, diagnose, read_run
 from unisono.observe.monitor import peak_rss_bytes
+from unisono.parallel import timed_collectives
 from unisono.train import assembly
 from unisono.train.run_checkpoints import RunCheckpoints
 
@@ -35,13 +39,13 @@ class Data(tiny.RaggedTokens):
         return super().read(indices)
 
 
-def train(world: Any, run_dir: str, fault: str, rank: int | None) -> None:
-    """A tiny run with a ``fault`` on ``rank``, or on all."""
+def train(world: Any, run_dir: str, fault: str, rank: int | None, plan: dict[str, Any]) -> None:
+    """A tiny run with a ``fault`` on ``rank``, or on all, under options of its ``plan``."""
     here = rank in (None, world.rank)
     # each sample is read once
     samples, poison = 4 * world.world_size * STEPS, 5 if "nan" in fault else None
     data = Data(SLEEP_S if "loader" in fault and here else 0.0, samples=samples, poison=poison)
-    options: dict[str, Any] = {"num_workers": 0, "data": data, "steps": STEPS, "global_batch": 4 * world.world_size}
+    options: dict[str, Any] = {"num_workers": 0, "data": data, "steps": STEPS, "global_batch": 4 * world.world_size, **plan}
     if "save" in fault:
         options |= {"every_steps": 1}
     with pytest.MonkeyPatch.context() as patch:
@@ -52,6 +56,14 @@ def train(world: Any, run_dir: str, fault: str, rank: int | None) -> None:
         with tiny.trainer(run_dir, world=world, **options) as run:
             if "compute" in fault and here:
                 run.model.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
+            if fault in ("tp", "cp", "ep", "shard"):
+                slow_group(patch, fault)
+            if "leak" in fault and here:
+                kept: list[Any] = []
+                run.model.register_forward_pre_hook(lambda *_: kept.append(torch.ones(2**19)))  # 2 MiB
+            if "stages" in fault:  # as long as the micro-batch is large
+                forward = run.model.forward
+                patch.setattr(run.model, "forward", lambda tokens, **k: (time.sleep(SLEEP_S / 2 * len(tokens)), forward(tokens, **k))[1])
             if "link" in fault:
                 sync = run._loop.runner.train_step.sync  # pyright: ignore[reportPrivateUsage]
                 patch.setattr(type(sync), "wait", slowly(type(sync).wait))
@@ -66,8 +78,23 @@ def slowly(function: Any) -> Any:
     return slow
 
 
-def found(pool: Pool, folder: Path, fault: str, *, ranks: int = 2, rank: int | None = None) -> dict[str, Finding]:
-    pool.run(train, str(folder / "run"), fault, rank, ranks=ranks)
+def slow_group(patch: pytest.MonkeyPatch, name: str) -> None:
+    """Each collective of the group takes longer."""
+    exposed = timed_collectives.exposed
+
+    @contextmanager
+    def slow(group: Any) -> Generator[None]:
+        with exposed(group):
+            time.sleep(SLEEP_S / 8 * (group.group_desc == name))
+            yield
+
+    patch.setattr(timed_collectives, "exposed", slow)
+
+
+def found(
+    pool: Pool, folder: Path, fault: str, *, ranks: int = 2, rank: int | None = None, **plan: Any
+) -> dict[str, Finding]:
+    pool.run(train, str(folder / "run"), fault, rank, plan, ranks=ranks)
     return {finding.id: finding for finding in diagnose(read_run(folder / "run"))}
 
 
@@ -90,8 +117,38 @@ def test_a_fault_is_found(pool: Pool, tmp_path: Path, fault: str, ranks: int, ra
     assert findings[code].cost_frac > 0.3
 
 
+@pytest.mark.parametrize(
+    ("group", "plan", "axis"),
+    [
+        ("tp", {"tp": 2}, "tp"),
+        ("tp", {"tp": 2, "sequence_parallel": True}, "tp"),
+        ("cp", {"cp": 2}, "cp"),
+        ("shard", {"dp_shard": 2}, "dp"),
+        ("ep", {"dp_shard": 2, "ep": 2, "sizes": {"num_experts": 4}}, "ep"),
+    ],
+)
+def test_the_axis_that_steps_wait_for(pool: Pool, tmp_path: Path, group: str, plan: dict[str, Any], axis: str) -> None:
+    finding = found(pool, tmp_path, group, **plan)["COMM01"]
+    assert finding.title == f"steps wait for communication along {axis}"
+    assert finding.cost_frac > 0.3
+
+
+def test_more_micro_batches_shorten_the_bubble(pool: Pool, tmp_path: Path) -> None:
+    plan = {"pp": 2, "micro_batch": 8}
+    before = found(pool, tmp_path / "before", "stages", **plan)["PP01"]
+    assert before.patch == {"plan.micro_batch": 1}
+    after = found(pool, tmp_path / "after", "stages", **plan | {"micro_batch": 1}).get("PP01")
+    assert before.cost_frac - (after.cost_frac if after else 0.0) > before.expected_gain / 2
+
+
 def test_memory_that_is_nearly_full(pool: Pool, tmp_path: Path) -> None:
     assert found(pool, tmp_path, "memory", ranks=1)["MEM01"].severity == "critical"
+
+
+def test_memory_that_grows(pool: Pool, tmp_path: Path) -> None:
+    finding = found(pool, tmp_path, "leak", rank=1, steps=240)["MEM03"]
+    assert (finding.ranks, finding.severity) == ((1,), "critical")
+    assert 1 < float(finding.evidence[0].split(" by ")[1].split()[0]) < 3  # MiB a step
 
 
 def test_two_faults_at_once(pool: Pool, tmp_path: Path) -> None:

@@ -84,6 +84,55 @@ def test_exposed_communication(tmp_path: Path, ranks: int) -> None:
     assert f"dp_replicate {ranks}" in finding.evidence[0]
 
 
+def test_exposed_communication_names_the_axis(tmp_path: Path) -> None:
+    # of two tensor-parallel pairs; rank 3 comes last, and what the others wait longer, along whichever axis, is not the network's
+    waits = {0: {"tp": 0.03, "dp": 0.015}, 1: {"tp": 0.03, "dp": 0.015}, 2: {"tp": 0.04, "dp": 0.005}, 3: {"tp": 0.02, "dp": 0.005}}
+    plan = {"sync": {"kind": "dist_sync"}, "mesh": {"dp_replicate": 2, "tp": 2}}
+    late = {rank: {**COMPUTE, "forward": 0.04 if rank == 3 else 0.02} for rank in range(4)}
+
+    def times(rank: int, step: int) -> Mapping[str, float]:
+        return {**late[rank], **{f"comm_exposed_{axis}": seconds for axis, seconds in waits[rank].items()}}
+
+    found = {finding.id: finding for finding in findings(tmp_path, times, ranks=4, plan=plan)}
+    assert sorted(found) == ["BAL01", "COMM01"]
+    assert found["COMM01"].title == "steps wait for communication along tp"
+    assert found["COMM01"].cost_frac == pytest.approx(0.025 / 0.12)
+    assert "by axis: tp 20 ms, dp 5 ms" in found["COMM01"].evidence[1]
+    assert "plan.tp" in found["COMM01"].advice
+    assert found["BAL01"].ranks == (3,)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batch", "passes", "patch", "gain"),
+    [
+        # of two stages, seven micro-batches leave less than 15 % of a step idle, and six do (1/7)
+        ("1f1b", 8, 2, {"plan.micro_batch": 2}, 0.4 * (1 - (1 / 9) / (1 / 3))),
+        ("gpipe", 2, 2, {"plan.micro_batch": 1}, 0.4 * (1 - (1 / 5) / (1 / 3))),
+        ("1f1b", 1, 2, {}, 0.0),
+        ("zbv", 8, 2, {}, 0.0),
+    ],
+)
+def test_pipeline_stages_that_wait_for_each_other(
+    tmp_path: Path, schedule: str, micro_batch: int, passes: int, patch: Mapping[str, Any], gain: float
+) -> None:
+    plan = {
+        "sync": {"kind": "dist_sync"},
+        "mesh": {"pp": 2},
+        "batch": {"micro_batch": micro_batch, "accumulation": passes},
+        "pipeline": {"schedule": schedule},
+    }
+    finding = only(tmp_path, lambda rank, step: {**COMPUTE, "bubble": 0.05}, plan=plan)
+    assert (finding.id, finding.severity, finding.patch) == ("PP01", "critical", patch)
+    assert (finding.cost_frac, finding.expected_gain) == (pytest.approx(0.4), pytest.approx(gain))
+    assert ("are idle for 33% of a step of 2 micro-batches" in " ".join(finding.evidence)) == (schedule != "zbv")
+
+
+def test_a_slow_stage_is_no_bubble(tmp_path: Path) -> None:
+    work = {0: {**COMPUTE, "forward": 0.055}, 1: {**COMPUTE, "bubble": 0.035}}
+    finding = only(tmp_path, lambda rank, step: work[rank], plan={"sync": {"kind": "dist_sync"}, "mesh": {"pp": 2}})
+    assert (finding.id, finding.ranks, finding.cost_frac) == ("BAL01", (0,), pytest.approx(0.035 / 0.11))
+
+
 @pytest.mark.parametrize(("rank", "phase"), [(0, "forward"), (1, "other"), (3, "optimizer")])
 def test_a_slow_rank(tmp_path: Path, rank: int, phase: str) -> None:
     work = {each: dict(COMPUTE) for each in range(4)}
@@ -100,6 +149,32 @@ def test_two_slow_ranks_of_a_host_are_one_finding(tmp_path: Path) -> None:
     finding = only(tmp_path, together(work), ranks=5)
     assert (finding.id, finding.ranks, finding.title) == ("BAL01", (2, 3), "ranks 2, 3 are slower than the others")
     assert finding.cost_frac == pytest.approx(0.03 / 0.105)
+
+
+GIB = 2.0**30
+
+
+@pytest.mark.parametrize(
+    ("mib_per_step", "steps", "severity"),
+    [(2.0, 300, "critical"), (0.5, 300, "warning"), (0.1, 300, None), (2.0, 150, None)],
+)
+def test_memory_that_grows(tmp_path: Path, mib_per_step: float, steps: int, severity: str | None) -> None:
+    def memory(rank: int, step: int) -> dict[str, float]:
+        return {"mem/now_bytes": 8 * GIB + (mib_per_step * 2**20 * step if rank == 1 else 0), "mem/limit_bytes": 32 * GIB}
+
+    found = findings(tmp_path, lambda rank, step: COMPUTE, steps=steps, fields_of=memory)
+    assert [(one.id, one.severity, one.ranks) for one in found] == ([("MEM03", severity, (1,))] if severity else [])
+    if severity:
+        assert f"grows by {mib_per_step:.3g} MiB a step" in found[0].evidence[0]
+        left_steps = (24 * 1024 - mib_per_step * steps) / mib_per_step
+        assert f"after {left_steps:,.0f} more steps" in found[0].evidence[1]
+
+
+def test_caches_that_fill_are_no_growth(tmp_path: Path) -> None:
+    def memory(rank: int, step: int) -> dict[str, float]:
+        return {"mem/now_bytes": GIB * min(4.0, 1 + step / 100), "mem/limit_bytes": 8 * GIB}
+
+    assert findings(tmp_path, lambda rank, step: COMPUTE, steps=600, fields_of=memory) == []
 
 
 def test_ranks_that_left_before_the_last_attempt_do_not_count(tmp_path: Path) -> None:
@@ -248,7 +323,7 @@ def test_rules_of_other_packages(
 
 def test_the_page_has_all_rules() -> None:
     root = Path(__file__).parents[2]
-    source = (root / "src/unisono/diagnose/rules.py").read_text()
+    source = "".join(path.read_text() for path in sorted((root / "src/unisono/diagnose").glob("*_rules.py")))
     table = (root / "docs/diagnosis.md").read_text().partition("## Rules\n")[2].partition("## Rules of your own")[0]
     assert re.findall("^\\| `([A-Z]+[0-9]+)` ", table, re.MULTILINE) == sorted(
         set(re.findall('id="([A-Z]+[0-9]+)"', source)), key=table.index

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.observe.events import encode, events_path
-from unisono.observe.meters import PHASES
+from unisono.diagnose.run_facts import ALL_PHASES
 
 Times = Callable[[int, int], Mapping[str, float]]  # (rank, step) -> seconds of phases
 
@@ -25,11 +25,12 @@ def write_events(
     plan: Mapping[str, Any] | None = None,
     extra: Callable[[int, int], list[dict[str, Any]]] = lambda rank, step: [],
     fields: Mapping[str, Any] | None = None,
+    fields_of: Callable[[int, int], Mapping[str, Any]] = lambda rank, step: {},
     windows: bool = True,
     began_s: float = 0.0,
 ) -> Path:
     """Write the events of ``ranks`` ranks, read ``every`` steps. ``extra``: events before that of a step. ``fields`` are added to
-    each step. ``windows=False`` leaves out ``time/window_s``, as earlier releases did."""
+    each step, and ``fields_of(rank, step)``. ``windows=False`` leaves out ``time/window_s``, as earlier releases did."""
     for rank in range(ranks):
         path = events_path(run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,18 +44,20 @@ def write_events(
                 "plan": plan or {"sync": {"kind": "dist_sync"}},
             }
         ]
-        now_s, window = 0.0, dict.fromkeys((*PHASES, "other"), 0.0)
+        now_s, window = 0.0, dict.fromkeys(ALL_PHASES, 0.0)
         for step in range(1, steps + 1):
             for phase, seconds in times(rank, step).items():
-                window[phase] += seconds
+                window[phase] = window.get(phase, 0.0) + seconds
+                if phase.startswith("comm_exposed_"):  # a part of comm_exposed
+                    window["comm_exposed"] += seconds
                 now_s += seconds
             lines += [{"m": now_s, **envelope, "step": step, **event} for event in extra(rank, step)]
             measured: dict[str, Any] = {}
             if step % every == 0:
-                wall_s = sum(window.values())
+                wall_s = sum(window[phase] for phase in ALL_PHASES)
                 measured = {f"time/{phase}_frac": seconds / wall_s for phase, seconds in window.items()}
                 measured |= {"time/window_s": wall_s} if windows else {}
                 window = dict.fromkeys(window, 0.0)
-            lines.append({"kind": "step", "m": now_s, **envelope, "step": step, **(fields or {}), **measured})
+            lines.append({"kind": "step", "m": now_s, **envelope, "step": step, **(fields or {}), **fields_of(rank, step), **measured})
         path.write_bytes(b"".join(encode(line) + b"\n" for line in lines))
     return run_dir

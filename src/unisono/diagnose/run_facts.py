@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from unisono.errors import DataError
 from unisono.observe.events import Event, number, read_events
-from unisono.observe.meters import PHASES
+from unisono.observe.meters import COMM_AXES, PHASES
 from unisono.storage.run_folder import EVENTS_FOLDER
 
 ALL_PHASES: Final = (*PHASES, "other")
+# parts of comm_exposed; 0 in events of earlier releases
+COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)
 _WARM_UP_READINGS: Final = 2
 _MAX_STEP: Final = 1 << 53
 
@@ -53,10 +55,11 @@ class RankFacts:
         rank: The rank.
         steps: Last step of each reading [readings].
         wall_s: Seconds of each reading [readings].
-        phase_s: Seconds of each phase of ``ALL_PHASES`` in each reading [readings].
+        phase_s: Seconds of each phase of ``ALL_PHASES`` and ``COMM_PHASES`` in each reading [readings].
         num_steps: Number of steps that the attempt has made, warm-up included.
         peak_bytes: Most memory in use, in bytes; 0 if not known.
         limit_bytes: The memory there is, in bytes; 0 if not known.
+        memory_bytes: Memory in use at each reading, in bytes; 0 where not known [readings].
         skipped: Steps that the guard skipped.
     """
 
@@ -67,6 +70,7 @@ class RankFacts:
     num_steps: int
     peak_bytes: float = 0.0
     limit_bytes: float = 0.0
+    memory_bytes: Floats = field(default_factory=lambda: np.zeros(0))
     skipped: tuple[SkippedStep, ...] = ()
 
 
@@ -169,7 +173,8 @@ def _rank_facts(events: Sequence[Event]) -> RankFacts | None:
     compiled = {_step(event) for event in events if event["kind"] == "compiled"}
     steps: list[int] = []
     walls: list[float] = []
-    fractions: dict[str, list[float]] = {phase: [] for phase in ALL_PHASES}
+    memory: list[float] = []
+    fractions: dict[str, list[float]] = {phase: [] for phase in (*ALL_PHASES, *COMM_PHASES)}
     peak_bytes = limit_bytes = 0.0
     num_steps, readings, previous_s = 0, 0, None
     for event in events:
@@ -196,6 +201,7 @@ def _rank_facts(events: Sequence[Event]) -> RankFacts | None:
             continue
         steps.append(step)
         walls.append(wall_s or 0.0)
+        memory.append(number(event.get("mem/now_bytes")) or 0.0)
         for phase, values in fractions.items():
             values.append(number(event.get(f"time/{phase}_frac")) or 0.0)
     wall = np.array(walls, dtype=np.float64)
@@ -207,6 +213,7 @@ def _rank_facts(events: Sequence[Event]) -> RankFacts | None:
         num_steps=num_steps,
         peak_bytes=peak_bytes,
         limit_bytes=limit_bytes,
+        memory_bytes=np.array(memory, dtype=np.float64),
         skipped=tuple(
             _skipped(event) for event in events if event["kind"] == "skipped_step" and _step(event) is not None
         ),

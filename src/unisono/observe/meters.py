@@ -14,88 +14,105 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-PHASES: Final = ("data_wait", "h2d", "forward", "backward", "comm_exposed", "optimizer", "ckpt_stall", "eval")
+PHASES: Final = (
+    *("data_wait", "h2d", "forward", "backward", "bubble", "comm_exposed"),
+    *("optimizer", "ckpt_stall", "eval"),
+)
+# of exposed communication: data ranks (replicated and sharded), context, tensor, expert and pipeline parallelism
+COMM_AXES: Final = ("dp", "cp", "tp", "ep", "pp")
 _NS_PER_S: Final = 1_000_000_000
 
 
 class _Phase:
     """Context manager that adds time to one phase. Created once per phase, so entering allocates nothing."""
 
-    __slots__ = ("_timers", "elapsed_ns", "outer")
+    __slots__ = ("_timers", "elapsed_ns")
 
     def __init__(self, timers: StepTimers) -> None:
         self._timers = timers
         self.elapsed_ns = 0
-        self.outer = self  # the phase this one interrupts; itself while it is not running
 
     def __enter__(self) -> None:
-        timers = self._timers
-        now = timers.clock()
-        if self.outer is not self:
-            raise RuntimeError("a phase cannot be entered inside itself")
-        current = timers.current
-        current.elapsed_ns += now - timers.mark_ns
-        timers.mark_ns = now
-        self.outer = current
-        timers.current = self
+        self._timers.enter(self)
 
     def __exit__(self, *exc: object) -> None:
-        timers = self._timers
-        now = timers.clock()
-        self.elapsed_ns += now - timers.mark_ns
-        timers.mark_ns = now
-        timers.current = self.outer
-        self.outer = self
+        self._timers.leave()
 
 
 class StepTimers:
     """Host timers of one training thread: ``with timers.phase("forward"): ...``.
 
     Exactly one phase runs at a time: entering an inner phase pauses the outer one, and time outside all phases counts as
-    ``other``. The phases therefore add up to wall time to the nanosecond. Not thread-safe; a phase cannot be entered inside
-    itself. ``phase`` raises ``KeyError`` for a name outside ``PHASES``.
+    ``other``. The phases therefore add up to wall time to the nanosecond. Not thread-safe. ``phase`` raises ``KeyError`` for a
+    name outside ``PHASES``, ``comm_exposed`` for one outside ``COMM_AXES``.
 
     Args:
         clock: Monotonic clock in nanoseconds.
     """
 
-    __slots__ = ("_other", "_phases", "clock", "current", "mark_ns", "phase")
+    __slots__ = ("_clock", "_comm", "_current", "_mark_ns", "_outer", "_phases", "comm_exposed", "phase")
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        self.clock = clock
-        self._phases = {name: _Phase(self) for name in PHASES}
-        self._other = _Phase(self)
-        self.current = self._other
-        self.mark_ns = clock()
-        self.phase: Callable[[str], _Phase] = self._phases.__getitem__  # a plain look-up: this runs in the hot loop
+        self._clock = clock
+        self._phases = {name: _Phase(self) for name in (*PHASES, "other") if name != "comm_exposed"}
+        self._comm = {axis: _Phase(self) for axis in COMM_AXES}
+        self._current = self._phases["other"]
+        self._outer: list[_Phase] = []  # the phases that are paused
+        self._mark_ns = clock()
+        # plain look-ups: these run in the hot loop
+        self.phase: Callable[[str], _Phase] = self._phases.__getitem__
+        self.comm_exposed: Callable[[str], _Phase] = self._comm.__getitem__
+
+    def enter(self, phase: _Phase) -> None:
+        """Pause the current phase for ``phase``."""
+        self._outer.append(self._current)
+        self._switch(phase)
+
+    def leave(self) -> None:
+        """Go on with the phase that was paused last."""
+        self._switch(self._outer.pop())
+
+    def _switch(self, phase: _Phase) -> None:
+        now = self._clock()
+        self._current.elapsed_ns += now - self._mark_ns
+        self._mark_ns = now
+        self._current = phase
 
     def take(self) -> TimeSplit:
         """Return the times since the last ``take`` or construction, and start the next window. Allowed inside a phase."""
-        now = self.clock()
-        self.current.elapsed_ns += now - self.mark_ns
-        self.mark_ns = now
-        phases = {**self._phases, "other": self._other}
-        wall_s = sum(phase.elapsed_ns for phase in phases.values()) / _NS_PER_S
-        seconds = {name: phase.elapsed_ns / _NS_PER_S for name, phase in phases.items()}
-        for phase in phases.values():
-            phase.elapsed_ns = 0
-        return TimeSplit(wall_s=wall_s, seconds=seconds)
+        self._switch(self._current)
+        comm_exposed_s = {axis: _taken_s(phase) for axis, phase in self._comm.items()}
+        seconds = {name: _taken_s(phase) for name, phase in self._phases.items()}
+        seconds["comm_exposed"] = sum(comm_exposed_s.values())
+        return TimeSplit(wall_s=sum(seconds.values()), seconds=seconds, comm_exposed_s=comm_exposed_s)
+
+
+def _taken_s(phase: _Phase) -> float:
+    seconds, phase.elapsed_ns = phase.elapsed_ns / _NS_PER_S, 0
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeSplit:
-    """Seconds per phase: ``seconds`` by name (``PHASES`` and ``other``) add up to ``wall_s`` seconds of wall time."""
+    """Seconds per phase: ``seconds`` by name (``PHASES`` and ``other``) add up to ``wall_s`` seconds of wall time, and
+    ``comm_exposed_s`` by axis (``COMM_AXES``) to the exposed communication."""
 
     wall_s: float
     seconds: Mapping[str, float]
+    comm_exposed_s: Mapping[str, float]
 
     def fields(self) -> dict[str, float]:
         """``time/window_s`` [seconds] and ``time/<phase>_frac``, its fractions from 0 to 1, for an event; empty if no time
-        passed."""
+        passed. ``time/comm_exposed_<axis>_frac`` for each axis that took any."""
         if self.wall_s <= 0:
             return {}
         fractions = {f"time/{name}_frac": seconds / self.wall_s for name, seconds in self.seconds.items()}
-        return {"time/window_s": self.wall_s, **fractions}
+        by_axis = {
+            f"time/comm_exposed_{axis}_frac": seconds / self.wall_s
+            for axis, seconds in self.comm_exposed_s.items()
+            if seconds
+        }
+        return {"time/window_s": self.wall_s, **fractions, **by_axis}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

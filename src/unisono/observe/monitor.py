@@ -25,6 +25,16 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def anonymous_memory_bytes() -> int:
+    """Resident memory of this process that belongs to no file, in bytes: without the pages of mapped data files. 0 where the
+    system does not say it."""
+    try:
+        resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    except OSError:
+        return 0
+    return (resident - shared) * resource.getpagesize()
+
+
 def host_memory_limit_bytes(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
     """Memory that this process may use: the minimum of physical memory and all limits of its cgroups and their parents.
 

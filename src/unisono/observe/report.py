@@ -70,6 +70,7 @@ _COLOURS: Final = {
     "backward": "#1f6feb",
     "optimizer": "#8250df",
     "comm_exposed": "#d29922",
+    "bubble": "#d4a72c",
     "data_wait": "#cf222e",
     "ckpt_stall": "#bc4c00",
     "eval": "#2da44e",
@@ -172,6 +173,7 @@ def _time_clause(summary: RunSummary) -> str:
         for name, label in (
             ("data_wait", "data wait"),
             ("comm_exposed", "exposed communication"),
+            ("bubble", "pipeline bubble"),
             ("ckpt_stall", "checkpoints"),
         )
         if shares.get(name, 0.0) >= 0.005

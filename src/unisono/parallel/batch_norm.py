@@ -15,12 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.errors import PlanError, Problem
 from unisono.parallel.hooks import wrap_forward
+from unisono.parallel.timed_collectives import all_reduce
 from unisono.plan.plan import Plan
 
 _Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -109,7 +109,7 @@ class _Normalise(torch.autograd.Function):
         local_squares = (rows - local_mean).square().sum(0).double()  # [C]
         local_mean = local_mean.double()
         sums = torch.cat([count, count * local_mean, local_squares + count * local_mean.square()])  # [1 + 2C]
-        dist.all_reduce(sums, group=group)
+        all_reduce(sums, group)
         count, total, squares = sums.split([1, len(local_mean), len(local_mean)])
         mean = total / count
         variance = (squares / count - mean.square()).clamp(min=0)
@@ -133,7 +133,7 @@ class _Normalise(torch.autograd.Function):
         normal = (x.to(mean.dtype).movedim(1, -1).flatten(0, -2) - mean) * inverse  # [n, C]
         shift, scale = gradient.sum(0), (gradient * normal).sum(0)  # [C], [C]
         sums = torch.stack([shift, scale]).double()  # [2, C]
-        dist.all_reduce(sums, group=ctx.group)
+        all_reduce(sums, ctx.group)
         means = (sums / count).to(mean.dtype)
         inner = (gradient - means[0] - normal * means[1]) * (inverse if weight is None else inverse * weight)
         wants = ctx.needs_input_grad

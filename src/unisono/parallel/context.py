@@ -38,7 +38,7 @@ from unisono.errors import PlanError
 from unisono.parallel import context_transformers
 from unisono.parallel.hooks import wrap_forward
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.tensor.collectives import all_gather_single, reduce_scatter_single
+from unisono.parallel.timed_collectives import all_gather_single, reduce_scatter_single
 
 # names of batch entries: tokens, positions, and entries that losses and metrics sum over tokens
 _TOKENS = ("tokens", "input_ids")
@@ -312,7 +312,7 @@ class _Gather(torch.autograd.Function):
         ctx.group = group
         count = dist.get_world_size(group)
         parts = part.new_empty((count, *part.shape))
-        all_gather_single(parts.flatten(), part.flatten(), group=group)
+        all_gather_single(parts.flatten(), part.flatten(), group)
         first, second = parts.unflatten(-2, (2, -1)).unbind(-3)  # [cp, ..., r, E]: runs 0 … cp - 1, and 2·cp - 1 … cp
         return torch.cat([first, second.flip(0)]).movedim(0, -3).flatten(-3, -2)
 
@@ -322,5 +322,5 @@ class _Gather(torch.autograd.Function):
         runs = gradients[0].unflatten(-2, (2 * count, -1)).movedim(-3, 0)  # [2·cp, ..., r, E]
         parts = torch.cat([runs[:count], runs[count:].flip(0)], -2)  # [cp, ..., T/cp, E]
         gradient = parts.new_empty(parts.shape[1:])
-        reduce_scatter_single(gradient.flatten(), parts.flatten(), group=ctx.group)
+        reduce_scatter_single(gradient.flatten(), parts.flatten(), ctx.group)
         return gradient, None

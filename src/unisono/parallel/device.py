@@ -91,9 +91,10 @@ def autocast(precision: str, device_type: str) -> contextlib.AbstractContextMana
     return torch.autocast(device_type, dtype=COMPUTE_DTYPES[precision])
 
 
-def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """(peak allocated, limit) of an accelerator; (0, 0) on the CPU, whose memory is that of the process."""
+def memory_bytes(device: torch.device) -> tuple[int, int, int]:
+    """(peak allocated, limit, allocated now) of an accelerator; zeros on the CPU, whose memory is that of the process."""
     if device.type == "cpu":
-        return 0, 0
+        return 0, 0, 0
     backend: Any = getattr(torch, device.type)
-    return int(torch.accelerator.max_memory_allocated()), int(backend.mem_get_info()[1])
+    peak, now = torch.accelerator.max_memory_allocated(), torch.accelerator.memory_allocated()
+    return int(peak), int(backend.mem_get_info()[1]), int(now)

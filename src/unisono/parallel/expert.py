@@ -24,7 +24,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -34,6 +33,7 @@ from unisono.parallel.hooks import map_output
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharding import ParameterSharder, ShardTable
 from unisono.parallel.tensor import collectives
+from unisono.parallel.timed_collectives import all_to_all_single
 from unisono.plan.plan import Plan
 
 
@@ -116,7 +116,7 @@ def _exchanged(compute: Compute, group: ProcessGroup) -> Compute:
     def exchanged(rows: Tensor, counts: Tensor) -> Tensor:
         sent = counts.view(group.size(), -1)  # [ep, E/ep]; rows from this rank to each expert
         received = torch.empty_like(sent)  # [ep, E/ep]; rows from each rank to each expert of this rank
-        dist.all_to_all_single(received, sent, group=group)
+        all_to_all_single(received, sent, group)
         send, receive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         arrived = _AllToAll.apply(rows, send, receive, group)  # [R, D], by rank, then by expert
         experts = torch.arange(received.shape[1], device=rows.device).repeat(group.size())
@@ -144,5 +144,5 @@ class _AllToAll(torch.autograd.Function):
 
 def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
     arrived = rows.new_empty(sum(receive), rows.shape[1])
-    dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
+    all_to_all_single(arrived, rows.contiguous(), group, receive, send)
     return arrived

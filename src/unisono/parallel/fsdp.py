@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -32,6 +31,7 @@ from unisono.errors import PlanError, nearest_name
 from unisono.parallel.expert import expert_layers
 from unisono.parallel.mesh import ParallelDims, clear_mesh_caches
 from unisono.parallel.sharding import ShardedParameters, ShardTable
+from unisono.parallel.timed_collectives import FSDP_ALL_GATHER, FSDP_REDUCE_SCATTER, all_reduce
 from unisono.plan.plan import Plan
 from unisono.plan.rules import match_modules
 
@@ -77,6 +77,9 @@ def apply_fsdp(model: nn.Module, blocks: list[nn.Module], dims: ParallelDims, ta
         unit.set_reduce_scatter_unused_params(True)
         # otherwise the collective multiplies by a factor, which gloo does not support
         unit.set_force_sum_reduction_for_comms(True)
+        if plan.mesh.device == "cpu":  # the host waits for them; elsewhere streams do
+            unit.set_custom_all_gather(FSDP_ALL_GATHER)
+            unit.set_custom_reduce_scatter(FSDP_REDUCE_SCATTER)
     _record(model, dims, table)
 
 
@@ -184,7 +187,7 @@ class FSDPGradients:
     def wait(self, totals: Tensor) -> None:
         """Sum ``totals`` [k] over all ranks, and set the gradient of every shard."""
         with self._world.explain_errors("gradient totals"):
-            dist.all_reduce(totals, group=self._world.group)
+            all_reduce(totals, self._world.group)
         self._sharded.collect_grads()
         self._sharded.sum_partial_grads(self._sharded.unsharded_grad_groups)
 

@@ -13,13 +13,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.tensor.debug
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.dist import World
+from unisono.parallel.timed_collectives import all_reduce
 from unisono.plan.plan import Plan
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -102,7 +102,7 @@ class ParallelDims:
         """``values`` summed over the ranks along ``name``, in place."""
         if self.sizes[name] > 1:
             with self.world.explain_errors(f"sum over {name}", values.nbytes):
-                dist.all_reduce(values, group=self.group(name))
+                all_reduce(values, self.group(name))
         return values
 
     def max(self, values: Tensor, name: str) -> Tensor:
@@ -111,7 +111,7 @@ class ParallelDims:
             return values
         missing = self.sum(values.isnan().to(values.dtype), name)
         with self.world.explain_errors(f"maximum over {name}", values.nbytes):
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group(name))
+            all_reduce(values, self.group(name), ReduceOp.MAX)
         return torch.where(missing > 0, torch.nan, values)
 
 

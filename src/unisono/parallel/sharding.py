@@ -14,7 +14,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from unisono.errors import ConfigError
 from unisono.optim import global_norm
 from unisono.parallel.mesh import ParallelDims
+from unisono.parallel.timed_collectives import all_reduce
 
 # process groups, and names of the parameters whose gradients are summed over them
 GradGroups = Sequence[tuple[ProcessGroup, Sequence[str]]]
@@ -399,7 +399,7 @@ class ShardedParameters:
             for members in by_dtype.values():
                 flat = torch.cat([member.flatten() for member in members])
                 with self._dims.world.explain_errors("sum of shared gradients", flat.nbytes):
-                    dist.all_reduce(flat, group=group)
+                    all_reduce(flat, group)
                 for member, total in zip(members, flat.split([m.numel() for m in members]), strict=True):
                     member.copy_(total.view_as(member))
 

@@ -52,7 +52,7 @@ class AsyncLoop:
             micro_batches = [to_device(micro_batch, runner.device) for micro_batch in batch.micro_batches]
         self.worker.start_batch_shard(batch)
         step = runner.run(replace(batch, micro_batches=micro_batches))
-        with runner.timers.phase("comm_exposed"):
+        with runner.timers.comm_exposed("dp"):
             self.worker.finish_batch_shard(batch.batch_shard, float(step.stats[COUNTED]))
             if runner.metrics_reader.stop_requested:
                 self.worker.ask_to_stop()

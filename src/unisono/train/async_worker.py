@@ -74,13 +74,13 @@ class RemoteOptimizer:
             sent[name] = as_host_memory((gradient / grad_scale).to(parameter.dtype))
         lr = float(self.param_groups[0]["lr"])
         into = None if self._late_pull else self._trained
-        with self._timers.phase("comm_exposed"):
+        with self._timers.comm_exposed("dp"):
             self._servers.push(sent, into, lr=lr, batch_shard=self.batch_shard).wait()
         self._servers.commit()
 
     def pull(self) -> None:
         """Load the current values."""
-        with self._timers.phase("comm_exposed"):
+        with self._timers.comm_exposed("dp"):
             self._servers.pull(self._trained).wait()
 
 

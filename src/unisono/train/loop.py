@@ -18,6 +18,7 @@ from unisono.dist import StopNotice
 from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter, StepTimers
 from unisono.parallel.fsdp import reshard
+from unisono.parallel.timed_collectives import counting_exposed_time
 from unisono.train.callbacks import Every
 from unisono.train.evaluate import Evaluator
 from unisono.train.metrics_reader import MetricsReader
@@ -90,7 +91,8 @@ class StepRunner:
     def run(self, batch: StepBatch) -> Step:
         """Make one step of ``batch``. Raises NumericsError where too many steps in a row were skipped."""
         began_s, compiling = time.monotonic(), self.metrics_reader.compiling
-        step = self.train_step.run(batch)
+        with counting_exposed_time(self.timers):
+            step = self.train_step.run(batch)
         self.metrics_reader.add(step)
         if compiling:
             self.events.emit("compiled", step=step.index, first_step_s=time.monotonic() - began_s)

@@ -17,7 +17,7 @@ from unisono.measure.ceiling import PeakFlops
 from unisono.measure.flops import utilization
 from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter, StepTimers
-from unisono.observe.monitor import peak_rss_bytes
+from unisono.observe.monitor import anonymous_memory_bytes, peak_rss_bytes
 from unisono.parallel.device import memory_bytes
 from unisono.parallel.sharding import ShardedParameters
 from unisono.train.comm_stats import CommStats
@@ -152,9 +152,10 @@ class MetricsReader:
             if self.peak is not None:
                 speed = rates.tokens_per_s_device
                 fields |= utilization(tokens_per_s_device=speed, flops_per_token=self.flops_per_token, peak=self.peak)
-        peak_bytes, limit_bytes = memory_bytes(self.device)
+        peak_bytes, limit_bytes, bytes_now = memory_bytes(self.device)
         if not limit_bytes:
-            peak_bytes, limit_bytes = peak_rss_bytes(), self.memory_limit_bytes
+            peak_bytes, limit_bytes, bytes_now = peak_rss_bytes(), self.memory_limit_bytes, anonymous_memory_bytes()
+        fields["mem/now_bytes"] = bytes_now
         fields["mem/peak_bytes"] = peak_bytes
         fields["mem/limit_bytes"] = limit_bytes
         return fields

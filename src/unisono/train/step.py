@@ -145,7 +145,7 @@ class TrainStep:
             self.forward_backward.train(batch.micro_batches, scaled_loss, self.sync, timers, state.step)
         totals[3] = float(self.stop_notice is not None and self.stop_notice.requested)
         rank_loss = totals[0].clone()  # which rank's samples made a loss that is no number
-        with timers.phase("comm_exposed"):
+        with timers.comm_exposed("dp"):
             self.sync.wait(totals)
             state.sharded.sum_partial_grads(self.partial_grad_groups)
             named = self.named_losses.take(totals) / totals[1]
@@ -240,7 +240,7 @@ class ForwardBackward:
         if self.pipeline is not None:
             stages = _StagePasses(self, micro_batches)
             phase = partial(stages.phase, timers, step)
-            with timers.phase("comm_exposed"):  # time outside the passes is spent waiting for other stages
+            with timers.phase("bubble"):  # time outside the passes is spent waiting for other stages
                 self.pipeline.forward_backward(stages.sharded, stages.forward, loss, sync.prepare_last_backward, phase)
             return
         for number, micro_batch in enumerate(micro_batches, start=1):

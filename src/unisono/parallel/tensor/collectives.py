@@ -18,15 +18,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from unisono.parallel.timed_collectives import all_gather_single, all_reduce, reduce_scatter_single
+
 _Exchange = Callable[[Tensor], Tensor]
-# torch 2.13 calls them so, and warns of the names that 2.11 and 2.12 have
-_torch: Any = dist
-all_gather_single = getattr(dist, "all_gather_single", None) or _torch.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or _torch.reduce_scatter_tensor
 
 
 def copy_to_tp_region(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -84,7 +81,7 @@ def _same(x: Tensor) -> Tensor:
 
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    all_reduce(total, group)
     return total
 
 
@@ -93,7 +90,7 @@ def _gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Sequence[int] = ())
     padded = part.new_zeros(max(sizes), *part.shape[1:])  # the collective wants parts of one size
     padded[: part.shape[0]] = part
     gathered = padded.new_empty(group.size() * padded.shape[0], *padded.shape[1:])
-    all_gather_single(gathered, padded, group=group)
+    all_gather_single(gathered, padded, group)
     parts = zip(gathered.split(padded.shape[0]), sizes, strict=True)
     return torch.cat([block[:size].movedim(0, dim) for block, size in parts], dim)
 
@@ -101,7 +98,7 @@ def _gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Sequence[int] = ())
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     contiguous = x.movedim(dim, 0).contiguous()
     part = contiguous.new_empty(contiguous.shape[0] // group.size(), *contiguous.shape[1:])
-    reduce_scatter_single(part, contiguous, group=group)
+    reduce_scatter_single(part, contiguous, group)
     return part.movedim(0, dim).contiguous()
 
 

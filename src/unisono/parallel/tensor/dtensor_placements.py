@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -28,6 +27,7 @@ from unisono.errors import PlanError, Problem, nearest_name
 from unisono.parallel.hooks import wrap_forward
 from unisono.parallel.mesh import ParallelDims, clear_mesh_caches
 from unisono.parallel.sharding import ShardedParameters, ShardTable
+from unisono.parallel.timed_collectives import all_reduce
 from unisono.plan import rules
 from unisono.plan.plan import Plan
 from unisono.plan.rules import match_modules
@@ -211,7 +211,7 @@ class DTensorGradients:
         """Sum ``totals`` [k] over all ranks, and set the gradient of every shard."""
         world = self._dims.world
         with world.explain_errors("gradient totals"):
-            dist.all_reduce(totals, group=world.group)
+            all_reduce(totals, world.group)
         redistribute_grads(self._model)
         self._sharded.collect_grads()
         for gradient in self.gradients():

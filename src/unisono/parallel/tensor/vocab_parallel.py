@@ -13,13 +13,13 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 
 from unisono.parallel.hooks import wrap_forward
 from unisono.parallel.sharding import ParameterSharder, even_sizes
 from unisono.parallel.tensor.collectives import copy_to_tp_region, gather_from_tp_region, reduce_from_tp_region
+from unisono.parallel.timed_collectives import all_reduce
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +43,9 @@ class VocabShard:
     def combine(self, log_norm: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Combine over the ranks: the logsumexp of the local ``log_norm``, and the sum of ``chosen``."""
         largest = log_norm.clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        all_reduce(largest, self.group, ReduceOp.MAX)
         sums = torch.stack([(log_norm - largest).exp(), chosen])
-        dist.all_reduce(sums, group=self.group)
+        all_reduce(sums, self.group)
         return largest + sums[0].log(), sums[1]
 
     def gather(self, logits: Tensor) -> Tensor:

@@ -1,0 +1,95 @@
+"""Figures that the rules compare, and how they are written in findings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.diagnose.finding import Severity
+from unisono.diagnose.run_facts import Floats, RankFacts, RunFacts
+
+MIN_READINGS: Final = 8  # fewer say nothing about the time of a step
+MAX_SAMPLES: Final = 1 << 20  # of a micro-batch, in events that anybody may have written
+
+
+def is_timed(facts: RunFacts) -> bool:
+    """Whether there are enough readings to judge the time of a step."""
+    if not facts.ranks:
+        return False
+    readings = len(facts.common_steps()) if facts.steps_together else min(len(rank.steps) for rank in facts.ranks)
+    return readings >= MIN_READINGS
+
+
+def shares_of(facts: RunFacts, phase: str) -> Floats:
+    """Share of a phase in the time of each rank [ranks]."""
+    return np.array([rank.phase_s[phase].sum() / rank.wall_s.sum() for rank in facts.ranks])
+
+
+def least_wait(facts: RunFacts, phase: str) -> float:
+    """Share of ``phase`` in the time of a step, on the rank that waits least in each reading: the one that came last."""
+    return float(facts.phase_s(phase).min(axis=0).sum() / facts.wall_s().mean(axis=0).sum())
+
+
+def lower_medians(values: Floats) -> Floats:
+    """The median over ranks [ranks, …] -> […]; of an even number the lower of the two in the middle, so that one of two ranks
+    is no majority."""
+    return np.sort(values, axis=0)[(len(values) - 1) // 2]
+
+
+def lower_median(values: Floats) -> float:
+    """``lower_medians`` of one value of each rank."""
+    return float(lower_medians(values))
+
+
+def excess_over_others(values: Floats) -> Floats:
+    """How far each value is above the lower median of the others [ranks]; 0 for a single one."""
+    count = len(values)
+    if count < 2:
+        return np.zeros(count)
+    order = np.argsort(values, kind="stable")
+    place = np.empty(count, np.int64)
+    place[order] = np.arange(count)
+    middle = (count - 2) // 2  # in the sorted values of the others
+    return values - values[order][middle + (place <= middle)]
+
+
+def severity_of(share: float, warning: float, critical: float) -> Severity | None:
+    """None below both thresholds."""
+    return "critical" if share >= critical else "warning" if share >= warning else None
+
+
+def milliseconds(facts: RunFacts, share: float) -> str:
+    """A share of the time of a step, in milliseconds."""
+    rank: RankFacts = facts.ranks[0]
+    steps = int(rank.steps[-1] - rank.steps[0]) / max(1, len(rank.steps) - 1)  # in a reading
+    return f"{1000 * share * float(rank.wall_s.mean()) / max(1.0, steps):.3g} ms"
+
+
+def chosen_ranks(facts: RunFacts, chosen: NDArray[np.bool_]) -> tuple[int, ...]:
+    """The ranks of the rows that are chosen [ranks]."""
+    return tuple(rank for rank, is_chosen in zip(facts.rank_numbers, chosen, strict=True) if is_chosen)
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks)}"
+
+
+def setting_text(facts: RunFacts, name: str) -> tuple[str, ...]:
+    """A setting as evidence; nothing where the run has none of that name."""
+    return (f"{name} is {facts.settings[name]}",) if name in facts.settings else ()
+
+
+def plan_group(facts: RunFacts, name: str) -> dict[str, Any]:
+    """A group of the plan, such as ``batch``; empty where the run's plan has none."""
+    group = facts.plan.get(name)
+    return cast("dict[str, Any]", group) if isinstance(group, dict) else {}
+
+
+def listed(numbers: Iterable[int], count: int = 5) -> str:
+    """The first ``count`` numbers."""
+    numbers = list(numbers)
+    return ", ".join(map(str, numbers[:count])) + (", …" if len(numbers) > count else "")

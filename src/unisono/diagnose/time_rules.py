@@ -1,0 +1,280 @@
+"""Rules of what makes steps longer.
+
+Costs are shares of the time of a step. Ranks that step together meet in every step: the rank that waits least for communication
+arrived last. What it waits is what communication costs; what the others wait longer is the cost of its slowness. So a slow rank
+is not taken for a slow network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Final, cast
+
+import numpy as np
+
+from unisono.diagnose.figures import (
+    MAX_SAMPLES,
+    chosen_ranks,
+    excess_over_others,
+    is_timed,
+    least_wait,
+    lower_median,
+    lower_medians,
+    milliseconds,
+    named_ranks,
+    plan_group,
+    setting_text,
+    severity_of,
+    shares_of,
+)
+from unisono.diagnose.finding import Finding
+from unisono.diagnose.run_facts import ALL_PHASES, Floats, RunFacts
+from unisono.observe.meters import COMM_AXES
+
+_COMPUTE: Final = tuple(
+    phase for phase in ALL_PHASES if phase not in ("data_wait", "bubble", "comm_exposed", "ckpt_stall", "eval")
+)
+_STEADY_FRAC: Final = 0.7  # of the readings in which a rank is slower than the others, for it to be called slow
+_BUBBLE: Final = (0.15, 0.30)  # warning, critical
+_COMM_ADVICE: Final = {
+    "dp": "more samples per rank and step (plan.global_batch) make fewer exchanges of the same size; plan.compression makes those "
+    "of gradients smaller",
+    "cp": "longer parts of the sequence per rank (a smaller plan.cp), on one host",
+    "tp": "ranks of tp on one host, or a smaller plan.tp",
+    "ep": "ranks of ep on one host, or a smaller plan.ep",
+    "pp": "stages that share no parameters (untied embeddings)",
+}
+_PHASE_WORDS: Final = {
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "optimizer": "the optimizer",
+    "h2d": "copies to the device",
+    "other": "code between steps",
+}
+
+
+def data_bound(facts: RunFacts) -> Iterator[Finding]:
+    """DATA01: all ranks wait for data. DATA02: one rank waits longer than the others."""
+    if not is_timed(facts):
+        return
+    shares = shares_of(facts, "data_wait")
+    cost = lower_median(shares)
+    if severity := severity_of(cost, 0.05, 0.20):
+        patch, gain, advice = _loader_patch(facts, cost)
+        yield Finding(
+            id="DATA01",
+            title="training waits for data",
+            severity=severity,
+            cost_frac=cost,
+            confidence=0.9,
+            evidence=(
+                f"each step waits {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)} for its batch{_of_ranks(shares)}",
+                *setting_text(facts, "loader.num_workers"),
+            ),
+            advice=advice,
+            patch=patch,
+            expected_gain=gain,
+        )
+    excess = excess_over_others(shares)
+    worst = int(excess.argmax())
+    if severity := severity_of(float(excess[worst]), 0.10, 0.20):
+        ranks = chosen_ranks(facts, excess >= 0.10)
+        yield Finding(
+            id="DATA02",
+            title=f"{named_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} longer for data than the others",
+            severity=severity,
+            cost_frac=float(excess[worst]),
+            confidence=0.9,
+            ranks=ranks,
+            evidence=(
+                f"rank {facts.rank_numbers[worst]} waits {milliseconds(facts, shares[worst])} a step for data, the others "
+                f"{milliseconds(facts, float(shares[worst] - excess[worst]))}; each step takes {milliseconds(facts, 1.0)}",
+            ),
+            advice="compare the disk or network storage of that host, and the sizes of its samples, with the others'",
+        )
+
+
+def _loader_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, str]:
+    """Settings that hide the wait, the share of a step's time that they save, and advice."""
+    workers = facts.settings.get("loader.num_workers")
+    compute = 1.0 - cost
+    if workers == 0:
+        # one worker makes the next batch while this one is computed: at least that much of the wait is hidden
+        return (
+            {"loader.num_workers": -1},
+            min(cost, compute),
+            "let workers make batches ahead: loader.num_workers=-1 finds kind and number while running",
+        )
+    if isinstance(workers, int) and workers > 0 and facts.settings.get("loader.worker_kind") != "auto":
+        # the workers are busy all the time, so a step takes as long as they take: more of them, until compute is longer
+        wanted = math.ceil(1.1 * workers / compute) if compute > 0 else 2 * workers
+        return (
+            {"loader.num_workers": max(workers + 1, min(wanted, 8 * workers))},
+            cost * 0.9,
+            "more workers, if the host has idle cores; else cheaper transforms, or data packed before the run",
+        )
+    return (
+        {},
+        0.0,
+        "the number of workers is tuned already: pack the data before the run (unisono data pack), use cheaper transforms, or "
+        "move the files to a faster disk",
+    )
+
+
+def exposed_communication(facts: RunFacts) -> Iterator[Finding]:
+    """COMM01: ranks wait for communication that no computation hides, without the wait for a slow rank."""
+    if not is_timed(facts) or len(facts.ranks) < 2:
+        return
+    if facts.steps_together:
+        cost = least_wait(facts, "comm_exposed")
+    else:
+        cost = lower_median(shares_of(facts, "comm_exposed"))
+    if severity := severity_of(cost, 0.10, 0.25):
+        axes = _axis_shares(facts)
+        axis, *_ = axes or ["dp"]
+        mesh = [f"{name} {size}" for name, size in _mesh(facts) if size > 1]
+        yield Finding(
+            id="COMM01",
+            title=f"steps wait for communication along {axis}" if axes else "steps wait for communication",
+            severity=severity,
+            cost_frac=cost,
+            confidence=0.9 if axes or len(mesh) <= 1 else 0.7,
+            evidence=(
+                f"each step waits {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)} for communication that no computation hides"
+                + (f"; mesh: {', '.join(mesh)}" if mesh else ""),
+                *([f"by axis: {', '.join(f'{name} {milliseconds(facts, share)}' for name, share in axes.items())}"] if axes else []),
+            ),
+            advice=_COMM_ADVICE[axis],
+        )
+
+
+def _axis_shares(facts: RunFacts) -> dict[str, float]:
+    """Share of each axis in the time of a step, the largest first: what the rank that waits least waits for it."""
+    if not facts.steps_together:
+        return {}
+    least = facts.phase_s("comm_exposed").argmin(axis=0)
+    readings, total = np.arange(len(least)), facts.wall_s().mean(axis=0).sum()
+    shares = {axis: float(facts.phase_s(f"comm_exposed_{axis}")[least, readings].sum() / total) for axis in COMM_AXES}
+    return {axis: share for axis, share in sorted(shares.items(), key=lambda item: -item[1]) if share > 0}
+
+
+def pipeline_bubble(facts: RunFacts) -> Iterator[Finding]:
+    """PP01: every stage waits for the others, because there are few micro-batches."""
+    if not is_timed(facts) or not facts.steps_together:
+        return
+    cost = least_wait(facts, "bubble")
+    if severity := severity_of(cost, *_BUBBLE):
+        patch, gain, formula = _bubble_patch(facts, cost)
+        yield Finding(
+            id="PP01",
+            title="pipeline stages wait for each other",
+            severity=severity,
+            cost_frac=cost,
+            confidence=0.8,
+            evidence=(f"the stage that waits least waits {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)}", *formula),
+            advice="more micro-batches (a smaller plan.micro_batch, or a larger plan.global_batch), or a schedule with shorter "
+            "bubbles (plan.schedule: interleaved, zbv)",
+            patch=patch,
+            expected_gain=gain,
+        )
+
+
+def _bubble_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, tuple[str, ...]]:
+    """More micro-batches, the share of a step's time that they save, and what the schedule itself costs.
+
+    The idle share of gpipe and 1f1b, whose stages take equally long, is that of Narayanan et al. 2021, section 2.2.
+    """
+    batch, stages = plan_group(facts, "batch"), plan_group(facts, "mesh").get("pp")
+    passes, micro_batch = batch.get("accumulation"), batch.get("micro_batch")
+    sizes = (stages, passes, micro_batch)
+    if plan_group(facts, "pipeline").get("schedule") not in ("gpipe", "1f1b"):
+        return {}, 0.0, ()
+    if not all(isinstance(size, int) and 0 < size < MAX_SAMPLES for size in sizes):
+        return {}, 0.0, ()
+    stages, passes, micro_batch = cast("tuple[int, int, int]", sizes)
+
+    def idle_frac(micro_batch_size: int) -> float:
+        return (stages - 1) / (passes * micro_batch // micro_batch_size + stages - 1)
+
+    expected = idle_frac(micro_batch)
+    formula = (f"{stages} stages that take equally long are idle for {expected:.0%} of a step of {passes} micro-batches",)
+    parts = [size for size in range(micro_batch - 1, 0, -1) if micro_batch % size == 0]
+    if not parts or not expected:
+        return {}, 0.0, formula
+    smaller = next((size for size in parts if idle_frac(size) < _BUBBLE[0]), parts[-1])
+    return {"plan.micro_batch": smaller}, cost * (1 - idle_frac(smaller) / expected), formula
+
+
+def stragglers(facts: RunFacts) -> Iterator[Finding]:
+    """BAL01: one rank computes longer than the others, which wait for it."""
+    if not is_timed(facts) or len(facts.ranks) < 2 or not facts.steps_together:
+        return
+    own = facts.phase_s(*_COMPUTE)
+    totals = own.sum(axis=1)
+    scores = totals.min() / totals
+    slow_in = (own > 1.05 * lower_medians(own)).mean(axis=1)  # share of the readings
+    is_slow = (scores < 0.9) & (slow_in >= _STEADY_FRAC)
+    if not is_slow.any():
+        return
+    excess = np.where(is_slow, excess_over_others(totals), 0.0)
+    worst = int(excess.argmax())
+    extra = {phase: excess_over_others(facts.phase_s(phase).sum(axis=1))[worst] for phase in _COMPUTE}
+    phase = max(extra, key=lambda name: extra[name])
+    ranks = chosen_ranks(facts, is_slow)
+    cost = float(excess[worst] / facts.wall_s().mean(axis=0).sum())
+    yield Finding(
+        id="BAL01",
+        title=f"{named_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} slower than the others",
+        severity="critical" if scores[worst] < 0.75 else "warning",
+        cost_frac=cost,
+        confidence=float(slow_in[worst]),
+        ranks=ranks,
+        evidence=(
+            f"without waiting, rank {facts.rank_numbers[worst]} takes {1 / scores[worst]:.2f} times as long for a step as the "
+            "fastest rank",
+            f"{milliseconds(facts, cost)} of {milliseconds(facts, 1.0)} per step, most of it in {_PHASE_WORDS.get(phase, phase)}",
+            f"it is slower than the others in {slow_in[worst]:.0%} of the readings",
+        ),
+        advice="look at that host: clocks and throttling, other processes, cores of the rank; with a pipeline, at the layers of "
+        "its stage",
+    )
+
+
+def save_stall(facts: RunFacts) -> Iterator[Finding]:
+    """CKPT01: training stands still while checkpoints are saved."""
+    if not is_timed(facts):
+        return
+    cost = float(shares_of(facts, "ckpt_stall").max())
+    if severity := severity_of(cost, 0.01, 0.05):
+        every = facts.settings.get("checkpoint.every_steps")
+        patch: dict[str, Any] = {}
+        gain = 0.0
+        if facts.settings.get("checkpoint.asynchronous") is False:
+            patch, gain = {"checkpoint.asynchronous": True}, cost / 2
+        elif isinstance(every, int) and every > 0:
+            factor = math.ceil(cost / 0.01)
+            patch, gain = {"checkpoint.every_steps": every * factor}, cost * (1 - 1 / factor)
+        yield Finding(
+            id="CKPT01",
+            title="training stands still while it saves",
+            severity=severity,
+            cost_frac=cost,
+            confidence=0.95,
+            evidence=(
+                f"saving takes {cost:.1%} of the time",
+                *setting_text(facts, "checkpoint.every_steps"),
+                *setting_text(facts, "checkpoint.asynchronous"),
+            ),
+            advice="save in the background (checkpoint.asynchronous), less often (checkpoint.every_steps), or to a faster disk",
+            patch=patch,
+            expected_gain=gain,
+        )
+
+
+def _of_ranks(shares: Floats) -> str:
+    return f" ({shares.min():.0%} to {shares.max():.0%} by rank)" if len(shares) > 1 else ""
+
+
+def _mesh(facts: RunFacts) -> list[tuple[str, int]]:
+    return [(axis, size) for axis, size in plan_group(facts, "mesh").items() if isinstance(size, int)]

@@ -1,0 +1,106 @@
+"""torch's collectives that a pass waits for, timed by the mesh axis of their group.
+
+The time in them is exposed communication: the host computes nothing meanwhile. It is counted inside ``counting_exposed_time``,
+where the calling thread has entered it. It is not counted in compiled graphs, which the compiler traces, on threads that torch
+starts for the backward pass of an accelerator, and for collectives that DTensor issues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from unisono.observe.meters import StepTimers
+
+# torch 2.13 calls them so, and warns of the names that 2.11 and 2.12 have
+_torch: Any = dist
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or _torch.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or _torch.reduce_scatter_tensor
+
+_AXES: Final = {"cp": "cp", "tp": "tp", "ep": "ep", "pp": "pp"}  # all other groups reduce over data ranks, or gather for them
+_timers: ContextVar[StepTimers | None] = ContextVar("timers", default=None)
+
+
+@contextmanager
+def counting_exposed_time(timers: StepTimers) -> Generator[None]:
+    """Inside, the time that this thread spends in the functions below is exposed communication of ``timers``."""
+    token = _timers.set(timers)
+    try:
+        yield
+    finally:
+        _timers.reset(token)
+
+
+def exposed(group: ProcessGroup | None) -> AbstractContextManager[Any]:
+    """The context of waiting for ``group``, of all ranks if None."""
+    timers = None if torch.compiler.is_compiling() else _timers.get()
+    if timers is None:
+        return nullcontext()
+    name = "" if group is None else group.group_desc
+    return timers.comm_exposed("pp" if name.startswith("stage") else _AXES.get(name, "dp"))
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup | None, op: Any = ReduceOp.SUM) -> None:
+    """``tensor`` reduced over the group, in place."""
+    with exposed(group):
+        dist.all_reduce(tensor, op=op, group=group)
+
+
+def all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
+    """All ranks' ``input`` [n] into ``output`` [ranks · n], in order of ranks."""
+    with exposed(group):
+        _all_gather_single(output, input, group=group)
+
+
+def reduce_scatter_single(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
+    """This rank's part of the summed ``input`` [ranks · n] into ``output`` [n]."""
+    with exposed(group):
+        _reduce_scatter_single(output, input, group=group)
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    group: ProcessGroup,
+    output_sizes: Sequence[int] | None = None,
+    input_sizes: Sequence[int] | None = None,
+) -> None:
+    """Parts of ``input`` to their ranks, parts of all ranks into ``output``; equal parts unless sizes along dim 0 are given."""
+    with exposed(group):
+        dist.all_to_all_single(
+            output,
+            input,
+            None if output_sizes is None else list(output_sizes),
+            None if input_sizes is None else list(input_sizes),
+            group=group,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FSDPCollective:
+    """A collective of FSDP2's own (``torch.distributed.fsdp`` calls the interface ``AllGather`` and ``ReduceScatter``)."""
+
+    collective: Callable[..., Any]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False, **options: Any
+    ) -> Any:
+        """The work to wait for if ``async_op``, else None."""
+        with nullcontext() if async_op else exposed(group):
+            return self.collective(output_tensor, input_tensor, group=group, async_op=async_op, **options)
+
+
+FSDP_ALL_GATHER: Final = FSDPCollective(_all_gather_single)
+FSDP_REDUCE_SCATTER: Final = FSDPCollective(_reduce_scatter_single)
