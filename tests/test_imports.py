@@ -71,6 +71,8 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
         "config",
         "data",
         "diagnose",
+        "report",
+        "doctor",
         "eval",
         "generate",
         "init",

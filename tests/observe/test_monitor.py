@@ -3,10 +3,11 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
-from unisono.observe.monitor import host_memory_limit_bytes, peak_rss_bytes
+from unisono.observe.monitor import anonymous_memory_bytes, host_memory_limit_bytes, peak_rss_bytes
 
 
 def machine(tmp_path: Path, groups: str, limits: dict[str, str]) -> tuple[Path, Path]:
@@ -50,3 +51,15 @@ def test_the_peak_does_not_go_down() -> None:
     assert peak > len(block)
     del block
     assert peak_rss_bytes() > peak - 2**20  # the kernel updates its counters in batches
+
+
+def test_memory_of_files_is_not_counted(tmp_path: Path) -> None:
+    size = 64 << 20
+    (tmp_path / "file").write_bytes(bytes(size))
+    before = anonymous_memory_bytes()
+    mapped = np.memmap(tmp_path / "file", mode="r")
+    assert mapped.sum() == 0  # all of it is resident
+    assert anonymous_memory_bytes() - before < size / 2
+    kept = np.ones(size, np.uint8)
+    assert size / 2 < anonymous_memory_bytes() - before < 2 * size
+    assert len(kept) == len(mapped)

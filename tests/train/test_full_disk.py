@@ -78,10 +78,10 @@ class NoRoomFor:
 def test_a_report_that_does_not_fit_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from unisono.observe import report
     from unisono.observe.options import ObserveOptions
+    from unisono.report import render
 
-    monkeypatch.setattr(report, "write_atomically", NoRoomFor("report.html", report.write_atomically))
+    monkeypatch.setattr(render, "write_atomically", NoRoomFor("report.html", render.write_atomically))
     run = tiny.trainer(tmp_path / "run", steps=2)
     run._observe = ObserveOptions(console="off", report=True)
     with run:

@@ -26,6 +26,8 @@ COMMANDS = {
     "launch": "Run any command as one job: here, on other hosts over ssh, by mpirun or srun.",
     "init": "Write a commented starter configuration.",
     "diagnose": "Say what makes a run slow or wrong, and which settings to change.",
+    "doctor": "Examine this host before a run.",
+    "report": "Write the HTML report of a run.",
     "eval": "Evaluate the newest checkpoint of a run on its held-out data.",
     "generate": "Let a trained language model write.",
     "config": "Show, explain, compare configurations.",

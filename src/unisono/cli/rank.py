@@ -24,7 +24,7 @@ from unisono.interop.huggingface import export
 from unisono.models.gpt import GPT
 from unisono.observe.events import Event
 from unisono.observe.formatting import RunEndFacts
-from unisono.observe.outputs import RunOutputs
+from unisono.train.outputs import RunOutputs
 from unisono.storage.files import write_atomically
 from unisono.storage.run_folder import PLAN_FILE, RUN_FILE
 from unisono.train.build import (

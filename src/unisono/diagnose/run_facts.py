@@ -6,7 +6,7 @@ them. Readings of the first steps of an attempt, and of steps that compiled, are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
@@ -15,11 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.errors import DataError
-from unisono.observe.events import Event, number, read_events
+from unisono.observe.events import Event, EventHistory, number, read_events
 from unisono.observe.meters import COMM_AXES, PHASES
 from unisono.storage.run_folder import EVENTS_FOLDER
 
 ALL_PHASES: Final = (*PHASES, "other")
+# what a rank does itself, without waiting
+COMPUTE_PHASES: Final = tuple(
+    phase for phase in ALL_PHASES if phase not in ("data_wait", "bubble", "comm_exposed", "ckpt_stall", "eval")
+)
 # parts of comm_exposed; 0 in events of earlier releases
 COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)
 _WARM_UP_READINGS: Final = 2
@@ -131,12 +135,24 @@ def read_run(run_dir: Path) -> RunFacts:
         DataError: The folder has no events.
         ConfigError: A file of events is no regular file, or cannot be opened.
     """
+    facts = facts_of(map(read_events, sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl"))))
+    if not facts.ranks:
+        raise DataError(
+            given=f"{run_dir / EVENTS_FOLDER} has no events of a rank",
+            rule="a diagnosis is made from the events of a run (events/rank00000.jsonl …)",
+            consequence="nothing was diagnosed",
+            nearest="give the folder of a run (run.dir), or start one: unisono train",
+        )
+    return facts
+
+
+def facts_of(histories: Iterable[EventHistory]) -> RunFacts:
+    """The facts of ranks whose events have been read, the lowest rank first; without ranks where there are no events."""
     ranks: list[RankFacts] = []
     notes: list[str] = []
     start: Event = {}
     began_s = 0.0  # wall-clock time at which the last attempt of the lowest rank began
-    for path in sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")):
-        history = read_events(path)
+    for history in histories:
         notes += history.notes()
         if not history.events:
             continue
@@ -148,13 +164,6 @@ def read_run(run_dir: Path) -> RunFacts:
         began_s = began_s or number(events[0].get("t")) or 0.0
         start = start or next((event for event in events if event["kind"] == "run_start"), start)
         ranks.append(facts)
-    if not ranks:
-        raise DataError(
-            given=f"{run_dir / EVENTS_FOLDER} has no events of a rank",
-            rule="a diagnosis is made from the events of a run (events/rank00000.jsonl …)",
-            consequence="nothing was diagnosed",
-            nearest="give the folder of a run (run.dir), or start one: unisono train",
-        )
     ranks.sort(key=lambda facts: facts.rank)
     return RunFacts(
         ranks=ranks, settings=_mapping(start.get("config")), plan=_mapping(start.get("plan")), notes=tuple(notes)

@@ -29,12 +29,9 @@ from unisono.diagnose.figures import (
     shares_of,
 )
 from unisono.diagnose.finding import Finding
-from unisono.diagnose.run_facts import ALL_PHASES, Floats, RunFacts
+from unisono.diagnose.run_facts import COMPUTE_PHASES, Floats, RunFacts
 from unisono.observe.meters import COMM_AXES
 
-_COMPUTE: Final = tuple(
-    phase for phase in ALL_PHASES if phase not in ("data_wait", "bubble", "comm_exposed", "ckpt_stall", "eval")
-)
 _STEADY_FRAC: Final = 0.7  # of the readings in which a rank is slower than the others, for it to be called slow
 _BUBBLE: Final = (0.15, 0.30)  # warning, critical
 _COMM_ADVICE: Final = {
@@ -210,7 +207,7 @@ def stragglers(facts: RunFacts) -> Iterator[Finding]:
     """BAL01: one rank computes longer than the others, which wait for it."""
     if not is_timed(facts) or len(facts.ranks) < 2 or not facts.steps_together:
         return
-    own = facts.phase_s(*_COMPUTE)
+    own = facts.phase_s(*COMPUTE_PHASES)
     totals = own.sum(axis=1)
     scores = totals.min() / totals
     slow_in = (own > 1.05 * lower_medians(own)).mean(axis=1)  # share of the readings
@@ -219,7 +216,7 @@ def stragglers(facts: RunFacts) -> Iterator[Finding]:
         return
     excess = np.where(is_slow, excess_over_others(totals), 0.0)
     worst = int(excess.argmax())
-    extra = {phase: excess_over_others(facts.phase_s(phase).sum(axis=1))[worst] for phase in _COMPUTE}
+    extra = {phase: excess_over_others(facts.phase_s(phase).sum(axis=1))[worst] for phase in COMPUTE_PHASES}
     phase = max(extra, key=lambda name: extra[name])
     ranks = chosen_ranks(facts, is_slow)
     cost = float(excess[worst] / facts.wall_s().mean(axis=0).sum())

@@ -200,17 +200,20 @@ def core_shares(cores: Sequence[Core], processes: int) -> list[list[int]] | None
     return [sorted(cpu for core in cores[low:high] for cpu in core.cpus) for low, high in itertools.pairwise(bounds)]
 
 
+def accelerator_files() -> list[str]:
+    """Device files that hint at an accelerator."""
+    hints = re.compile(r"nvidia[0-9]+|kfd|davinci[0-9]+|accel[0-9]+|dxg")
+    devices = [f"/dev/{name}" for name in _listdir(Path("/dev")) if hints.fullmatch(name)]
+    return devices + [f"/dev/dri/{name}" for name in _listdir(Path("/dev/dri")) if name.startswith("renderD")]
+
+
 def count_accelerators() -> int:
     """The number of accelerators torch sees on this host.
 
     Torch is imported in a separate process, and only if a device file hints at an accelerator: the import takes
     seconds, and a child of a process that has initialised a device cannot use it.
     """
-    hints = re.compile(r"nvidia[0-9]+|kfd|davinci[0-9]+|accel[0-9]+|dxg")
-    is_hinted = any(hints.fullmatch(name) for name in _listdir(Path("/dev"))) or any(
-        name.startswith("renderD") for name in _listdir(Path("/dev/dri"))
-    )
-    if not is_hinted:
+    if not accelerator_files():
         return 0
     question = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
     answer = subprocess.run(code_command(question), capture_output=True, text=True, check=False)

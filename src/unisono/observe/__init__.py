@@ -1,4 +1,4 @@
-"""Observation of a run: events, meters, console, trackers and the report.
+"""Observation of a run: events, meters, console and trackers.
 
 The events file of each rank is the record of a run; console, trackers and report are views of it.
 """

@@ -11,7 +11,6 @@ from .meters import Rates as Rates
 from .meters import StepTimers as StepTimers
 from .meters import TimeSplit as TimeSplit
 from .options import ObserveOptions as ObserveOptions
-from .report import write_report as write_report
 from .run_summary import RunSummary as RunSummary
 from .run_summary import summarise as summarise
 from .sinks import Sink as Sink

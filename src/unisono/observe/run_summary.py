@@ -140,7 +140,11 @@ def _time_frac(steps: Sequence[Event]) -> dict[str, float]:
         fracs = {
             name[len("time/") : -len("_frac")]: value
             for name, raw in event.items()
-            if name.startswith("time/") and name.endswith("_frac") and (value := number(raw)) is not None
+            if name.startswith("time/")
+            and name.endswith("_frac")
+            and not name.startswith("time/comm_exposed_")  # unless all of it, parts of which these are
+            or name == "time/comm_exposed_frac"
+            if (value := number(raw)) is not None
         }
         if not fracs:
             continue

@@ -30,7 +30,7 @@ from unisono.observe.events import EventLog
 from unisono.observe.formatting import RunEndFacts
 from unisono.observe.meters import StepTimers
 from unisono.observe.options import ObserveOptions
-from unisono.observe.outputs import RunOutputs
+from unisono.train.outputs import RunOutputs
 from unisono.observe.own_values import log_value
 from unisono.optim import OptimOptions, ScheduleOptions
 from unisono.optim.learning_rate import SchedulerFactory
@@ -388,7 +388,9 @@ class Trainer:
         if self._stop_notice is not None:
             self._stop_notice.__exit__(None, None, None)
         if self._outputs is not None:
-            if error is None:
+            if error is not None:
+                self._outputs.write_report()
+            else:
                 preempted, best = self._loop.preempted, best_before(self.run_dir, self.state.step)
                 report = None if preempted else self._outputs.write_report()
                 commands = again() if preempted else ()

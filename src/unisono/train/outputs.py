@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -12,9 +13,9 @@ from unisono.observe.console import Console
 from unisono.observe.events import Event, EventLog, read_events
 from unisono.observe.formatting import RunEndFacts
 from unisono.observe.options import ObserveOptions
-from unisono.observe.report import write_report
 from unisono.observe.run_summary import summarise
 from unisono.observe.sinks import Trackers
+from unisono.report import write_report
 from unisono.storage.files import os_reason
 
 _LOG: Final = logging.getLogger("unisono.observe")
@@ -53,7 +54,7 @@ class RunOutputs:
             return write_report(self._run_dir)
         except (OSError, DataError) as error:
             reason = os_reason(error) if isinstance(error, OSError) else error.problems[0].given
-            again = f"unisono.observe.write_report(Path({str(self._run_dir)!r}))"
+            again = f"unisono report {shlex.quote(str(self._run_dir))}"
             _LOG.warning("report.html was not written: %s; %s makes it of the events", reason, again)
             return None
 
@@ -68,5 +69,7 @@ class RunOutputs:
     def __enter__(self) -> RunOutputs:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, *exc: object) -> None:
+        if kind is not None:
+            self.write_report()
         self.close()

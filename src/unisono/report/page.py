@@ -1,7 +1,7 @@
-"""HTML template of the report: markup, style and the script that passes the charts to plotly.
+"""HTML template of the report: markup, style and the script that unpacks plotly and passes it the charts.
 
-The template engine escapes every value. The content security policy runs only scripts with the listed hashes and forbids
-all requests.
+The template engine escapes every value. The content security policy runs only scripts with the listed hashes, plotly's text
+among them, and forbids all requests.
 """
 
 from __future__ import annotations
@@ -9,11 +9,30 @@ from __future__ import annotations
 from typing import Final
 
 DRAW_SCRIPT: Final = """
-const charts = JSON.parse(document.getElementById("charts").textContent);
-for (const chart of charts) {
-  Plotly.newPlot(chart.id, chart.data, chart.layout, {responsive: true, displaylogo: false, displayModeBar: "hover"});
+async function unpacked(id) {
+  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), character => character.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 }
-document.documentElement.dataset.drawn = charts.length;
+function coloured(layout) {
+  const style = getComputedStyle(document.documentElement), of = name => style.getPropertyValue(name).trim();
+  const copy = {...layout, paper_bgcolor: of("--paper"), plot_bgcolor: of("--paper"), font: {...layout.font, color: of("--ink")}};
+  for (const axis of ["xaxis", "yaxis"]) copy[axis] = {...layout[axis], gridcolor: of("--line")};
+  return {...copy, hoverlabel: {bgcolor: of("--paper"), font: {color: of("--ink")}}};
+}
+async function draw() {
+  const script = document.createElement("script");
+  script.textContent = await unpacked("plotly");
+  document.head.append(script);
+  const charts = JSON.parse(await unpacked("charts"));
+  const options = {responsive: true, displaylogo: false, displayModeBar: "hover"};
+  const drawAll = () => charts.map(chart => Plotly.react(chart.id, chart.data, coloured(chart.layout), options));
+  await Promise.all(drawAll());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  document.documentElement.dataset.drawn = charts.length;
+}
+draw().catch(error => {
+  document.getElementById("no-charts").textContent = `The charts cannot be drawn in this browser: ${error}`;
+});
 """
 
 PAGE: Final = """<!doctype html>
@@ -25,9 +44,12 @@ PAGE: Final = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ title }}</title>
 <style>
-:root { --ink: #1d2733; --soft: #5c6b7a; --line: #dde3e9; --accent: #1f6feb; --warn: #b35900; }
+:root { --ink: #1d2733; --soft: #5c6b7a; --line: #dde3e9; --accent: #1f6feb; --warn: #b35900; --bad: #cf222e; --paper: #fff;
+  --box: #f6f8fa; color-scheme: light dark; }
+@media (prefers-color-scheme: dark) { :root { --ink: #dde3e9; --soft: #9aa7b4; --line: #30363d; --accent: #6cb6ff;
+  --warn: #e3b341; --bad: #ff7b72; --paper: #0d1117; --box: #161b22; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1160px; padding: 2rem 1.25rem 4rem; color: var(--ink); background: #fff;
+body { margin: 0 auto; max-width: 1160px; padding: 2rem 1.25rem 4rem; color: var(--ink); background: var(--paper);
   font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
 h1 { font-size: 1rem; font-weight: 500; color: var(--soft); margin: 0 0 .25rem; }
 h2 { font-size: 1.05rem; margin: 2.25rem 0 .5rem; }
@@ -46,20 +68,34 @@ td.key { white-space: nowrap; overflow-wrap: normal; width: 1%; padding-right: 1
 td { white-space: pre-wrap; }
 tr.warning td { color: var(--warn); }
 tr.changed td { font-weight: 600; }
-pre { background: #f6f8fa; border: 1px solid var(--line); border-radius: 8px; padding: .8rem 1rem; overflow-x: auto;
+pre { background: var(--box); border: 1px solid var(--line); border-radius: 8px; padding: .8rem 1rem; overflow-x: auto;
   white-space: pre-wrap; overflow-wrap: anywhere; font-size: .86rem; }
 details > summary { cursor: pointer; color: var(--accent); }
 .scroll { overflow-x: auto; }
+.finding { border-left: 4px solid var(--warn); background: var(--box); border-radius: 0 8px 8px 0; padding: .6rem .9rem; margin: .6rem 0; }
+.finding.critical { border-color: var(--bad); }
+.finding p { margin: .2rem 0; font-size: .9rem; }
+.finding .cost { color: var(--soft); }
+.charts > div { min-width: 0; }
+@media (max-width: 30rem) { body { padding: 1rem .75rem 3rem; } .verdict { font-size: 1.1rem; } td.key { white-space: normal; } }
 </style>
 </head>
 <body>
 <h1>{{ title }}</h1>
 <p class="verdict">{{ verdict }}.</p>
+{% if findings %}<h2>What to change</h2>
+{% for finding in findings %}<div class="finding{% if finding.is_critical %} critical{% endif %}">
+<p><b>{{ finding.title }}</b> <span class="cost">{{ finding.cost }}</span></p>
+{% for line in finding.evidence %}<p class="cost">{{ line }}</p>
+{% endfor %}<p>{{ finding.advice }}</p>
+{% if finding.settings %}<p><code>{{ finding.settings }}</code></p>{% endif %}</div>
+{% endfor %}<h2>Figures</h2>{% endif %}
 <div class="figures">
 {% for figure in figures %}<div class="figure"><b>{{ figure.value }}</b><span>{{ figure.label }}</span></div>
 {% endfor %}</div>
 {% for note in notes %}<p class="note">{{ note }}</p>
 {% endfor %}
+<p class="note" id="no-charts"></p>
 {% if time_chart %}<h2>Where the time of a step goes</h2>
 <div id="{{ time_chart }}"></div>{% endif %}
 <h2>Curves</h2>
@@ -76,7 +112,9 @@ details > summary { cursor: pointer; color: var(--accent); }
 <tr{% if row.warning %} class="warning"{% endif %}><td class="key">{{ row.time }}</td><td>{{ row.attempt }}</td>
 <td>{{ row.rank }}</td><td class="key">{{ row.kind }}</td><td>{{ row.text }}</td></tr>{% endfor %}
 </tbody></table></div>{% endif %}
-{% if ranks %}<h2>Ranks</h2>
+{% if ranks or rank_map %}<h2>Ranks</h2>{% endif %}
+{% if rank_map %}<div id="{{ rank_map }}"></div>{% endif %}
+{% if ranks %}
 <div class="scroll"><table><thead><tr><th>rank</th><th>steps logged</th><th>median step</th><th>data wait</th>
 <th>exposed communication</th><th>peak memory</th></tr></thead>
 <tbody>{% for row in ranks %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}
@@ -99,8 +137,8 @@ details > summary { cursor: pointer; color: var(--accent); }
 logged steps, each a rolling mean that leaves out first steps, compilation, evaluation and
 checkpoints. Time shares are of the wall
 time of the logged steps on rank 0. Memory is in GiB (2^30 bytes). {{ conventions }}</p>
-<script type="application/json" id="charts">{{ charts|tojson }}</script>
-<script>{{ plotly_script }}</script>
+<script type="application/octet-stream" id="charts">{{ charts }}</script>
+<script type="application/octet-stream" id="plotly">{{ plotly }}</script>
 <script>{{ draw_script }}</script>
 </body>
 </html>

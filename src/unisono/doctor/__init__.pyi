@@ -1,0 +1,2 @@
+from .check import Check as Check
+from .examine import examine as examine

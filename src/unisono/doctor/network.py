@@ -1,0 +1,53 @@
+"""The host's name and its interfaces. No torch."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import psutil
+
+from unisono.doctor.check import Check, judged
+
+
+def check_network() -> Iterator[Check]:
+    """NET01 and NET02."""
+    yield _own_name()
+    yield _interfaces()
+
+
+def _own_name() -> Check:
+    name, title = socket.gethostname(), "the host's name"
+    own = {address.address for found in psutil.net_if_addrs().values() for address in found}
+    try:
+        resolved = {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
+    except OSError as error:
+        cure = f"other hosts cannot find this one by its name: add {name} to /etc/hosts or the name server"
+        return judged("NET01", title, f"{name}: {error.strerror or error}", warning=cure)
+    foreign = sorted(address for address in resolved if address.partition("%")[0] not in own and not _is_loopback(address))
+    cure = "the name leads to another host: mend /etc/hosts or the name server, or give the launcher --master-addr"
+    evidence = f"{name} is {', '.join(sorted(resolved))}"
+    return judged("NET01", title, evidence, failure=cure if foreign else "")
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _interfaces() -> Check:
+    states, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
+    rates = {
+        name: states[name].speed
+        for name, found in addresses.items()
+        if name in states
+        and states[name].isup
+        and any(one.family in (socket.AF_INET, socket.AF_INET6) and not _is_loopback(one.address) for one in found)
+    }
+    shown = [f"{name} ({rate:,} Mbit/s)" if rate else name for name, rate in rates.items()]
+    is_slow = bool(rates) and all(0 < rate < 10_000 for rate in rates.values())
+    return judged(
+        "NET02",
+        "network interfaces",
+        ", ".join(shown) or "none but loopback: this host runs alone",
+        warning="gradients between hosts want 10 Gbit/s or more" if is_slow else "",
+    )

@@ -1,0 +1,72 @@
+"""The folder of runs: room, speed, renames and locks. No torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from unisono.dist.interpreter import code_command
+from unisono.doctor.check import Check, judged
+from unisono.storage.files import file_lock, os_reason
+
+_GIB: Final = 2**30
+_PROBE_BYTES: Final = 16 << 20
+_LOCK = "import sys; from pathlib import Path; from unisono.storage.files import file_lock\nwith file_lock(Path(sys.argv[1])) as got: print(got)"
+
+
+def check_storage(folder: Path) -> Iterator[Check]:
+    """DISK01 to DISK03, of the nearest folder that exists."""
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    yield _room(folder)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".unisono-doctor-", dir=folder) as probe:
+            yield _speed(folder, Path(probe))
+            yield _locks(folder, Path(probe))
+    except OSError as error:
+        cure = "a folder that this user may write to, with run.dir"
+        yield judged("DISK02", "writing", f"{folder}: {os_reason(error)}", failure=cure)
+
+
+def _room(folder: Path) -> Check:
+    usage = shutil.disk_usage(folder)
+    files = os.statvfs(folder)
+    evidence = f"{folder.resolve()} has {usage.free / _GIB:.3g} of {usage.total / _GIB:.3g} GiB free"
+    cure = "remove old runs, or another run.dir"
+    if files.f_files and files.f_favail < 1000:
+        evidence += f", and room for {files.f_favail} more files"
+    is_full = usage.free < _GIB // 4 or (files.f_files > 0 and files.f_favail < 1000)
+    is_short = usage.free < usage.total * 0.05 and usage.free < 20 * _GIB
+    return judged("DISK01", "room", evidence, failure=cure if is_full else "", warning=cure if is_short else "")
+
+
+def _speed(folder: Path, probe: Path) -> Check:
+    data, path = os.urandom(_PROBE_BYTES), probe / "data"
+    begin = time.perf_counter()
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path, probe / "renamed")
+    took_s = time.perf_counter() - begin
+    rate = _PROBE_BYTES / took_s / 2**20
+    cure = "checkpoints are written here: a faster disk for run.dir, and checkpoint.upload_to for the slow one"
+    evidence = f"{rate:,.0f} MiB/s written through to the disk of {folder.resolve()}"
+    return judged("DISK02", "writing", evidence, warning=cure if rate < 50 else "")
+
+
+def _locks(folder: Path, probe: Path) -> Check:
+    """Whether a lock that this process holds keeps another process out, as it must between runs."""
+    title, path = "locks", probe / "lock"
+    with file_lock(path) as held:
+        done = subprocess.run([*code_command(_LOCK), str(path)], capture_output=True, text=True, check=False)
+    kept_out = held and done.stdout.strip() == "False"
+    cure = "two runs could write into one folder: mount it with locks (NFS: local_lock=none, and lockd running)"
+    evidence = f"a second process {'is' if kept_out else 'is not'} kept out of a locked file in {folder.resolve()}"
+    return judged("DISK03", title, evidence, failure="" if kept_out else cure)

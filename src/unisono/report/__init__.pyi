@@ -1,0 +1,1 @@
+from .render import write_report as write_report

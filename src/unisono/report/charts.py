@@ -1,0 +1,170 @@
+"""The charts of a report, as plotly describes them. Colours of text, grid and background are the page's, set where it is drawn."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from unisono.diagnose import RunFacts
+from unisono.diagnose.figures import is_timed, lower_medians
+from unisono.diagnose.run_facts import COMPUTE_PHASES
+from unisono.observe.events import ENVELOPE, Event, number
+from unisono.observe.formatting import percent, unit_of
+from unisono.observe.run_summary import RunSummary, decimate, eval_metrics
+
+POINTS: Final = 1000  # per curve
+_CELLS: Final = 8000  # of the map of ranks
+_COLOURS: Final = {
+    "h2d": "#e85aad",
+    "forward": "#4c9be8",
+    "backward": "#1f6feb",
+    "optimizer": "#8250df",
+    "comm_exposed": "#d29922",
+    "bubble": "#d4a72c",
+    "data_wait": "#cf222e",
+    "ckpt_stall": "#bc4c00",
+    "eval": "#2da44e",
+    "other": "#afb8c1",
+}
+
+# title, unit of the axis, series as (name, field of a step event)
+_STEP_CURVES: Final[tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...]] = (
+    ("Learning rate", "", (("learning rate", "train/lr"),)),
+    ("Gradient norm", "", (("gradient norm", "train/grad_norm"),)),
+    ("Throughput", "tokens/s", (("all devices", "perf/tokens_per_s"), ("per device", "perf/tokens_per_s_device"))),
+    ("Step time", "s", (("step", "perf/step_s"),)),
+)
+
+
+def _layout(title: str, y_title: str, restarts: Sequence[int] = (), **more: Any) -> dict[str, Any]:
+    lines = [
+        {
+            "type": "line",
+            "xref": "x",
+            "yref": "paper",
+            "x0": step,
+            "x1": step,
+            "y0": 0,
+            "y1": 1,
+            "line": {"color": "#8c959f", "width": 1, "dash": "dot"},
+        }
+        for step in restarts
+    ]
+    return {
+        "title": {"text": title, "font": {"size": 14}, "x": 0.01, "xanchor": "left"},
+        "height": 300,
+        "margin": {"l": 60, "r": 20, "t": 60, "b": 45},
+        "hovermode": "x unified",
+        "font": {"family": "system-ui, sans-serif", "size": 12},
+        "xaxis": {"title": {"text": "step"}, "zeroline": False},
+        "yaxis": {"title": {"text": y_title}, "zeroline": False, "exponentformat": "e"},
+        # on the left, under the title: the tool bar is on the right
+        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.0, "yanchor": "bottom"},
+        "shapes": lines,
+        **more,
+    }
+
+
+def _line(name: str, points: Sequence[tuple[int, float]], **more: Any) -> dict[str, Any]:
+    drawn = decimate(points, POINTS)
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(drawn) < 3 else "lines",
+        "name": re.sub(r"[^\w/.\- ]", "_", name),  # plotly reads some markup in names
+        "x": [step for step, _ in drawn],
+        "y": [float(f"{value:.5g}") if math.isfinite(value) else None for _, value in drawn],
+        **more,
+    }
+
+
+def curves_of(events: Sequence[Event], restarts: Sequence[int]) -> Iterator[dict[str, Any]]:
+    steps = [event for event in events if event["kind"] == "step"]
+    evals = [event for event in events if event["kind"] == "eval"]
+    metrics = sorted({name for event in evals for name in eval_metrics(event)})
+    losses = (
+        [_line("train loss", points, line={"color": "#1f6feb"})] if (points := _points(steps, "train/loss")) else []
+    )
+    if "loss" in metrics:
+        shown = {"mode": "lines+markers", "line": {"color": "#cf222e"}}
+        losses.append(_line("eval loss", _points(evals, "eval/loss"), **shown))
+    if losses:
+        caption = "Loss (dotted: restarts)" if restarts else "Loss"
+        yield {"id": "loss", "data": losses, "layout": _layout(caption, "", restarts, height=380)}
+    for index, name in enumerate(metric for metric in metrics if metric != "loss"):
+        line = _line(name, _points(evals, f"eval/{name}"), mode="lines+markers")
+        title = "Bits per byte (eval)" if name == "bits_per_byte" else f"{line['name']} (eval)"
+        yield {"id": f"metric{index}", "data": [line], "layout": _layout(title, "", restarts)}
+    logged = [event for event in events if event["kind"] == "log"]
+    names = sorted({name for event in logged for name in event if name not in (*ENVELOPE, "step")})
+    for index, name in enumerate(names):
+        line = _line(name, _points(logged, name), mode="lines+markers")
+        yield {"id": f"log{index}", "data": [line], "layout": _layout(line["name"], "", restarts)}
+    for index, (title, unit, series) in enumerate(_STEP_CURVES):
+        curves = [(name, points) for name, field in series if (points := _points(steps, field))]
+        if len(curves) == 2 and curves[0][1] == curves[1][1]:  # one device: its rate is the rate of all
+            curves = curves[:1]
+        if curves:
+            unit = f"{unit_of(steps[-1])}/s" if title == "Throughput" else unit
+            data = [_line(name, points) for name, points in curves]
+            yield {"id": f"curve{index}", "data": data, "layout": _layout(title, unit, restarts)}
+
+
+def _points(events: Sequence[Event], field: str) -> list[tuple[int, float]]:
+    return [(int(event["step"]), value) for event in events if (value := number(event.get(field))) is not None]
+
+
+def time_chart(summary: RunSummary) -> dict[str, Any] | None:
+    if not summary.time_frac:
+        return None
+    bars = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": re.sub(r"[^\w ]", "_", name).replace("_", " "),
+            "x": [round(100 * frac, 2)],
+            "y": ["step"],
+            "text": [percent(frac) if frac >= 0.03 else ""],
+            "textposition": "inside",
+            "insidetextanchor": "middle",
+            "hovertemplate": "%{fullData.name}: %{x:.2f}%<extra></extra>",
+            "marker": {"color": _COLOURS.get(name, "#6e7781")},
+        }
+        for name, frac in sorted(summary.time_frac.items(), key=lambda item: -item[1])
+    ]
+    axes = {
+        "xaxis": {"title": {"text": "% of wall time"}, "range": [0, 100]},
+        "yaxis": {"visible": False},
+        "legend": {"orientation": "h", "traceorder": "normal", "y": 1.05, "yanchor": "bottom"},
+    }
+    layout = _layout("", "", barmode="stack", height=190) | axes | {"hovermode": "closest"}
+    return {"id": "time", "data": bars, "layout": layout | {"margin": {"l": 20, "r": 20, "t": 70, "b": 45}}}
+
+
+def rank_map(facts: RunFacts) -> dict[str, Any] | None:
+    """How long each rank computes, compared with the median rank, over the run; None for one rank or few readings."""
+    if len(facts.ranks) < 2 or not facts.steps_together or not is_timed(facts):
+        return None
+    own, steps = facts.phase_s(*COMPUTE_PHASES), facts.common_steps()
+    columns = max(1, min(len(steps), 60, _CELLS // len(facts.ranks)))
+    stretches = [part for part in np.array_split(np.arange(len(steps)), columns) if len(part)]
+    means = np.stack([own[:, part].mean(axis=1) for part in stretches], axis=1)  # [ranks, columns]
+    relative = means / np.maximum(lower_medians(means), 1e-12)
+    chart = {
+        "type": "heatmap",
+        "z": [[round(float(value), 2) for value in row] for row in relative],
+        "x": [int(steps[part[-1]]) for part in stretches],
+        "y": [f"rank {rank}" for rank in facts.rank_numbers],
+        "zmin": 0.5,
+        "zmid": 1.0,
+        "zmax": 1.5,
+        "colorscale": "RdBu",
+        "reversescale": True,
+        "hovertemplate": "%{y}, up to step %{x}: %{z} times the median<extra></extra>",
+    }
+    title = "Time that each rank computes, times the median rank"
+    layout = _layout(title, "", height=max(180, min(600, 100 + 22 * len(facts.ranks)))) | {"hovermode": "closest"}
+    return {"id": "ranks", "data": [chart], "layout": layout}

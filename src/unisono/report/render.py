@@ -1,0 +1,130 @@
+"""The report of a run: one self-contained HTML file, written from the events in the run folder alone.
+
+It shows the outcome in one sentence and what a diagnosis finds, then figures, time shares, curves, ranks, a text sample, events,
+environment and settings. Plotly draws the charts and is embedded, compressed. The report can be written at any time, also of a
+killed run.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final, cast
+
+import jinja2
+from markupsafe import Markup
+
+from unisono.diagnose import Finding, RunFacts, diagnose
+from unisono.diagnose.run_facts import facts_of
+from unisono.errors import DataError
+from unisono.observe.events import Event, EventHistory, collapse_repeated, events_path, read_events
+from unisono.observe.formatting import run_verdict
+from unisono.observe.run_summary import summarise
+from unisono.report.charts import curves_of, rank_map, time_chart
+from unisono.report.page import DRAW_SCRIPT, PAGE
+from unisono.report.tables import (
+    caption,
+    figures_of,
+    happenings_of,
+    rank_rows,
+    sections_of,
+    settings_of,
+    time_clause,
+)
+from unisono.sanitize import printable
+from unisono.storage.files import write_atomically
+from unisono.storage.run_folder import EVENTS_FOLDER
+
+# plotly.js-cartesian-dist-min from npm, MIT licence (plotly-LICENSE): the bundle with lines, bars and heat maps
+_PLOTLY: Final = "plotly-cartesian-4.1.1.min.js.gz"
+_HAPPENINGS: Final = 500
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write ``report.html`` into ``run_dir`` and return its path; an older report is replaced atomically.
+
+    Raises:
+        DataError: The folder has no events of rank 0.
+    """
+    path = events_path(run_dir, 0)
+    history = read_events(path) if path.exists() else EventHistory(path=path, events=())
+    if not history.events:
+        raise DataError(
+            given=f"{path} {'holds no event' if path.exists() else 'does not exist'}",
+            rule="a report is made from the events of rank 0 in the run folder",
+            consequence="no report was written",
+            nearest="give the folder of a run (run.dir), or start one: unisono train",
+        )
+    page = render(history, _other_ranks(run_dir))
+    target = run_dir / "report.html"
+    write_atomically(target, page.encode())
+    return target
+
+
+def render(history: EventHistory, others: Sequence[EventHistory] = ()) -> str:
+    """Render the HTML page from the events of rank 0 and of the ``others``."""
+    facts = facts_of([history, *others])
+    summary = summarise(history.events)
+    events = collapse_repeated(history.events)
+    start = _last(events, "run_start")
+    sample = _last(events, "sample")
+    restarts = [int(event["step"]) for event in events if event["kind"] == "resumed" and "step" in event]
+    curves, shares, ranks = list(curves_of(events, restarts)), time_chart(summary), rank_map(facts)
+    charts = [*([shares] if shares else []), *curves, *([ranks] if ranks else [])]
+    happenings = sorted(happenings_of(events, others), key=lambda row: cast(float, row["t"]))
+    plotly = files("unisono.report").joinpath(_PLOTLY).read_bytes()
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    return environment.from_string(PAGE).render(
+        title=f"Run {printable(str(history.events[-1]['run']))}",
+        verdict=run_verdict(summary) + time_clause(summary),
+        findings=[_shown(finding) for finding in diagnose(facts)],
+        figures=list(figures_of(summary)),
+        notes=[note for source in (history, *others) for note in source.notes()],
+        time_chart=shares["id"] if shares else None,
+        curves=[curve["id"] for curve in curves],
+        rank_map=ranks["id"] if ranks else None,
+        sample=printable(str(sample.get("text", "")), newlines=True),
+        sample_caption=caption(sample),
+        happenings=happenings[-_HAPPENINGS:],
+        happenings_left_out=max(0, len(happenings) - _HAPPENINGS),
+        ranks=rank_rows([history, *others]) if others else [],
+        sections=list(sections_of(start)),
+        settings=list(settings_of(start)),
+        conventions=printable(str(start.get("flops_convention", ""))),
+        # Markup: the only values that are not escaped
+        plotly=Markup(base64.b64encode(plotly).decode()),
+        charts=Markup(base64.b64encode(gzip.compress(json.dumps(charts, allow_nan=False).encode(), mtime=0)).decode()),
+        draw_script=Markup(DRAW_SCRIPT),
+        script_sources=Markup(f"{_script_hash(gzip.decompress(plotly).decode())} {_script_hash(DRAW_SCRIPT)}"),
+    )
+
+
+def _shown(finding: Finding) -> dict[str, Any]:
+    settings = " ".join(f"--set {name}={value}" for name, value in finding.patch.items())
+    return {
+        "title": f"{finding.id}: {finding.title}",
+        "cost": f"costs {finding.cost_frac:.0%} of the time" if finding.cost_frac else finding.severity,
+        "is_critical": finding.severity == "critical",
+        "evidence": [printable(line) for line in finding.evidence],
+        "advice": finding.advice,
+        "settings": printable(settings),
+    }
+
+
+def _last(events: Sequence[Event], kind: str) -> Event:
+    nothing: Event = {}
+    return next((event for event in reversed(events) if event["kind"] == kind), nothing)
+
+
+def _script_hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _other_ranks(run_dir: Path) -> list[EventHistory]:
+    paths = sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl"))
+    return [read_events(path) for path in paths if path != events_path(run_dir, 0)]

@@ -1,0 +1,23 @@
+"""``unisono report``: the report of a run that was killed, and of a folder that holds none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from commands import Desk
+from event_streams import write_events
+
+
+def test_the_report_of_a_run_without_an_end(desk: Desk, tmp_path: Path) -> None:
+    write_events(tmp_path / "run", lambda rank, step: {"forward": 0.06, "data_wait": 0.04})
+    done = desk.here("report", str(tmp_path / "run"), "--json")
+    assert (done.code, done.json["report"]) == (0, str(tmp_path / "run/report.html")), done.err
+    page = (tmp_path / "run/report.html").read_text()
+    assert "DATA01: training waits for data" in page
+    assert "costs 40% of the time" in page
+
+
+def test_a_folder_without_events(desk: Desk, tmp_path: Path) -> None:
+    done = desk.here("report", str(tmp_path))
+    assert (done.code, list(tmp_path.iterdir())) == (2, [])
+    assert "a report is made from the events of rank 0" in done.err
