@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from histories import history_of
 
 from unisono.observe.console import Console
 from unisono.observe.events import Event, EventLog, read_events
@@ -30,8 +31,9 @@ RUN = """
 import sys, time
 from pathlib import Path
 from unisono.observe.console import Console
-from unisono.observe.events import EventLog, read_events
+from unisono.observe.events import EventLog
 from unisono.observe.formatting import RunEndFacts
+from unisono.observe.history import read_history
 from unisono.observe.run_summary import summarise
 
 folder, total, pause_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
@@ -49,7 +51,7 @@ with EventLog(folder / "e.jsonl", rank=0, run_id="r", attempt=1) as log, Console
             log.emit("warning", code="DATA01", message="evil \\x1b[2J\\x1b]0;title\\x07 text")
     log.emit("run_end", reason="finished", step=total)
     facts = RunEndFacts(sample_text="gr\\u00fc\\u00dfe \\u6f22 <b>\\x1b[31m", next_commands=("unisono generate x",))
-    console.summary(summarise(read_events(log.path).events), facts)
+    console.summary(summarise(read_history(log.path)), facts)
 (folder / "done").write_text("done")
 """
 
@@ -249,7 +251,7 @@ def test_off_is_silent() -> None:
     stream = io.StringIO()
     with Console(stream=stream, mode="off") as console:
         console(step(1))
-        console.summary(summarise([]), RunEndFacts(sample_text="x"))
+        console.summary(summarise(history_of([])), RunEndFacts(sample_text="x"))
     assert stream.getvalue() == ""
 
 
@@ -262,7 +264,7 @@ def test_closed_stream_is_detached_by_the_log(tmp_path: Path) -> None:
         stream.close()
         log.emit("step", step=3, steps_total=3)
         log.emit("step", step=3, steps_total=3)
-    console.summary(summarise([]))
+    console.summary(summarise(history_of([])))
     (failed,) = [event for event in read_events(tmp_path / "e.jsonl").events if event["kind"] == "sink_failed"]
     assert failed["error"] == "ValueError: I/O operation on closed file"
 

@@ -18,7 +18,6 @@ from unisono.errors import ConfigError
 from unisono.observe.events import (
     Event,
     EventLog,
-    collapse_repeated,
     events_path,
     next_attempt,
     number,
@@ -366,71 +365,3 @@ def test_emit_after_close_reaches_listeners_only(tmp_path: Path) -> None:
     log.emit("step", step=1)
     assert [event["kind"] for event in heard] == ["step"]
     assert read_events(log.path).events == ()
-
-
-def step(n: int, attempt: int, kind: str = "step") -> Event:
-    return {"kind": kind, "step": n, "attempt": attempt}
-
-
-def shape(events: list[Event]) -> list[tuple[str, int | None, int]]:
-    return [(event["kind"], event.get("step"), event["attempt"]) for event in events]
-
-
-def test_collapse_replaces_repeated_steps() -> None:
-    events = [
-        {"kind": "run_start", "attempt": 1},
-        *(step(n, 1) for n in range(1, 6)),
-        step(5, 1, "eval"),
-        {"kind": "checkpoint_saved", "step": 5, "attempt": 1},
-        {"kind": "run_start", "attempt": 2},
-        {"kind": "resumed", "step": 3, "attempt": 2},
-        step(4, 2),
-        step(5, 2),
-        step(6, 2),
-    ]
-    assert shape(collapse_repeated(events)) == [
-        ("run_start", None, 1),
-        ("step", 1, 1),
-        ("step", 2, 1),
-        ("step", 3, 1),
-        ("checkpoint_saved", 5, 1),  # it happened
-        ("run_start", None, 2),
-        ("resumed", 3, 2),
-        ("step", 4, 2),
-        ("step", 5, 2),
-        ("step", 6, 2),
-    ]
-
-
-def test_collapse_over_three_attempts_follows_the_lineage() -> None:
-    events = [
-        *(step(n, 1) for n in range(10, 60, 10)),  # log_every = 10, killed at 53
-        {"kind": "resumed", "step": 35, "attempt": 2},
-        step(40, 2),
-        {"kind": "resumed", "step": 15, "attempt": 3},  # the checkpoint at 35 was damaged
-        step(20, 3),
-    ]
-    assert [(n, attempt) for kind, n, attempt in shape(collapse_repeated(events)) if kind == "step"] == [
-        (10, 1),
-        (20, 3),
-    ]
-
-
-def test_collapse_without_resumed_event_starts_at_the_first_step() -> None:
-    events = [*(step(n, 1) for n in range(1, 6)), step(3, 2), step(4, 2)]
-    assert [(n, a) for _, n, a in shape(collapse_repeated(events))] == [(1, 1), (2, 1), (3, 2), (4, 2)]
-
-
-def test_evaluation_of_the_loaded_state_repeats_no_step() -> None:
-    events = [step(3, 1), step(4, 1), {"kind": "resumed", "step": 3, "attempt": 2}, step(3, 2, "eval"), step(4, 2)]
-    assert shape(collapse_repeated(events)) == [
-        ("step", 3, 1),
-        ("resumed", 3, 2),
-        ("eval", 3, 2),
-        ("step", 4, 2),
-    ]
-
-
-def test_collapse_leaves_an_undisturbed_run_alone() -> None:
-    events = [{"kind": "run_start", "attempt": 1}, *(step(n, 1) for n in range(5)), step(4, 1, "eval")]
-    assert collapse_repeated(events) == events

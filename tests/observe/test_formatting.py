@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from histories import history_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -267,7 +268,7 @@ def history(**last: Any) -> list[dict[str, Any]]:
 
 
 def test_summary_of_a_finished_run() -> None:
-    summary = summarise(history(reason="finished"))
+    summary = summarise(history_of(history(reason="finished")))
     assert (summary.state, summary.steps, summary.steps_total, summary.attempts) == ("finished", 4, 4, 1)
     assert summary.train_loss == 2.0
     assert summary.eval_metrics == {"loss": 2.2, "bits_per_byte": 3.1739}
@@ -286,7 +287,7 @@ def test_summary_rows() -> None:
     facts = RunEndFacts(
         sample_text="a\n\tb\x1b[31m\n", best=(0.25, 2, Path("r/step-2")), next_commands=("unisono generate",)
     )
-    assert summary_lines(summarise(history(reason="finished")), facts, 80) == [
+    assert summary_lines(summarise(history_of(history(reason="finished"))), facts, 80) == [
         ("result", "Finished 4 of 4 steps in 6.5s, train loss 2, eval loss 2.2, 3.174 bits per byte, 250 tokens/s"),
         ("speed", "250 tokens/s (125 per device), 2.5 s per step, MFU 25%, peak memory 4 GiB"),
         ("time", "forward 50%, other 30%"),
@@ -302,7 +303,7 @@ def test_summary_rows() -> None:
 def test_summary_names_links_and_their_speed() -> None:
     link = {"peer": "n1:4711", "sent_bytes_per_s": 41.2e6, "received_bytes_per_s": 999.0}
     told = {"kind": "links", "step": 4, "links": [link], "run": "r", "rank": 0, "attempt": 1, "m": 104.5}
-    rows = summary_lines(summarise([*history(reason="finished"), told]), RunEndFacts(), 80)
+    rows = summary_lines(summarise(history_of([*history(reason="finished"), told])), RunEndFacts(), 80)
     assert ("link", "n1:4711: sent 41.2MB/s, received 999B/s") in rows
 
 
@@ -322,13 +323,13 @@ def test_summary_names_links_and_their_speed() -> None:
     ],
 )
 def test_how_a_run_ended(events: list[dict[str, Any]], state: str) -> None:
-    assert summarise(events).state == state
-    assert run_verdict(summarise(events))
+    assert summarise(history_of(events)).state == state
+    assert run_verdict(summarise(history_of(events)))
 
 
 def test_wall_time_sums_attempts_not_the_gap_between() -> None:
     gap = {"kind": "run_start", "m": 9.0, "attempt": 2}, {"kind": "resumed", "step": 4, "m": 12.0, "attempt": 2}
-    summary = summarise([*history(), *gap])  # the second machine booted later: its clock starts anew
+    summary = summarise(history_of([*history(), *gap]))  # the second machine booted later: its clock starts anew
     assert summary.wall_s == 6.5 + 3.0
     assert summary.attempts == 2
 

@@ -208,12 +208,13 @@ def _header(path: Path) -> Iterable[Any]:
 
 
 def _events(path: Path) -> Iterable[Any]:
-    from unisono.observe.events import collapse_repeated, next_attempt, read_events
+    from unisono.observe.events import next_attempt, read_events
+    from unisono.observe.history import read_history
 
-    history = read_events(path)
     next_attempt(path)
-    history.notes()
-    return collapse_repeated(history.events)
+    events, history = read_events(path), read_history(path)
+    assert events.notes() == history.notes
+    return [*events.events, *history.events, *history.points("train/loss")]
 
 
 def _strategy(path: Path) -> Iterable[Any]:

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.errors import DataError
-from unisono.observe.events import Event, EventHistory, number, read_events
+from unisono.observe.events import Event, number
+from unisono.observe.history import Floats, RankHistory, read_history
 from unisono.observe.meters import COMM_AXES, PHASES
 from unisono.storage.run_folder import EVENTS_FOLDER
 
@@ -28,8 +29,6 @@ COMPUTE_PHASES: Final = tuple(
 COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)
 _WARM_UP_READINGS: Final = 2
 _MAX_STEP: Final = 1 << 53
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +134,7 @@ def read_run(run_dir: Path) -> RunFacts:
         DataError: The folder has no events.
         ConfigError: A file of events is no regular file, or cannot be opened.
     """
-    facts = facts_of(map(read_events, sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl"))))
+    facts = facts_of(map(read_history, sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl"))))
     if not facts.ranks:
         raise DataError(
             given=f"{run_dir / EVENTS_FOLDER} has no events of a rank",
@@ -146,24 +145,26 @@ def read_run(run_dir: Path) -> RunFacts:
     return facts
 
 
-def facts_of(histories: Iterable[EventHistory]) -> RunFacts:
+def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
     """The facts of ranks whose events have been read, the lowest rank first; without ranks where there are no events."""
     ranks: list[RankFacts] = []
     notes: list[str] = []
     start: Event = {}
     began_s = 0.0  # wall-clock time at which the last attempt of the lowest rank began
     for history in histories:
-        notes += history.notes()
-        if not history.events:
+        notes += history.notes
+        rank = history.rank
+        if history.is_empty or rank is None:
             continue
-        last = max((event["attempt"] for event in history.events if isinstance(event.get("attempt"), int)), default=1)
-        events = [event for event in history.events if event.get("attempt", 1) == last]
-        facts = _rank_facts(events)
-        if facts is None or (number(events[-1].get("t")) or 0.0) < began_s:
+        last = max(history.attempt_s)
+        events = [event for event in history.all_events if event.get("attempt") == last]
+        times = [at for event in events if (at := number(event.get("t"))) is not None]
+        times += history.columns["t"][history.attempts == last].tolist()
+        if max(times, default=0.0) < began_s:
             continue  # of an earlier attempt, which had more ranks
-        began_s = began_s or number(events[0].get("t")) or 0.0
+        began_s = began_s or min(times, default=0.0)
         start = start or next((event for event in events if event["kind"] == "run_start"), start)
-        ranks.append(facts)
+        ranks.append(_rank_facts(rank, history, events, last))
     ranks.sort(key=lambda facts: facts.rank)
     return RunFacts(
         ranks=ranks, settings=_mapping(start.get("config")), plan=_mapping(start.get("plan")), notes=tuple(notes)
@@ -174,59 +175,45 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
 
-def _rank_facts(events: Sequence[Event]) -> RankFacts | None:
-    """Facts of one attempt; None if the events do not say of which rank they are."""
-    rank = events[0].get("rank")
-    if not isinstance(rank, int):
-        return None
-    compiled = {_step(event) for event in events if event["kind"] == "compiled"}
-    steps: list[int] = []
-    walls: list[float] = []
-    memory: list[float] = []
-    fractions: dict[str, list[float]] = {phase: [] for phase in (*ALL_PHASES, *COMM_PHASES)}
-    peak_bytes = limit_bytes = 0.0
-    num_steps, readings, previous_s = 0, 0, None
-    for event in events:
-        step = _step(event)
-        if event["kind"] != "step" or step is None:
-            continue
-        num_steps += 1
-        if "time/other_frac" not in event:  # not the last step of a reading
-            continue
-        peak_bytes = max(peak_bytes, number(event.get("mem/peak_bytes")) or 0.0)
-        limit_bytes = number(event.get("mem/limit_bytes")) or limit_bytes
-        readings += 1
-        now_s = number(event.get("m"))
-        wall_s = number(event.get("time/window_s"))
-        if wall_s is None and now_s is not None and previous_s is not None:  # of an earlier release
-            wall_s = now_s - previous_s
-        previous_s = now_s
-        if (
-            readings <= _WARM_UP_READINGS
-            or step in compiled
-            or not _is_positive(wall_s)
-            or (steps and step <= steps[-1])
-        ):
-            continue
-        steps.append(step)
-        walls.append(wall_s or 0.0)
-        memory.append(number(event.get("mem/now_bytes")) or 0.0)
-        for phase, values in fractions.items():
-            values.append(number(event.get(f"time/{phase}_frac")) or 0.0)
-    wall = np.array(walls, dtype=np.float64)
+def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attempt: int) -> RankFacts:
+    """Facts of the ``attempt``, whose other events are ``events``."""
+    rows = np.flatnonzero(history.attempts == attempt)
+
+    def column(field: str, rows: NDArray[np.int64]) -> Floats:
+        return history.columns[field][rows]
+
+    num_steps = len(rows)
+    peaks, limits = column("mem/peak_bytes", rows), column("mem/limit_bytes", rows)
+    readings = rows[~np.isnan(column("time/other_frac", rows))]  # the last step of each reading
+    wall_s = column("time/window_s", readings)
+    if np.isnan(wall_s).all():  # events of an earlier release
+        wall_s = np.diff(column("m", readings), prepend=np.nan)
+    steps = history.steps[readings]
+    compiled = [_step(event) for event in events if event["kind"] == "compiled"]
+    later = np.r_[np.ones(len(steps[:1]), bool), steps[1:] > np.maximum.accumulate(steps)[:-1]]
+    steady = np.arange(len(readings)) >= _WARM_UP_READINGS
+    keep = steady & later & (wall_s > 0) & np.isfinite(wall_s) & ~np.isin(steps, [step for step in compiled if step])
+    kept, wall_s = readings[keep], wall_s[keep]
     return RankFacts(
         rank=rank,
-        steps=np.array(steps, dtype=np.int64),
-        wall_s=wall,
-        phase_s={phase: np.array(values, dtype=np.float64) * wall for phase, values in fractions.items()},
+        steps=history.steps[kept],
+        wall_s=wall_s,
+        phase_s={
+            phase: np.clip(_zeros_for_none(column(f"time/{phase}_frac", kept)), 0.0, 1.0) * wall_s
+            for phase in (*ALL_PHASES, *COMM_PHASES)
+        },
         num_steps=num_steps,
-        peak_bytes=peak_bytes,
-        limit_bytes=limit_bytes,
-        memory_bytes=np.array(memory, dtype=np.float64),
+        peak_bytes=float(np.nanmax(peaks, initial=0.0)) if num_steps else 0.0,
+        limit_bytes=float(limits[~np.isnan(limits)][-1]) if (~np.isnan(limits)).any() else 0.0,
+        memory_bytes=_zeros_for_none(column("mem/now_bytes", kept)),
         skipped=tuple(
             _skipped(event) for event in events if event["kind"] == "skipped_step" and _step(event) is not None
         ),
     )
+
+
+def _zeros_for_none(values: Floats) -> Floats:
+    return np.where(np.isfinite(values), values, 0.0)
 
 
 def _skipped(event: Event) -> SkippedStep:
@@ -245,10 +232,6 @@ def _step(event: Event) -> int | None:
     """The step of an event; None where it is no count."""
     step = event.get("step")
     return step if isinstance(step, int) and 0 <= step < _MAX_STEP else None
-
-
-def _is_positive(seconds: float | None) -> bool:
-    return seconds is not None and 0 < seconds < float("inf")
 
 
 def _or_nan(value: Any) -> float:

@@ -1,11 +1,12 @@
 from .console import Console as Console
 from .events import EventHistory as EventHistory
 from .events import EventLog as EventLog
-from .events import collapse_repeated as collapse_repeated
 from .events import events_path as events_path
 from .events import next_attempt as next_attempt
 from .events import read_events as read_events
 from .formatting import RunEndFacts as RunEndFacts
+from .history import RankHistory as RankHistory
+from .history import read_history as read_history
 from .meters import RateMeter as RateMeter
 from .meters import Rates as Rates
 from .meters import StepTimers as StepTimers

@@ -290,16 +290,19 @@ class EventHistory:
 
     def notes(self) -> tuple[str, ...]:
         """One sentence for each kind of damage in the file."""
-        sentences: list[str] = []
-        inner = self.damaged_lines[:-1] if self.torn_tail else self.damaged_lines
-        if inner:
-            lines = ", ".join(map(str, inner[:5])) + (", ..." if len(inner) > 5 else "")
-            sentences.append(
-                f"{self.path.name}: left out {len(inner)} incomplete line(s) ({lines}): a write was cut short"
-            )
-        if self.torn_tail:
-            sentences.append(f"{self.path.name}: left out the last line, which is incomplete: its process was killed")
-        return tuple(sentences)
+        return damage_notes(self.path, self.damaged_lines, torn_tail=self.torn_tail)
+
+
+def damage_notes(path: Path, damaged_lines: Sequence[int], *, torn_tail: bool) -> tuple[str, ...]:
+    """One sentence for each kind of damage in the file at ``path``."""
+    sentences: list[str] = []
+    inner = damaged_lines[:-1] if torn_tail else damaged_lines
+    if inner:
+        lines = ", ".join(map(str, inner[:5])) + (", ..." if len(inner) > 5 else "")
+        sentences.append(f"{path.name}: left out {len(inner)} incomplete line(s) ({lines}): a write was cut short")
+    if torn_tail:
+        sentences.append(f"{path.name}: left out the last line, which is incomplete: its process was killed")
+    return tuple(sentences)
 
 
 def read_events(path: Path) -> EventHistory:
@@ -312,10 +315,10 @@ def read_events(path: Path) -> EventHistory:
     events: list[Event] = []
     damaged: list[int] = []
     last_line, complete = 0, True
-    with _open_to_read(path) as file:
-        for last_line, line in enumerate(_lines(file), start=1):
+    with open_events(path) as file:
+        for last_line, line in enumerate(event_lines(file), start=1):
             complete = line.endswith(b"\n")
-            event = _decode(line)
+            event = decode_event(line)
             if event is None:
                 damaged.append(last_line)
             else:
@@ -324,7 +327,8 @@ def read_events(path: Path) -> EventHistory:
     return EventHistory(path=path, events=tuple(events), damaged_lines=tuple(damaged), torn_tail=torn_tail)
 
 
-def _open_to_read(path: Path) -> BinaryIO:
+def open_events(path: Path) -> BinaryIO:
+    """Open one rank's file to read. Raises as ``read_events`` does."""
     try:
         return open_regular(path)
     except FileNotFoundError:
@@ -338,7 +342,7 @@ def _open_to_read(path: Path) -> BinaryIO:
         ) from error
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
+def event_lines(file: BinaryIO) -> Iterator[bytes]:
     """The lines of a file; of one that no event has, the first bytes."""
     while line := file.readline(MAX_EVENT_BYTES + 1):
         yield line
@@ -346,7 +350,8 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
             line = file.readline(MAX_EVENT_BYTES + 1)
 
 
-def _decode(line: bytes) -> Event | None:
+def decode_event(line: bytes) -> Event | None:
+    """The event of a line; None if it is none."""
     try:
         event = decode_json(line, max_bytes=MAX_EVENT_BYTES)
     except ValueError:
@@ -360,7 +365,7 @@ def next_attempt(path: Path) -> int:
     Reads the end of the file only, so the cost does not grow with the run.
     """
     try:
-        file = _open_to_read(path)
+        file = open_events(path)
     except FileNotFoundError:
         return 1
     with file:
@@ -371,7 +376,7 @@ def next_attempt(path: Path) -> int:
             file.seek(start)
             lines = file.read(end - start).split(b"\n")
             for line in reversed(lines if start == 0 else lines[1:]):
-                event = _decode(line)
+                event = decode_event(line)
                 if event is not None and isinstance(event.get("attempt"), int):
                     return int(event["attempt"]) + 1
             if start == 0:
@@ -407,22 +412,3 @@ class RewindFilter:
             return None
         self._numbered = True
         return step
-
-
-def collapse_repeated(events: Sequence[Event]) -> list[Event]:
-    """Return ``events``, in file order, without those of steps that a later attempt repeated.
-
-    Removes only events of the kinds in ``NUMBERED``; checkpoints, failures and restarts stay.
-    """
-    rewind = RewindFilter()
-    first_repeated = [rewind.see(event) for event in events]
-    final: list[Event] = []
-    limit = math.inf  # lowest step that any later event went back to
-    for event, back_to in zip(reversed(events), reversed(first_repeated), strict=True):
-        step = event.get("step")
-        if event["kind"] not in NUMBERED or not isinstance(step, int) or step < limit:
-            final.append(event)
-        if back_to is not None:
-            limit = min(limit, back_to)
-    final.reverse()
-    return final

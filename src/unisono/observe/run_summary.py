@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from unisono.observe.events import Event, collapse_repeated, number
+import numpy as np
+
+from unisono.observe.events import Event, number
+from unisono.observe.history import Floats, RankHistory
+from unisono.observe.meters import PHASES
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS: Final = "_.-~=+*#"
@@ -64,33 +68,30 @@ class RunSummary:
         return self.eval_metrics.get("bits_per_byte")
 
 
-def summarise(events: Sequence[Event]) -> RunSummary:
-    """Summarise ``events`` of one rank, in file order, over all attempts."""
-    history = collapse_repeated(events)
-    steps = [event for event in history if event["kind"] == "step"]
-    evals = [event for event in history if event["kind"] == "eval"]
-    last = steps[-1] if steps else {}
-    losses = [(int(event["step"]), loss) for event in steps if (loss := number(event.get("train/loss"))) is not None]
-    peaks = [number(event.get("mem/peak_bytes")) for event in steps]
-    reached = [_int(event.get("step")) for event in [*steps, *evals]]
+def summarise(history: RankHistory) -> RunSummary:
+    """Summarise the history of one rank, over all attempts."""
+    events = history.all_events
+    evals = [event for event in history.events if event["kind"] == "eval"]
+    losses = history.points("train/loss")
+    reached = [*history.steps[-1:].tolist(), *(_int(event.get("step")) for event in evals)]
     reached += [_int(_last_of(events, kind, "step")) for kind in ("resumed", "run_end")]
     return RunSummary(
-        state=_state(events),
+        state=_state(history),
         steps=max((step for step in reached if step is not None), default=0),
-        steps_total=_int(last.get("steps_total")) or _int(_last_of(events, "run_start", "steps_total")),
-        attempts=max((int(event["attempt"]) for event in events), default=0),
+        steps_total=_count(_last(history, "steps_total")) or _int(_last_of(events, "run_start", "steps_total")),
+        attempts=max(history.attempt_s, default=0),
         skipped_steps=_skipped(history),
         train_loss=losses[-1][1] if losses else None,
         eval_metrics=eval_metrics(evals[-1]) if evals else {},
-        unit=str(last.get("unit") or "tokens"),
-        tokens_total=number(last.get("train/tokens_total")),
-        tokens_per_s=_median(number(event.get("perf/tokens_per_s")) for event in steps),
-        tokens_per_s_device=_median(number(event.get("perf/tokens_per_s_device")) for event in steps),
-        step_s=_median(number(event.get("perf/step_s")) for event in steps),
-        utilization=_utilization(steps),
-        peak_bytes=max((value for value in peaks if value is not None), default=None),
-        wall_s=_wall_s(events),
-        time_frac=_time_frac(steps),
+        unit=history.unit,
+        tokens_total=_last(history, "train/tokens_total"),
+        tokens_per_s=_median(history, "perf/tokens_per_s"),
+        tokens_per_s_device=_median(history, "perf/tokens_per_s_device"),
+        step_s=_median(history, "perf/step_s"),
+        utilization=_utilization(history),
+        peak_bytes=_largest(history, "mem/peak_bytes"),
+        wall_s=sum(history.attempt_s.values()),
+        time_frac=_time_frac(history),
         losses=losses,
         links=_last_of(events, "links", "links") or (),
     )
@@ -102,10 +103,10 @@ def eval_metrics(event: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in metrics if value is not None}
 
 
-def _state(events: Sequence[Event]) -> str:
+def _state(history: RankHistory) -> str:
     """How the last attempt ended; a killed process wrote no ``run_end``, which reads as interrupted."""
-    last_attempt = events[-1]["attempt"] if events else 0
-    kinds = {event["kind"]: event for event in events if event["attempt"] == last_attempt}
+    last_attempt = max(history.attempt_s, default=0)
+    kinds = {event["kind"]: event for event in history.all_events if event.get("attempt") == last_attempt}
     if "preempt" in kinds:
         return "preempted"
     if "run_end" not in kinds:
@@ -118,50 +119,29 @@ def _state(events: Sequence[Event]) -> str:
     return "stopped early" if "early_stop" in kinds else "finished"
 
 
-def _skipped(history: Sequence[Event]) -> int:
-    counted = sum(event["kind"] == "skipped_step" for event in history)
-    shown = (_int(event.get("train/skipped_steps")) for event in history if event["kind"] == "step")
-    return max(counted, max((count for count in shown if count is not None), default=0))
+def _skipped(history: RankHistory) -> int:
+    counted = sum(event["kind"] == "skipped_step" for event in history.events)
+    return max(counted, _count(_largest(history, "train/skipped_steps")) or 0)
 
 
-def _utilization(steps: Sequence[Event]) -> tuple[str, float] | None:
+def _utilization(history: RankHistory) -> tuple[str, float] | None:
     for name in ("mfu", "matmul_ceiling_frac"):
-        value = _median(number(event.get(f"perf/{name}")) for event in steps)
+        value = _median(history, f"perf/{name}")
         if value is not None:
             return name, value
     return None
 
 
-def _time_frac(steps: Sequence[Event]) -> dict[str, float]:
+def _time_frac(history: RankHistory) -> dict[str, float]:
     """Mean share of each phase over the logged windows, weighted by step time if known."""
-    totals: dict[str, float] = {}
-    weights = 0.0
-    for event in steps:
-        fracs = {
-            name[len("time/") : -len("_frac")]: value
-            for name, raw in event.items()
-            if name.startswith("time/")
-            and name.endswith("_frac")
-            and not name.startswith("time/comm_exposed_")  # unless all of it, parts of which these are
-            or name == "time/comm_exposed_frac"
-            if (value := number(raw)) is not None
-        }
-        if not fracs:
-            continue
-        weight = number(event.get("perf/step_s")) or 1.0
-        weights += weight
-        for name, value in fracs.items():
-            totals[name] = totals.get(name, 0.0) + weight * value
-    return {name: total / weights for name, total in totals.items()}
-
-
-def _wall_s(events: Sequence[Event]) -> float:
-    """Total seconds of the attempts, each from its first to its last event, without the time between them."""
-    spans: dict[int, tuple[float, float]] = {}
-    for event in events:
-        first, last = spans.get(event["attempt"], (math.inf, -math.inf))
-        spans[event["attempt"]] = (min(first, event["m"]), max(last, event["m"]))
-    return sum(last - first for first, last in spans.values())
+    shares = {name: history.columns[f"time/{name}_frac"] for name in (*PHASES, "other")}
+    timed = ~np.isnan(np.stack(list(shares.values()))).all(axis=0)
+    if not timed.any():
+        return {}
+    weights = np.nan_to_num(history.columns["perf/step_s"][timed], nan=0.0)
+    weights = np.where(weights > 0, weights, 1.0)
+    known = {name: values[timed] for name, values in shares.items() if not np.isnan(values[timed]).all()}
+    return {name: float((np.nan_to_num(values) * weights).sum() / weights.sum()) for name, values in known.items()}
 
 
 def _last_of(events: Sequence[Event], kind: str, field: str) -> Any:
@@ -172,12 +152,29 @@ def _int(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    finite = sorted(value for value in values if value is not None and math.isfinite(value))
-    if not finite:
-        return None
-    middle = len(finite) // 2
-    return finite[middle] if len(finite) % 2 else (finite[middle - 1] + finite[middle]) / 2
+def _count(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _finite(history: RankHistory, field: str) -> Floats:
+    values = history.columns[field]
+    return values[np.isfinite(values)]
+
+
+def _last(history: RankHistory, field: str) -> float | None:
+    """The number of the last step; None where it has none."""
+    values = history.columns[field][-1:]
+    return float(values[0]) if np.isfinite(values).any() else None
+
+
+def _largest(history: RankHistory, field: str) -> float | None:
+    values = _finite(history, field)
+    return float(values.max()) if len(values) else None
+
+
+def _median(history: RankHistory, field: str) -> float | None:
+    values = _finite(history, field)
+    return float(np.median(values)) if len(values) else None
 
 
 def decimate(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, float]]:

@@ -13,7 +13,8 @@ from unisono.diagnose import RunFacts
 from unisono.diagnose.figures import is_timed, lower_medians
 from unisono.diagnose.run_facts import COMPUTE_PHASES
 from unisono.observe.events import ENVELOPE, Event, number
-from unisono.observe.formatting import percent, unit_of
+from unisono.observe.formatting import percent
+from unisono.observe.history import RankHistory
 from unisono.observe.run_summary import RunSummary, decimate, eval_metrics
 
 POINTS: Final = 1000  # per curve
@@ -81,12 +82,13 @@ def _line(name: str, points: Sequence[tuple[int, float]], **more: Any) -> dict[s
     }
 
 
-def curves_of(events: Sequence[Event], restarts: Sequence[int]) -> Iterator[dict[str, Any]]:
-    steps = [event for event in events if event["kind"] == "step"]
-    evals = [event for event in events if event["kind"] == "eval"]
+def curves_of(history: RankHistory) -> Iterator[dict[str, Any]]:
+    """Loss, metrics, values that the script logged, learning rate, norm and speed over steps."""
+    restarts = [int(event["step"]) for event in history.events if event["kind"] == "resumed" and "step" in event]
+    evals = [event for event in history.events if event["kind"] == "eval"]
     metrics = sorted({name for event in evals for name in eval_metrics(event)})
     losses = (
-        [_line("train loss", points, line={"color": "#1f6feb"})] if (points := _points(steps, "train/loss")) else []
+        [_line("train loss", points, line={"color": "#1f6feb"})] if (points := history.points("train/loss")) else []
     )
     if "loss" in metrics:
         shown = {"mode": "lines+markers", "line": {"color": "#cf222e"}}
@@ -98,17 +100,17 @@ def curves_of(events: Sequence[Event], restarts: Sequence[int]) -> Iterator[dict
         line = _line(name, _points(evals, f"eval/{name}"), mode="lines+markers")
         title = "Bits per byte (eval)" if name == "bits_per_byte" else f"{line['name']} (eval)"
         yield {"id": f"metric{index}", "data": [line], "layout": _layout(title, "", restarts)}
-    logged = [event for event in events if event["kind"] == "log"]
+    logged = [event for event in history.events if event["kind"] == "log"]
     names = sorted({name for event in logged for name in event if name not in (*ENVELOPE, "step")})
     for index, name in enumerate(names):
         line = _line(name, _points(logged, name), mode="lines+markers")
         yield {"id": f"log{index}", "data": [line], "layout": _layout(line["name"], "", restarts)}
     for index, (title, unit, series) in enumerate(_STEP_CURVES):
-        curves = [(name, points) for name, field in series if (points := _points(steps, field))]
+        curves = [(name, points) for name, field in series if (points := history.points(field))]
         if len(curves) == 2 and curves[0][1] == curves[1][1]:  # one device: its rate is the rate of all
             curves = curves[:1]
         if curves:
-            unit = f"{unit_of(steps[-1])}/s" if title == "Throughput" else unit
+            unit = f"{history.unit}/s" if title == "Throughput" else unit
             data = [_line(name, points) for name, points in curves]
             yield {"id": f"curve{index}", "data": data, "layout": _layout(title, unit, restarts)}
 

@@ -118,7 +118,8 @@ details > summary { cursor: pointer; color: var(--accent); }
 <div class="scroll"><table><thead><tr><th>rank</th><th>steps logged</th><th>median step</th><th>data wait</th>
 <th>exposed communication</th><th>peak memory</th></tr></thead>
 <tbody>{% for row in ranks %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}
-</tbody></table></div>{% endif %}
+</tbody></table></div>
+{% if ranks_left_out %}<p class="note">{{ ranks_left_out }} more ranks are left out.</p>{% endif %}{% endif %}
 {% for section in sections %}<h2>{{ section.title }}</h2>
 <div class="scroll"><table><tbody>{% for name, value in section.rows %}
 <tr><td class="key">{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}

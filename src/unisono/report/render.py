@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -22,19 +23,22 @@ from markupsafe import Markup
 from unisono.diagnose import Finding, RunFacts, diagnose
 from unisono.diagnose.run_facts import facts_of
 from unisono.errors import DataError
-from unisono.observe.events import Event, EventHistory, collapse_repeated, events_path, read_events
+from unisono.observe.events import Event, events_path
 from unisono.observe.formatting import run_verdict
+from unisono.observe.history import RankHistory, read_history
 from unisono.observe.run_summary import summarise
 from unisono.report.charts import curves_of, rank_map, time_chart
 from unisono.report.page import DRAW_SCRIPT, PAGE
 from unisono.report.tables import (
+    MAX_HAPPENINGS,
     caption,
     figures_of,
     happenings_of,
-    rank_rows,
+    rank_row,
     sections_of,
     settings_of,
     time_clause,
+    warnings_of,
 )
 from unisono.sanitize import printable
 from unisono.storage.files import write_atomically
@@ -42,7 +46,7 @@ from unisono.storage.run_folder import EVENTS_FOLDER
 
 # plotly.js-cartesian-dist-min from npm, MIT licence (plotly-LICENSE): the bundle with lines, bars and heat maps
 _PLOTLY: Final = "plotly-cartesian-4.1.1.min.js.gz"
-_HAPPENINGS: Final = 500
+_MAX_RANK_ROWS: Final = 200
 
 
 def write_report(run_dir: Path) -> Path:
@@ -50,49 +54,65 @@ def write_report(run_dir: Path) -> Path:
 
     Raises:
         DataError: The folder has no events of rank 0.
+        ConfigError: A file of events cannot be read.
     """
     path = events_path(run_dir, 0)
-    history = read_events(path) if path.exists() else EventHistory(path=path, events=())
-    if not history.events:
+    history = read_history(path)
+    if history.is_empty:
         raise DataError(
             given=f"{path} {'holds no event' if path.exists() else 'does not exist'}",
             rule="a report is made from the events of rank 0 in the run folder",
             consequence="no report was written",
             nearest="give the folder of a run (run.dir), or start one: unisono train",
         )
-    page = render(history, _other_ranks(run_dir))
+    ranks = _Ranks()
+    others = (other for other in sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")) if other != path)
+    facts = facts_of(ranks.seen(each) for each in chain([history], map(read_history, others)))
+    page = render(history, facts, rows=ranks.rows, warnings=ranks.warnings)
     target = run_dir / "report.html"
     write_atomically(target, page.encode())
     return target
 
 
-def render(history: EventHistory, others: Sequence[EventHistory] = ()) -> str:
-    """Render the HTML page from the events of rank 0 and of the ``others``."""
-    facts = facts_of([history, *others])
-    summary = summarise(history.events)
-    events = collapse_repeated(history.events)
-    start = _last(events, "run_start")
-    sample = _last(events, "sample")
-    restarts = [int(event["step"]) for event in events if event["kind"] == "resumed" and "step" in event]
-    curves, shares, ranks = list(curves_of(events, restarts)), time_chart(summary), rank_map(facts)
+class _Ranks:
+    """What the page shows of each rank, taken while their histories pass by: they are not kept."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[str]] = []
+        self.warnings: list[Event] = []  # of other ranks than 0
+
+    def seen(self, history: RankHistory) -> RankHistory:
+        """The history itself."""
+        if row := rank_row(history):
+            self.rows.append(row)
+        self.warnings += warnings_of(history) if history.rank else []
+        return history
+
+
+def render(history: RankHistory, facts: RunFacts, *, rows: Sequence[list[str]], warnings: Sequence[Event]) -> str:
+    """Render the HTML page from the history of rank 0, the facts of all ranks, and what is shown of them."""
+    summary = summarise(history)
+    start, sample = _last(history.events, "run_start"), _last(history.events, "sample")
+    curves, shares, ranks = list(curves_of(history)), time_chart(summary), rank_map(facts)
     charts = [*([shares] if shares else []), *curves, *([ranks] if ranks else [])]
-    happenings = sorted(happenings_of(events, others), key=lambda row: cast(float, row["t"]))
+    happenings = sorted(happenings_of(history, warnings), key=lambda row: cast(float, row["t"]))
     plotly = files("unisono.report").joinpath(_PLOTLY).read_bytes()
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     return environment.from_string(PAGE).render(
-        title=f"Run {printable(str(history.events[-1]['run']))}",
+        title=f"Run {printable(str(_last(history.all_events, '').get('run', '')))}",
         verdict=run_verdict(summary) + time_clause(summary),
         findings=[_shown(finding) for finding in diagnose(facts)],
         figures=list(figures_of(summary)),
-        notes=[note for source in (history, *others) for note in source.notes()],
+        notes=facts.notes,
         time_chart=shares["id"] if shares else None,
         curves=[curve["id"] for curve in curves],
         rank_map=ranks["id"] if ranks else None,
         sample=printable(str(sample.get("text", "")), newlines=True),
         sample_caption=caption(sample),
-        happenings=happenings[-_HAPPENINGS:],
-        happenings_left_out=max(0, len(happenings) - _HAPPENINGS),
-        ranks=rank_rows([history, *others]) if others else [],
+        happenings=happenings[-MAX_HAPPENINGS:],
+        happenings_left_out=max(0, len(happenings) - MAX_HAPPENINGS),
+        ranks=rows[:_MAX_RANK_ROWS] if len(rows) > 1 else [],
+        ranks_left_out=max(0, len(rows) - _MAX_RANK_ROWS),
         sections=list(sections_of(start)),
         settings=list(settings_of(start)),
         conventions=printable(str(start.get("flops_convention", ""))),
@@ -117,14 +137,10 @@ def _shown(finding: Finding) -> dict[str, Any]:
 
 
 def _last(events: Sequence[Event], kind: str) -> Event:
+    """The last event of a kind, of any for an empty one; no event where there is none."""
     nothing: Event = {}
-    return next((event for event in reversed(events) if event["kind"] == kind), nothing)
+    return next((event for event in reversed(events) if kind in ("", event["kind"])), nothing)
 
 
 def _script_hash(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
-def _other_ranks(run_dir: Path) -> list[EventHistory]:
-    paths = sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl"))
-    return [read_events(path) for path in paths if path != events_path(run_dir, 0)]

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, cast
 
-from unisono.observe.events import ENVELOPE, SERIES, Event, EventHistory, collapse_repeated
+from unisono.observe.events import ENVELOPE, SERIES, Event
 from unisono.observe.formatting import event_message, percent
+from unisono.observe.history import RankHistory
 from unisono.observe.run_summary import RunSummary, duration, format_gib, short_number, short_time, summarise
 from unisono.sanitize import printable
 
+MAX_HAPPENINGS: Final = 500  # rows of the event table
 _QUIET_KINDS: Final = frozenset({*SERIES, "sample", "gradient_stats"})
 _WARNING_KINDS: Final = frozenset(
     {
@@ -82,10 +84,9 @@ def caption(sample: Event) -> str:
     return "; ".join(parts)
 
 
-def happenings_of(events: Sequence[Event], others: Sequence[EventHistory]) -> Iterator[dict[str, Any]]:
-    """Rows of the event table: all events of rank 0 besides steps, and the warnings of other ranks."""
-    foreign = [event for history in others for event in history.events if event["kind"] in _WARNING_KINDS]
-    for event in [*(event for event in events if event["kind"] not in _QUIET_KINDS), *foreign]:
+def happenings_of(history: RankHistory, warnings: Sequence[Event]) -> Iterator[dict[str, Any]]:
+    """Rows of the event table: all events of rank 0 besides steps, and the ``warnings`` of other ranks."""
+    for event in [*(event for event in history.events if event["kind"] not in _QUIET_KINDS), *warnings]:
         said = event_message(event)
         yield {
             "t": event["t"],
@@ -105,24 +106,24 @@ def _facts(event: Event) -> str:
     return ", ".join(f"{name} {text}" for name, text in shown if "\n" not in text)
 
 
-def rank_rows(histories: Sequence[EventHistory]) -> list[list[str]]:
-    rows: list[list[str]] = []
-    for history in histories:
-        summary = summarise(history.events)
-        logged = sum(event["kind"] == "step" for event in collapse_repeated(history.events))
-        if not logged:
-            continue
-        rows.append(
-            [
-                str(history.events[0]["rank"]),
-                str(logged),
-                "" if summary.step_s is None else short_time(summary.step_s),
-                percent(summary.time_frac.get("data_wait", 0.0)),
-                percent(summary.time_frac.get("comm_exposed", 0.0)),
-                "" if summary.peak_bytes is None else format_gib(summary.peak_bytes),
-            ]
-        )
-    return rows if len(rows) > 1 else []
+def warnings_of(history: RankHistory) -> list[Event]:
+    """The last warnings of a rank."""
+    return [event for event in history.events if event["kind"] in _WARNING_KINDS][-MAX_HAPPENINGS:]
+
+
+def rank_row(history: RankHistory) -> list[str]:
+    """Rank, steps, median step, shares of waiting, and memory; empty for a rank without steps."""
+    if not len(history.steps):
+        return []
+    summary = summarise(history)
+    return [
+        str(history.rank),
+        str(len(history.steps)),
+        "" if summary.step_s is None else short_time(summary.step_s),
+        percent(summary.time_frac.get("data_wait", 0.0)),
+        percent(summary.time_frac.get("comm_exposed", 0.0)),
+        "" if summary.peak_bytes is None else format_gib(summary.peak_bytes),
+    ]
 
 
 def sections_of(start: Event) -> Iterator[dict[str, Any]]:

@@ -10,8 +10,9 @@ from typing import Final
 
 from unisono.errors import DataError
 from unisono.observe.console import Console
-from unisono.observe.events import Event, EventLog, read_events
+from unisono.observe.events import Event, EventLog
 from unisono.observe.formatting import RunEndFacts
+from unisono.observe.history import read_history
 from unisono.observe.options import ObserveOptions
 from unisono.observe.run_summary import summarise
 from unisono.observe.sinks import Trackers
@@ -60,7 +61,7 @@ class RunOutputs:
 
     def summary(self, facts: RunEndFacts) -> None:
         """Print the summary of the run."""
-        self._console.summary(summarise(read_events(self._events.path).events), facts)
+        self._console.summary(summarise(read_history(self._events.path)), facts)
 
     def close(self) -> None:
         """Close console and trackers. Idempotent."""

@@ -1,0 +1,178 @@
+"""Histories: steps in columns, without those that a later attempt repeated, whatever a file holds."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+from histories import history_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.observe.events import NUMBERED, Event, encode, events_path
+from unisono.observe.history import STEP_FIELDS, RankHistory, read_history
+
+
+def step(n: int, attempt: int, kind: str = "step", **fields: Any) -> Event:
+    return {"kind": kind, "step": n, "attempt": attempt, "m": 1.0, **fields}
+
+
+def steps(history: RankHistory) -> list[tuple[int, int]]:
+    return list(zip(history.steps.tolist(), history.attempts.tolist(), strict=True))
+
+
+def shape(history: RankHistory) -> list[tuple[str, int | None, int]]:
+    return [(event["kind"], event.get("step"), event["attempt"]) for event in history.events]
+
+
+def test_repeated_steps_are_replaced() -> None:
+    history = history_of(
+        [
+            {"kind": "run_start", "attempt": 1},
+            *(step(n, 1) for n in range(1, 6)),
+            step(5, 1, "eval"),
+            {"kind": "checkpoint_saved", "step": 5, "attempt": 1},
+            {"kind": "run_start", "attempt": 2},
+            {"kind": "resumed", "step": 3, "attempt": 2},
+            *(step(n, 2) for n in (4, 5, 6)),
+        ]
+    )
+    assert steps(history) == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
+    assert shape(history) == [
+        ("run_start", None, 1),
+        ("checkpoint_saved", 5, 1),  # it happened
+        ("run_start", None, 2),
+        ("resumed", 3, 2),
+    ]
+    assert len(history.all_events) == 5
+
+
+def test_three_attempts_follow_the_lineage() -> None:
+    history = history_of(
+        [
+            *(step(n, 1) for n in range(10, 60, 10)),  # read every 10 steps, killed at 53
+            {"kind": "resumed", "step": 35, "attempt": 2},
+            step(40, 2),
+            {"kind": "resumed", "step": 15, "attempt": 3},  # the checkpoint at 35 was damaged
+            step(20, 3),
+        ]
+    )
+    assert steps(history) == [(10, 1), (20, 3)]
+
+
+def test_an_attempt_without_a_resumed_event_starts_at_its_first_step() -> None:
+    assert steps(history_of([*(step(n, 1) for n in range(1, 6)), step(3, 2), step(4, 2)])) == [
+        (1, 1),
+        (2, 1),
+        (3, 2),
+        (4, 2),
+    ]
+
+
+def test_an_evaluation_of_the_loaded_state_repeats_no_step() -> None:
+    resumed = {"kind": "resumed", "step": 3, "attempt": 2}
+    history = history_of([step(3, 1), step(4, 1), resumed, step(3, 2, "eval"), step(4, 2)])
+    assert (steps(history), shape(history)) == ([(3, 1), (4, 2)], [("resumed", 3, 2), ("eval", 3, 2)])
+
+
+def test_numbers_of_steps_become_columns() -> None:
+    history = history_of(
+        [
+            step(1, 1, **{"train/loss": 2, "unit": "images", "mem/peak_bytes": 2**40}),
+            step(2, 1, **{"train/loss": math.nan, "train/grad_norm": math.inf, "perf/step_s": 0.5}),
+            step(3, 1, **{"train/loss": "a lot", "perf/step_s": True}),
+        ]
+    )
+    assert history.unit == "images"
+    assert str(history.points("train/loss")) == "[(1, 2.0), (2, nan), (3, nan)]"
+    assert history.points("perf/step_s") == [(2, 0.5)]
+    assert history.points("mem/peak_bytes") == [(1, 2.0**40)]
+    assert history.columns["train/grad_norm"][1] == math.inf
+
+
+def test_spans_of_attempts() -> None:
+    times = [(1, 5.0), (1, 7.5), (2, 1.0), (2, 4.0)]
+    history = history_of(step(n, attempt) | {"m": at} for n, (attempt, at) in enumerate(times))
+    assert history.attempt_s == {1: 2.5, 2: 3.0}
+
+
+@pytest.mark.parametrize("rank", [0, 7, 12345])
+def test_the_rank_is_that_of_the_file(rank: int) -> None:
+    assert history_of([step(1, 1)], rank).rank == rank
+
+
+def test_no_file_is_no_events(tmp_path: Path) -> None:
+    history = read_history(events_path(tmp_path, 0))
+    assert (history.is_empty, steps(history), history.points("train/loss"), history.notes) == (True, [], [], ())
+
+
+def test_lines_that_are_no_events_are_left_out_and_noted(tmp_path: Path) -> None:
+    path = events_path(tmp_path, 0)
+    path.parent.mkdir()
+    good = encode(step(1, 1))
+    odd = [b"{", b'{"kind":"step","step":"x"}', b'{"kind":"step","step":1e99}', b'{"kind":"step","step":-1}', b"[" * 10**5]
+    deep = b'{"kind":"step","step":2,"x":' + b"[" * 10**6 + b"]" * 10**6 + b"}"
+    path.write_bytes(b"\n".join([good, *odd, deep, good, b'{"kind":"st']))
+    history = read_history(path)
+    assert steps(history) == [(1, 1), (1, 1)]
+    assert history.notes == (
+        "rank00000.jsonl: left out 3 incomplete line(s) (2, 6, 7): a write was cut short",
+        "rank00000.jsonl: left out the last line, which is incomplete: its process was killed",
+    )
+
+
+_KINDS = st.sampled_from(("step", "eval", "log", "skipped_step", "resumed", "run_start", "checkpoint_saved"))
+_EVENTS = st.lists(st.tuples(_KINDS, st.integers(0, 6), st.integers(0, 2)), max_size=40)
+
+
+@given(_EVENTS)
+def test_what_is_repeated_follows_from_what_comes_later(drawn: list[tuple[str, int, int]]) -> None:
+    attempt = 1
+    events: list[Event] = []
+    for kind, n, more in drawn:
+        attempt += more == 2
+        events.append(step(n, attempt, kind))
+    kept = [event for place, event in enumerate(events) if not is_repeated(events, place)]
+    history = history_of(events)
+    assert steps(history) == [(event["step"], event["attempt"]) for event in kept if event["kind"] == "step"]
+    assert list(history.events) == [event for event in kept if event["kind"] != "step"]
+
+
+def is_repeated(events: list[Event], place: int) -> bool:
+    """Whether a later attempt went back to the step of an event, or before it."""
+    event = events[place]
+    if event["kind"] not in NUMBERED:
+        return False
+    for later in range(place + 1, len(events)):
+        one = events[later]
+        before = [each for each in events[:later] if each["attempt"] == one["attempt"]]
+        has_resumed = any(each["kind"] == "resumed" for each in before)
+        starts = ("step",) if has_resumed else NUMBERED
+        started = any(
+            each["kind"] in (("step",) if any(b["kind"] == "resumed" for b in before[:n]) else NUMBERED)
+            for n, each in enumerate(before)
+        )
+        if one["kind"] == "resumed" and event["step"] >= one["step"] + 1:
+            return True
+        if one["kind"] in starts and not started and event["step"] >= one["step"]:
+            return True
+    return False
+
+
+def test_a_long_run_takes_little_memory(tmp_path: Path) -> None:
+    path = events_path(tmp_path, 0)
+    path.parent.mkdir()
+    numbers = {name: 0.123456789 for name in STEP_FIELDS}
+    lines = 50_000
+    with path.open("wb") as file:
+        for n in range(1, lines + 1):
+            file.write(json.dumps({"kind": "step", "step": n, "attempt": 1, **numbers}, separators=(",", ":")).encode() + b"\n")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    history = read_history(path)
+    assert len(history.steps) == lines
+    grown_bytes = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert grown_bytes < 3 * 8 * lines * (len(STEP_FIELDS) + 4) + (32 << 20)
