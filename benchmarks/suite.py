@@ -251,8 +251,18 @@ BENCHMARKS = (
         text="Runs of `unisono train`. A cause makes every step longer by at least 30 %; the true cost is measured against runs "
         "without it, in pairs. A gain is measured by a run with the settings that the diagnosis proposes.",
         rows=(
-            Row("{0}: named cost / true cost", "costs/*/named_over_true", figures.distance_from_one, aim=at_most(0.2, "0.8 to 1.2")),
-            Row("{0}: {node[rule]} and its rank were named", "costs/*", figures.rounds_right, aim=at_least(1, "every time")),
+            Row(
+                "{0}: named cost / true cost",
+                "costs/*/named_over_true",
+                figures.distance_from_one,
+                aim=at_most(0.2, "0.8 to 1.2"),
+            ),
+            Row(
+                "{0}: {node[rule]} and its rank were named",
+                "costs/*",
+                figures.rounds_right,
+                aim=at_least(1, "every time"),
+            ),
             Row("{0}: true gain / expected gain", "gains/*/true_over_expected", aim=at_least(0.5)),
             Row("healthy {0}: findings", "healthy/*", figures.num_findings, aim=at_most(0)),
             Row("steps with accounting / without, {0}: wall", "overhead/*/wall", aim=at_most(1.01)),

@@ -39,7 +39,7 @@ from unisono.train.build import build_data, build_trainer
 from unisono.train.setup import open_events, resolve_plan
 
 ROOT = Path(__file__).resolve().parents[2]
-SLOW_RUN = ROOT.joinpath(*"benchmarks.observe.slow_run".split(".")).with_suffix(".py")
+SLOW_RUN = ROOT.joinpath(*["benchmarks", "observe", "slow_run"]).with_suffix(".py")
 WARM_UP_STEPS = 10
 SAMPLES = 8
 COMMON: Mapping[str, Any] = {
@@ -88,7 +88,9 @@ GAINS: Mapping[str, Case] = {
     "slow loader": COSTS["slow loader, 1 process"],
     "synchronous saves": COSTS["synchronous saves"],
     "one micro-batch in a pipeline": Case(
-        rule="PP01", processes=2, settings={"plan.pp": 2, "plan.micro_batch": SAMPLES, "model.dim": 256, "data.seq_len": 256}
+        rule="PP01",
+        processes=2,
+        settings={"plan.pp": 2, "plan.micro_batch": SAMPLES, "model.dim": 256, "data.seq_len": 256},
     ),
 }
 HEALTHY: Mapping[str, Settings] = {
@@ -187,7 +189,12 @@ def gains(rounds: int, steps: int) -> dict[str, Any]:
                 after = train(Path(root, "after"), settings, processes=case.processes, steps=steps, case=case)
                 true.append(1 - step_s(after) / step_s(before))
                 expected.append(finding.expected_gain)
-        result[name] = {"rule": case.rule, "patch": patch, "expected": spread(expected), "true_over_expected": ratio(true, expected)}
+        result[name] = {
+            "rule": case.rule,
+            "patch": patch,
+            "expected": spread(expected),
+            "true_over_expected": ratio(true, expected),
+        }
         print(f"gains: {name}", file=sys.stderr)
     return result
 
@@ -203,7 +210,9 @@ def healthy(rounds: int, steps: int) -> dict[str, Any]:
                     _make_data(Path(root))
                     Path(root, "run").mkdir()
                     run_dir = train(Path(root, "run"), settings, processes=processes, steps=steps)
-                    findings += [f"{one.id} {one.cost_frac:.2f} {'; '.join(one.evidence)}" for one in diagnose(read_run(run_dir))]
+                    findings += [
+                        f"{one.id} {one.cost_frac:.2f} {'; '.join(one.evidence)}" for one in diagnose(read_run(run_dir))
+                    ]
             result[f"{name}, {processes} {'process' if processes == 1 else 'processes'}"] = {
                 "rounds": rounds,
                 "findings": findings,
@@ -280,10 +289,19 @@ def measure_overhead(settings: Settings, blocks: int, folder: Path, world: World
 def overhead(blocks: int) -> dict[str, Any]:
     """By case, as rank 0 measured it."""
     result: dict[str, Any] = {}
-    for name, (processes, settings) in OVERHEAD.items():
+    for name, (processes, _) in OVERHEAD.items():
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-            command += ["-m", "benchmarks.observe.diagnosis", "--rank-of", name, "--blocks", str(blocks), "--folder", folder]
+            command += [
+                "-m",
+                "benchmarks.observe.diagnosis",
+                "--rank-of",
+                name,
+                "--blocks",
+                str(blocks),
+                "--folder",
+                folder,
+            ]
             subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, check=True)
             result[name] = json.loads(Path(folder, "result.json").read_text())
         print(f"overhead: {name}", file=sys.stderr)

@@ -13,7 +13,10 @@ from unisono.doctor import storage
 def test_the_table_and_json(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_RINGS", "0 1")
     done = desk.here("doctor", "--run-dir", str(tmp_path))
-    assert "ENV02   warning  variables that were renamed or removed: NCCL_RINGS=0 1\n        try: unset NCCL_RINGS" in done.out
+    assert (
+        "ENV02   warning  variables that were renamed or removed: NCCL_RINGS=0 1\n        try: unset NCCL_RINGS"
+        in done.out
+    )
     checks = desk.here("doctor", "--run-dir", str(tmp_path), "--json").json["checks"]
     assert {check["code"]: check["status"] for check in checks}["ENV02"] == "warning"
 

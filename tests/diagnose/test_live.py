@@ -45,7 +45,13 @@ def train(world: Any, run_dir: str, fault: str, rank: int | None, plan: dict[str
     # each sample is read once
     samples, poison = 4 * world.world_size * STEPS, 5 if "nan" in fault else None
     data = Data(SLEEP_S if "loader" in fault and here else 0.0, samples=samples, poison=poison)
-    options: dict[str, Any] = {"num_workers": 0, "data": data, "steps": STEPS, "global_batch": 4 * world.world_size, **plan}
+    options: dict[str, Any] = {
+        "num_workers": 0,
+        "data": data,
+        "steps": STEPS,
+        "global_batch": 4 * world.world_size,
+        **plan,
+    }
     if "save" in fault:
         options |= {"every_steps": 1}
     with pytest.MonkeyPatch.context() as patch:
@@ -63,7 +69,11 @@ def train(world: Any, run_dir: str, fault: str, rank: int | None, plan: dict[str
                 run.model.register_forward_pre_hook(lambda *_: kept.append(torch.ones(2**19)))  # 2 MiB
             if "stages" in fault:  # as long as the micro-batch is large
                 forward = run.model.forward
-                patch.setattr(run.model, "forward", lambda tokens, **k: (time.sleep(SLEEP_S / 2 * len(tokens)), forward(tokens, **k))[1])
+                patch.setattr(
+                    run.model,
+                    "forward",
+                    lambda tokens, **k: (time.sleep(SLEEP_S / 2 * len(tokens)), forward(tokens, **k))[1],
+                )
             if "link" in fault:
                 sync = run._loop.runner.train_step.sync  # pyright: ignore[reportPrivateUsage]
                 patch.setattr(type(sync), "wait", slowly(type(sync).wait))

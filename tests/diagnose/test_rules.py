@@ -86,7 +86,12 @@ def test_exposed_communication(tmp_path: Path, ranks: int) -> None:
 
 def test_exposed_communication_names_the_axis(tmp_path: Path) -> None:
     # of two tensor-parallel pairs; rank 3 comes last, and what the others wait longer, along whichever axis, is not the network's
-    waits = {0: {"tp": 0.03, "dp": 0.015}, 1: {"tp": 0.03, "dp": 0.015}, 2: {"tp": 0.04, "dp": 0.005}, 3: {"tp": 0.02, "dp": 0.005}}
+    waits = {
+        0: {"tp": 0.03, "dp": 0.015},
+        1: {"tp": 0.03, "dp": 0.015},
+        2: {"tp": 0.04, "dp": 0.005},
+        3: {"tp": 0.02, "dp": 0.005},
+    }
     plan = {"sync": {"kind": "dist_sync"}, "mesh": {"dp_replicate": 2, "tp": 2}}
     late = {rank: {**COMPUTE, "forward": 0.04 if rank == 3 else 0.02} for rank in range(4)}
 
@@ -160,7 +165,10 @@ GIB = 2.0**30
 )
 def test_memory_that_grows(tmp_path: Path, mib_per_step: float, steps: int, severity: str | None) -> None:
     def memory(rank: int, step: int) -> dict[str, float]:
-        return {"mem/now_bytes": 8 * GIB + (mib_per_step * 2**20 * step if rank == 1 else 0), "mem/limit_bytes": 32 * GIB}
+        return {
+            "mem/now_bytes": 8 * GIB + (mib_per_step * 2**20 * step if rank == 1 else 0),
+            "mem/limit_bytes": 32 * GIB,
+        }
 
     found = findings(tmp_path, lambda rank, step: COMPUTE, steps=steps, fields_of=memory)
     assert [(one.id, one.severity, one.ranks) for one in found] == ([("MEM03", severity, (1,))] if severity else [])

@@ -31,7 +31,12 @@ def by_code(checks: Iterable[Check]) -> dict[str, Check]:
     ("environ", "code", "evidence", "cure"),
     [
         ({"CUDA_LAUNCH_BLOCKING": "1"}, "ENV01", "CUDA_LAUNCH_BLOCKING=1: every", "unset CUDA_LAUNCH_BLOCKING"),
-        ({"NCCL_DEBUG": "info", "NCCL_P2P_DISABLE": "1"}, "ENV01", "NCCL_P2P_DISABLE=1", "unset NCCL_DEBUG NCCL_P2P_DISABLE"),
+        (
+            {"NCCL_DEBUG": "info", "NCCL_P2P_DISABLE": "1"},
+            "ENV01",
+            "NCCL_P2P_DISABLE=1",
+            "unset NCCL_DEBUG NCCL_P2P_DISABLE",
+        ),
         ({"NCCL_MAX_NRINGS": "4"}, "ENV02", "NCCL_MAX_NRINGS=4", "NCCL_MAX_CTAS instead of NCCL_MAX_NRINGS"),
         ({"NCCL_RINGS": "0 1"}, "ENV02", "NCCL_RINGS=0 1", "unset NCCL_RINGS"),
         ({"OMP_NUM_THREADS": "4096"}, "ENV03", "OMP_NUM_THREADS=4096", "more than the"),
@@ -47,7 +52,8 @@ def test_variables(environ: Mapping[str, str], code: str, evidence: str, cure: s
 
 
 @pytest.mark.parametrize(
-    "environ", [{}, {"CUDA_LAUNCH_BLOCKING": "0", "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "NCCL_P2P_LEVEL": "NVL"}]
+    "environ",
+    [{}, {"CUDA_LAUNCH_BLOCKING": "0", "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "NCCL_P2P_LEVEL": "NVL"}],
 )
 def test_variables_that_are_well(environ: Mapping[str, str]) -> None:
     assert [check.status for check in check_environment(environ)] == ["ok"] * 3
@@ -76,7 +82,9 @@ def test_a_low_limit_of_open_files() -> None:
     assert check.cure.startswith("ulimit -n ")
 
 
-@pytest.mark.skipif((psutil.cpu_count(logical=False) or 1) < 2, reason="one core: it cannot be pinned to a part of them")
+@pytest.mark.skipif(
+    (psutil.cpu_count(logical=False) or 1) < 2, reason="one core: it cannot be pinned to a part of them"
+)
 def test_a_pinned_process() -> None:
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
@@ -89,7 +97,9 @@ def test_a_pinned_process() -> None:
     assert "srun --cpus-per-task" in check.cure
 
 
-@pytest.mark.parametrize(("state", "status", "evidence"), [(5, "warning", "not synchronised"), (0, "ok", "synchronised")])
+@pytest.mark.parametrize(
+    ("state", "status", "evidence"), [(5, "warning", "not synchronised"), (0, "ok", "synchronised")]
+)
 def test_the_clock(monkeypatch: pytest.MonkeyPatch, state: int, status: str, evidence: str) -> None:
     assert host_checks._clock_state() in (None, *range(6))
     monkeypatch.setattr(host_checks, "_clock_state", lambda: state)
@@ -101,7 +111,9 @@ def test_a_package_for_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert by_code(check_versions())["VER02"].status == "ok"
     info = tmp_path / "torchvision-0.15.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.15.0\nRequires-Dist: torch==2.0.0\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.15.0\nRequires-Dist: torch==2.0.0\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     check = by_code(check_versions())["VER02"]
     assert (check.status, check.evidence) == ("failure", "torchvision 0.15.0 wants torch==2.0.0")

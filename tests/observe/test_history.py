@@ -114,7 +114,13 @@ def test_lines_that_are_no_events_are_left_out_and_noted(tmp_path: Path) -> None
     path = events_path(tmp_path, 0)
     path.parent.mkdir()
     good = encode(step(1, 1))
-    odd = [b"{", b'{"kind":"step","step":"x"}', b'{"kind":"step","step":1e99}', b'{"kind":"step","step":-1}', b"[" * 10**5]
+    odd = [
+        b"{",
+        b'{"kind":"step","step":"x"}',
+        b'{"kind":"step","step":1e99}',
+        b'{"kind":"step","step":-1}',
+        b"[" * 10**5,
+    ]
     deep = b'{"kind":"step","step":2,"x":' + b"[" * 10**6 + b"]" * 10**6 + b"}"
     path.write_bytes(b"\n".join([good, *odd, deep, good, b'{"kind":"st']))
     history = read_history(path)
@@ -170,7 +176,9 @@ def test_a_long_run_takes_little_memory(tmp_path: Path) -> None:
     lines = 50_000
     with path.open("wb") as file:
         for n in range(1, lines + 1):
-            file.write(json.dumps({"kind": "step", "step": n, "attempt": 1, **numbers}, separators=(",", ":")).encode() + b"\n")
+            file.write(
+                json.dumps({"kind": "step", "step": n, "attempt": 1, **numbers}, separators=(",", ":")).encode() + b"\n"
+            )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     history = read_history(path)
     assert len(history.steps) == lines

@@ -78,7 +78,11 @@ def test_phase_survives_exceptions_and_refuses_nonsense() -> None:
         clock.pass_s(1)
         raise ZeroDivisionError
     clock.pass_s(2)
-    with timers.phase("forward"), timers.comm_exposed("tp"), timers.phase("forward"):  # recomputed in a collective's backward
+    with (
+        timers.phase("forward"),
+        timers.comm_exposed("tp"),
+        timers.phase("forward"),
+    ):  # recomputed in a collective's backward
         clock.pass_s(3)
     split = timers.take()
     assert (split.seconds["forward"], split.seconds["other"]) == (4, 2)
@@ -87,7 +91,12 @@ def test_phase_survives_exceptions_and_refuses_nonsense() -> None:
             look_up("warp")
 
 
-@given(st.lists(st.tuples(st.sampled_from((*(set(PHASES) - {"comm_exposed"}), *COMM_AXES, "other")), st.integers(0, 10 * S)), max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from((*(set(PHASES) - {"comm_exposed"}), *COMM_AXES, "other")), st.integers(0, 10 * S)),
+        max_size=30,
+    )
+)
 def test_nothing_is_lost_or_counted_twice(parts: list[tuple[str, int]]) -> None:
     clock = HandClock()
     timers = StepTimers(clock)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unisono.observe.events import encode, events_path
 from unisono.diagnose.run_facts import ALL_PHASES
+from unisono.observe.events import encode, events_path
 
 Times = Callable[[int, int], Mapping[str, float]]  # (rank, step) -> seconds of phases
 
@@ -58,6 +58,16 @@ def write_events(
                 measured = {f"time/{phase}_frac": seconds / wall_s for phase, seconds in window.items()}
                 measured |= {"time/window_s": wall_s} if windows else {}
                 window = dict.fromkeys(window, 0.0)
-            lines.append({"kind": "step", "m": now_s, **envelope, "step": step, **(fields or {}), **fields_of(rank, step), **measured})
+            lines.append(
+                {
+                    "kind": "step",
+                    "m": now_s,
+                    **envelope,
+                    "step": step,
+                    **(fields or {}),
+                    **fields_of(rank, step),
+                    **measured,
+                }
+            )
         path.write_bytes(b"".join(encode(line) + b"\n" for line in lines))
     return run_dir

@@ -24,7 +24,6 @@ from unisono.interop.huggingface import export
 from unisono.models.gpt import GPT
 from unisono.observe.events import Event
 from unisono.observe.formatting import RunEndFacts
-from unisono.train.outputs import RunOutputs
 from unisono.storage.files import write_atomically
 from unisono.storage.run_folder import PLAN_FILE, RUN_FILE
 from unisono.train.build import (
@@ -39,6 +38,7 @@ from unisono.train.build import (
 )
 from unisono.train.config import RunConfig
 from unisono.train.load import empty_model, open_run_checkpoint, read_model
+from unisono.train.outputs import RunOutputs
 from unisono.train.parameter_servers import start_servers
 from unisono.train.run_checkpoints import best_before
 from unisono.train.settings import STRETCHED_SCHEDULES

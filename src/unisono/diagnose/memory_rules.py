@@ -71,13 +71,13 @@ def memory_creep(facts: RunFacts) -> Iterator[Finding]:
             f"rank {worst.rank} grows by {per_step / 2**20:.3g} MiB a step, steadily over {_span(worst)} steps",
             f"its {worst.limit_bytes / 2**30:.3g} GiB would be full after {left_steps:,.0f} more steps",
         ),
-        advice="look for what is kept from step to step: a list of losses or outputs with their graphs (keep .item() or .detach()), "
-        "and caches in transforms, data sets and callbacks",
+        advice="look for what is kept from step to step: a list of losses or outputs with their graphs (keep .item() or "
+        ".detach()), and caches in transforms, data sets and callbacks",
     )
 
 
 def _growth(rank: RankFacts) -> float:
-    """Bytes by which the memory grows in a step; 0 unless it grows in every fifth of the run but the first, which fills caches."""
+    """Bytes by which the memory grows in a step; 0 unless it grows in each fifth of the run after the first, which fills caches."""
     if _span(rank) < _CREEP_STEPS or len(rank.steps) < 5 * 2:
         return 0.0
     levels = [float(np.median(part)) for part in np.array_split(rank.memory_bytes, 5)][1:]

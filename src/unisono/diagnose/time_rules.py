@@ -35,8 +35,8 @@ from unisono.observe.meters import COMM_AXES
 _STEADY_FRAC: Final = 0.7  # of the readings in which a rank is slower than the others, for it to be called slow
 _BUBBLE: Final = (0.15, 0.30)  # warning, critical
 _COMM_ADVICE: Final = {
-    "dp": "more samples per rank and step (plan.global_batch) make fewer exchanges of the same size; plan.compression makes those "
-    "of gradients smaller",
+    "dp": "more samples per rank and step (plan.global_batch) make fewer exchanges of the same size; plan.compression makes "
+    "those of gradients smaller",
     "cp": "longer parts of the sequence per rank (a smaller plan.cp), on one host",
     "tp": "ranks of tp on one host, or a smaller plan.tp",
     "ep": "ranks of ep on one host, or a smaller plan.ep",
@@ -138,9 +138,13 @@ def exposed_communication(facts: RunFacts) -> Iterator[Finding]:
             cost_frac=cost,
             confidence=0.9 if axes or len(mesh) <= 1 else 0.7,
             evidence=(
-                f"each step waits {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)} for communication that no computation hides"
-                + (f"; mesh: {', '.join(mesh)}" if mesh else ""),
-                *([f"by axis: {', '.join(f'{name} {milliseconds(facts, share)}' for name, share in axes.items())}"] if axes else []),
+                f"each step waits {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)} for communication that no "
+                "computation hides" + (f"; mesh: {', '.join(mesh)}" if mesh else ""),
+                *(
+                    [f"by axis: {', '.join(f'{name} {milliseconds(facts, share)}' for name, share in axes.items())}"]
+                    if axes
+                    else []
+                ),
             ),
             advice=_COMM_ADVICE[axis],
         )
@@ -169,7 +173,10 @@ def pipeline_bubble(facts: RunFacts) -> Iterator[Finding]:
             severity=severity,
             cost_frac=cost,
             confidence=0.8,
-            evidence=(f"the stage that waits least waits {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)}", *formula),
+            evidence=(
+                f"the stage that waits least waits {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)}",
+                *formula,
+            ),
             advice="more micro-batches (a smaller plan.micro_batch, or a larger plan.global_batch), or a schedule with shorter "
             "bubbles (plan.schedule: interleaved, zbv)",
             patch=patch,
@@ -195,7 +202,9 @@ def _bubble_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, 
         return (stages - 1) / (passes * micro_batch // micro_batch_size + stages - 1)
 
     expected = idle_frac(micro_batch)
-    formula = (f"{stages} stages that take equally long are idle for {expected:.0%} of a step of {passes} micro-batches",)
+    formula = (
+        f"{stages} stages that take equally long are idle for {expected:.0%} of a step of {passes} micro-batches",
+    )
     parts = [size for size in range(micro_batch - 1, 0, -1) if micro_batch % size == 0]
     if not parts or not expected:
         return {}, 0.0, formula

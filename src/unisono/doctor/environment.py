@@ -44,7 +44,11 @@ _THREADS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 def check_environment(environ: Mapping[str, str]) -> Iterator[Check]:
     """ENV01 to ENV03."""
-    leftovers = [f"{name}={environ[name]}: {what}" for name, (values, what) in _LEFTOVERS.items() if _is_set(environ, name, values)]
+    leftovers = [
+        f"{name}={environ[name]}: {what}"
+        for name, (values, what) in _LEFTOVERS.items()
+        if _is_set(environ, name, values)
+    ]
     yield judged(
         "ENV01",
         "variables for debugging",
@@ -74,5 +78,7 @@ def _threads(environ: Mapping[str, str]) -> Check:
             cure = f"{name} is a number of threads, at least 1: unset it, and the launcher divides the cores"
         elif int(value) > cores:
             cure = f"{name} is more than the {cores} cores: unset it, and the launcher divides the cores"
-    evidence = ", ".join(f"{name}={value}" for name, value in set_to.items()) or "not set: the launcher divides the cores"
+    evidence = (
+        ", ".join(f"{name}={value}" for name, value in set_to.items()) or "not set: the launcher divides the cores"
+    )
     return judged("ENV03", "threads", evidence, warning=cure)

@@ -92,7 +92,10 @@ def _swap() -> Check:
 
 
 def _clock() -> Check:
-    title, cure = "clock", "start a time service (systemctl enable --now systemd-timesyncd): times of hosts are compared"
+    title, cure = (
+        "clock",
+        "start a time service (systemctl enable --now systemd-timesyncd): times of hosts are compared",
+    )
     state = _clock_state()
     if state is None:
         return judged("HOST06", title, "this system does not say whether its clock is synchronised")

@@ -24,7 +24,9 @@ def _own_name() -> Check:
     except OSError as error:
         cure = f"other hosts cannot find this one by its name: add {name} to /etc/hosts or the name server"
         return judged("NET01", title, f"{name}: {error.strerror or error}", warning=cure)
-    foreign = sorted(address for address in resolved if address.partition("%")[0] not in own and not _is_loopback(address))
+    foreign = sorted(
+        address for address in resolved if address.partition("%")[0] not in own and not _is_loopback(address)
+    )
     cure = "the name leads to another host: mend /etc/hosts or the name server, or give the launcher --master-addr"
     evidence = f"{name} is {', '.join(sorted(resolved))}"
     return judged("NET01", title, evidence, failure=cure if foreign else "")

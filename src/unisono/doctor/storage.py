@@ -17,7 +17,13 @@ from unisono.storage.files import file_lock, os_reason
 
 _GIB: Final = 2**30
 _PROBE_BYTES: Final = 16 << 20
-_LOCK = "import sys; from pathlib import Path; from unisono.storage.files import file_lock\nwith file_lock(Path(sys.argv[1])) as got: print(got)"
+_LOCK = """
+import sys
+from pathlib import Path
+from unisono.storage.files import file_lock
+with file_lock(Path(sys.argv[1])) as held:
+    print(held)
+"""
 
 
 def check_storage(folder: Path) -> Iterator[Check]:

@@ -46,7 +46,12 @@ def _companions(torch_version: str) -> Check:
             if one.name == "torch" and one.marker is None and not one.specifier.contains(release, prereleases=True)
         ]
     cure = f"pip install --upgrade {' '.join(text.split()[0] for text in wrong)}, of the index that torch came from"
-    return judged("VER02", "packages built for torch", "; ".join(wrong) or "none is of another release", failure=cure if wrong else "")
+    return judged(
+        "VER02",
+        "packages built for torch",
+        "; ".join(wrong) or "none is of another release",
+        failure=cure if wrong else "",
+    )
 
 
 def _driver(cuda: str) -> Check:

@@ -206,9 +206,7 @@ class _History:
     def finish(self, path: Path, notes: Sequence[str]) -> RankHistory:
         """The history of all lines."""
         empty = np.zeros(0, np.int64)
-        lines, steps, attempts = (
-            np.concatenate([empty, *(part[place] for part in self._parts)]) for place in range(3)
-        )
+        lines, steps, attempts = (np.concatenate([empty, *(part[place] for part in self._parts)]) for place in range(3))
         values = np.concatenate([np.zeros((len(STEP_FIELDS), 0)), *(part[3] for part in self._parts)], axis=1)
         self._parts.clear()
         attempt_s = self._attempt_s(attempts, values[STEP_FIELDS.index("m")])

@@ -25,7 +25,12 @@ _torch: Any = dist
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or _torch.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or _torch.reduce_scatter_tensor
 
-_AXES: Final = {"cp": "cp", "tp": "tp", "ep": "ep", "pp": "pp"}  # all other groups reduce over data ranks, or gather for them
+_AXES: Final = {
+    "cp": "cp",
+    "tp": "tp",
+    "ep": "ep",
+    "pp": "pp",
+}  # all other groups reduce over data ranks, or gather for them
 _timers: ContextVar[StepTimers | None] = ContextVar("timers", default=None)
 
 

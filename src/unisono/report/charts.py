@@ -1,4 +1,4 @@
-"""The charts of a report, as plotly describes them. Colours of text, grid and background are the page's, set where it is drawn."""
+"""The charts of a report, as plotly describes them. Colours of text, grid and background are set where the page is drawn."""
 
 from __future__ import annotations
 

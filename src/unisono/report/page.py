@@ -72,7 +72,8 @@ pre { background: var(--box); border: 1px solid var(--line); border-radius: 8px;
   white-space: pre-wrap; overflow-wrap: anywhere; font-size: .86rem; }
 details > summary { cursor: pointer; color: var(--accent); }
 .scroll { overflow-x: auto; }
-.finding { border-left: 4px solid var(--warn); background: var(--box); border-radius: 0 8px 8px 0; padding: .6rem .9rem; margin: .6rem 0; }
+.finding { border-left: 4px solid var(--warn); background: var(--box); border-radius: 0 8px 8px 0;
+  padding: .6rem .9rem; margin: .6rem 0; }
 .finding.critical { border-color: var(--bad); }
 .finding p { margin: .2rem 0; font-size: .9rem; }
 .finding .cost { color: var(--soft); }

@@ -30,7 +30,6 @@ from unisono.observe.events import EventLog
 from unisono.observe.formatting import RunEndFacts
 from unisono.observe.meters import StepTimers
 from unisono.observe.options import ObserveOptions
-from unisono.train.outputs import RunOutputs
 from unisono.observe.own_values import log_value
 from unisono.optim import OptimOptions, ScheduleOptions
 from unisono.optim.learning_rate import SchedulerFactory
@@ -60,6 +59,7 @@ from unisono.train.metrics import Metric, as_metrics, check_metric_kinds
 from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_objective, find_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions, folder_problem
+from unisono.train.outputs import RunOutputs
 from unisono.train.run_checkpoints import best_before
 from unisono.train.run_record import sequence_length, write_run_record
 from unisono.train.setup import (
