@@ -22,7 +22,7 @@ def test_the_table_and_json(desk: Desk, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_failure_is_an_exit_code(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_LOCK", "print(True)")
+    monkeypatch.setattr(storage, "_SECOND_PROCESS", "print(1)")
     done = desk.here("doctor", "--run-dir", str(tmp_path))
     assert done.code == 2
     assert "DISK03  FAILURE  locks" in done.out

@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_locks_that_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_checks, "_LOCK", "print(True)")
+    monkeypatch.setattr(storage_checks, "_SECOND_PROCESS", "print(1)")
     check = by_code(check_storage(tmp_path))["DISK03"]
     assert (check.status, "lockd" in check.cure) == ("failure", True)
 

@@ -77,7 +77,7 @@ def memory_creep(facts: RunFacts) -> Iterator[Finding]:
 
 
 def _growth(rank: RankFacts) -> float:
-    """Bytes by which the memory grows in a step; 0 unless it grows in each fifth of the run after the first, which fills caches."""
+    """Bytes by which the memory grows in a step; 0 unless it grows in each fifth of the run but the first."""
     if _span(rank) < _CREEP_STEPS or len(rank.steps) < 5 * 2:
         return 0.0
     levels = [float(np.median(part)) for part in np.array_split(rank.memory_bytes, 5)][1:]

@@ -17,12 +17,14 @@ from unisono.storage.files import file_lock, os_reason
 
 _GIB: Final = 2**30
 _PROBE_BYTES: Final = 16 << 20
-_LOCK = """
-import sys
-from pathlib import Path
-from unisono.storage.files import file_lock
-with file_lock(Path(sys.argv[1])) as held:
-    print(held)
+# what a second process does with a file that this one has locked
+_SECOND_PROCESS = """
+import fcntl, sys
+with open(sys.argv[1], "rb+") as file:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("kept out")
 """
 
 
@@ -71,8 +73,8 @@ def _locks(folder: Path, probe: Path) -> Check:
     """Whether a lock that this process holds keeps another process out, as it must between runs."""
     title, path = "locks", probe / "lock"
     with file_lock(path) as held:
-        done = subprocess.run([*code_command(_LOCK), str(path)], capture_output=True, text=True, check=False)
-    kept_out = held and done.stdout.strip() == "False"
+        done = subprocess.run([*code_command(_SECOND_PROCESS), str(path)], capture_output=True, text=True, check=False)
+    kept_out = held and done.stdout.strip() == "kept out"
     cure = "two runs could write into one folder: mount it with locks (NFS: local_lock=none, and lockd running)"
     evidence = f"a second process {'is' if kept_out else 'is not'} kept out of a locked file in {folder.resolve()}"
     return judged("DISK03", title, evidence, failure="" if kept_out else cure)
