@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from event_streams import SETTINGS, write_events
 
@@ -183,6 +184,93 @@ def test_caches_that_fill_are_no_growth(tmp_path: Path) -> None:
         return {"mem/now_bytes": GIB * min(4.0, 1 + step / 100), "mem/limit_bytes": 8 * GIB}
 
     assert findings(tmp_path, lambda rank, step: COMPUTE, steps=600, fields_of=memory) == []
+
+
+def series(**columns: Any) -> Any:
+    """Fields of the steps of a healthy run, with these values by step."""
+    return lambda rank, step: {f"train/{name}": values[step - 1] for name, values in columns.items()}
+
+
+def noisy(count: int, level: float = 2.0) -> list[float]:
+    return (level + 0.1 * np.random.default_rng(0).standard_normal(count)).tolist()
+
+
+@pytest.mark.parametrize(("at", "severity"), [((120,), "warning"), (tuple(range(60, 200, 20)), "critical"), ((), None)])
+def test_losses_that_jump(tmp_path: Path, at: tuple[int, ...], severity: str | None) -> None:
+    losses = noisy(200)
+    for step in at:
+        losses[step - 1] = 9.0
+    settings = {**SETTINGS, "train.spike_sigmas": 0.0}
+    found = findings(tmp_path, lambda rank, step: COMPUTE, steps=200, fields_of=series(loss=losses), settings=settings)
+    assert [(one.id, one.severity) for one in found] == ([("NUM02", severity)] if severity else [])
+    if severity:
+        assert found[0].patch == {"train.spike_sigmas": 8.0}
+        assert f"{len(at)} of 200 steps: {at[0]}" in found[0].evidence[0]
+        assert "9, the 50 steps before it 2" in found[0].evidence[1]
+
+
+def test_a_falling_loss_does_not_jump(tmp_path: Path) -> None:
+    losses = [10 * math.exp(-step / 40) + noise - 2 for step, noise in enumerate(noisy(300))]
+    assert findings(tmp_path, lambda rank, step: COMPUTE, steps=300, fields_of=series(loss=losses)) == []
+
+
+def stats(norms: Mapping[str, Any]) -> Any:
+    """Statistics of gradients every ten steps; ``norms``: by parameter, the norm at a step."""
+
+    def events(rank: int, step: int) -> list[dict[str, Any]]:
+        layers = {name: {"norm": norm(step), "max": norm(step), "nonfinite": 0} for name, norm in norms.items()}
+        return [{"kind": "gradient_stats", "layers": layers}] if step % 10 == 0 else []
+
+    return events
+
+
+def test_gradients_that_grow(tmp_path: Path) -> None:
+    norms = [1.05**step for step in range(1, 101)]
+    grown = stats({"head": lambda step: 1.0, "blocks.1.ffn": lambda step: 1.05**step})
+    finding = only(tmp_path, lambda rank, step: COMPUTE, steps=100, fields_of=series(grad_norm=norms), extra=grown)
+    assert (finding.id, finding.severity) == ("NUM03", "warning")
+    assert "49 times that of the first" in finding.evidence[0]
+    assert finding.evidence[1] == "blocks.1.ffn has grown most, 81 times"
+
+
+def test_gradients_of_a_warm_up_do_not_grow(tmp_path: Path) -> None:
+    norms = [min(step, 30) / 30 for step in range(1, 101)]
+    assert findings(tmp_path, lambda rank, step: COMPUTE, steps=100, fields_of=series(grad_norm=norms)) == []
+
+
+def test_parameters_without_gradients(tmp_path: Path) -> None:
+    norms = stats(
+        {"a": lambda step: 1.0, "b": lambda step: 2.0, "blocks.0.gate": lambda step: 0.0 if step > 10 else 1.0}
+    )
+    finding = only(tmp_path, lambda rank, step: COMPUTE, extra=norms)
+    assert (finding.id, finding.severity) == ("NUM04", "warning")
+    assert finding.evidence[0] == "1 of 3: blocks.0.gate"
+    assert "in steps 20, 30, 40, the median is 1" in finding.evidence[1]
+
+
+@pytest.mark.parametrize(
+    ("evals", "train_falls", "severity"),
+    [
+        ((3.0, 2.5, 2.6, 2.8), True, "critical"),
+        ((3.0, 2.5, 2.52, 2.56), True, "warning"),
+        ((3.0, 2.5, 2.6, 2.8), False, None),  # training has become worse too: no overfitting
+        ((3.0, 2.9, 2.8, 2.7), True, None),
+        ((3.0, 2.9, 2.5, 2.8), True, None),  # one evaluation is no trend
+    ],
+)
+def test_overfitting(tmp_path: Path, evals: tuple[float, ...], train_falls: bool, severity: str | None) -> None:
+    def evaluations(rank: int, step: int) -> list[dict[str, Any]]:
+        return [{"kind": "eval", "eval/loss": evals[step // 10 - 1]}] if step % 10 == 0 else []
+
+    losses = [3 - step / 50 if train_falls else 2 + step / 50 for step in range(1, 41)]
+    settings = {**SETTINGS, "train.early_stop_patience": 0}
+    found = findings(
+        tmp_path, lambda rank, step: COMPUTE, fields_of=series(loss=losses), extra=evaluations, settings=settings
+    )
+    assert [(one.id, one.severity) for one in found] == ([("NUM05", severity)] if severity else [])
+    if severity:
+        assert found[0].patch == {"train.early_stop_patience": 3}
+        assert "eval loss 2.5 at step 20" in found[0].evidence[0]
 
 
 def test_ranks_that_left_before_the_last_attempt_do_not_count(tmp_path: Path) -> None:

@@ -5,4 +5,5 @@ from .rules import diagnose as diagnose
 from .run_facts import RankFacts as RankFacts
 from .run_facts import RunFacts as RunFacts
 from .run_facts import SkippedStep as SkippedStep
+from .run_facts import TrainingFacts as TrainingFacts
 from .run_facts import read_run as read_run

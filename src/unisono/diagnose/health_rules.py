@@ -1,15 +1,24 @@
-"""Rules of losses and gradients."""
+"""Rules of losses and gradients. They cost no time, or steps that were skipped."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from unisono.diagnose.figures import (
     listed,
 )
 from unisono.diagnose.finding import Finding
-from unisono.diagnose.run_facts import RunFacts, SkippedStep
+from unisono.diagnose.run_facts import RunFacts, SkippedStep, TrainingFacts
+
+_SPIKE_WINDOW: Final = 50
+_SPIKE_SIGMAS: Final = 8.0
+_MIN_STEPS: Final = 50  # to judge how a norm grows
 
 
 def non_finite_steps(facts: RunFacts) -> Iterator[Finding]:
@@ -45,3 +54,134 @@ def non_finite_steps(facts: RunFacts) -> Iterator[Finding]:
 def _sample_text(rank: int, step: SkippedStep) -> str:
     samples = f"; its samples are {listed(step.sample_ids)}" if step.sample_ids else ""
     return f"step {step.step}: the losses of rank {rank} alone sum to {step.rank_loss}{samples}"
+
+
+def loss_spikes(facts: RunFacts) -> Iterator[Finding]:
+    """NUM02: steps whose loss is far above those before it."""
+    losses, steps = facts.training.losses, facts.training.steps
+    if len(losses) <= _SPIKE_WINDOW:
+        return
+    before = sliding_window_view(losses, _SPIKE_WINDOW)[:-1]  # [steps - window, window]
+    middle = np.median(before, axis=1)
+    spread = 1.4826 * np.median(np.abs(before - middle[:, None]), axis=1)  # of a normal distribution: its deviation
+    after = losses[_SPIKE_WINDOW:]
+    with np.errstate(invalid="ignore"):
+        spikes = np.isfinite(after) & (after > middle + _SPIKE_SIGMAS * spread) & (after > 1.2 * middle)
+    where = steps[_SPIKE_WINDOW:][spikes]
+    if not len(where):
+        return
+    share = len(where) / len(losses)
+    worst = int(np.argmax(np.where(spikes, after / np.maximum(middle, 1e-12), 0.0)))
+    skips = facts.settings.get("train.spike_sigmas")
+    yield Finding(
+        id="NUM02",
+        title="the loss jumps up in some steps",
+        severity="critical" if share >= 0.03 else "warning",
+        cost_frac=0.0,
+        confidence=0.8,
+        evidence=(
+            f"{len(where)} of {len(losses)} steps: {listed(where.tolist())}",
+            f"step {steps[_SPIKE_WINDOW + worst]}: {after[worst]:.4g}, the {_SPIKE_WINDOW} steps before it {middle[worst]:.4g}",
+        ),
+        advice="train.spike_sigmas skips such steps; look at their samples, and try a lower optim.lr or a longer warm-up",
+        patch={"train.spike_sigmas": _SPIKE_SIGMAS} if skips == 0 else {},
+    )
+
+
+def exploding_gradients(facts: RunFacts) -> Iterator[Finding]:
+    """NUM03: the gradient grows from step to step."""
+    norms = facts.training.grad_norms[np.isfinite(facts.training.grad_norms)]
+    if len(norms) < _MIN_STEPS:
+        return
+    parts = [float(np.median(part)) for part in np.array_split(norms, 5)]
+    growth = parts[-1] / max(parts[0], 1e-30)
+    steadily = all(later > earlier for earlier, later in pairwise(parts))
+    if not steadily or growth < 10:
+        return
+    yield Finding(
+        id="NUM03",
+        title="gradients grow from step to step",
+        severity="critical" if growth >= 100 else "warning",
+        cost_frac=0.0,
+        confidence=0.8,
+        evidence=(
+            f"the norm is {parts[-1]:.3g} in the last fifth of the steps, {growth:,.0f} times that of the first",
+            *_growing_layer(facts),
+        ),
+        advice="a lower optim.lr, optim.clip_norm, or a norm before the layer; train.gradient_stats_every_steps names the layer",
+    )
+
+
+def _growing_layer(facts: RunFacts) -> tuple[str, ...]:
+    """The parameter whose gradient has grown most; nothing without statistics."""
+    growth = {
+        name: float(norms[-1] / norms[0])
+        for name, norms in facts.training.layer_norms.items()
+        if len(norms) > 1 and np.isfinite(norms).all() and norms[0] > 0
+    }
+    if not growth:
+        return ()
+    worst = max(growth, key=lambda name: growth[name])
+    return (f"{worst} has grown most, {growth[worst]:,.0f} times",)
+
+
+def dead_layers(facts: RunFacts) -> Iterator[Finding]:
+    """NUM04: parameters that get no gradient, or next to none."""
+    norms = {name: values[-3:] for name, values in facts.training.layer_norms.items() if len(values) >= 3}
+    if len(norms) < 2:
+        return
+    largest = {name: float(values.max()) for name, values in norms.items() if np.isfinite(values).all()}
+    usual = float(np.median(list(largest.values()))) if largest else 0.0
+    dead = [name for name, value in largest.items() if value <= 1e-7 * usual]
+    if not dead or not usual:
+        return
+    zeros = sum(largest[name] == 0 for name in dead)
+    yield Finding(
+        id="NUM04",
+        title="parameters get no gradient",
+        severity="warning",
+        cost_frac=0.0,
+        confidence=0.9 if zeros else 0.7,
+        evidence=(
+            f"{len(dead)} of {len(norms)}: {', '.join(dead[:5])}" + (", …" if len(dead) > 5 else ""),
+            f"their norms are below {1e-7 * usual:.2g} in steps {listed(facts.training.layer_steps[-3:].tolist())}, the median is "
+            f"{usual:.3g}",
+        ),
+        advice="units that are never active, a detach(), or a layer whose output is not used: it does not learn; freeze it, or "
+        "mend its activation or initial values",
+    )
+
+
+def overfitting(facts: RunFacts) -> Iterator[Finding]:
+    """NUM05: the loss of evaluations rises while that of training falls."""
+    training = facts.training
+    losses = training.eval_losses
+    if len(losses) < 4 or not np.isfinite(losses).all():
+        return
+    best = int(losses.argmin())
+    rise = float(losses[-1] / losses[best]) - 1 if losses[best] > 0 else 0.0
+    since = [_mean_loss(training, step) for step in (training.eval_steps[best], training.eval_steps[-1])]
+    if best > len(losses) - 3 or rise < 0.02 or not since[1] < since[0]:
+        return
+    patience = facts.settings.get("train.early_stop_patience")
+    yield Finding(
+        id="NUM05",
+        title="the model learns its training data by heart",
+        severity="critical" if rise >= 0.10 else "warning",
+        cost_frac=0.0,
+        confidence=0.8,
+        evidence=(
+            f"eval loss {losses[best]:.4g} at step {training.eval_steps[best]}, {losses[-1]:.4g} at step {training.eval_steps[-1]}",
+            f"train loss there {since[0]:.4g} and {since[1]:.4g}",
+        ),
+        advice="more or augmented data, dropout or weight decay; train.early_stop_patience ends such a run, and the best checkpoint "
+        "is taken with --best",
+        patch={"train.early_stop_patience": 3} if patience == 0 else {},
+    )
+
+
+def _mean_loss(training: TrainingFacts, step: int) -> float:
+    """Mean training loss of the steps up to ``step`` and a few before it."""
+    end = int(np.searchsorted(training.steps, step, side="right"))
+    part = training.losses[max(0, end - 20) : end]
+    return float(np.mean(part)) if len(part) else float("nan")

@@ -21,6 +21,10 @@ RULES: Final[Sequence[Rule]] = (
     memory_rules.near_out_of_memory,
     memory_rules.memory_creep,
     health_rules.non_finite_steps,
+    health_rules.loss_spikes,
+    health_rules.exploding_gradients,
+    health_rules.dead_layers,
+    health_rules.overfitting,
 )
 _LOG: Final = logging.getLogger("unisono.diagnose")
 

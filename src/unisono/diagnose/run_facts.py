@@ -78,17 +78,42 @@ class RankFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingFacts:
+    """Losses and gradients of the last attempt, which are of the whole model and batch.
+
+    Attributes:
+        steps: Number of each step [steps].
+        losses: Mean loss over the global batch [steps].
+        grad_norms: Norm of the gradient of the mean loss, before clipping [steps].
+        eval_steps: Steps after which an evaluation was made [evaluations].
+        eval_losses: Its loss [evaluations].
+        layer_steps: Steps of which there are gradient statistics [statistics].
+        layer_norms: Gradient norm of each parameter in these steps, by name [statistics].
+    """
+
+    steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    losses: Floats = field(default_factory=lambda: np.zeros(0))
+    grad_norms: Floats = field(default_factory=lambda: np.zeros(0))
+    eval_steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    eval_losses: Floats = field(default_factory=lambda: np.zeros(0))
+    layer_steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    layer_norms: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
     """All ranks of a run.
 
     Attributes:
         ranks: The ranks that have events, ascending.
+        training: Losses and gradients, as the lowest rank wrote them.
         settings: Options of the run by dotted name; empty for a run of a Python script.
         plan: The run's strategy, as in a strategy file.
         notes: What could not be read.
     """
 
     ranks: Sequence[RankFacts]
+    training: TrainingFacts = field(default_factory=lambda: TrainingFacts())
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
     notes: Sequence[str] = ()
@@ -150,6 +175,7 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
     ranks: list[RankFacts] = []
     notes: list[str] = []
     start: Event = {}
+    training: tuple[int, TrainingFacts] | None = None
     began_s = 0.0  # wall-clock time at which the last attempt of the lowest rank began
     for history in histories:
         notes += history.notes
@@ -165,9 +191,15 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
         began_s = began_s or min(times, default=0.0)
         start = start or next((event for event in events if event["kind"] == "run_start"), start)
         ranks.append(_rank_facts(rank, history, events, last))
+        if training is None or rank < training[0]:
+            training = rank, _training_facts(history, events, last)
     ranks.sort(key=lambda facts: facts.rank)
     return RunFacts(
-        ranks=ranks, settings=_mapping(start.get("config")), plan=_mapping(start.get("plan")), notes=tuple(notes)
+        ranks=ranks,
+        training=TrainingFacts() if training is None else training[1],
+        settings=_mapping(start.get("config")),
+        plan=_mapping(start.get("plan")),
+        notes=tuple(notes),
     )
 
 
@@ -209,6 +241,35 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         skipped=tuple(
             _skipped(event) for event in events if event["kind"] == "skipped_step" and _step(event) is not None
         ),
+    )
+
+
+def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int) -> TrainingFacts:
+    rows = history.attempts == attempt
+    evals = [
+        (step, loss)
+        for event in events
+        if event["kind"] == "eval"
+        and (step := _step(event)) is not None
+        and (loss := number(event.get("eval/loss"))) is not None
+    ]
+    stats = [
+        (step, _mapping(event.get("layers")))
+        for event in events
+        if event["kind"] == "gradient_stats" and (step := _step(event)) is not None
+    ]
+    names = list(stats[-1][1]) if stats else []
+    norms = {name: [number(_mapping(layers.get(name)).get("norm")) for _, layers in stats] for name in names}
+    return TrainingFacts(
+        steps=history.steps[rows],
+        losses=history.columns["train/loss"][rows],
+        grad_norms=history.columns["train/grad_norm"][rows],
+        eval_steps=np.array([step for step, _ in evals], dtype=np.int64),
+        eval_losses=np.array([loss for _, loss in evals], dtype=np.float64),
+        layer_steps=np.array([step for step, _ in stats], dtype=np.int64),
+        layer_norms={
+            name: np.array([np.nan if norm is None else norm for norm in values]) for name, values in norms.items()
+        },
     )
 
 
