@@ -229,7 +229,7 @@ def test_gradients_that_grow(tmp_path: Path) -> None:
     grown = stats({"head": lambda step: 1.0, "blocks.1.ffn": lambda step: 1.05**step})
     finding = only(tmp_path, lambda rank, step: COMPUTE, steps=100, fields_of=series(grad_norm=norms), extra=grown)
     assert (finding.id, finding.severity) == ("NUM03", "warning")
-    assert "49 times that of the first" in finding.evidence[0]
+    assert "50 times that of the first" in finding.evidence[0]
     assert finding.evidence[1] == "blocks.1.ffn has grown most, 81 times"
 
 

@@ -171,11 +171,12 @@ def overfitting(facts: RunFacts) -> Iterator[Finding]:
         cost_frac=0.0,
         confidence=0.8,
         evidence=(
-            f"eval loss {losses[best]:.4g} at step {training.eval_steps[best]}, {losses[-1]:.4g} at step {training.eval_steps[-1]}",
+            f"eval loss {losses[best]:.4g} at step {training.eval_steps[best]}, {losses[-1]:.4g} at step "
+            f"{training.eval_steps[-1]}",
             f"train loss there {since[0]:.4g} and {since[1]:.4g}",
         ),
-        advice="more or augmented data, dropout or weight decay; train.early_stop_patience ends such a run, and the best checkpoint "
-        "is taken with --best",
+        advice="more or augmented data, dropout or weight decay; train.early_stop_patience ends such a run, and --best "
+        "takes the best checkpoint",
         patch={"train.early_stop_patience": 3} if patience == 0 else {},
     )
 
