@@ -64,6 +64,13 @@ def train(world: Any, run_dir: str, fault: str, rank: int | None, plan: dict[str
                 run.model.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
             if fault in ("tp", "cp", "ep", "shard"):
                 slow_group(patch, fault)
+            if "dead" in fault:
+                run.model.blocks[1].ffn.register_forward_hook(lambda layer, args, output: 0 * output)
+            if "exploding" in fault:
+                grows = iter(range(10**6))
+                run.model.blocks[0].register_full_backward_hook(
+                    lambda layer, into, out: (into[0] * 1.05 ** next(grows), *into[1:])
+                )
             if "leak" in fault and here:
                 kept: list[Any] = []
                 run.model.register_forward_pre_hook(lambda *_: kept.append(torch.ones(2**19)))  # 2 MiB
@@ -159,6 +166,17 @@ def test_memory_that_grows(pool: Pool, tmp_path: Path) -> None:
     finding = found(pool, tmp_path, "leak", rank=1, steps=240)["MEM03"]
     assert (finding.ranks, finding.severity) == ((1,), "critical")
     assert 1 < float(finding.evidence[0].split(" by ")[1].split()[0]) < 3  # MiB a step
+
+
+def test_a_layer_that_is_dead(pool: Pool, tmp_path: Path) -> None:
+    finding = found(pool, tmp_path, "dead", gradient_stats_every_steps=2)["NUM04"]
+    assert "blocks.1.ffn" in finding.evidence[0]
+    assert "blocks.0" not in finding.evidence[0]
+
+
+def test_a_layer_whose_gradient_explodes(pool: Pool, tmp_path: Path) -> None:
+    finding = found(pool, tmp_path, "exploding", ranks=1, steps=120, gradient_stats_every_steps=5)["NUM03"]
+    assert "embed" in finding.evidence[1]  # what its first block passes on
 
 
 def test_two_faults_at_once(pool: Pool, tmp_path: Path) -> None:

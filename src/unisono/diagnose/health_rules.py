@@ -144,8 +144,8 @@ def dead_layers(facts: RunFacts) -> Iterator[Finding]:
         confidence=0.9 if zeros else 0.7,
         evidence=(
             f"{len(dead)} of {len(norms)}: {', '.join(dead[:5])}" + (", …" if len(dead) > 5 else ""),
-            f"their norms are below {1e-7 * usual:.2g} in steps {listed(facts.training.layer_steps[-3:].tolist())}, the median is "
-            f"{usual:.3g}",
+            f"their norms are below {1e-7 * usual:.2g} in steps {listed(facts.training.layer_steps[-3:].tolist())}, "
+            f"the median is {usual:.3g}",
         ),
         advice="units that are never active, a detach(), or a layer whose output is not used: it does not learn; freeze it, or "
         "mend its activation or initial values",
