@@ -185,6 +185,11 @@ def size(match: Match) -> Figure:
     return Figure(mib(match.node))
 
 
+def size_of_memory(match: Match) -> Figure:
+    """Bytes, which are the value too."""
+    return Figure(mib(match.node), match.node)
+
+
 def mib(count: float) -> str:
     """Bytes in MiB."""
     return f"{count / 2**20:,.1f} MiB"
@@ -425,7 +430,9 @@ def minus_plain_sums(row: Mapping[str, Any]) -> str:
 
 def spread_of_seconds(match: Match) -> Figure:
     low, high = match.node["interval"]
-    return Figure(f"{match.node['median']:.2f} s ({low:.2f} to {high:.2f}, {match.node['values']} times)")
+    return Figure(
+        f"{match.node['median']:.2f} s ({low:.2f} to {high:.2f}, {match.node['values']} times)", match.node["median"]
+    )
 
 
 def rates_by_size(match: Match) -> Figure:

@@ -270,6 +270,18 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        name="observe_scale",
+        script="observe.scale",
+        title="Diagnosis and report of very large runs",
+        quick=("--lines", "20000", "--rounds", "1"),
+        text="A million made-up step events, of 1,000 ranks and of one. The floor is reading the lines and decoding none.",
+        rows=(
+            Row("{0}: {1}, seconds", "runs/*/*/s", figures.spread_of_seconds, aim=at_most(10, "≤ 10 s")),
+            Row("{0}: {1}, memory", "runs/*/*/peak_bytes", figures.size_of_memory, aim=at_most(2**30, "≤ 1 GiB")),
+            Row("{0}: report", "runs/*/report_bytes", figures.size_of_memory, aim=at_most(2**20, "≤ 1 MiB")),
+        ),
+    ),
+    Benchmark(
         name="events",
         title="Events",
         quick=("--events", "500"),

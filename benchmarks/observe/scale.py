@@ -1,0 +1,94 @@
+"""Time and memory of a diagnosis and a report of very large runs, whose events are made up. Prints JSON.
+
+    python -m benchmarks.observe.scale [--lines 1000000] [--rounds 3]
+
+Each reading is a process of its own. The floor is reading the files line by line and decoding nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paired import spread
+
+from unisono.observe.events import encode, events_path
+from unisono.observe.history import STEP_FIELDS
+
+READINGS: Mapping[str, str] = {
+    "floor": "for path in sorted(run.glob('events/*.jsonl')):\n    with path.open('rb') as file:\n        sum(map(len, file))",
+    "diagnosis": "from unisono.diagnose import diagnose, read_run\ndiagnose(read_run(run))",
+    "report": "from unisono.report import write_report\nwrite_report(run)",
+}
+MEASURED = """
+import json, resource, sys, time
+from pathlib import Path
+run = Path(sys.argv[1])
+begin = time.perf_counter()
+{body}
+seconds = time.perf_counter() - begin
+print(json.dumps({{"s": seconds, "bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}}))
+"""
+
+
+def make_run(folder: Path, ranks: int, steps: int) -> None:
+    """Events of a run whose ranks take equally long, but for noise; every step is a reading."""
+    draw = random.Random(0)
+    pool = [_step(draw) for _ in range(1000)]
+    for rank in range(ranks):
+        path = events_path(folder, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        envelope = {"t": 1.8e9, "rank": rank, "run": "large", "attempt": 1}
+        with path.open("wb") as file:
+            file.write(encode({"kind": "run_start", "m": 0.0, **envelope, "config": {}, "plan": {}}) + b"\n")
+            for step in range(1, steps + 1):
+                head = f'{{"kind":"step","t":1.8e9,"m":{0.1 * step:.3f},"rank":{rank},"run":"large","attempt":1,"step":{step},'
+                file.write(head.encode() + pool[draw.randrange(1000)] + b"\n")
+
+
+def _step(draw: random.Random) -> bytes:
+    fields = {name: draw.random() * 1e-2 for name in STEP_FIELDS if name not in ("t", "m")}
+    fields |= {"time/window_s": 0.1 + 0.01 * draw.random(), "time/forward_frac": 0.3, "time/backward_frac": 0.6}
+    fields |= {"mem/now_bytes": 1e9, "mem/peak_bytes": 1e9, "mem/limit_bytes": 1e11}
+    return encode(fields)[1:]
+
+
+def measure(folder: Path, body: str) -> dict[str, float]:
+    """Seconds and peak memory of a process that runs ``body``."""
+    code = MEASURED.format(body=body)
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    """Print the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--lines", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    shapes = {"1,000 ranks": 1000, "1 rank": 1}
+    result: dict[str, Any] = {"lines": arguments.lines, "runs": {}}
+    for name, ranks in shapes.items():
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder)
+            make_run(run, ranks, arguments.lines // ranks)
+            size = sum(path.stat().st_size for path in run.glob("events/*.jsonl"))
+            measured = {key: [measure(run, body) for _ in range(arguments.rounds)] for key, body in READINGS.items()}
+            result["runs"][name] = {"events_bytes": size, "report_bytes": (run / "report.html").stat().st_size} | {
+                key: {"s": spread([one["s"] for one in values]), "peak_bytes": max(one["bytes"] for one in values)}
+                for key, values in measured.items()
+            }
+        print(f"{name}: {time.strftime('%H:%M:%S')}", file=sys.stderr)
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
