@@ -182,11 +182,6 @@ def not_run(match: Match) -> Figure:
 
 def size(match: Match) -> Figure:
     """Bytes."""
-    return Figure(mib(match.node))
-
-
-def size_of_memory(match: Match) -> Figure:
-    """Bytes, which are the value too."""
     return Figure(mib(match.node), match.node)
 
 

@@ -277,8 +277,8 @@ BENCHMARKS = (
         text="A million made-up step events, of 1,000 ranks and of one. The floor is reading the lines and decoding none.",
         rows=(
             Row("{0}: {1}, seconds", "runs/*/*/s", figures.spread_of_seconds, aim=at_most(10, "≤ 10 s")),
-            Row("{0}: {1}, memory", "runs/*/*/peak_bytes", figures.size_of_memory, aim=at_most(2**30, "≤ 1 GiB")),
-            Row("{0}: report", "runs/*/report_bytes", figures.size_of_memory, aim=at_most(2**20, "≤ 1 MiB")),
+            Row("{0}: {1}, memory", "runs/*/*/peak_bytes", figures.size, aim=at_most(2**30, "≤ 1 GiB")),
+            Row("{0}: report", "runs/*/report_bytes", figures.size, aim=at_most(2**20, "≤ 1 MiB")),
         ),
     ),
     Benchmark(
