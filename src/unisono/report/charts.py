@@ -136,6 +136,7 @@ def time_chart(summary: RunSummary) -> dict[str, Any] | None:
             "marker": {"color": _COLOURS.get(name, "#6e7781")},
         }
         for name, frac in sorted(summary.time_frac.items(), key=lambda item: -item[1])
+        if frac > 0
     ]
     axes = {
         "xaxis": {"title": {"text": "% of wall time"}, "range": [0, 100]},
@@ -164,7 +165,6 @@ def rank_map(facts: RunFacts) -> dict[str, Any] | None:
         "zmid": 1.0,
         "zmax": 1.5,
         "colorscale": "RdBu",
-        "reversescale": True,
         "hovertemplate": "%{y}, up to step %{x}: %{z} times the median<extra></extra>",
     }
     title = "Time that each rank computes, times the median rank"

@@ -24,7 +24,9 @@ async function draw() {
   script.textContent = await unpacked("plotly");
   document.head.append(script);
   const charts = JSON.parse(await unpacked("charts"));
-  const options = {responsive: true, displaylogo: false, displayModeBar: "hover"};
+  // on a narrow screen the tool bar would cover the legend
+  const displayModeBar = matchMedia("(max-width: 40rem)").matches ? false : "hover";
+  const options = {responsive: true, displaylogo: false, displayModeBar};
   const drawAll = () => charts.map(chart => Plotly.react(chart.id, chart.data, coloured(chart.layout), options));
   await Promise.all(drawAll());
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
