@@ -143,7 +143,8 @@ class _History:
         self._events: list[tuple[int, Event]] = []
         self._batch: list[Any] = []
         self._batch_lines: list[int] = []
-        self._parts: list[tuple[Counts, Counts, Counts, Floats]] = []  # lines, steps, attempts, values [fields, steps]
+        self._counts: list[Counts] = []  # lines, steps and attempts [3, steps] of a batch
+        self._values: list[Floats] = []  # [fields, steps] of a batch
         self._unit = "tokens"
         self._rewinds: list[tuple[int, int]] = []  # (line, first step that it and later lines repeat)
         self._filter = RewindFilter()
@@ -198,17 +199,16 @@ class _History:
             values = np.array(rows, dtype=np.float64)
         except ValueError:  # a text that is no number
             values = np.array([[_number(value) for value in row] for row in rows], dtype=np.float64)
-        steps = np.array([step.step for step in self._batch], dtype=np.int64)
-        attempts = np.array([step.attempt for step in self._batch], dtype=np.int64)
-        self._parts.append((np.array(self._batch_lines, dtype=np.int64), steps, attempts, values.T.copy()))
+        steps, attempts = [step.step for step in self._batch], [step.attempt for step in self._batch]
+        self._counts.append(np.array([self._batch_lines, steps, attempts], dtype=np.int64))
+        self._values.append(values.T.copy())
         self._batch, self._batch_lines = [], []
 
     def finish(self, path: Path, notes: Sequence[str]) -> RankHistory:
         """The history of all lines."""
-        empty = np.zeros(0, np.int64)
-        lines, steps, attempts = (np.concatenate([empty, *(part[place] for part in self._parts)]) for place in range(3))
-        values = np.concatenate([np.zeros((len(STEP_FIELDS), 0)), *(part[3] for part in self._parts)], axis=1)
-        self._parts.clear()
+        lines, steps, attempts = np.concatenate([np.zeros((3, 0), np.int64), *self._counts], axis=1)
+        values = np.concatenate([np.zeros((len(STEP_FIELDS), 0)), *self._values], axis=1)
+        self._values.clear()
         attempt_s = self._attempt_s(attempts, values[STEP_FIELDS.index("m")])
         keep = steps < self._first_repeated(lines)
         columns = {name: row if keep.all() else row[keep] for name, row in zip(STEP_FIELDS, values, strict=True)}

@@ -71,7 +71,8 @@ def apply_fsdp(model: nn.Module, blocks: list[nn.Module], dims: ParallelDims, ta
     for number in range(len(blocks) if plan.fsdp.prefetch_blocks else 0):
         units[number].set_modules_to_forward_prefetch(units[number + 1 : number + 1 + plan.fsdp.prefetch_blocks])
         units[number].set_modules_to_backward_prefetch(units[max(0, number - plan.fsdp.prefetch_blocks) : number][::-1])
-    for unit in _units(model):
+    sharded_units: Iterable[Any] = _units(model)
+    for unit in sharded_units:
         unit.set_gradient_divide_factor(1.0)
         # a rank whose samples did not use a parameter sends zeros; otherwise ranks would reduce buffers of different lengths
         unit.set_reduce_scatter_unused_params(True)
