@@ -15,13 +15,16 @@ from unisono.doctor.storage import check_storage
 from unisono.doctor.versions import check_versions
 
 
-def examine(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[Check]:
-    """Examine this host for runs in ``run_dir``: takes seconds and leaves nothing behind."""
+def examine(run_dir: Path, environ: Mapping[str, str] | None = None) -> list[Check]:
+    """Examine this host for runs in ``run_dir``: takes seconds and leaves nothing behind.
+
+    ``environ``: the environment variables to check; None takes those of this process.
+    """
     groups: tuple[Callable[[], Iterator[Check]], ...] = (
         check_versions,
         check_devices,
         check_host,
-        lambda: check_environment(environ),
+        lambda: check_environment(os.environ if environ is None else environ),
         lambda: check_storage(run_dir),
         check_network,
     )

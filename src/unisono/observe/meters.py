@@ -26,17 +26,17 @@ _NS_PER_S: Final = 1_000_000_000
 class _Phase:
     """Context manager that adds time to one phase. Created once per phase, so entering allocates nothing."""
 
-    __slots__ = ("_timers", "elapsed_ns")
+    __slots__ = ("_enter", "_leave", "elapsed_ns")
 
-    def __init__(self, timers: StepTimers) -> None:
-        self._timers = timers
+    def __init__(self, enter: Callable[[_Phase], None], leave: Callable[[], None]) -> None:
+        self._enter, self._leave = enter, leave
         self.elapsed_ns = 0
 
     def __enter__(self) -> None:
-        self._timers.enter(self)
+        self._enter(self)
 
     def __exit__(self, *exc: object) -> None:
-        self._timers.leave()
+        self._leave()
 
 
 class StepTimers:
@@ -54,8 +54,8 @@ class StepTimers:
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self._clock = clock
-        self._phases = {name: _Phase(self) for name in (*PHASES, "other") if name != "comm_exposed"}
-        self._comm = {axis: _Phase(self) for axis in COMM_AXES}
+        self._phases = {name: _Phase(self._enter, self._leave) for name in (*PHASES, "other") if name != "comm_exposed"}
+        self._comm = {axis: _Phase(self._enter, self._leave) for axis in COMM_AXES}
         self._current = self._phases["other"]
         self._outer: list[_Phase] = []  # the phases that are paused
         self._mark_ns = clock()
@@ -63,13 +63,11 @@ class StepTimers:
         self.phase: Callable[[str], _Phase] = self._phases.__getitem__
         self.comm_exposed: Callable[[str], _Phase] = self._comm.__getitem__
 
-    def enter(self, phase: _Phase) -> None:
-        """Pause the current phase for ``phase``."""
+    def _enter(self, phase: _Phase) -> None:
         self._outer.append(self._current)
         self._switch(phase)
 
-    def leave(self) -> None:
-        """Go on with the phase that was paused last."""
+    def _leave(self) -> None:
         self._switch(self._outer.pop())
 
     def _switch(self, phase: _Phase) -> None:
