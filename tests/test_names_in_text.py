@@ -58,7 +58,7 @@ OBJECT = re.compile(rf"(?<![\w./@-])({DOTTED}):([A-Za-z_]\w*)")
 QUALIFIED = re.compile(r"(?<![\w./@-])(unisono(?:\.[A-Za-z_]\w*)+)(?![\w-])(?!\.\w)")
 # in backquotes, from a package on: ``parallel.fsdp.reshard``
 SHORT = re.compile(r"`((?:{packages})(?:\.[A-Za-z_]\w*)+)(?:[(=][^`]*)?`")
-FILE_SUFFIXES = {"bin", "json", "py", "toml"}
+FILE_SUFFIXES = {"bin", "html", "json", "py", "toml"}
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what an f-string fills in; \w does not match it
 
 

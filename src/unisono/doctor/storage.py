@@ -13,7 +13,7 @@ from typing import Final
 
 from unisono.dist.interpreter import code_command
 from unisono.doctor.check import Check, judged
-from unisono.storage.files import file_lock, os_reason
+from unisono.storage.files import file_lock, open_new, os_reason
 
 _GIB: Final = 2**30
 _PROBE_BYTES: Final = 16 << 20
@@ -57,7 +57,7 @@ def _room(folder: Path) -> Check:
 def _speed(folder: Path, probe: Path) -> Check:
     data, path = os.urandom(_PROBE_BYTES), probe / "data"
     begin = time.perf_counter()
-    with path.open("wb") as file:
+    with open_new(path) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution, version
@@ -57,7 +58,7 @@ def _companions(torch_version: str) -> Check:
 def _driver(cuda: str) -> Check:
     title = "driver of the devices"
     try:
-        nvml: Any = __import__("pynvml")
+        nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
         driver = str(nvml.nvmlSystemGetDriverVersion())
     except Exception as error:  # each binding and driver has errors of its own
