@@ -27,6 +27,7 @@ COMMANDS = {
     "init": "Write a commented starter configuration.",
     "diagnose": "Say what makes a run slow or wrong, and which settings to change.",
     "doctor": "Examine this host before a run.",
+    "top": "Show where the ranks of a running job stand.",
     "report": "Write the HTML report of a run.",
     "eval": "Evaluate the newest checkpoint of a run on its held-out data.",
     "generate": "Let a trained language model write.",

@@ -29,6 +29,9 @@ class ObserveOptions:
         ("csv",), "Where step and eval numbers also go: csv, tensorboard, wandb (offline), or an entry point."
     )
     report: bool = option(True, "Write report.html at the end of the run.")
+    monitor_every_s: float = option(
+        10.0, "Seconds between samples of the load of host, process and device; 0 = off.", ge=0.0
+    )
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Trackers that are unknown or listed twice, by field name."""

@@ -31,6 +31,7 @@ from unisono.observe.formatting import RunEndFacts
 from unisono.observe.meters import StepTimers
 from unisono.observe.options import ObserveOptions
 from unisono.observe.own_values import log_value
+from unisono.observe.system_monitor import SystemMonitor
 from unisono.optim import OptimOptions, ScheduleOptions
 from unisono.optim.learning_rate import SchedulerFactory
 from unisono.optim.run_optimizer import GivenOptimizer
@@ -358,6 +359,15 @@ class Trainer:
             timers=StepTimers(),
         )
         self._loop = build_loop(parts, self._resources)
+        if self._observe.monitor_every_s:
+            monitor = SystemMonitor(
+                events,
+                every_s=self._observe.monitor_every_s,
+                step=lambda: self.state.step,
+                with_host=world.job.local_rank == 0,
+                device=None if device.type == "cpu" else device.index,
+            )
+            self._resources.append(monitor)
 
     # --- closing ---------------------------------------------------------------------------------------------------
 

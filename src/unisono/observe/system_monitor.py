@@ -1,0 +1,137 @@
+"""Load of the host, of this process and of its device, sampled by a thread while a run goes on, as ``system`` events.
+
+All figures are means over the time since the sample before. Other vendors' devices are read by functions of other packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any, Final
+
+import psutil
+
+from unisono.observe.events import EventLog
+
+# An entry point of this group is a function of a device's index that returns figures by name, such as {"util_frac": 0.9}, or
+# raises where there is no such device.
+READER_GROUP: Final = "unisono.device_readers"
+DeviceReader = Callable[[int], Mapping[str, float]]
+_LOG: Final = logging.getLogger("unisono.observe")
+
+
+class SystemMonitor:
+    """Emits a ``system`` event every ``every_s`` seconds, from construction until ``close``.
+
+    Args:
+        events: Event log of this rank.
+        every_s: Seconds between samples.
+        step: Returns the number of finished steps, a field of the event.
+        with_host: Whether the figures of the host are sampled too, which one rank of it does.
+        device: Index of the accelerator of this rank; None on the CPU.
+    """
+
+    def __init__(
+        self, events: EventLog, *, every_s: float, step: Callable[[], int], with_host: bool, device: int | None
+    ) -> None:
+        self._events, self._every_s, self._step, self._with_host = events, every_s, step, with_host
+        self._device, self._readers = device, _device_readers(device)
+        self._process = psutil.Process()
+        self._stop = threading.Event()
+        self._before = self._counters()
+        if with_host:
+            psutil.cpu_times_percent(None)  # the next call is since this one
+        self._thread = threading.Thread(target=self._run, name="unisono-monitor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop sampling. Idempotent."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every_s):
+            try:
+                self._events.emit("system", step=self._step(), **self._sample())
+            except (psutil.Error, OSError) as error:  # such as /proc without the rights to read it
+                _LOG.warning("the monitor stops: %s: %s", type(error).__name__, error)
+                return
+
+    def _counters(self) -> dict[str, float]:
+        """Counters that only grow, and the time."""
+        times = self._process.cpu_times()
+        found = {"at_s": time.monotonic(), "process_cpu_s": times.user + times.system}
+        if self._with_host:
+            disk, networks = psutil.disk_io_counters(), psutil.net_io_counters(pernic=True)
+            links = [counters for name, counters in networks.items() if name != "lo"]
+            found |= {
+                "disk_read_bytes": float(disk.read_bytes) if disk else 0.0,
+                "disk_written_bytes": float(disk.write_bytes) if disk else 0.0,
+                "network_sent_bytes": float(sum(link.bytes_sent for link in links)),
+                "network_received_bytes": float(sum(link.bytes_recv for link in links)),
+            }
+        return found
+
+    def _sample(self) -> dict[str, float]:
+        now, before = self._counters(), self._before
+        self._before = now
+        took_s = max(1e-9, now["at_s"] - before["at_s"])
+        grown = {name: max(0.0, now[name] - before[name]) / took_s for name in now}
+        fields = {"sys/process_cpus": grown.pop("process_cpu_s")}
+        grown.pop("at_s")
+        fields |= {f"sys/{name}_per_s": value for name, value in grown.items()}
+        if self._with_host:
+            cpu = psutil.cpu_times_percent(None)
+            fields |= {
+                "sys/cpu_frac": 1 - (cpu.idle + getattr(cpu, "iowait", 0.0)) / 100,
+                "sys/iowait_frac": getattr(cpu, "iowait", 0.0) / 100,
+                "sys/memory_frac": psutil.virtual_memory().percent / 100,
+            }
+        return fields | self._device_fields()
+
+    def _device_fields(self) -> dict[str, float]:
+        """The figures of the device; a reader that fails is not asked again."""
+        found: dict[str, float] = {}
+        for name, reader in list(self._readers.items()):
+            try:
+                values = reader(self._device or 0)
+                found |= {f"sys/device_{key}": float(value) for key, value in values.items()}
+            except Exception as error:
+                _LOG.warning("device reader %s is left out: %s: %s", name, type(error).__name__, error)
+                del self._readers[name]
+        return found
+
+
+def _device_readers(device: int | None) -> dict[str, DeviceReader]:
+    """Readers that have something to say of the device."""
+    if device is None:
+        return {}
+    readers: dict[str, DeviceReader] = {"nvml": nvml_figures}
+    for entry in entry_points(group=READER_GROUP):
+        try:
+            readers[entry.name] = entry.load()
+        except Exception as error:
+            _LOG.warning("device reader %s cannot be imported: %s: %s", entry.name, type(error).__name__, error)
+    return readers
+
+
+def nvml_figures(index: int) -> dict[str, float]:
+    """Figures of an NVIDIA device: use, power [W], temperature [°C], clock [Hz], memory [bytes], whether it is throttled."""
+    nvml: Any = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    slow = nvml.nvmlClocksThrottleReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwSlowdown
+    return {
+        "util_frac": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+        "power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        "temperature_c": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        "clock_hz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6,
+        "memory_bytes": memory.used,
+        "throttled": float(bool(reasons & slow)),
+    }

@@ -1,0 +1,73 @@
+"""The load of host and process while something goes on, and devices by readers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from procs import wait_until
+
+from unisono.observe import system_monitor
+from unisono.observe.events import Event, EventLog, read_events
+from unisono.observe.system_monitor import SystemMonitor
+
+
+def sampled(folder: Path, count: int = 1, **options: Any) -> list[Event]:
+    path = folder / "events.jsonl"
+    with EventLog(path, rank=0, run_id="r", attempt=1) as log:
+        monitor = SystemMonitor(log, step=lambda: 7, **{"every_s": 0.3, "with_host": True, "device": None, **options})
+        end = time.thread_time() + 0.4
+        while time.thread_time() < end:
+            pass
+        wait_until(lambda: len(read_events(path).events) >= count, "samples")
+        monitor.close()
+        monitor.close()
+        taken = len(read_events(path).events)
+        time.sleep(0.5)
+        assert len(read_events(path).events) == taken
+    return list(read_events(path).events)
+
+
+def test_a_process_that_computes(tmp_path: Path) -> None:
+    events = sampled(tmp_path)
+    assert {event["kind"] for event in events} == {"system"}
+    assert {event["step"] for event in events} == {7}
+    assert max(event["sys/process_cpus"] for event in events) > 0.2
+    assert max(event["sys/cpu_frac"] for event in events) > 0.05
+    assert all(
+        0 <= event[name] <= 1 for event in events for name in ("sys/cpu_frac", "sys/iowait_frac", "sys/memory_frac")
+    )
+    assert all(event["sys/network_sent_bytes_per_s"] >= 0 for event in events)
+
+
+def test_one_rank_of_a_host_samples_the_host(tmp_path: Path) -> None:
+    (event, *_) = sampled(tmp_path, with_host=False)
+    assert [name for name in event if name.startswith("sys/")] == ["sys/process_cpus"]
+
+
+def test_devices_are_read_by_other_packages_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def good(index: int) -> Mapping[str, float]:
+        return {"util_frac": 0.5 + index}
+
+    def bad(index: int) -> Mapping[str, float]:
+        raise OSError("no such device")
+
+    class Entry:
+        def __init__(self, name: str, reader: Any) -> None:
+            self.name, self.load = name, lambda: reader
+
+    entries = [Entry("good", good), Entry("bad", bad)]
+    monkeypatch.setattr(
+        system_monitor, "entry_points", lambda group: entries if group == "unisono.device_readers" else []
+    )
+    with caplog.at_level(logging.WARNING):
+        events = sampled(tmp_path, 2, device=3)
+    assert {event["sys/device_util_frac"] for event in events} == {3.5}
+    assert caplog.text.count("device reader bad is left out: OSError: no such device") == 1
+    assert caplog.text.count("device reader nvml is left out") == 1  # no such device here
