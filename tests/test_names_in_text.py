@@ -33,9 +33,9 @@ PAGES = [
 OTHER_NAMES = {
     *(
         f"unisono.{group}"
-        for group in ("objectives", "datasets", "transforms", "metrics", "sinks", "codecs", "rules", "device_readers")
+        for group in ("objectives", "datasets", "transforms", "metrics", "sinks", "codecs", "rules")
     ),
-    *(f"unisono.{group}" for group in ("collate_fns", "optimizers", "schedules", "callbacks")),
+    *(f"unisono.{group}" for group in ("collate_fns", "optimizers", "schedules", "callbacks", "device_readers")),
     "unisono.log_level",
     "unisono.gone.rst",
     "unisono.example",
