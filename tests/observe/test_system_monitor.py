@@ -71,3 +71,11 @@ def test_devices_are_read_by_other_packages_too(
     assert {event["sys/device_util_frac"] for event in events} == {3.5}
     assert caplog.text.count("device reader bad is left out: OSError: no such device") == 1
     assert caplog.text.count("device reader nvml is left out") == 1  # no such device here
+
+
+@pytest.mark.gpu
+def test_figures_of_a_device() -> None:
+    figures = system_monitor.nvml_figures(0)
+    assert 0 <= figures["util_frac"] <= 1
+    assert figures["power_w"] > 1
+    assert figures["memory_bytes"] > 0
