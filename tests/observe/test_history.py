@@ -110,6 +110,21 @@ def test_no_file_is_no_events(tmp_path: Path) -> None:
     assert (history.is_empty, steps(history), history.points("train/loss"), history.notes) == (True, [], [], ())
 
 
+@pytest.mark.parametrize("number", [10**30, -(10**30), True, "3", None, [1], 2.5])
+def test_steps_and_attempts_that_mean_harm(number: Any) -> None:
+    history = history_of(
+        [
+            step(1, 1),
+            {"kind": "resumed", "step": number, "attempt": 1, "m": number},
+            {"kind": "step", "step": number, "attempt": number},
+            {"kind": ["step"], "step": 1, "attempt": 1},
+            step(9, 1, **{"train/loss": number}),
+        ]
+    )
+    assert steps(history)[-1] == (9, 1)
+    assert len(history.all_events) == 1
+
+
 def test_lines_that_are_no_events_are_left_out_and_noted(tmp_path: Path) -> None:
     path = events_path(tmp_path, 0)
     path.parent.mkdir()

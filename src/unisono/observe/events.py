@@ -356,7 +356,7 @@ def decode_event(line: bytes) -> Event | None:
         event = decode_json(line, max_bytes=MAX_EVENT_BYTES)
     except ValueError:
         return None
-    return cast(Event, event) if isinstance(event, dict) and "kind" in event else None
+    return cast(Event, event) if isinstance(event, dict) and isinstance(event.get("kind"), str) else None
 
 
 def next_attempt(path: Path) -> int:

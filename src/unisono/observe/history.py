@@ -230,15 +230,22 @@ class _History:
     def _first_repeated(self, lines: Counts) -> Counts:
         """For each of ``lines`` the first step that a later line went back to; a number above all steps if none did."""
         places = np.array([line for line, _ in self._rewinds], dtype=np.int64)
-        firsts = np.array([*(min(first, _MAX_COUNT) for _, first in self._rewinds), _MAX_COUNT], dtype=np.int64)
+        firsts = np.array([*(max(0, min(first, _MAX_COUNT)) for _, first in self._rewinds), _MAX_COUNT], dtype=np.int64)
         lowest_later = np.minimum.accumulate(firsts[::-1])[::-1]
         return lowest_later[np.searchsorted(places, lines, side="right")]
 
     def _attempt_s(self, attempts: Counts, at_s: Floats) -> dict[int, float]:
         spans: dict[int, list[float]] = {}
-        for attempt in np.unique(attempts).tolist():
-            times = at_s[(attempts == attempt) & ~np.isnan(at_s)]
-            spans[attempt] = [float(times.min()), float(times.max())] if len(times) else []
+        order = np.argsort(attempts, kind="stable")
+        if len(order):
+            begins = np.flatnonzero(np.diff(attempts[order], prepend=-1))
+            for attempt, first_s, last_s in zip(
+                attempts[order][begins].tolist(),
+                np.fmin.reduceat(at_s[order], begins).tolist(),
+                np.fmax.reduceat(at_s[order], begins).tolist(),
+                strict=True,
+            ):
+                spans[attempt] = [] if np.isnan(first_s) else [first_s, last_s]
         for _, event in self._events:
             attempt, at = event.get("attempt"), number(event.get("m"))
             if isinstance(attempt, int) and at is not None:
