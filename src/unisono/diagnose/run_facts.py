@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -100,7 +101,7 @@ class TrainingFacts:
     layer_norms: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """All ranks of a run.
 
@@ -132,10 +133,16 @@ class RunFacts:
 
     def common_steps(self) -> NDArray[np.int64]:
         """The steps at which all ranks have a reading [readings]."""
+        return self._common[0]
+
+    @cached_property
+    def _common(self) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+        """The steps at which all ranks have a reading, and where each rank has them."""
         steps = self.ranks[0].steps if self.ranks else np.zeros(0, np.int64)
         for facts in self.ranks[1:]:
-            steps = np.intersect1d(steps, facts.steps, assume_unique=True)
-        return steps
+            if not np.array_equal(steps, facts.steps):
+                steps = np.intersect1d(steps, facts.steps, assume_unique=True)
+        return steps, [np.searchsorted(facts.steps, steps) for facts in self.ranks]
 
     def wall_s(self) -> Floats:
         """Seconds of the common readings [ranks, readings]."""
@@ -147,9 +154,9 @@ class RunFacts:
         return self._rows(rows)
 
     def _rows(self, rows: Sequence[Floats]) -> Floats:
-        common = self.common_steps()
-        chosen = [row[np.isin(facts.steps, common)] for facts, row in zip(self.ranks, rows, strict=True)]
-        return np.array(chosen, dtype=np.float64).reshape(len(self.ranks), len(common))
+        steps, places = self._common
+        chosen = [row[place] for place, row in zip(places, rows, strict=True)]
+        return np.array(chosen, dtype=np.float64).reshape(len(self.ranks), len(steps))
 
 
 def read_run(run_dir: Path) -> RunFacts:
