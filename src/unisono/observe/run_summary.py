@@ -134,14 +134,16 @@ def _utilization(history: RankHistory) -> tuple[str, float] | None:
 
 def _time_frac(history: RankHistory) -> dict[str, float]:
     """Mean share of each phase over the logged windows, weighted by step time if known."""
-    shares = {name: history.columns[f"time/{name}_frac"] for name in (*PHASES, "other")}
-    timed = ~np.isnan(np.stack(list(shares.values()))).all(axis=0)
+    names = (*PHASES, "other")
+    shares = np.stack([history.columns[f"time/{name}_frac"] for name in names])  # [phases, steps]
+    is_known = np.isfinite(shares)
+    timed = is_known.any(axis=0)
     if not timed.any():
         return {}
-    weights = np.nan_to_num(history.columns["perf/step_s"][timed], nan=0.0)
-    weights = np.where(weights > 0, weights, 1.0)
-    known = {name: values[timed] for name, values in shares.items() if not np.isnan(values[timed]).all()}
-    return {name: float((np.nan_to_num(values) * weights).sum() / weights.sum()) for name, values in known.items()}
+    step_s = history.columns["perf/step_s"]
+    weights = np.where(step_s > 0, step_s, 1.0) * timed  # NaN is not above 0
+    means = np.where(is_known, shares, 0.0) @ weights / weights.sum()
+    return {name: float(mean) for name, mean, known in zip(names, means, is_known.any(axis=1), strict=True) if known}
 
 
 def _last_of(events: Sequence[Event], kind: str, field: str) -> Any:
