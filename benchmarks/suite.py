@@ -534,6 +534,19 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        name="earlier_commit_push_pull",
+        script="earlier_commit",
+        title="An earlier commit against this one: more pairs of push and pull",
+        arguments=("--only", "push and pull", "--rounds", "24"),
+        quick=("--rounds", "1"),
+        text="As above. The times of a process that measures pushes differ by a tenth and more from those of the next, so a few "
+        "pairs decide nothing.",
+        rows=(
+            Row("commit before", "before", figures.text),
+            Row("{0}, {1}: now / before", "times/*/*", aim=at_most(1.02)),
+        ),
+    ),
+    Benchmark(
         name="footprint",
         title="Start-up, size, demo",
         quick=("--repeats", "3", "--no-demo"),
