@@ -1,6 +1,6 @@
 """An earlier commit of unisono against this checkout: start-up, steps, loader, records, push and pull. Prints JSON.
 
-    python -m benchmarks.earlier_commit --before FOLDER [--rounds 9] [--slices 60] [--only step]
+    python -m benchmarks.earlier_commit --before FOLDER [--rounds 9] [--slices 240] [--only step]
 
 FOLDER is a checkout of the earlier commit with a ``.venv`` of its own. Start-up and push and pull are measured process by
 process: one of a checkout, then the same of the other, in reversed order every other round. Steps, batches and records are

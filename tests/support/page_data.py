@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from pages import environment
+
 TRAIN = """
 import os
 import time
@@ -71,6 +73,20 @@ if __name__ == "__main__":
         run_dir="runs/mine",
     ) as run:
         run.fit()
+"""
+SLOW = """
+import time
+
+from unisono import Components, RunConfig
+
+
+def read_slowly(sample, rng):
+    time.sleep(0.003)
+    return sample
+
+
+def config():
+    return RunConfig(components=Components(transform=read_slowly))
 """
 # the demo's run, small
 SMALL = {
@@ -157,7 +173,18 @@ $new -subj /CN=n1 -CA tls/authority.pem -CAkey authority/key.pem -addext basicCo
     return SMALL
 
 
+def diagnosis(folder: Path) -> dict[str, str]:
+    """A run whose loader is slow."""
+    corpus(folder)
+    (folder / "slow.py").write_text(SLOW)
+    settings = ["run.dir=runs/mine", "train.steps=16", "train.eval_every_steps=0", "loader.num_workers=0"]
+    command = [sys.executable, "-m", "unisono", "train", "slow.py", *(f"--set={setting}" for setting in settings)]
+    subprocess.run(command, cwd=folder, env=environment(folder) | SMALL, check=True, capture_output=True)
+    return SMALL
+
+
 PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
+    "diagnosis.md": diagnosis,
     "guide.md": guide,
     "kvstore.md": kvstore,
     "launching.md": launching,

@@ -142,7 +142,7 @@ def environment(folder: Path) -> dict[str, str]:
     """A user's: the programs of this environment first, and a home and a cache of one's own."""
     kept = {name: os.environ[name] for name in ("LANG", "LC_ALL", "LD_LIBRARY_PATH") if name in os.environ}
     home = folder.with_name(folder.name + "-home")
-    home.mkdir()
+    home.mkdir(exist_ok=True)
     return kept | {
         "HOME": str(home),
         "OMP_NUM_THREADS": "1",

@@ -143,7 +143,7 @@ def _time_frac(history: RankHistory) -> dict[str, float]:
     step_s = history.columns["perf/step_s"]
     weights = np.where(step_s > 0, step_s, 1.0) * timed  # NaN is not above 0
     means = np.where(is_known, shares, 0.0) @ weights / weights.sum()
-    return {name: float(mean) for name, mean, known in zip(names, means, is_known.any(axis=1), strict=True) if known}
+    return {name: float(means[row]) for row, name in enumerate(names) if is_known[row].any()}
 
 
 def _last_of(events: Sequence[Event], kind: str, field: str) -> Any:

@@ -79,9 +79,13 @@ def apply_fsdp(model: nn.Module, blocks: list[nn.Module], dims: ParallelDims, ta
         # otherwise the collective multiplies by a factor, which gloo does not support
         unit.set_force_sum_reduction_for_comms(True)
         if plan.mesh.device == "cpu":  # the host waits for them; elsewhere streams do
-            unit.set_custom_all_gather(FSDP_ALL_GATHER)
-            unit.set_custom_reduce_scatter(FSDP_REDUCE_SCATTER)
+            _time_collectives(unit)
     _record(model, dims, table)
+
+
+def _time_collectives(unit: Any) -> None:
+    unit.set_custom_all_gather(FSDP_ALL_GATHER)
+    unit.set_custom_reduce_scatter(FSDP_REDUCE_SCATTER)
 
 
 def _record(model: nn.Module, dims: ParallelDims, table: ShardTable) -> None:
