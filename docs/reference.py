@@ -31,6 +31,8 @@ PACKAGES = (
     "unisono.interop",
     "unisono.launch",
     "unisono.diagnose",
+    "unisono.report",
+    "unisono.doctor",
     "unisono.dist",
     "unisono.measure",
     "unisono.errors",

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
-import html
-import json
 import math
 import os
 import re
@@ -16,6 +12,7 @@ from typing import Any
 
 import pytest
 from modes import FILE, left, mode_of
+from report_page import charts, words
 from tools import missing
 
 from unisono.errors import DataError
@@ -84,23 +81,6 @@ def make_run(run_dir: Path, *, evil: str = "plain", killed: bool = False) -> Pat
         steps(log, 1, 60)
         log.emit("checkpoint_failed", step=50, error="disk of node 2 is full")
     return run_dir
-
-
-def words(page: str) -> str:
-    """The text of the page's body without markup and scripts, spaces collapsed."""
-    body = re.sub(r"<script.*?</script>", " ", page[page.index("<body>") :], flags=re.DOTALL)
-    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", " ", body)))
-
-
-def unpacked(page: str, name: str) -> str:
-    found = re.search(rf'<script type="application/octet-stream" id="{name}">(.*?)</script>', page)
-    assert found is not None
-    return gzip.decompress(base64.b64decode(found.group(1))).decode()
-
-
-def charts(page: str) -> dict[str, Any]:
-    read = json.loads(unpacked(page, "charts"), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    return {chart["id"]: chart for chart in read}
 
 
 def test_report_says_what_happened(tmp_path: Path) -> None:
