@@ -53,53 +53,61 @@ ATTEMPTS = st.lists(
 )
 
 
-def emit(run_dir: Path, trackers: list[str], attempts: list[Attempt]) -> tuple[dict[Any, float], dict[Any, float]]:
-    """Make the run; returns the newest value of each (name, step), and those above all earlier steps of their names."""
-    newest: dict[Any, float] = {}
-    first: dict[Any, float] = {}
-    highest: dict[str, int] = {}
-    step = 0
+class Ledger:
+    """What the trackers are to have: ``newest`` values of each (name, step), and the ``first`` that only rise in steps."""
+
+    def __init__(self) -> None:
+        self.newest: dict[Any, float] = {}
+        self.first: dict[Any, float] = {}
+        self._highest: dict[str, int] = {}
+        self._resumed = 0
+
+    def go_back(self, step: int) -> None:
+        self._resumed = step
+        self.newest = {key: value for key, value in self.newest.items() if step and key[1] <= step}
+
+    def write(self, log: EventLog, kind: str, step: int, name: str, value: float) -> None:
+        log.emit(kind, step=step, **{name: value})
+        if step > self._highest.get(name, -1):
+            self.first[name, step], self._highest[name] = value, step
+        if step > self._resumed:
+            self.newest[name, step] = value
+        else:
+            self.newest.setdefault((name, step), value)
+
+
+def emit(run_dir: Path, trackers: list[str], attempts: list[Attempt]) -> Ledger:
+    """Make the run."""
+    ledger, path, step = Ledger(), run_dir / "e.jsonl", 0
     for number, attempt in enumerate(attempts, start=1):
-        path = run_dir / "e.jsonl"
         with (
             EventLog(path, rank=0, run_id="r", attempt=next_attempt(path)) as log,
             Trackers(log, trackers, run_dir),
         ):
             step = int(step * attempt.resume_frac)
-            resumed = step
+            ledger.go_back(step)
             if step:
                 log.emit("resumed", step=step)
             elif number > 1:
                 log.emit("started_over", step=0)
-            newest = {key: value for key, value in newest.items() if key[1] <= step and step}
-
-            def write(kind: str, at: int, name: str, value: float, log: EventLog = log, resumed: int = resumed) -> None:
-                log.emit(kind, step=at, **{name: value})
-                if at > highest.get(name, -1):
-                    first[name, at], highest[name] = value, at
-                if at > resumed:
-                    newest[name, at] = value
-                else:
-                    newest.setdefault((name, at), value)
-
             if attempt.evaluates_first:
-                write("eval", step, "eval/loss", number)
+                ledger.write(log, "eval", step, "eval/loss", number)
             unread: list[int] = []
             for _ in range(attempt.steps):
                 step += 1
                 unread.append(step)
                 if step % attempt.log_every == 0:
-                    write("log", step, "own/a", number + step / 64)
-                    write("log", step, "own/b", number)
+                    ledger.write(log, "log", step, "own/a", number + step / 64)
+                    ledger.write(log, "log", step, "own/b", number)
                 if len(unread) == attempt.read_every:
                     for each in unread:
-                        write("step", each, "train/loss", number + each / 64)
+                        ledger.write(log, "step", each, "train/loss", number + each / 64)
                     unread = []
                 if step % attempt.eval_every == 0:
-                    write("eval", step, "eval/loss", number + step / 64)
+                    ledger.write(log, "eval", step, "eval/loss", number + step / 64)
             for each in unread:
-                write("step", each, "train/loss", number + each / 64)
-    return newest, first
+                ledger.write(log, "step", each, "train/loss", number + each / 64)
+    return ledger
 
 
 def by_name(values: dict[Any, float]) -> Values:
@@ -135,7 +143,7 @@ def test_table_and_tensorboard_have_the_newest_value_of_each_step(
     tmp_path_factory: pytest.TempPathFactory, attempts: list[Attempt]
 ) -> None:
     run_dir = tmp_path_factory.mktemp("run")
-    newest, _ = emit(run_dir, ["csv", "tensorboard"], attempts)
+    newest = emit(run_dir, ["csv", "tensorboard"], attempts).newest
     assert [e for e in read_events(run_dir / "e.jsonl").events if e["kind"] == "sink_failed"] == []
     assert of_csv(run_dir) == by_name(newest)
     assert of_tensorboard(run_dir) == by_name(newest)
@@ -176,7 +184,7 @@ WANDB = """
 import sys
 from pathlib import Path
 from test_sink_rollbacks import ROLLBACKS, emit
-print(emit(Path(sys.argv[1]), ["wandb"], ROLLBACKS)[1])
+print(emit(Path(sys.argv[1]), ["wandb"], ROLLBACKS).first)
 """
 
 

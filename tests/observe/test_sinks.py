@@ -265,18 +265,18 @@ def test_tensorboard_keeps_non_finite_values(tmp_path: Path) -> None:
 # --- choosing and failing --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+@pytest.mark.parametrize(("tracker", "extra"), [("tensorboard", "track"), ("wandb", "track"), ("mlflow", "mlflow")])
 def test_missing_package_is_said_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, extra: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with open_log(tmp_path) as log, pytest.raises(ExtraError) as caught:
         Trackers(log, ["csv", tracker], tmp_path / "run")
     assert str(caught.value) == (
         f"tracker '{tracker}' needs the package '{tracker}', which is not installed\n"
-        "  rule: it comes with the extra 'track'\n"
+        f"  rule: it comes with the extra '{extra}'\n"
         "  so:   nothing was started\n"
-        "  try:  pip install 'unisono[track]'"
+        f"  try:  pip install 'unisono[{extra}]'"
     )
 
 
