@@ -131,7 +131,7 @@ def test_a_run_that_fails_and_is_resumed_is_one_run_of_mlflow(tmp_path: Path) ->
     assert failures(run_dir) == []
     (run,) = runs_at(uri_of(run_dir / "mlflow"))
     assert run["status"] == "FINISHED"
-    assert run["tags"]["unisono.run"] == (run_dir / "tracker_id").read_text().strip()
+    assert run["tags"]["unisono_run"] == (run_dir / "tracker_id").read_text().strip()
     assert run["params"]["optim.lr"] == "0.002"
     assert (run["params"]["train.steps"], run["tags"]["changed.train.steps"]) == ("6", "8")
     assert [step for step, _ in run["history"]["train/loss"]] == list(range(1, 9))
@@ -148,7 +148,7 @@ def test_any_number_of_restarts_leaves_one_value_of_each_step(tmp_path: Path) ->
     uri = f"sqlite:///{tmp_path}/server.db"
     told = with_mlflow(ROLLBACKS, tmp_path, MLFLOW_TRACKING_URI=uri, MLFLOW_EXPERIMENT_NAME="restarts")
     made = json.loads(told.splitlines()[-1])
-    runs = {run["tags"]["unisono.run"]: run for run in runs_at(uri)}
+    runs = {run["tags"]["unisono_run"]: run for run in runs_at(uri)}
     assert {run["experiment"] for run in runs.values()} == {"restarts"}
     assert sum(bool(first) for _, first, _ in made) == len(runs) > 3
     for identity, first, failed in made:

@@ -60,6 +60,22 @@ def test_of_no_values_and_of_low_precision() -> None:
     assert of(torch.tensor([0.5, -0.25], dtype=torch.bfloat16))["positive"] == [0, 1]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_an_accelerator_counts_the_same() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) ** 3
+    x[:3] = torch.tensor([0.0, float("nan"), float("inf")])
+    device = torch.accelerator.current_accelerator()
+    torch.use_deterministic_algorithms(True)
+    try:
+        here, there = of(x), of(x.to(device))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name in ("sum", "sum_squares"):
+        assert there.pop(name) == pytest.approx(here.pop(name), rel=1e-4)
+    assert there == here
+
+
 def shown(world: World, run_dir: str, axes: dict[str, int], trackers: bool = True) -> list[dict[str, Any]]:
     observe = SHOWN if trackers and world.rank == 0 else tiny.QUIET  # a script may give trackers on rank 0 alone
     with tiny.trainer(

@@ -72,6 +72,7 @@ ALWAYS = [
     "observe.console",
     "observe.trackers",
     "observe.report",
+    "observe.monitor_every_s",
     "launch.num_processes",
     "launch.num_threads",
     "launch.allocator",

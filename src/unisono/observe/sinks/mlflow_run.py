@@ -14,7 +14,7 @@ from unisono.observe.tracked import FirstValues, event_metrics, event_text, run_
 from unisono.storage.directory import make_folder
 
 TRACKING_URI: Final = "MLFLOW_TRACKING_URI"
-RUN_TAG: Final = "unisono.run"  # has the tracker id, by which a restart finds its run
+RUN_TAG: Final = "unisono_run"  # has the tracker id, by which a restart finds its run
 _MAX_METRICS: Final = 900  # of one request, which takes 1000
 _MAX_PARAMS: Final = 100
 _MAX_PARAM_CHARACTERS: Final = 500  # what the older servers take
@@ -32,7 +32,7 @@ class MlflowSink:
 
     Without ``MLFLOW_TRACKING_URI`` into ``<run folder>/mlflow``: a SQLite database and a folder of artifacts. The experiment is
     ``MLFLOW_EXPERIMENT_NAME``, else ``unisono``. A restart continues the MLflow run that has this run's id as its tag
-    ``unisono.run``. MLflow takes no value back: where steps are made again, the first value of each stays. A parameter cannot be
+    ``unisono_run``. MLflow takes no value back: where steps are made again, the first value of each stays. A parameter cannot be
     changed either: a setting that a restart has changed is a tag ``changed.<setting>``.
 
     Nothing is opened before the first step, on the thread that calls ``write``. MLflow's telemetry is off, unless

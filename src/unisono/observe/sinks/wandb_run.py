@@ -13,7 +13,7 @@ from typing import Any, Final
 from unisono.observe.events import SERIES, Event
 from unisono.observe.tracked import FirstValues, event_metrics, event_text, histogram_bins, run_settings
 from unisono.storage.directory import make_folder
-from unisono.storage.files import PRIVATE_MODE
+from unisono.storage.files import create_file
 
 _MAX_BYTES: Final = 1 << 24  # of the file with the last steps
 _MAX_BINS: Final = 512  # of one histogram, wandb's own limit
@@ -49,7 +49,9 @@ class WandbSink:
         self._held: list[tuple[int, dict[str, Any]]] = []
         self._read_step = -1
         path = run_dir / "wandb" / "last_steps.json"
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_MODE)
+        if not path.exists():
+            create_file(path, b"{}")
+        self._fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._kept = FirstValues(_last_steps(os.pread(self._fd, _MAX_BYTES, 0)))
         self._run: Any = self._wandb.init(
             project="unisono",
