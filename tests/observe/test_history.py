@@ -198,6 +198,17 @@ def test_what_a_loop_logs_before_its_steps_are_read_is_not_repeated_by_them() ->
     assert shape(history) == [("started_over", 0, 2), ("resumed", 1, 3), ("log", 3, 3)]
 
 
+def test_histograms_are_passed_over(tmp_path: Path) -> None:
+    """They are large, and nothing that is made of the log shows them."""
+    path = events_path(tmp_path, 0)
+    path.parent.mkdir()
+    lines = [encode({"kind": kind, "step": 2, "attempt": 1}) for kind in ("histograms", "gradient_stats")]
+    path.write_bytes(b"\n".join(lines) + b"\n" + lines[0][:-3])
+    history = read_history(path)
+    assert [event["kind"] for event in history.all_events] == ["gradient_stats"]
+    assert history.notes == ("rank00000.jsonl: left out the last line, which is incomplete: its process was killed",)
+
+
 def test_a_long_run_takes_little_memory(tmp_path: Path) -> None:
     path = events_path(tmp_path, 0)
     path.parent.mkdir()
