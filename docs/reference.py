@@ -28,6 +28,7 @@ PACKAGES = (
     "unisono.checkpoint",
     "unisono.storage",
     "unisono.observe",
+    "unisono.observe.sinks",
     "unisono.interop",
     "unisono.launch",
     "unisono.diagnose",

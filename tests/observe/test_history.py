@@ -146,7 +146,7 @@ def test_lines_that_are_no_events_are_left_out_and_noted(tmp_path: Path) -> None
     )
 
 
-_KINDS = st.sampled_from(("step", "eval", "log", "skipped_step", "resumed", "run_start", "checkpoint_saved"))
+_KINDS = st.sampled_from(("step", "eval", "log", "skipped_step", "resumed", "started_over", "checkpoint_saved"))
 _EVENTS = st.lists(st.tuples(_KINDS, st.integers(0, 6), st.integers(0, 2)), max_size=40)
 
 
@@ -171,17 +171,42 @@ def is_repeated(events: list[Event], place: int) -> bool:
     for later in range(place + 1, len(events)):
         one = events[later]
         before = [each for each in events[:later] if each["attempt"] == one["attempt"]]
-        has_resumed = any(each["kind"] == "resumed" for each in before)
-        starts = ("step",) if has_resumed else NUMBERED
+        begun = [each for each in before if each["kind"] in BEGINS]
+        starts = ("step",) if begun else NUMBERED
         started = any(
-            each["kind"] in (("step",) if any(b["kind"] == "resumed" for b in before[:n]) else NUMBERED)
+            each["kind"] in (("step",) if any(b["kind"] in BEGINS for b in before[:n]) else NUMBERED)
             for n, each in enumerate(before)
         )
-        if one["kind"] == "resumed" and event["step"] >= one["step"] + 1:
+        if one["kind"] == "started_over" or (one["kind"] == "resumed" and event["step"] >= one["step"] + 1):
             return True
-        if one["kind"] in starts and not started and event["step"] >= one["step"]:
+        goes_back = not begun or (begun[-1]["kind"] == "resumed" and one["step"] <= begun[-1]["step"])
+        if one["kind"] in starts and not started and goes_back and event["step"] >= one["step"]:
             return True
     return False
+
+
+BEGINS = ("resumed", "started_over")
+
+
+def test_what_a_loop_logs_before_its_steps_are_read_is_not_repeated_by_them() -> None:
+    """On an accelerator steps are read some time after they were made."""
+    first = [step(2, 1, "log"), step(1, 1), step(2, 1), step(3, 1)]
+    again = [{"kind": "started_over", "step": 0, "attempt": 2}, step(2, 2, "log"), step(1, 2), step(2, 2), step(3, 2)]
+    resumed = [{"kind": "resumed", "step": 1, "attempt": 3}, step(3, 3, "log"), step(2, 3), step(3, 3)]
+    history = history_of([*first, *again, *resumed])
+    assert steps(history) == [(1, 2), (2, 3), (3, 3)]
+    assert shape(history) == [("started_over", 0, 2), ("resumed", 1, 3), ("log", 3, 3)]
+
+
+def test_histograms_are_passed_over(tmp_path: Path) -> None:
+    """They are large, and nothing that is made of the log shows them."""
+    path = events_path(tmp_path, 0)
+    path.parent.mkdir()
+    lines = [encode({"kind": kind, "step": 2, "attempt": 1}) for kind in ("histograms", "gradient_stats")]
+    path.write_bytes(b"\n".join(lines) + b"\n" + lines[0][:-3])
+    history = read_history(path)
+    assert [event["kind"] for event in history.all_events] == ["gradient_stats"]
+    assert history.notes == ("rank00000.jsonl: left out the last line, which is incomplete: its process was killed",)
 
 
 def test_a_long_run_takes_little_memory(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,7 +17,8 @@ from procs import listening
 
 from unisono.errors import ConfigError, ExtraError
 from unisono.observe.events import Event, EventLog, next_attempt, read_events
-from unisono.observe.sinks import Background, CsvSink, TensorBoardSink, Trackers, event_metrics
+from unisono.observe.sinks import Background, CsvSink, TensorBoardSink, Trackers
+from unisono.observe.tracked import event_metrics
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -213,7 +215,7 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
 def test_tensorboard_reads_what_was_written_and_restarts_do_not_repeat(tmp_path: Path) -> None:
     folder = tmp_path / "tensorboard"
     for attempt, resumed, steps in ((1, None, range(1, 8)), (2, 5, range(6, 9)), (3, 2, range(3, 5))):
-        sink = TensorBoardSink(folder)  # three within a second: their files must still sort in this order
+        sink = TensorBoardSink(tmp_path)  # three within a second: their files must still sort in this order
         if resumed is not None:
             sink.write(event("resumed", resumed, attempt))
         for n in steps:
@@ -255,7 +257,7 @@ def test_tensorboard_keeps_non_finite_values(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
     sink.write(event("step", 1, **{"train/loss": math.nan}))
     sink.close()
-    ((step, value),) = scalars(tmp_path, "train/loss")
+    ((step, value),) = scalars(tmp_path / "tensorboard", "train/loss")
     assert step == 1
     assert math.isnan(value)
 
@@ -263,18 +265,18 @@ def test_tensorboard_keeps_non_finite_values(tmp_path: Path) -> None:
 # --- choosing and failing --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+@pytest.mark.parametrize(("tracker", "extra"), [("tensorboard", "track"), ("wandb", "track"), ("mlflow", "mlflow")])
 def test_missing_package_is_said_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, extra: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with open_log(tmp_path) as log, pytest.raises(ExtraError) as caught:
         Trackers(log, ["csv", tracker], tmp_path / "run")
     assert str(caught.value) == (
         f"tracker '{tracker}' needs the package '{tracker}', which is not installed\n"
-        "  rule: it comes with the extra 'track'\n"
+        f"  rule: it comes with the extra '{extra}'\n"
         "  so:   nothing was started\n"
-        "  try:  pip install 'unisono[track]'"
+        f"  try:  pip install 'unisono[{extra}]'"
     )
 
 
@@ -449,7 +451,9 @@ def test_wandb_offline_keeps_one_run_id(tmp_path: Path) -> None:
     runs = sorted(path for path in (tmp_path / "wandb").iterdir() if path.name.startswith("offline-run-"))
     assert len(runs) == 2
     stored = [path for folder in runs for path in folder.glob("run-*.wandb")]
-    assert [path.name for path in stored] == ["run-demo-1.wandb"] * 2
+    identity = (tmp_path / "tracker_id").read_text().strip()
+    assert re.fullmatch(r"demo-1-[0-9a-f]{8}", identity)
+    assert [path.name for path in stored] == [f"run-{identity}.wandb"] * 2
     assert all(b"train/loss" in path.read_bytes() for path in stored)
 
 

@@ -16,4 +16,4 @@ from .run_summary import RunSummary as RunSummary
 from .run_summary import summarise as summarise
 from .sinks import Sink as Sink
 from .sinks import Trackers as Trackers
-from .sinks import event_metrics as event_metrics
+from .tracked import event_metrics as event_metrics

@@ -34,7 +34,8 @@ Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
 SERIES: Final = ("step", "eval", "log")  # kinds whose numbers trackers and report show
-NUMBERED: Final = (*SERIES, "skipped_step", "gradient_stats")  # kinds that belong to one step of a run
+# kinds that belong to one step of a run
+NUMBERED: Final = (*SERIES, "log_text", "log_image", "histograms", "skipped_step", "gradient_stats")
 ENVELOPE: Final = frozenset({"kind", "t", "m", "rank", "run", "attempt"})
 _NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -389,26 +390,27 @@ class RewindFilter:
 
     def __init__(self) -> None:
         self._attempt: int | None = None
-        self._resumed = False
+        self._resumed_step: int | None = None  # -1: started over
         self._numbered = False
 
     def see(self, event: Mapping[str, Any]) -> int | None:
         """Return the first repeated step if this event moves the run back, else None.
 
-        A ``resumed`` event with ``step`` = k (the state has k updates) repeats k + 1 and later. In an attempt without one, the
-        first event of a kind in ``NUMBERED`` repeats its own step and later.
+        A ``resumed`` event with ``step`` = k (the state has k updates) repeats k + 1 and later, a ``started_over`` event all. In
+        an attempt without one, the first event of a kind in ``NUMBERED`` repeats its own step and later.
         """
         attempt = event.get("attempt")
         if attempt != self._attempt:
-            self._attempt, self._resumed, self._numbered = attempt, False, False
+            self._attempt, self._resumed_step, self._numbered = attempt, None, False
         step = event.get("step")
         if not isinstance(step, int):
             return None
-        if event["kind"] == "resumed":
-            self._resumed = True
-            return step + 1
+        if event["kind"] in ("resumed", "started_over"):
+            self._resumed_step = step if event["kind"] == "resumed" else -1
+            return self._resumed_step + 1
         # after a resumed event only a step matters: an evaluation of the loaded state repeats no update
-        if self._numbered or event["kind"] not in (("step",) if self._resumed else NUMBERED):
+        if self._numbered or event["kind"] not in (NUMBERED if self._resumed_step is None else ("step",)):
             return None
         self._numbered = True
-        return step
+        # what a loop has logged since it resumed may stand before the first step, which is read later
+        return step if self._resumed_step is None or step <= self._resumed_step else None

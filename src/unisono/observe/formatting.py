@@ -230,6 +230,10 @@ def _resumed(event: Fields) -> str:
     return f"resumed at step {event.get('step', '?')}{origin}{weaker}"
 
 
+def _started_over(event: Fields) -> str:
+    return "starts again at step 0: there is no checkpoint that it could resume from"
+
+
 def _compression(event: Fields) -> str | None:
     """The codec that ``auto`` chose, or a doubt about the configured one."""
     if event.get("why") == "as asked":
@@ -332,6 +336,7 @@ _MESSAGES: Final[Mapping[str, tuple[str, Callable[[Fields], str | None]]]] = {
     "compiled": ("info", _compiled),
     "eval": ("info", _eval),
     "resumed": ("info", _resumed),
+    "started_over": ("info", _started_over),
     "compression": ("notice", _compression),
     "servers": ("warning", _servers),
     "notice": ("notice", _notice),

@@ -43,6 +43,7 @@ STEP_FIELDS: Final = (
 _IN_EVERY_STEP: Final = ("train/loss", "train/grad_norm")
 _BATCH_LINES: Final = 4096
 _STEP_PREFIX: Final = b'{"kind":"step",'
+_HISTOGRAMS_PREFIX: Final = b'{"kind":"histograms",'  # large, and only trackers show them
 _FILE_NAME: Final = re.compile(r"rank([0-9]{5,9})\.jsonl")
 _MAX_COUNT: Final = 1 << 53  # of steps and attempts
 _KEYS: Final = {f"field{place}": name for place, name in enumerate(STEP_FIELDS)}
@@ -159,6 +160,8 @@ class _History:
                 step = None
             if step is not None:
                 return self._add_step(number_of_line, step)
+        if line.startswith(_HISTOGRAMS_PREFIX) and line.endswith(b"}\n"):
+            return True
         event = decode_event(line)
         if event is None:
             return False

@@ -12,7 +12,8 @@ from unisono.config.fields import options_repr
 from unisono.errors import Problem, nearest_name
 
 SINK_GROUP: Final = "unisono.sinks"
-BUILT_IN_SINKS: Final = ("csv", "tensorboard", "wandb")
+BUILT_IN_SINKS: Final = ("csv", "tensorboard", "wandb", "mlflow")
+HISTOGRAM_SINKS: Final = frozenset({"tensorboard", "wandb"})  # show the event ``histograms``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +27,7 @@ class ObserveOptions:
         "Progress on rank 0: rich on a terminal and in a notebook, key=value lines elsewhere (auto), one of them, or off.",
     )
     trackers: tuple[str, ...] = option(
-        ("csv",), "Where step and eval numbers also go: csv, tensorboard, wandb (offline), or an entry point."
+        ("csv",), "Where step and eval numbers also go: csv, tensorboard, wandb, mlflow, or an entry point."
     )
     report: bool = option(True, "Write report.html at the end of the run.")
     monitor_every_s: float = option(

@@ -336,16 +336,18 @@ class ShardedParameters:
         return self._dims.sum(of_stage, "pp").sqrt()
 
     def sum_over_shards(self, parameters: Sequence[nn.Parameter], values: Tensor) -> Tensor:
-        """``values`` [n], one of each local parameter, summed over the shards of the same global parameters."""
+        """``values`` [n, …], a row of each local parameter, summed over the shards of the same global parameters."""
         shards = self._tp_shards
+
+        def rows(chosen: list[bool]) -> Tensor:
+            return torch.tensor(chosen, device=values.device).view(-1, *(1 for _ in values.shape[1:]))
+
         if shards:
-            split = torch.tensor([p in shards for p in parameters], device=values.device)
-            counted = torch.tensor([p in shards and not shards[p].replica_id for p in parameters])
-            total = self._dims.sum(torch.where(counted.to(values.device), values, 0), "tp")
-            values = torch.where(split, total, values)
+            counted = rows([p in shards and not shards[p].replica_id for p in parameters])
+            total = self._dims.sum(torch.where(counted, values, 0), "tp")
+            values = torch.where(rows([p in shards for p in parameters]), total, values)
         if self._counted_before:
-            again = torch.tensor([p in self._counted_before for p in parameters], device=values.device)
-            values = torch.where(again, 0, values)
+            values = torch.where(rows([p in self._counted_before for p in parameters]), 0, values)
         return self._dims.sum(values, "shard")
 
     def sum_over_data_ranks(self, values: Tensor) -> Tensor:

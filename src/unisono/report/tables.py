@@ -15,7 +15,7 @@ from unisono.observe.run_summary import RunSummary, duration, format_gib, short_
 from unisono.sanitize import printable
 
 MAX_HAPPENINGS: Final = 500  # rows of the event table
-_QUIET_KINDS: Final = frozenset({*SERIES, "sample", "gradient_stats"})
+_QUIET_KINDS: Final = frozenset({*SERIES, "sample", "log_text", "log_image", "histograms", "gradient_stats"})
 _WARNING_KINDS: Final = frozenset(
     {
         "checkpoint_failed",

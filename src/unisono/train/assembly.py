@@ -89,6 +89,7 @@ class RunInputs:
     flops_per_token: float | Callable[[nn.Module], float]
     callbacks: Sequence[Every]
     provenance: Mapping[str, Any]
+    shows_histograms: bool  # whether a tracker of this rank does
 
     def with_steps(self, plan: Plan) -> RunInputs:
         """The same with the length of the run in steps. Raises DataError; see ``input_pipeline.with_steps``."""
@@ -385,6 +386,10 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
         context=parallel.context,
         pipeline=pipeline,
     )
+    # only rank 0 has trackers, and its script may have given them on rank 0 alone
+    with_histograms = (
+        bool(options.gradient_stats_every_steps) and parts.world.all_gather_json(given.shows_histograms)[0]
+    )
     ranks_diverge = state.sync_state is not None and state.sync_state.params_diverge
     stage_groups = pipeline.shared_parameter_groups if pipeline is not None else ()
     train_step = TrainStep(
@@ -398,7 +403,12 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
         partial_grad_groups=[*parallel.table.partial_grad_groups, *stage_groups],
         timers=parts.timers,
         stop_notice=parts.stop_notice,
-        observe_gradients=GradientStats(parts.sharded.sharded, parts.events, options.gradient_stats_every_steps),
+        observe_gradients=GradientStats(
+            parts.sharded.sharded,
+            parts.events,
+            options.gradient_stats_every_steps,
+            with_histograms=with_histograms,
+        ),
         count_units=count_tokens(given.objective),
     )
     rates = RateMeter(steps_total=options.steps, devices=parts.world.world_size)

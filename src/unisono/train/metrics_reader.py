@@ -21,6 +21,7 @@ from unisono.observe.monitor import anonymous_memory_bytes, peak_rss_bytes
 from unisono.parallel.device import memory_bytes
 from unisono.parallel.sharding import ShardedParameters
 from unisono.train.comm_stats import CommStats
+from unisono.train.histograms import histograms
 from unisono.train.step import COUNTED, GOOD, LOSS, NAMED, NORM, RANK_LOSS, STOP, Step
 
 
@@ -164,14 +165,18 @@ class MetricsReader:
 class GradientStats:
     """Every ``every`` steps, one event with norm, largest magnitude and count of non-finite values of each gradient.
 
-    The figures are of the reduced gradient of the mean loss, before clipping. Reading them waits for the device.
+    The figures are of the reduced gradient of the mean loss, before clipping. Reading them waits for the device. With
+    ``with_histograms``, the same on all ranks, rank 0 also emits those of gradients and of parameters before their update.
     """
 
-    def __init__(self, sharded: ShardedParameters, events: EventLog, every: int) -> None:
+    def __init__(
+        self, sharded: ShardedParameters, events: EventLog, every: int, *, with_histograms: bool = False
+    ) -> None:
         self._sharded = sharded
         self._names = [name for name, parameter in sharded.parameters.items() if parameter.requires_grad]
         self._events = events
         self._every = every
+        self._with_histograms = with_histograms
 
     def __call__(self, step: int, gradients: list[Tensor], divisor: Tensor) -> None:
         """``step`` is 0-based; ``divisor`` turns the accumulated gradients into those of the mean loss."""
@@ -189,3 +194,16 @@ class GradientStats:
             for name, norm, largest, bad in zip(self._names, *columns, strict=True)
         }
         self._events.emit("gradient_stats", step=step + 1, layers=self._sharded.gather_stages(layers))
+        if self._with_histograms:
+            of_gradients = histograms(self._sharded, trained, gradients, divisor)
+            of_parameters = histograms(self._sharded, trained, trained)
+            both = self._sharded.gather_stages(
+                dict(zip(self._names, zip(of_gradients, of_parameters, strict=True), strict=True))
+            )
+            if self._events.rank == 0:
+                self._events.emit(
+                    "histograms",
+                    step=step + 1,
+                    gradients={name: histogram for name, (histogram, _) in both.items()},
+                    parameters={name: histogram for name, (_, histogram) in both.items()},
+                )

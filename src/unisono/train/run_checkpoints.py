@@ -110,6 +110,9 @@ class RunCheckpoints:
             self._checkpointer.fetch_newest(allowed=mode != "never")
         path = _choose(self._root, mode, self._world, self._events)
         if path is None:
+            if self._events.attempt > 1 and not self._is_one_of_several:
+                # the first event of this attempt that has a step may be one of a later step: what a loop logs comes at once
+                self._events.emit("started_over", step=self._state.step)
             return False
         reader = open_checkpoint(path)
         _refuse_later_checkpoints(self._root, path, reader.step)

@@ -29,8 +29,8 @@ from unisono.errors import ConfigError
 from unisono.observe.events import EventLog
 from unisono.observe.formatting import RunEndFacts
 from unisono.observe.meters import StepTimers
-from unisono.observe.options import ObserveOptions
-from unisono.observe.own_values import log_value
+from unisono.observe.options import HISTOGRAM_SINKS, ObserveOptions
+from unisono.observe.own_values import log_image, log_text, log_value
 from unisono.observe.system_monitor import SystemMonitor
 from unisono.optim import OptimOptions, ScheduleOptions
 from unisono.optim.learning_rate import SchedulerFactory
@@ -229,6 +229,7 @@ class Trainer:
             flops_per_token=flops_per_token,
             callbacks=tuple(callbacks),
             provenance=redact(provenance or {}),
+            shows_histograms=observe is not None and not HISTOGRAM_SINKS.isdisjoint(observe.trackers),
         )
         self.data, self.eval_data = source.data, self._inputs.eval_data
         self.options, self.run_dir = self._inputs.options, self._inputs.run_dir
@@ -551,3 +552,20 @@ class Trainer:
         """
         self._open_loop("log() of", "run.log('own/value', 1.0)")
         log_value(self.events, self.state.step, name, value)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Record a text of your own, such as a generated sample, at the last finished step, as a file in ``run_dir/media``.
+
+        Trackers show rank 0's, all but ``csv``. Raises ConfigError for a name that ``log`` refuses, or above 1 MiB.
+        """
+        self._open_loop("log_text() of", "run.log_text('own/sample', text)")
+        log_text(self.events, self.run_dir, self.state.step, name, text)
+
+    def log_image(self, name: str, image: Any) -> None:
+        """Record a picture of your own at the last finished step, as a PNG file in ``run_dir/media``.
+
+        Trackers show rank 0's, all but ``csv``. ``image`` is a uint8 array or tensor [H, W, 3], or [H, W] for gray. Raises
+        ConfigError for another one, or a name that ``log`` refuses.
+        """
+        self._open_loop("log_image() of", "run.log_image('own/picture', pixels)")
+        log_image(self.events, self.run_dir, self.state.step, name, image)

@@ -1,0 +1,115 @@
+"""What trackers show of a run: numbers, texts, pictures and histograms of its events, and its settings. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, cast
+
+from unisono.observe.events import ENVELOPE, number
+from unisono.storage.files import create_file, open_regular
+from unisono.storage.limits import MAX_CONFIG_BYTES
+from unisono.storage.run_folder import RUN_FILE
+
+_NOT_SERIES: Final = ENVELOPE | {"step", "steps_total", "epochs_total", "eta_s"}
+END_SAMPLE: Final = "end_of_run/sample"  # the text that a language model has generated at the end of its run
+_ID_FILE: Final = "tracker_id"
+_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,80}")
+_MAX_PAYLOAD_BYTES: Final = 1 << 26
+
+
+def event_metrics(event: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of ``event`` (step, eval or log): its numeric fields without envelope, step and ETA."""
+    series = ((name, number(value)) for name, value in event.items() if name not in _NOT_SERIES)
+    return {name: value for name, value in series if value is not None}
+
+
+def event_text(event: Mapping[str, Any], run_dir: Path) -> tuple[str, str] | None:
+    """Name and content of the text that ``event`` shows: one that the user logged, or the sample at the end of a run."""
+    if event["kind"] == "sample":
+        return END_SAMPLE, f"{event.get('prompt', '')}{event.get('text', '')}"
+    if event["kind"] != "log_text":
+        return None
+    return event["name"], payload(event, run_dir).decode("utf-8", "replace")
+
+
+def payload(event: Mapping[str, Any], run_dir: Path) -> bytes:
+    """Content of the file in the run folder that a ``log_text`` or ``log_image`` event names. Raises OSError."""
+    with open_regular(run_dir / event["path"]) as file:
+        return file.read(_MAX_PAYLOAD_BYTES)
+
+
+def histogram_bins(histogram: Mapping[str, Any]) -> tuple[list[float], list[int]]:
+    """Edges [n + 1] and counts [n] of one tensor of a ``histograms`` event; both empty where no value is finite.
+
+    Values of either sign are counted by their power of two; zeros, and magnitudes below all powers, are the bin in the middle.
+    """
+    first, negative, positive = histogram["exponent"], histogram["negative"], histogram["positive"]
+    powers = [2.0 ** (first + i) for i in range(len(positive) + 1)]
+    edges = [-power for power in reversed(powers)] + powers
+    counts = [*reversed(negative), histogram["zeros"], *positive]
+    while counts and not counts[-1]:
+        counts.pop()
+        edges.pop()
+    skip = next((i for i, count in enumerate(counts) if count), len(counts))
+    return (edges[skip:], counts[skip:]) if counts else ([], [])
+
+
+def run_settings(run_dir: Path) -> dict[str, bool | int | float | str]:
+    """The settings of the run's ``config.toml`` by dotted name, lists as JSON; empty where there is no such file yet."""
+    try:
+        with open_regular(run_dir / RUN_FILE) as file:
+            config = tomllib.loads(file.read(MAX_CONFIG_BYTES).decode("utf-8", "replace"))
+    except (OSError, tomllib.TOMLDecodeError, RecursionError):
+        return {}
+    return dict(_flat(config, ""))
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, bool | int | float | str]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(cast("dict[str, Any]", value), f"{prefix}{name}.")
+        elif isinstance(value, bool | int | float | str):
+            yield f"{prefix}{name}", value
+        else:
+            yield f"{prefix}{name}", json.dumps(value, default=str)
+
+
+def tracker_id(run_dir: Path, run_id: str) -> str:
+    """The id that trackers outside of the run folder know this run by: its name and eight random digits.
+
+    The name alone is that of other runs in other folders. The id is kept in the run folder, so that it stays over restarts.
+    """
+    path = run_dir / _ID_FILE
+    try:
+        with open_regular(path) as file:
+            known = file.read(200).decode("ascii", "replace").strip()
+        if _ID.fullmatch(known):
+            return known
+        path.unlink()  # cut short by a full disk
+    except FileNotFoundError:
+        pass
+    made = f"{re.sub(r'[^A-Za-z0-9_-]', '-', run_id)[:64]}-{secrets.token_hex(4)}"
+    create_file(path, f"{made}\n".encode())
+    return made
+
+
+class FirstValues:
+    """Keeps from a tracker, which cannot take values back, what it has: the steps of a name only rise, and first values stay.
+
+    ``last_steps`` has the last step that the tracker has of each name.
+    """
+
+    def __init__(self, last_steps: Mapping[str, int]) -> None:
+        self.last_steps = dict(last_steps)
+
+    def is_new(self, name: str, step: int) -> bool:
+        """Whether the tracker has no value of ``name`` at this step or a later one; it is then taken to have this one."""
+        if step <= self.last_steps.get(name, -1):
+            return False
+        self.last_steps[name] = step
+        return True

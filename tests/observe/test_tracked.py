@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from modes import FILE, left, mode_of
+
+from unisono.observe.tracked import event_metrics, event_text, histogram_bins, run_settings, tracker_id
+
+
+def test_bins_of_a_histogram_cover_what_it_counts() -> None:
+    histogram = {"zeros": 3, "exponent": -1, "negative": [2, 0], "positive": [0, 5]}
+    assert histogram_bins(histogram) == ([-1.0, -0.5, 0.5, 1.0, 2.0], [2, 3, 0, 5])
+    assert histogram_bins(histogram | {"zeros": 0, "negative": [0, 0]}) == ([1.0, 2.0], [5])
+    assert histogram_bins({"zeros": 4, "exponent": -40, "negative": [], "positive": []}) == (
+        [-(2.0**-40), 2.0**-40],
+        [4],
+    )
+    assert histogram_bins({"zeros": 0, "exponent": -40, "negative": [], "positive": []}) == ([], [])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=5), st.integers(0, 2), st.integers(-40, 20))
+def test_bins_rise_and_lose_no_value(pairs: list[tuple[int, int]], zeros: int, exponent: int) -> None:
+    negative, positive = [n for n, _ in pairs], [p for _, p in pairs]
+    edges, counts = histogram_bins({"zeros": zeros, "exponent": exponent, "negative": negative, "positive": positive})
+    assert edges == sorted(set(edges))
+    assert len(edges) == (len(counts) + 1 if counts else 0)
+    assert sum(counts) == zeros + sum(negative) + sum(positive)
+    assert not counts or (counts[0] and counts[-1])
+
+
+def test_settings_are_those_of_the_file_by_dotted_name(tmp_path: Path) -> None:
+    assert run_settings(tmp_path) == {}
+    (tmp_path / "config.toml").write_text(
+        '[optim]\nlr = 0.5\nfreeze = ["a"]\n[plan.deep]\nx = true\nname = "y"\nn = 3\n'
+    )
+    found = run_settings(tmp_path)
+    assert found == {
+        "optim.lr": 0.5,
+        "optim.freeze": '["a"]',
+        "plan.deep.x": True,
+        "plan.deep.name": "y",
+        "plan.deep.n": 3,
+    }
+    (tmp_path / "config.toml").write_text("[optim\n")
+    assert run_settings(tmp_path) == {}
+
+
+def test_an_id_stays_and_is_not_that_of_a_run_of_the_same_name_elsewhere(tmp_path: Path) -> None:
+    first = tracker_id(tmp_path, "my run/é")
+    assert first[:-8] == "my-run---"
+    assert tracker_id(tmp_path, "my run/é") == first
+    assert mode_of(tmp_path / "tracker_id") == left(FILE)
+    (tmp_path / "other").mkdir()
+    assert tracker_id(tmp_path / "other", "my run/é") != first
+
+
+@pytest.mark.parametrize("content", [b"", b"a b", b"\xff\xfe", b"x" * 300])
+def test_an_id_that_is_none_is_made_again(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tracker_id").write_bytes(content)
+    made = tracker_id(tmp_path, "r")
+    assert made.startswith("r-")
+    assert tracker_id(tmp_path, "r") == made
+    assert os.listdir(tmp_path) == ["tracker_id"]
+
+
+def test_the_sample_at_the_end_of_a_run_is_a_text(tmp_path: Path) -> None:
+    sample = {"kind": "sample", "step": 3, "prompt": "Once", "text": " upon"}
+    assert event_text(sample, tmp_path) == ("end_of_run/sample", "Once upon")
+    assert event_text({"kind": "step", "step": 3}, tmp_path) is None
+
+
+def test_a_run_whose_name_is_a_number_has_no_such_metric() -> None:
+    assert event_metrics({"kind": "step", "run": "NaN", "step": 1, "a": 1}) == {"a": 1.0}
