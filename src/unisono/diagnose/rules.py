@@ -14,11 +14,15 @@ from unisono.diagnose.run_facts import RunFacts
 RULE_GROUP: Final = "unisono.rules"
 RULES: Final[Sequence[Rule]] = (
     time_rules.data_bound,
+    time_rules.copy_bound,
     time_rules.exposed_communication,
     time_rules.pipeline_bubble,
     time_rules.stragglers,
+    time_rules.own_slowdown,
+    time_rules.garbage_collection,
     time_rules.save_stall,
     memory_rules.near_out_of_memory,
+    memory_rules.fragmentation,
     memory_rules.memory_creep,
     health_rules.non_finite_steps,
     health_rules.loss_spikes,

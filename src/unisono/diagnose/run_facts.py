@@ -65,6 +65,9 @@ class RankFacts:
         limit_bytes: The memory there is, in bytes; 0 if not known.
         memory_bytes: Memory in use at each reading, in bytes; 0 where not known [readings].
         skipped: Steps that the guard skipped.
+        gc_s: Seconds of each reading in which Python collected garbage, which are part of its phases [readings].
+        peak_reserved_bytes: Most that the allocator of the device held, in bytes; 0 on the CPU.
+        num_alloc_retries: Allocations that succeeded only after the allocator gave back its free blocks.
     """
 
     rank: int
@@ -76,6 +79,9 @@ class RankFacts:
     limit_bytes: float = 0.0
     memory_bytes: Floats = field(default_factory=lambda: np.zeros(0))
     skipped: tuple[SkippedStep, ...] = ()
+    gc_s: Floats = field(default_factory=lambda: np.zeros(0))
+    peak_reserved_bytes: float = 0.0
+    num_alloc_retries: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,6 +251,9 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         peak_bytes=float(np.nanmax(peaks, initial=0.0)) if num_steps else 0.0,
         limit_bytes=float(limits[~np.isnan(limits)][-1]) if (~np.isnan(limits)).any() else 0.0,
         memory_bytes=_zeros_for_none(column("mem/now_bytes", kept)),
+        gc_s=np.clip(_zeros_for_none(column("time/gc_frac", kept)), 0.0, 1.0) * wall_s,
+        peak_reserved_bytes=float(np.max(_zeros_for_none(column("mem/peak_reserved_bytes", rows)), initial=0.0)),
+        num_alloc_retries=int(np.max(_zeros_for_none(column("mem/alloc_retries", rows)), initial=0.0)),
         skipped=tuple(
             _skipped(event) for event in events if event["kind"] == "skipped_step" and _step(event) is not None
         ),

@@ -24,7 +24,7 @@ from unisono.errors import ConfigError
 from unisono.kvstore import GradientSync, KVStore
 from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog
-from unisono.observe.meters import RateMeter, StepTimers
+from unisono.observe.meters import GarbageTimer, RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
 from unisono.optim import ScheduleOptions
 from unisono.optim.run_optimizer import check_frozen_until
@@ -435,6 +435,7 @@ def _build_metrics_reader(parts: RunParts, rates: RateMeter, traffic: GradientSy
     return MetricsReader(
         events=parts.events,
         timers=parts.timers,
+        garbage_timer=GarbageTimer(),
         rates=rates,
         every=1 if parts.device.type == "cpu" else ACCELERATOR_READ_STEPS,
         steps_total=given.options.steps,
