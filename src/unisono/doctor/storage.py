@@ -6,14 +6,14 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from unisono.dist.interpreter import code_command
 from unisono.doctor.check import Check, judged
-from unisono.storage.files import file_lock, open_new, os_reason
+from unisono.measure.storage import timed_write
+from unisono.storage.files import file_lock, os_reason
 
 _GIB: Final = 2**30
 _PROBE_BYTES: Final = 16 << 20
@@ -55,14 +55,9 @@ def _room(folder: Path) -> Check:
 
 
 def _speed(folder: Path, probe: Path) -> Check:
-    data, path = os.urandom(_PROBE_BYTES), probe / "data"
-    begin = time.perf_counter()
-    with open_new(path) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    path = probe / "data"
+    took_s = timed_write(path, _PROBE_BYTES)
     os.replace(path, probe / "renamed")
-    took_s = time.perf_counter() - begin
     rate = _PROBE_BYTES / took_s / 2**20
     cure = "checkpoints are written here: a faster disk for run.dir, and checkpoint.upload_to for the slow one"
     evidence = f"{rate:,.0f} MiB/s written through to the disk of {folder.resolve()}"
