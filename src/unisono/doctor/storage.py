@@ -30,8 +30,7 @@ with open(sys.argv[1], "rb+") as file:
 
 def check_storage(folder: Path) -> Iterator[Check]:
     """DISK01 to DISK03, of the nearest folder that exists."""
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
+    folder = nearest_folder(folder)
     yield _room(folder)
     try:
         with tempfile.TemporaryDirectory(prefix=".unisono-doctor-", dir=folder) as probe:
@@ -40,6 +39,13 @@ def check_storage(folder: Path) -> Iterator[Check]:
     except OSError as error:
         cure = "a folder that this user may write to, with run.dir"
         yield judged("DISK02", "writing", f"{folder}: {os_reason(error)}", failure=cure)
+
+
+def nearest_folder(folder: Path) -> Path:
+    """``folder``, or the nearest one above it that exists."""
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return folder
 
 
 def _room(folder: Path) -> Check:
