@@ -31,7 +31,7 @@ def by_code(*overrides: str, corpus: Path = Path("/tmp/x/corpus")) -> dict[str, 
 
 
 def test_each_rung_adds_one_thing() -> None:
-    found = by_code("data.corpus=/my/text", "data.tokenizer=/my/tokenizer", "schedule.warmup_steps=2000", *SHARDED)
+    found = by_code("data.corpus=/my/text", "data.tokenizer=/my/tokenizer", "schedule.warmup_steps=200", *SHARDED)
     assert not any(rung.skipped for rung in found.values())
     small = {"model.num_layers": 2, "model.dim": 32, "model.num_heads": 2, "model.num_kv_heads": 1}
     changes = {code: rung.changes for code, rung in found.items()}
@@ -56,13 +56,8 @@ def test_each_rung_adds_one_thing() -> None:
 
 def test_rungs_that_are_the_same_training_are_left_out() -> None:
     found = by_code("launch.num_processes=1")
-    assert {code: rung.skipped for code, rung in found.items()} == {
-        "RUNG01": "",
-        "RUNG02": "",
-        "RUNG03": "",
-        "RUNG04": "the same training as RUNG03",
-        "RUNG05": "the same training as RUNG03",
-    } or found["RUNG04"].skipped == "the same training as RUNG03"
+    same = "the same training as RUNG03"
+    assert [rung.skipped for rung in found.values()] == ["", "", "", same, same]
     found = by_code("model.num_layers=2", "model.dim=32", "model.num_heads=2", "model.num_kv_heads=1")
     assert found["RUNG03"].skipped == "the same training as RUNG02"
 
@@ -76,7 +71,7 @@ def test_rungs_that_are_the_same_training_are_left_out() -> None:
         ("task.kind=masked_language_model",),
         ("plan.sync=dist_async", "plan.staleness=3", "launch.num_servers=2", "launch.num_processes=2"),
         ("plan.sync=dist_local", "plan.local_steps=4", "launch.num_processes=2"),
-        ("schedule.kind=wsd", "schedule.decay_frac=0.5", "schedule.warmup_steps=500"),
+        ("schedule.kind=wsd", "schedule.decay_frac=0.5", "schedule.warmup_steps=50"),
         ("train.epochs=3",),
         ("train.early_stop_patience=3", "data.packing=best_fit", "data.seq_len=2048"),
         ("data.train=/a.jsonl", "data.eval=/b.jsonl", "task.inputs=['t']"),
@@ -97,9 +92,8 @@ def test_every_rung_is_a_valid_configuration(tmp_path: Path, overrides: Sequence
         base = list(overrides) if rung.on_config else []
         # as files are, under the command line: the length of a run may be in either
         base_file = tmp_path / f"{rung.code}.toml"
-        base_file.write_text(
-            "\n".join(text.replace("=", " = ", 1) if _is_literal(text) else _quoted(text) for text in base)
-        )
+        lines = [text.replace("=", " = ", 1) if _is_literal(text) else _quoted(text) for text in base]
+        base_file.write_text("\n".join(["# as in a file", *lines]))
         load_config(RunConfig, [str(base_file)], overrides=[*sets, "launch.num_processes=2"])
 
 

@@ -222,7 +222,7 @@ def _made_up(settings: Mapping[str, Any], defaults: Mapping[str, Any], corpus: P
     is_own = has_code or not _small_model(settings)
     if settings["task.kind"] != "language_model" or is_own:
         return {**text, "data.seq_len": 64}, False
-    changed = _defaults(settings, defaults, "data.")
+    changed = _defaults(settings, defaults, "data.") | _defaults(settings, defaults, "task.inputs")
     kept = ("data.seq_len", "data.boundaries", "data.packing")
     seq_len = min(int(settings["data.seq_len"]), 512)
     return {
