@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from unisono.diagnose import health_rules, memory_rules, time_rules
+from unisono.diagnose import health_rules, link_rules, memory_rules, time_rules
 from unisono.diagnose.finding import Finding, Rule
 from unisono.diagnose.run_facts import RunFacts
 
@@ -16,6 +16,7 @@ RULES: Final[Sequence[Rule]] = (
     time_rules.data_bound,
     time_rules.copy_bound,
     time_rules.exposed_communication,
+    link_rules.slow_link,
     time_rules.pipeline_bubble,
     time_rules.stragglers,
     time_rules.own_slowdown,

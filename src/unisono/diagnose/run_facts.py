@@ -30,6 +30,7 @@ COMPUTE_PHASES: Final = tuple(
 COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)
 _WARM_UP_READINGS: Final = 2
 _MAX_STEP: Final = 1 << 53
+_MAX_BYTES: Final = 1e18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +53,25 @@ class SkippedStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LinkTraffic:
+    """What a rank gave to one peer in the steps of its last attempt; see ``unisono.train.comm_stats``.
+
+    Attributes:
+        peer: The transport of sums over all ranks, or a server's address.
+        steps: Number of steps.
+        sent_bytes: Bytes sent in them.
+        measured_bytes_per_s: What ``unisono doctor --bench`` had measured the link to do, at the sizes of this run; 0 if nothing.
+        interface: The network interface that the run was told to use; empty if none.
+    """
+
+    peer: str
+    steps: int
+    sent_bytes: float
+    measured_bytes_per_s: float = 0.0
+    interface: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:
     """The last attempt of one rank.
 
@@ -68,6 +88,7 @@ class RankFacts:
         gc_s: Seconds of each reading in which Python collected garbage, which are part of its phases [readings].
         peak_reserved_bytes: Most that the allocator of the device held, in bytes; 0 on the CPU.
         num_alloc_retries: Allocations that succeeded only after the allocator gave back its free blocks.
+        links: Traffic with each peer.
     """
 
     rank: int
@@ -82,6 +103,7 @@ class RankFacts:
     gc_s: Floats = field(default_factory=lambda: np.zeros(0))
     peak_reserved_bytes: float = 0.0
     num_alloc_retries: int = 0
+    links: tuple[LinkTraffic, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,7 +279,37 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         skipped=tuple(
             _skipped(event) for event in events if event["kind"] == "skipped_step" and _step(event) is not None
         ),
+        links=_links(events),
     )
+
+
+def _links(events: Sequence[Event]) -> tuple[LinkTraffic, ...]:
+    """Traffic with each peer in all ``links`` events together."""
+    found: dict[str, LinkTraffic] = {}
+    for event in events:
+        steps, rows = event.get("steps"), event.get("links")
+        if (
+            event["kind"] != "links"
+            or not isinstance(steps, int)
+            or not 0 < steps < _MAX_STEP
+            or not isinstance(rows, list)
+        ):
+            continue
+        for row in cast("list[Any]", rows):
+            link = _mapping(row)
+            peer, sent = str(link.get("peer")), number(link.get("sent_bytes"))
+            if sent is None or not 0 <= sent < _MAX_BYTES:
+                continue
+            known = found.get(peer, LinkTraffic(peer=peer, steps=0, sent_bytes=0.0))
+            measured = number(link.get("measured_bytes_per_s"))
+            found[peer] = LinkTraffic(
+                peer=peer,
+                steps=known.steps + steps,
+                sent_bytes=known.sent_bytes + sent,
+                measured_bytes_per_s=measured if measured is not None and 0 < measured < _MAX_BYTES else 0.0,
+                interface=str(link.get("interface") or ""),
+            )
+    return tuple(found.values())
 
 
 def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int) -> TrainingFacts:
