@@ -31,6 +31,7 @@ from unisono.diagnose.figures import (
 )
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.run_facts import COMPUTE_PHASES, Floats, RunFacts
+from unisono.diagnose.server_rules import busiest_server
 from unisono.observe.meters import COMM_AXES
 
 _STEADY_FRAC: Final = 0.7  # of the readings in which a rank is slower than the others, for it to be called slow
@@ -143,7 +144,7 @@ def copy_bound(facts: RunFacts) -> Iterator[Finding]:
 
 def exposed_communication(facts: RunFacts) -> Iterator[Finding]:
     """COMM01: ranks wait for communication that no computation hides, without the wait for a slow rank."""
-    if not is_timed(facts) or len(facts.ranks) < 2:
+    if not is_timed(facts) or len(facts.ranks) < 2 or busiest_server(facts) is not None:  # SRV01
         return
     if facts.steps_together:
         cost = least_wait(facts, "comm_exposed")

@@ -29,13 +29,15 @@ _EVENT_EVERY_STEPS = 100
 class PeerTraffic:
     """Bytes exchanged with one peer since the start. ``peer`` is a server's address or the transport of sums.
 
-    ``facts`` are added to the event; of them ``measured_bytes_per_s`` is what the link was measured to do.
+    ``facts`` are added to the event; of them ``measured_bytes_per_s`` is what the link was measured to do. Of ``counters`` the
+    event has what they grew by since the previous one.
     """
 
     peer: str
     sent_bytes: int
     received_bytes: int
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    counters: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @runtime_checkable
@@ -56,7 +58,7 @@ class CommStats:
 
     def __init__(self, events: EventLog, read: Callable[[], Sequence[PeerTraffic]]) -> None:
         self._events, self._read = events, read
-        self._begin()
+        self._begin(time.monotonic(), read())
 
     def add(self, step: int, steps: int, exposed_s: float) -> None:
         """Count ``steps`` more finished steps, up to ``step``, which waited ``exposed_s``."""
@@ -70,7 +72,8 @@ class CommStats:
         """Emit the event of the steps since the previous one, if there are any."""
         if not self._steps:
             return
-        wall_s, links = time.monotonic() - self._began_s, self._read()
+        now_s, links = time.monotonic(), self._read()
+        wall_s = now_s - self._began_s
         rows: list[dict[str, Any]] = []
         for link, before in zip(links, self._before, strict=True):
             sent, received = link.sent_bytes - before.sent_bytes, link.received_bytes - before.received_bytes
@@ -82,18 +85,25 @@ class CommStats:
                     "sent_bytes_per_s": sent / wall_s,
                     "received_bytes_per_s": received / wall_s,
                     **link.facts,
+                    **_growth(before.counters, link.counters),
                 }
             )
             if measured_rate := link.facts.get("measured_bytes_per_s"):
                 rows[-1]["used_frac"] = sent / wall_s / measured_rate
         measured = {"steps": self._steps, "wall_s": wall_s, "comm_exposed_s": self._exposed_s}
         self._events.emit("links", step=self._step, **measured, links=rows)
-        self._begin()
+        self._begin(now_s, links)
 
-    def _begin(self) -> None:
-        self._began_s, self._before = time.monotonic(), self._read()
+    def _begin(self, now_s: float, links: Sequence[PeerTraffic]) -> None:
+        self._began_s, self._before = now_s, links
         self._step = self._steps = 0
         self._exposed_s = 0.0
+
+
+def _growth(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """What each counter grew by; from zero where the peer was started again."""
+    restarted = any(value < before.get(name, 0) for name, value in now.items())
+    return {name: value - (0 if restarted else before.get(name, 0)) for name, value in now.items()}
 
 
 def measured_link(cache: Path, transport: str, sizes: Sequence[int], *, ranks: int, num_hosts: int) -> dict[str, Any]:
