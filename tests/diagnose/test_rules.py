@@ -424,3 +424,81 @@ def test_the_page_has_all_rules() -> None:
     assert re.findall("^\\| `([A-Z]+[0-9]+)` ", table, re.MULTILINE) == sorted(
         set(re.findall('id="([A-Z]+[0-9]+)"', source)), key=table.index
     )
+
+
+@pytest.mark.parametrize(("copy_s", "severity"), [(0.001, None), (0.005, "warning"), (0.025, "critical")])
+def test_copies_to_the_device(tmp_path: Path, copy_s: float, severity: str | None) -> None:
+    found = findings(tmp_path, lambda rank, step: {**COMPUTE, "h2d": copy_s}, ranks=1)
+    assert [(finding.id, finding.severity) for finding in found] == ([("H2D01", severity)] if severity else [])
+    if severity:
+        assert found[0].cost_frac == pytest.approx(copy_s / (0.075 + copy_s))
+
+
+def test_a_rank_that_becomes_slower(tmp_path: Path) -> None:
+    def work(step: int) -> dict[int, dict[str, float]]:
+        return {0: COMPUTE, 1: {**COMPUTE, "other": 0.005 + 0.025 * (step > 30)}}
+
+    def times(rank: int, step: int) -> Mapping[str, float]:
+        return together(work(step))(rank, step)
+
+    finding = only(tmp_path, times, steps=62)  # BAL01 is of ranks that are slow all the time
+    assert (finding.id, finding.ranks, finding.severity) == ("BAL02", (1,), "warning")
+    assert finding.cost_frac == pytest.approx(0.25)
+    assert "1.33 times as long" in finding.evidence[0]
+
+
+def test_all_ranks_become_slower(tmp_path: Path) -> None:
+    finding = only(tmp_path, lambda rank, step: {**COMPUTE, "backward": 0.04 + 0.075 * (step > 40)}, steps=62)
+    assert (finding.id, finding.ranks, finding.severity) == ("BAL02", (), "critical")
+    assert finding.cost_frac == pytest.approx(0.5)
+
+
+def test_a_few_slow_steps_are_no_slowdown(tmp_path: Path) -> None:
+    def times(rank: int, step: int) -> Mapping[str, float]:
+        return {**COMPUTE, "backward": 0.04 + 0.2 * (step in (58, 60))}
+
+    assert findings(tmp_path, times, steps=62) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "patch", "gain"),
+    [
+        ({"train.gc_every_steps": 0}, {"train.gc_every_steps": 100}, 0.1),
+        ({"train.gc_every_steps": 10}, {}, 0.0),
+        ({}, {}, 0.0),
+    ],
+)
+def test_garbage_collection(tmp_path: Path, settings: Mapping[str, Any], patch: Mapping[str, Any], gain: float) -> None:
+    def fields(rank: int, step: int) -> Mapping[str, Any]:
+        return {"time/gc_frac": 0.2 if rank else 0.01}
+
+    finding = only(tmp_path, lambda rank, step: COMPUTE, settings=settings, fields_of=fields)
+    assert (finding.id, finding.severity, finding.patch) == ("GC01", "critical", patch)
+    assert (finding.cost_frac, finding.expected_gain) == (pytest.approx(0.2), pytest.approx(gain))
+    assert "on rank 1 collections take 15 ms of 75 ms" in finding.evidence[0]
+
+
+@pytest.mark.parametrize(
+    ("reserved", "retries", "severity"), [(50, 0, None), (58, 0, "warning"), (58, 3, "critical"), (70, 0, "critical")]
+)
+def test_fragmented_device_memory(tmp_path: Path, reserved: int, retries: int, severity: str | None) -> None:
+    def fields(rank: int, step: int) -> Mapping[str, Any]:
+        gib = 2**30
+        return {
+            "mem/peak_bytes": 30 * gib if rank else 45 * gib,
+            "mem/peak_reserved_bytes": reserved * gib,
+            "mem/limit_bytes": 90 * gib,
+            "mem/alloc_retries": retries * rank,
+        }
+
+    found = [
+        finding for finding in findings(tmp_path, lambda rank, step: COMPUTE, fields_of=fields) if finding.id == "MEM02"
+    ]
+    assert [(finding.ranks, finding.severity) for finding in found] == ([((1,), severity)] if severity else [])
+
+
+def test_a_retried_allocation_is_near_out_of_memory(tmp_path: Path) -> None:
+    fields = {"mem/peak_bytes": 50, "mem/peak_reserved_bytes": 60, "mem/limit_bytes": 100, "mem/alloc_retries": 2}
+    finding = only(tmp_path, lambda rank, step: COMPUTE, fields=fields)
+    assert (finding.id, finding.severity) == ("MEM01", "critical")
+    assert "2 allocations found no free memory at first" in finding.evidence

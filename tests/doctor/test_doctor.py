@@ -39,6 +39,8 @@ def by_code(checks: Iterable[Check]) -> dict[str, Check]:
         ),
         ({"NCCL_MAX_NRINGS": "4"}, "ENV02", "NCCL_MAX_NRINGS=4", "NCCL_MAX_CTAS instead of NCCL_MAX_NRINGS"),
         ({"NCCL_RINGS": "0 1"}, "ENV02", "NCCL_RINGS=0 1", "unset NCCL_RINGS"),
+        ({"NCCL_MAX_NCHANNELS": "8"}, "ENV02", "NCCL_MAX_NCHANNELS=8", "NCCL_MAX_CTAS instead of NCCL_MAX_NCHANNELS"),
+        ({"NCCL_SOCKET_IFNAMES": "eth0"}, "ENV04", "NCCL_SOCKET_IFNAMES=eth0", "NCCL_SOCKET_IFNAME instead of"),
         ({"OMP_NUM_THREADS": "4096"}, "ENV03", "OMP_NUM_THREADS=4096", "more than the"),
         ({"OMP_NUM_THREADS": "many"}, "ENV03", "OMP_NUM_THREADS=many", "a number of threads"),
     ],
@@ -53,10 +55,14 @@ def test_variables(environ: Mapping[str, str], code: str, evidence: str, cure: s
 
 @pytest.mark.parametrize(
     "environ",
-    [{}, {"CUDA_LAUNCH_BLOCKING": "0", "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "NCCL_P2P_LEVEL": "NVL"}],
+    [
+        {},
+        {"CUDA_LAUNCH_BLOCKING": "0", "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "NCCL_P2P_LEVEL": "NVL"},
+        {"NCCL_UCX_TLS": "all", "NCCL_IB_HCA": "mlx5", "NCCL_OF_A_PLUGIN": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"},
+    ],
 )
 def test_variables_that_are_well(environ: Mapping[str, str]) -> None:
-    assert [check.status for check in check_environment(environ)] == ["ok"] * 3
+    assert [check.status for check in check_environment(environ)] == ["ok"] * 4
 
 
 def test_shared_memory_that_is_absent(tmp_path: Path) -> None:
@@ -80,6 +86,12 @@ def test_a_low_limit_of_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert (check.status, check.evidence.startswith("1,024, at most")) == ("warning", True)
     assert check.cure.startswith("ulimit -n ")
+
+
+def test_a_limit_of_open_files_that_only_the_administrator_can_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_checks.resource, "getrlimit", lambda _: (1024, 1024))
+    check = by_code(check_host())["HOST02"]
+    assert (check.status, "limits.conf" in check.cure) == ("warning", True)
 
 
 @pytest.mark.skipif(

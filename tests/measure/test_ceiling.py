@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import stat
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,14 @@ import pytest
 import torch
 
 from unisono.measure import ceiling
+from unisono.measure.calibration import MatmulRate
 from unisono.measure.ceiling import PeakFlops, datasheet_peak, device_name, measured_ceiling, peak_flops, time_matmul
 
 CPU = torch.device("cpu")
+
+
+def rate(tflops: float, spread_frac: float = 0.0) -> MatmulRate:
+    return MatmulRate(tflops=tflops, size=512, repeats=9, spread_frac=spread_frac)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +88,9 @@ def test_known_device_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_device_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
 
-    def measure(*args: Any) -> dict[str, float]:
+    def measure(*args: Any) -> MatmulRate:
         calls.append(args)
-        return {"tflops": 0.5, "size": 512, "repeats": 9, "spread_frac": 0.1}
+        return rate(0.5, 0.1)
 
     monkeypatch.setattr(ceiling, "time_matmul", measure)
     cache = tmp_path / "deep" / "calibration.json"
@@ -100,34 +106,30 @@ def test_unknown_device_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(torch, "__version__", "9.9")
     peak_flops(CPU, torch.float32, cache=cache)
     assert len(calls) == 4  # dtype, threads and torch version each make another entry
-    assert len(json.loads(cache.read_text())) == 4
-    assert [path.name for path in cache.parent.iterdir()] == ["calibration.json"]
+    assert len(json.loads(cache.read_text())["matmul"]) == 4
+    assert sorted(path.name for path in cache.parent.iterdir()) == [".calibration.json.lock", "calibration.json"]
 
 
 @pytest.mark.parametrize("content", ["not json", "[]", '{"x": 3}', "null"])
 def test_damaged_cache_costs_a_measurement_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
-    result = {"tflops": 0.25, "size": 512, "repeats": 9, "spread_frac": 0.0}
-    monkeypatch.setattr(ceiling, "time_matmul", lambda *args: result)
+    monkeypatch.setattr(ceiling, "time_matmul", lambda *args: rate(0.25))
     cache = tmp_path / "calibration.json"
     cache.write_text(content)
     assert measured_ceiling(CPU, torch.float32, cache=cache).value == 0.25e12
-    assert result in json.loads(cache.read_text()).values()
-    cache.write_text(json.dumps({key: {"tflops": "fast"} for key in json.loads(cache.read_text())}))
+    stored = json.loads(cache.read_text())
+    assert asdict(rate(0.25)) in stored["matmul"].values()
+    cache.write_text(json.dumps(stored | {"matmul": {key: {"tflops": "fast"} for key in stored["matmul"]}}))
     assert measured_ceiling(CPU, torch.float32, cache=cache).value == 0.25e12
 
 
 def test_figure_of_a_busy_machine_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        ceiling, "time_matmul", lambda *args: {"tflops": 0.1, "size": 512, "repeats": 9, "spread_frac": 0.3}
-    )
+    monkeypatch.setattr(ceiling, "time_matmul", lambda *args: rate(0.1, 0.3))
     assert measured_ceiling(CPU, torch.float32, cache=tmp_path / "c.json").value == 0.1e12
     assert list(tmp_path.iterdir()) == []
 
 
 def test_unwritable_cache_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        ceiling, "time_matmul", lambda *args: {"tflops": 0.1, "size": 512, "repeats": 9, "spread_frac": 0.0}
-    )
+    monkeypatch.setattr(ceiling, "time_matmul", lambda *args: rate(0.1))
     (tmp_path / "file").write_text("")
     assert measured_ceiling(CPU, torch.float32, cache=tmp_path / "file" / "c.json").value == 0.1e12
 
@@ -137,7 +139,7 @@ def test_time_matmul_counts_two_operations_per_product(monkeypatch: pytest.Monke
     ticks = iter(range(10**6))
     monkeypatch.setattr(ceiling.time, "perf_counter", lambda: next(ticks) * 0.1)
     result = time_matmul(CPU, torch.float32, budget_s=0.7)
-    assert result == {
+    assert asdict(result) == {
         "tflops": pytest.approx(2 * 256**3 / 0.1 / 1e12),
         "size": 256,
         "repeats": 6,
@@ -147,8 +149,8 @@ def test_time_matmul_counts_two_operations_per_product(monkeypatch: pytest.Monke
 
 def test_real_product() -> None:
     result = time_matmul(CPU, torch.float32, budget_s=0.05)
-    assert result["tflops"] > 1e-4
-    assert result["repeats"] >= 5
+    assert result.tflops > 1e-4
+    assert result.repeats >= 5
 
 
 @pytest.mark.gpu
@@ -157,5 +159,19 @@ def test_accelerator_reaches_a_plausible_share_of_its_datasheet() -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     known = datasheet_peak(device_name(device), "bf16")
-    measured = time_matmul(device, torch.bfloat16)["tflops"] * 1e12
+    measured = time_matmul(device, torch.bfloat16).tflops * 1e12
     assert known is None or 0.3 * known < measured < 1.05 * known
+
+
+def test_a_file_of_an_earlier_release_is_read_and_becomes_one_of_this(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, key = ceiling.matmul_key(CPU, torch.float32)
+    cache = tmp_path / "calibration.json"
+    cache.write_text(json.dumps({key: {"tflops": 0.5, "size": 512, "repeats": 9, "spread_frac": 0.1}}))
+    monkeypatch.setattr(ceiling, "time_matmul", lambda *args: rate(0.25))
+    assert measured_ceiling(CPU, torch.float32, cache=cache).value == 0.5e12
+    measured_ceiling(CPU, torch.bfloat16, cache=cache)
+    stored = json.loads(cache.read_text())
+    assert sorted(stored) == ["links", "matmul", "storage", "version"]
+    assert sorted(entry["tflops"] for entry in stored["matmul"].values()) == [0.25, 0.5]

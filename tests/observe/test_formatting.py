@@ -305,6 +305,9 @@ def test_summary_names_links_and_their_speed() -> None:
     told = {"kind": "links", "step": 4, "links": [link], "run": "r", "rank": 0, "attempt": 1, "m": 104.5}
     rows = summary_lines(summarise(history_of([*history(reason="finished"), told])), RunEndFacts(), 80)
     assert ("link", "n1:4711: sent 41.2MB/s, received 999B/s") in rows
+    told = told | {"links": [link | {"used_frac": 0.123}]}
+    rows = summary_lines(summarise(history_of([*history(reason="finished"), told])), RunEndFacts(), 80)
+    assert ("link", "n1:4711: sent 41.2MB/s, received 999B/s, 12% of what doctor --bench measured") in rows
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.observe.meters import COMM_AXES, PHASES, RateMeter, StepTimers
+from unisono.observe.meters import COMM_AXES, PHASES, GarbageTimer, RateMeter, StepTimers, collecting_every
 
 S = 1_000_000_000
 
@@ -194,3 +196,45 @@ def test_real_clock_gives_the_order_of_magnitude() -> None:
     assert rates is not None
     assert rates.tokens_per_s >= 3000 / elapsed_s  # the steps lie inside what we timed
     assert rates.tokens_per_s <= 50_000  # a sleep is never shorter than asked
+
+
+def test_garbage_collections_are_timed() -> None:
+    ticks = iter([10, 2_000_000_010, 20, 500_000_020])
+    gc.disable()
+    try:
+        with GarbageTimer(lambda: next(ticks)) as timer:
+            gc.collect()
+            gc.collect()
+            assert timer.take_s() == 2.5
+            assert timer.take_s() == 0.0
+        gc.collect()
+        assert timer.take_s() == 0.0
+    finally:
+        gc.enable()
+
+
+def test_garbage_is_collected_after_every_tenth_step() -> None:
+    collected: list[int] = []
+
+    def observe(event: str, info: Mapping[str, int]) -> None:
+        if event == "start":
+            collected.append(info["generation"])
+
+    with collecting_every(10) as after_step:
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > 0
+        gc.callbacks.append(observe)
+        try:
+            for step in range(1, 31):
+                after_step(step)
+        finally:
+            gc.callbacks.remove(observe)
+    assert collected == [2, 2, 2]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_without_a_number_of_steps_python_decides() -> None:
+    with collecting_every(0) as after_step:
+        assert gc.isenabled()
+        after_step(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from nursery import Nursery
 from parameter_servers import parameter_servers
 from pool import Pool
 
+from unisono.measure.calibration import CALIBRATION_FILE, LinkRate, add_to_calibration
 from unisono.train import comm_stats
 
 STEPS = 6
@@ -65,6 +67,43 @@ def test_ranks_tell_what_they_gave_to_sums(
         assert sum(event["comm_exposed_s"] for event in events) > 0
 
 
+def with_measured_links(world: Any, run_dir: str, cache: str, rate: float) -> dict[str, Any]:
+    """As ``told``, where a sum of any size was measured to go at ``rate`` bytes per second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", cache)
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        path = Path(cache) / "unisono" / CALIBRATION_FILE
+        host, ranks = socket.gethostname(), world.world_size
+        for transport in ("shared memory", "gloo") if world.rank == 0 else ():
+            sizes = {1: 1 / rate, 1 << 30: (1 << 30) / rate}
+            links = [
+                LinkRate(
+                    operation="all_reduce",
+                    transport=transport,
+                    ranks=ranks,
+                    hosts=(host,),
+                    nbytes=nbytes,
+                    seconds=seconds,
+                    spread_frac=0.0,
+                )
+                for nbytes, seconds in sizes.items()
+            ]
+            add_to_calibration(path, links=links)
+        world.barrier()
+        return told(world, run_dir, 6)
+
+
+def test_the_share_of_what_the_link_was_measured_to_do(tmp_path: Path, pool: Pool) -> None:
+    for outcome in pool.run(with_measured_links, str(tmp_path / "run"), str(tmp_path / "cache"), 1e6):
+        (event,) = outcome["events"]
+        (link,) = event["links"]
+        assert link["measured_bytes_per_s"] == pytest.approx(1e6)
+        assert link["used_frac"] == pytest.approx(link["sent_bytes_per_s"] / 1e6)
+        # memory has no interface
+        assert link.get("interface", "lo") == "lo"
+        assert ("interface" in link) == link["peer"].startswith("gloo")
+
+
 def test_what_is_gathered_comes_from_all_others(tmp_path: Path, pool: Pool) -> None:
     """int8 codes are gathered: of three ranks each sends one and gets two."""
     for outcome in pool.run(told, str(tmp_path / "run"), 6, ranks=3, compression="int8", global_batch=9):
@@ -97,3 +136,8 @@ def test_asynchronous_workers_tell_of_each_server(tmp_path: Path, pool: Pool, nu
                 moved = sum(link[way] for link in event["links"])
                 assert units * outcome["bytes"] <= moved < (units + 8) * (outcome["bytes"] + 4096)
             assert {link["apart"] for link in event["links"]} == {""}
+            for link in event["links"]:
+                assert link["pushes"] > 0
+                assert link["lag_total"] >= 0
+                assert 0 < link["busy_s"] <= min(event["wall_s"], link["served_s"])
+                assert link["cpu_s"] > 0

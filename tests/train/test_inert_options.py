@@ -62,6 +62,7 @@ ALWAYS = [
     "train.ema_decay",
     "train.spike_sigmas",
     "train.max_skips",
+    "train.gc_every_steps",
     "train.gradient_stats_every_steps",
     "checkpoint.every_steps",
     "checkpoint.keep_last",

@@ -21,10 +21,11 @@ _CREEP_STEPS: Final = 200  # over fewer, caches that fill look like memory that 
 def near_out_of_memory(facts: RunFacts) -> Iterator[Finding]:
     """MEM01: the largest memory in use is near the limit."""
     used = {rank.rank: rank.peak_bytes / rank.limit_bytes for rank in facts.ranks if rank.limit_bytes > 0}
-    near = {rank: share for rank, share in used.items() if share >= 0.90}
+    retried = {rank.rank for rank in facts.ranks if rank.num_alloc_retries}
+    near = {rank: share for rank, share in used.items() if share >= 0.90 or rank in retried}
     if not near:
         return
-    worst = max(near, key=lambda rank: near[rank])
+    worst = max(near, key=lambda rank: (rank in retried, near[rank]))
     peak = next(rank for rank in facts.ranks if rank.rank == worst)
     micro_batch = plan_group(facts, "batch").get("micro_batch")
     patch: dict[str, Any] = {}
@@ -34,16 +35,53 @@ def near_out_of_memory(facts: RunFacts) -> Iterator[Finding]:
     yield Finding(
         id="MEM01",
         title="memory is nearly full",
-        severity="critical" if near[worst] >= 0.96 else "warning",
+        severity="critical" if near[worst] >= 0.96 or worst in retried else "warning",
         cost_frac=0.0,
         confidence=0.9,
         ranks=tuple(sorted(near)) if len(near) < len(facts.ranks) else (),
         evidence=(
             f"rank {worst} has used {peak.peak_bytes / 2**30:.3g} of {peak.limit_bytes / 2**30:.3g} GiB ({near[worst]:.0%})",
+            *(
+                [f"{peak.num_alloc_retries} allocations found no free memory at first"]
+                if peak.num_alloc_retries
+                else []
+            ),
         ),
         advice="a smaller micro-batch (the global batch and its gradients stay the same), plan.recompute, or dp_shard over more "
         "ranks",
         patch=patch,
+    )
+
+
+def fragmentation(facts: RunFacts) -> Iterator[Finding]:
+    """MEM02: much of the device's memory lies in blocks that the allocator holds and no tensor uses."""
+    unused = {
+        rank.rank: (rank.peak_reserved_bytes - rank.peak_bytes, rank.peak_reserved_bytes / rank.peak_bytes, rank)
+        for rank in facts.ranks
+        if rank.peak_bytes > 0 and rank.limit_bytes > 0
+    }
+    fragmented = {
+        number: (held, ratio, rank)
+        for number, (held, ratio, rank) in unused.items()
+        if ratio >= 1.3 and held >= 0.3 * rank.limit_bytes
+    }
+    if not fragmented:
+        return
+    number, (held, ratio, rank) = max(fragmented.items(), key=lambda item: item[1][0])
+    yield Finding(
+        id="MEM02",
+        title="device memory is fragmented",
+        severity="critical" if ratio >= 2.0 or rank.num_alloc_retries else "warning",
+        cost_frac=0.0,
+        confidence=0.8,
+        ranks=tuple(sorted(fragmented)) if len(fragmented) < len(facts.ranks) else (),
+        evidence=(
+            f"rank {number} holds {rank.peak_reserved_bytes / 2**30:.3g} GiB of the device and had at most "
+            f"{rank.peak_bytes / 2**30:.3g} GiB in tensors ({ratio:.2f} times as much)",
+            f"{held / 2**30:.3g} of {rank.limit_bytes / 2**30:.3g} GiB are free blocks between tensors",
+            *([f"{rank.num_alloc_retries} allocations had to give them back first"] if rank.num_alloc_retries else []),
+        ),
+        advice="batches of one shape (data.seq_len), and segments that grow: PYTORCH_ALLOC_CONF=expandable_segments:True",
     )
 
 

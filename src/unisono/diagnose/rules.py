@@ -7,24 +7,31 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from unisono.diagnose import health_rules, memory_rules, time_rules
+from unisono.diagnose import health_rules, link_rules, memory_rules, server_rules, time_rules
 from unisono.diagnose.finding import Finding, Rule
 from unisono.diagnose.run_facts import RunFacts
 
 RULE_GROUP: Final = "unisono.rules"
 RULES: Final[Sequence[Rule]] = (
     time_rules.data_bound,
+    time_rules.copy_bound,
     time_rules.exposed_communication,
+    link_rules.slow_link,
+    server_rules.server_bound,
     time_rules.pipeline_bubble,
     time_rules.stragglers,
+    time_rules.own_slowdown,
+    time_rules.garbage_collection,
     time_rules.save_stall,
     memory_rules.near_out_of_memory,
+    memory_rules.fragmentation,
     memory_rules.memory_creep,
     health_rules.non_finite_steps,
     health_rules.loss_spikes,
     health_rules.exploding_gradients,
     health_rules.dead_layers,
     health_rules.overfitting,
+    server_rules.stale_updates,
 )
 _LOG: Final = logging.getLogger("unisono.diagnose")
 

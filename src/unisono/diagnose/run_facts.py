@@ -30,6 +30,8 @@ COMPUTE_PHASES: Final = tuple(
 COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)
 _WARM_UP_READINGS: Final = 2
 _MAX_STEP: Final = 1 << 53
+_MAX_BYTES: Final = 1e18
+_MAX_S: Final = 1e12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +54,33 @@ class SkippedStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LinkTraffic:
+    """What a rank gave to one peer in the steps of its last attempt; see ``unisono.train.comm_stats``.
+
+    Attributes:
+        peer: The transport of sums over all ranks, or a server's address.
+        steps: Number of steps.
+        sent_bytes: Bytes sent in them.
+        measured_bytes_per_s: What ``unisono doctor --bench`` had measured the link to do, at the sizes of this run; 0 if nothing.
+        interface: The network interface that the run was told to use; empty if none.
+        wall_s: Seconds of these steps.
+        busy_s: Seconds in which a server served values to any worker; 0 for other peers.
+        served_s: The same, summed over its requests, several of which it serves at once.
+        cpu_s: Processor seconds of the server meanwhile.
+    """
+
+    peer: str
+    steps: int
+    sent_bytes: float
+    measured_bytes_per_s: float = 0.0
+    interface: str = ""
+    wall_s: float = 0.0
+    busy_s: float = 0.0
+    served_s: float = 0.0
+    cpu_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:
     """The last attempt of one rank.
 
@@ -65,6 +94,10 @@ class RankFacts:
         limit_bytes: The memory there is, in bytes; 0 if not known.
         memory_bytes: Memory in use at each reading, in bytes; 0 where not known [readings].
         skipped: Steps that the guard skipped.
+        gc_s: Seconds of each reading in which Python collected garbage, which are part of its phases [readings].
+        peak_reserved_bytes: Most that the allocator of the device held, in bytes; 0 on the CPU.
+        num_alloc_retries: Allocations that succeeded only after the allocator gave back its free blocks.
+        links: Traffic with each peer.
     """
 
     rank: int
@@ -76,6 +109,10 @@ class RankFacts:
     limit_bytes: float = 0.0
     memory_bytes: Floats = field(default_factory=lambda: np.zeros(0))
     skipped: tuple[SkippedStep, ...] = ()
+    gc_s: Floats = field(default_factory=lambda: np.zeros(0))
+    peak_reserved_bytes: float = 0.0
+    num_alloc_retries: int = 0
+    links: tuple[LinkTraffic, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +127,8 @@ class TrainingFacts:
         eval_losses: Its loss [evaluations].
         layer_steps: Steps of which there are gradient statistics [statistics].
         layer_norms: Gradient norm of each parameter in these steps, by name [statistics].
+        lag_steps: Last step of each ``links`` event of a run with parameter servers [events].
+        lags: Mean number of other workers' pushes between the values that a push was computed from and its arrival [events].
     """
 
     steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -99,6 +138,8 @@ class TrainingFacts:
     eval_losses: Floats = field(default_factory=lambda: np.zeros(0))
     layer_steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     layer_norms: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
+    lag_steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    lags: Floats = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,10 +286,53 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         peak_bytes=float(np.nanmax(peaks, initial=0.0)) if num_steps else 0.0,
         limit_bytes=float(limits[~np.isnan(limits)][-1]) if (~np.isnan(limits)).any() else 0.0,
         memory_bytes=_zeros_for_none(column("mem/now_bytes", kept)),
+        gc_s=np.clip(_zeros_for_none(column("time/gc_frac", kept)), 0.0, 1.0) * wall_s,
+        peak_reserved_bytes=float(np.max(_zeros_for_none(column("mem/peak_reserved_bytes", rows)), initial=0.0)),
+        num_alloc_retries=int(np.max(_zeros_for_none(column("mem/alloc_retries", rows)), initial=0.0)),
         skipped=tuple(
             _skipped(event) for event in events if event["kind"] == "skipped_step" and _step(event) is not None
         ),
+        links=_links(events),
     )
+
+
+def _links(events: Sequence[Event]) -> tuple[LinkTraffic, ...]:
+    """Traffic with each peer in all ``links`` events together."""
+    found: dict[str, LinkTraffic] = {}
+    for event in events:
+        steps, rows = event.get("steps"), event.get("links")
+        if (
+            event["kind"] != "links"
+            or not isinstance(steps, int)
+            or not 0 < steps < _MAX_STEP
+            or not isinstance(rows, list)
+        ):
+            continue
+        for row in cast("list[Any]", rows):
+            link = _mapping(row)
+            peer, sent = str(link.get("peer")), number(link.get("sent_bytes"))
+            if sent is None or not 0 <= sent < _MAX_BYTES:
+                continue
+            known = found.get(peer, LinkTraffic(peer=peer, steps=0, sent_bytes=0.0))
+            measured = number(link.get("measured_bytes_per_s"))
+            seconds = {name: _seconds(link.get(name)) for name in ("busy_s", "served_s", "cpu_s")}
+            found[peer] = LinkTraffic(
+                peer=peer,
+                steps=known.steps + steps,
+                sent_bytes=known.sent_bytes + sent,
+                measured_bytes_per_s=measured if measured is not None and 0 < measured < _MAX_BYTES else 0.0,
+                interface=str(link.get("interface") or ""),
+                wall_s=known.wall_s + _seconds(event.get("wall_s")),
+                busy_s=known.busy_s + seconds["busy_s"],
+                served_s=known.served_s + seconds["served_s"],
+                cpu_s=known.cpu_s + seconds["cpu_s"],
+            )
+    return tuple(found.values())
+
+
+def _seconds(value: Any) -> float:
+    seconds = number(value)
+    return seconds if seconds is not None and 0 <= seconds < _MAX_S else 0.0
 
 
 def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int) -> TrainingFacts:
@@ -265,6 +349,11 @@ def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int)
         for event in events
         if event["kind"] == "gradient_stats" and (step := _step(event)) is not None
     ]
+    lags = [
+        (step, lag)
+        for event in events
+        if event["kind"] == "links" and (step := _step(event)) is not None and (lag := _mean_lag(event)) is not None
+    ]
     names = list(stats[-1][1]) if stats else []
     norms = {name: [number(_mapping(layers.get(name)).get("norm")) for _, layers in stats] for name in names}
     return TrainingFacts(
@@ -277,7 +366,20 @@ def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int)
         layer_norms={
             name: np.array([np.nan if norm is None else norm for norm in values]) for name, values in norms.items()
         },
+        lag_steps=np.array([step for step, _ in lags], dtype=np.int64),
+        lags=np.array([lag for _, lag in lags], dtype=np.float64),
     )
+
+
+def _mean_lag(event: Event) -> float | None:
+    """Mean lag of the pushes to all servers; None where the event has none."""
+    rows = event.get("links")
+    links = [_mapping(row) for row in cast("list[Any]", rows)] if isinstance(rows, list) else []
+    pushes, lags = (
+        sum(value for link in links if (value := number(link.get(name))) is not None and 0 <= value < _MAX_BYTES)
+        for name in ("pushes", "lag_total")
+    )
+    return lags / pushes if pushes >= 1 else None
 
 
 def _zeros_for_none(values: Floats) -> Floats:

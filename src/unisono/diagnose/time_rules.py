@@ -15,6 +15,7 @@ import numpy as np
 
 from unisono.diagnose.figures import (
     MAX_SAMPLES,
+    MIN_READINGS,
     chosen_ranks,
     excess_over_others,
     is_timed,
@@ -30,6 +31,7 @@ from unisono.diagnose.figures import (
 )
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.run_facts import COMPUTE_PHASES, Floats, RunFacts
+from unisono.diagnose.server_rules import busiest_server
 from unisono.observe.meters import COMM_AXES
 
 _STEADY_FRAC: Final = 0.7  # of the readings in which a rank is slower than the others, for it to be called slow
@@ -119,9 +121,30 @@ def _loader_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, 
     )
 
 
+def copy_bound(facts: RunFacts) -> Iterator[Finding]:
+    """H2D01: steps wait for copies of batches to the device."""
+    if not is_timed(facts):
+        return
+    cost = lower_median(shares_of(facts, "h2d"))
+    if severity := severity_of(cost, 0.03, 0.10):
+        yield Finding(
+            id="H2D01",
+            title="steps wait for copies to the device",
+            severity=severity,
+            cost_frac=cost,
+            confidence=0.8,
+            evidence=(
+                f"copying a batch takes {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)}",
+                *setting_text(facts, "loader.num_workers"),
+            ),
+            advice="smaller batches in bytes: integers and uint8 images, which the model converts on the device; "
+            "loader.num_workers=-1, whose batches are copied ahead from page-locked memory",
+        )
+
+
 def exposed_communication(facts: RunFacts) -> Iterator[Finding]:
     """COMM01: ranks wait for communication that no computation hides, without the wait for a slow rank."""
-    if not is_timed(facts) or len(facts.ranks) < 2:
+    if not is_timed(facts) or len(facts.ranks) < 2 or busiest_server(facts) is not None:  # SRV01
         return
     if facts.steps_together:
         cost = least_wait(facts, "comm_exposed")
@@ -245,6 +268,71 @@ def stragglers(facts: RunFacts) -> Iterator[Finding]:
         advice="look at that host: clocks and throttling, other processes, cores of the rank; with a pipeline, at the layers of "
         "its stage",
     )
+
+
+def own_slowdown(facts: RunFacts) -> Iterator[Finding]:
+    """BAL02: a rank computes longer for a step now than it did earlier in the run."""
+    if not is_timed(facts) or len(facts.common_steps()) < 5 * MIN_READINGS:
+        return
+    own = facts.phase_s(*COMPUTE_PHASES)
+    parts = np.array_split(own, 5, axis=1)
+    medians = np.array([np.median(part, axis=1) for part in parts])  # [parts, ranks]
+    best, now = medians[:-1].min(axis=0), medians[-1]
+    scores = best / np.maximum(now, 1e-12)
+    slow_in = (parts[-1] > 1.05 * best[:, None]).mean(axis=1)  # share of the last readings
+    is_slow = (scores < 0.9) & (slow_in >= _STEADY_FRAC)
+    if not is_slow.any():
+        return
+    worst = int(np.where(is_slow, now - best, 0.0).argmax())
+    last_wall_s = np.array_split(facts.wall_s().mean(axis=0), 5)[-1]
+    cost = float((now - best)[worst] / last_wall_s.mean())
+    ranks = chosen_ranks(facts, is_slow)
+    yield Finding(
+        id="BAL02",
+        title="steps take longer than earlier in the run",
+        severity="critical" if scores[worst] < 0.75 else "warning",
+        cost_frac=min(cost, 1.0),
+        confidence=0.8 * float(slow_in[worst]),
+        ranks=ranks if len(ranks) < len(facts.ranks) else (),
+        evidence=(
+            f"without waiting, rank {facts.rank_numbers[worst]} takes {1 / scores[worst]:.2f} times as long for a step as in the "
+            "fastest fifth of the run",
+            f"that is {cost:.0%} of the time of a step now",
+        ),
+        advice="look at that host: clocks and throttling (unisono top), other processes; and at what grows with the steps: "
+        "lists, caches, sequences that become longer",
+    )
+
+
+def garbage_collection(facts: RunFacts) -> Iterator[Finding]:
+    """GC01: Python's garbage collector interrupts the steps."""
+    if not is_timed(facts):
+        return
+    shares = np.array([rank.gc_s.sum() / rank.wall_s.sum() if len(rank.gc_s) else 0.0 for rank in facts.ranks])
+    worst = int(shares.argmax())
+    cost = float(shares[worst])
+    if severity := severity_of(cost, 0.03, 0.10):
+        is_default = facts.settings.get("train.gc_every_steps") == 0
+        yield Finding(
+            id="GC01",
+            title="Python's garbage collector interrupts the steps",
+            severity=severity,
+            cost_frac=cost,
+            confidence=0.95,
+            evidence=(
+                f"on rank {facts.rank_numbers[worst]} collections take {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)}",
+                *(
+                    ["each rank collects when it likes, and the others wait for it meanwhile"]
+                    if len(shares) > 1
+                    else []
+                ),
+                *setting_text(facts, "train.gc_every_steps"),
+            ),
+            advice="collect at fixed steps (train.gc_every_steps), without the objects that exist at the start; keep fewer "
+            "Python objects: arrays instead of lists of samples",
+            patch={"train.gc_every_steps": 100} if is_default else {},
+            expected_gain=cost / 2 if is_default else 0.0,
+        )
 
 
 def save_stall(facts: RunFacts) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from unisono.doctor.check import Check, judged
+from unisono.doctor.nccl_variables import misspelt
 from unisono.launch.resources import allowed_cores
 
 # variable → (values that slow down or are for debugging; empty: any but 0), what it does
@@ -22,28 +23,33 @@ _LEFTOVERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "PYTHONFAULTHANDLER": (("0",), "no stacks are written when a rank dies"),
     "TORCH_LOGS": ((), "the compiler writes long logs"),
 }
-# variables that were renamed or removed → what is read instead; empty: nothing (NCCL's and torch's release notes)
+# variables that were renamed or removed → what is read instead; empty: nothing (the pages on environment variables of NCCL's
+# user guide, and torch's release notes)
 _REPLACED: Final[Mapping[str, str]] = {
     "NCCL_RINGS": "",
     "NCCL_MIN_NRINGS": "NCCL_MIN_CTAS",
     "NCCL_MAX_NRINGS": "NCCL_MAX_CTAS",
+    "NCCL_MIN_NCHANNELS": "NCCL_MIN_CTAS",
+    "NCCL_MAX_NCHANNELS": "NCCL_MAX_CTAS",
     "NCCL_LL_THRESHOLD": "NCCL_PROTO",
     "NCCL_TREE_THRESHOLD": "NCCL_ALGO",
     "NCCL_SINGLE_RING_THRESHOLD": "",
     "NCCL_IB_CUDA_SUPPORT": "NCCL_NET_GDR_LEVEL",
     "NCCL_IB_GDR_LEVEL": "NCCL_NET_GDR_LEVEL",
-    "NCCL_CHECKS_DISABLE": "NCCL_CHECK_POINTERS",
+    "NCCL_CHECKS_DISABLE": "NCCL_CHECK_MODE",
+    "NCCL_CHECK_POINTERS": "NCCL_CHECK_MODE=DEBUG_LOCAL",
     "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
     "NCCL_ENABLE_TIMING": "TORCH_NCCL_ENABLE_TIMING",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
     "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
 }
 _THREADS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def check_environment(environ: Mapping[str, str]) -> Iterator[Check]:
-    """ENV01 to ENV03."""
+    """ENV01 to ENV04."""
     leftovers = [
         f"{name}={environ[name]}: {what}"
         for name, (values, what) in _LEFTOVERS.items()
@@ -63,6 +69,13 @@ def check_environment(environ: Mapping[str, str]) -> Iterator[Check]:
         warning="; ".join(f"{new} instead of {name}" if new else f"unset {name}" for name, new in old.items()),
     )
     yield _threads(environ)
+    wrong = {name: right for name in environ if name not in _REPLACED and (right := misspelt(name))}
+    yield judged(
+        "ENV04",
+        "names that NCCL does not read",
+        "; ".join(f"{name}={environ[name]}" for name in wrong) or "none is misspelt",
+        warning="; ".join(f"{right} instead of {name}" for name, right in wrong.items()),
+    )
 
 
 def _is_set(environ: Mapping[str, str], name: str, values: tuple[str, ...]) -> bool:

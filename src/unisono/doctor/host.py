@@ -47,7 +47,9 @@ def _open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
     is_low = soft != resource.RLIM_INFINITY and soft < _MIN_FILES
-    cure = f"ulimit -n {min(hard, _MIN_FILES) if hard != resource.RLIM_INFINITY else _MIN_FILES}"
+    cure = f"ulimit -n {_MIN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MIN_FILES)}"
+    if soft == hard:
+        cure = f"a higher limit by the administrator (nofile {_MIN_FILES} in /etc/security/limits.conf, --ulimit of a container)"
     return judged(
         "HOST02",
         "open files of a process",

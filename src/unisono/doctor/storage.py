@@ -6,14 +6,14 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from unisono.dist.interpreter import code_command
 from unisono.doctor.check import Check, judged
-from unisono.storage.files import file_lock, open_new, os_reason
+from unisono.measure.storage import timed_write
+from unisono.storage.files import file_lock, os_reason
 
 _GIB: Final = 2**30
 _PROBE_BYTES: Final = 16 << 20
@@ -30,8 +30,7 @@ with open(sys.argv[1], "rb+") as file:
 
 def check_storage(folder: Path) -> Iterator[Check]:
     """DISK01 to DISK03, of the nearest folder that exists."""
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
+    folder = nearest_folder(folder)
     yield _room(folder)
     try:
         with tempfile.TemporaryDirectory(prefix=".unisono-doctor-", dir=folder) as probe:
@@ -40,6 +39,13 @@ def check_storage(folder: Path) -> Iterator[Check]:
     except OSError as error:
         cure = "a folder that this user may write to, with run.dir"
         yield judged("DISK02", "writing", f"{folder}: {os_reason(error)}", failure=cure)
+
+
+def nearest_folder(folder: Path) -> Path:
+    """``folder``, or the nearest one above it that exists."""
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return folder
 
 
 def _room(folder: Path) -> Check:
@@ -55,14 +61,9 @@ def _room(folder: Path) -> Check:
 
 
 def _speed(folder: Path, probe: Path) -> Check:
-    data, path = os.urandom(_PROBE_BYTES), probe / "data"
-    begin = time.perf_counter()
-    with open_new(path) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    path = probe / "data"
+    took_s = timed_write(path, _PROBE_BYTES)
     os.replace(path, probe / "renamed")
-    took_s = time.perf_counter() - begin
     rate = _PROBE_BYTES / took_s / 2**20
     cure = "checkpoints are written here: a faster disk for run.dir, and checkpoint.upload_to for the slow one"
     evidence = f"{rate:,.0f} MiB/s written through to the disk of {folder.resolve()}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import platform
+import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
 from typing import Any, Final
 
 from packaging.requirements import Requirement
@@ -15,8 +17,13 @@ from unisono.doctor.check import Check, judged
 
 # packages with compiled parts that fit one release of torch
 _COMPANIONS: Final = ("torchvision", "torchaudio")
-# the oldest driver of each CUDA release (NVIDIA's compatibility table, minor versions are compatible)
+# the oldest driver of each CUDA release: minor versions are compatible
+# (https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html, table 1)
 _DRIVERS: Final = {"11": "450.80", "12": "525.60", "13": "580.65"}
+# CUDA releases that torch 2.12 and later are built for, the newest stable one first
+# (pytorch's .github/scripts/generate_binary_build_matrix.py: 12.6, 13.0, and 13.2 as an experiment)
+_WHEELS: Final = (("13", "cu130"), ("12", "cu126"))
+_DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 
 
 def check_versions() -> Iterator[Check]:
@@ -29,8 +36,12 @@ def check_versions() -> Iterator[Check]:
         "VER01", "Python and torch", f"Python {platform.python_version()}, torch {torch.__version__} for {built}"
     )
     yield _companions(torch.__version__)
-    if cuda:
-        yield _driver(cuda)
+    if driver := driver_version():
+        yield _driver(cuda, driver)
+    elif cuda:
+        yield judged(
+            "VER03", "driver of the devices", "not known", warning="pip install nvidia-ml-py, or the driver itself"
+        )
 
 
 def _companions(torch_version: str) -> Check:
@@ -55,15 +66,47 @@ def _companions(torch_version: str) -> Check:
     )
 
 
-def _driver(cuda: str) -> Check:
-    title = "driver of the devices"
+def _driver(cuda: str | None, driver: str) -> Check:
+    title, command = "driver of the devices", install_command(driver)
+    cure = (
+        f"{command}, or a newer driver"
+        if command
+        else f"a driver of {_DRIVERS['12']} or later: no torch is built for older ones"
+    )
+    if not cuda:
+        return judged("VER03", title, f"{driver}, and a torch without CUDA", warning=cure)
+    oldest = _DRIVERS.get(cuda.partition(".")[0], "0")
+    is_old = Version(driver) < Version(oldest)
+    evidence = f"{driver} for CUDA {cuda}"
+    return judged(
+        "VER03",
+        title,
+        f"{evidence}, which wants {oldest} or later" if is_old else evidence,
+        failure=cure if is_old else "",
+    )
+
+
+def driver_version() -> str:
+    """Version of the NVIDIA driver of this host; empty if there is none, or it does not say."""
+    try:
+        found = re.search(
+            r"Kernel Module(?: for \S+)?\s+([0-9]+(?:\.[0-9]+)+)", _DRIVER_FILE.read_text(errors="replace")
+        )
+    except OSError:
+        found = None
+    if found is not None:
+        return found.group(1)
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
-        driver = str(nvml.nvmlSystemGetDriverVersion())
-    except Exception as error:  # each binding and driver has errors of its own
-        return judged("VER03", title, f"not known: {type(error).__name__}: {error}", warning="pip install nvidia-ml-py")
-    oldest = _DRIVERS.get(cuda.partition(".")[0], "0")
-    is_old = Version(driver) < Version(oldest)
-    cure = f"CUDA {cuda} wants a driver of {oldest} or later: a newer driver, or a torch built for an older CUDA"
-    return judged("VER03", title, f"{driver} for CUDA {cuda}", failure=cure if is_old else "")
+        return str(Version(str(nvml.nvmlSystemGetDriverVersion())))
+    except Exception:  # each binding and driver has errors of its own
+        return ""
+
+
+def install_command(driver: str) -> str:
+    """The command that installs a torch which an NVIDIA driver of that version can run; empty if none is built for it."""
+    for major, wheel in _WHEELS:
+        if Version(driver) >= Version(_DRIVERS[major]):
+            return f"pip install --upgrade torch --index-url https://download.pytorch.org/whl/{wheel}"
+    return ""

@@ -160,7 +160,7 @@ class WorkerSpec:
 
     def full_environ(self) -> dict[str, str]:
         """All variables of the process, apart from its secret."""
-        full = {name: value for name, value in os.environ.items() if not _foreign(name)}
+        full = {name: value for name, value in os.environ.items() if not foreign_variable(name)}
         if self.restarted:
             # the launcher shows the error, in one line if it is the one that it has shown
             full[TRACEBACKS] = "record"
@@ -217,7 +217,8 @@ def start_worker(
     return Worker(rank=rank, name=name, pid=process.pid, log=log, process=process, reaper=reaper)
 
 
-def _foreign(name: str) -> bool:
+def foreign_variable(name: str) -> bool:
+    """Whether a variable describes the place of a process in an outer job."""
     return name in _FOREIGN or name.startswith(_FOREIGN_GROUPS)
 
 

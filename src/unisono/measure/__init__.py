@@ -1,4 +1,4 @@
-"""Peak rates of devices and FLOPs of models. Importing this package alone does not import torch."""
+"""Peak rates of devices, speeds of links and storage, and FLOPs of models. Importing this package alone imports no torch."""
 
 import lazy_loader
 

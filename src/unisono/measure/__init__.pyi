@@ -1,3 +1,9 @@
+from .calibration import Calibration as Calibration
+from .calibration import LinkRate as LinkRate
+from .calibration import MatmulRate as MatmulRate
+from .calibration import StorageRate as StorageRate
+from .calibration import add_to_calibration as add_to_calibration
+from .calibration import read_calibration as read_calibration
 from .ceiling import PeakFlops as PeakFlops
 from .ceiling import datasheet_peak as datasheet_peak
 from .ceiling import measured_ceiling as measured_ceiling
@@ -5,3 +11,6 @@ from .ceiling import peak_flops as peak_flops
 from .flops import matmul_params as matmul_params
 from .flops import transformer_flops_per_token as transformer_flops_per_token
 from .flops import utilization as utilization
+from .links import probe_all_reduce as probe_all_reduce
+from .links import probe_pairs as probe_pairs
+from .storage import probe_storage as probe_storage

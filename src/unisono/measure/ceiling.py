@@ -1,30 +1,27 @@
 """Peak matrix multiplication rate of a device: from the datasheet of a known device, else measured.
 
 An unknown device is never mapped to a known one: its peak is measured once per (device, threads, dtype, torch version) and
-stored in a JSON file. Bandwidth, attention kernels, fp8 and several devices at once are not measured.
+stored in the calibration file (``measure.calibration``). Attention kernels, fp8 and several devices at once are not measured.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import platform
 import re
 import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal
 
-from unisono.storage.directory import make_folder
-from unisono.storage.files import write_atomically
-from unisono.storage.ownership import read_own_json
+from unisono.measure.calibration import MatmulRate, add_to_calibration, read_calibration
 
 if TYPE_CHECKING:
     import torch
 
 _T: Final = 1e12
-_QUIET_SPREAD_FRAC: Final = 0.25
+QUIET_SPREAD_FRAC: Final = 0.25  # the quartiles of a quiet machine are this much of the median apart
 
 # (pattern of the device name, dense peaks in TFLOP/s by arithmetic). Matrix units, no sparsity, fp32 accumulation; "tf32" is
 # the rate of fp32 products with TF32 allowed, "fp32" without. The first match wins. Sources: the vendors' datasheets and
@@ -138,31 +135,32 @@ def measured_ceiling(device: torch.device, dtype: torch.dtype, *, cache: Path | 
             machine (quartiles further apart than a quarter of the median) is returned but not stored. A damaged or
             unwritable file only costs a new measurement.
     """
+    name, key = matmul_key(device, dtype)
+    known = read_calibration(cache).matmul.get(key)
+    if known is not None:
+        return PeakFlops(value=known.tflops * _T, kind="measured", name=name)
+    result = time_matmul(device, dtype)
+    if cache is not None and result.spread_frac <= QUIET_SPREAD_FRAC:
+        with contextlib.suppress(OSError):
+            add_to_calibration(cache, matmul={key: result})
+    return PeakFlops(value=result.tflops * _T, kind="measured", name=name)
+
+
+def matmul_key(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """The name of a device with its arithmetic, and the key of its rate in a calibration file."""
     import torch
 
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     where = f"{device_name(device)}, {str(dtype).removeprefix('torch.')}"
     name = f"{where}, {threads} threads" if threads else where
-    key = f"matmul | {name} | torch {torch.__version__}"
-    entries = _read_cache(cache)
-    entry = entries.get(key)
-    if isinstance(entry, dict) and isinstance(tflops := cast("dict[str, Any]", entry).get("tflops"), int | float):
-        return PeakFlops(value=float(tflops) * _T, kind="measured", name=name)
-    result = time_matmul(device, dtype)
-    if cache is not None and result["spread_frac"] <= _QUIET_SPREAD_FRAC:
-        _write_cache(cache, key, result)
-    return PeakFlops(value=result["tflops"] * _T, kind="measured", name=name)
+    return name, f"matmul | {name} | torch {torch.__version__}"
 
 
-def time_matmul(device: torch.device, dtype: torch.dtype, *, budget_s: float = 1.0) -> dict[str, float]:
+def time_matmul(device: torch.device, dtype: torch.dtype, *, budget_s: float = 1.0) -> MatmulRate:
     """Time square matrix products, growing until one takes 20 ms, then repeat it at least five times.
 
     Args:
         budget_s: Time for the repeats.
-
-    Returns:
-        ``tflops`` at the median time, ``size`` (side of the matrices), ``repeats``, and ``spread_frac`` (distance of the
-        quartiles over the median).
     """
     import torch
 
@@ -184,12 +182,12 @@ def time_matmul(device: torch.device, dtype: torch.dtype, *, budget_s: float = 1
         size *= 2
     repeats = max(5, min(50, int(budget_s / once_s)))
     lower_s, median_s, upper_s = statistics.quantiles((seconds(a, b) for _ in range(repeats)), n=4)
-    return {
-        "tflops": 2 * size**3 / median_s / _T,
-        "size": size,
-        "repeats": repeats,
-        "spread_frac": (upper_s - lower_s) / median_s,
-    }
+    return MatmulRate(
+        tflops=2 * size**3 / median_s / _T,
+        size=size,
+        repeats=repeats,
+        spread_frac=(upper_s - lower_s) / median_s,
+    )
 
 
 def _wait(device: torch.device) -> None:
@@ -197,21 +195,3 @@ def _wait(device: torch.device) -> None:
         import torch
 
         torch.accelerator.synchronize(device)
-
-
-def _read_cache(cache: Path | None) -> dict[str, Any]:
-    if cache is None:
-        return {}
-    try:
-        entries = read_own_json(cache)
-    except (OSError, ValueError):
-        return {}
-    return cast("dict[str, Any]", entries) if isinstance(entries, dict) else {}
-
-
-def _write_cache(cache: Path, key: str, result: dict[str, float]) -> None:
-    """Add one entry; the file is replaced atomically."""
-    with contextlib.suppress(OSError):
-        make_folder(cache.parent)
-        entries = _read_cache(cache) | {key: result}
-        write_atomically(cache, json.dumps(entries, indent=1, sort_keys=True).encode(), mode=0o600)

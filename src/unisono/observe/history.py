@@ -37,7 +37,8 @@ STEP_FIELDS: Final = (
     *("perf/step_s", "perf/tokens_per_s", "perf/tokens_per_s_device", "perf/mfu", "perf/matmul_ceiling_frac"),
     *("time/window_s", *(f"time/{phase}_frac" for phase in (*PHASES, "other"))),
     *(f"time/comm_exposed_{axis}_frac" for axis in COMM_AXES),
-    *("mem/now_bytes", "mem/peak_bytes", "mem/limit_bytes"),
+    "time/gc_frac",
+    *("mem/now_bytes", "mem/peak_bytes", "mem/limit_bytes", "mem/peak_reserved_bytes", "mem/alloc_retries"),
 )
 # of these NaN is a value; other fields are in the last step of each reading alone
 _IN_EVERY_STEP: Final = ("train/loss", "train/grad_norm")

@@ -7,6 +7,7 @@ device clocks: on an accelerator, which runs behind the host, a phase's time is 
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
@@ -83,6 +84,62 @@ class StepTimers:
         seconds = {name: _taken_s(phase) for name, phase in self._phases.items()}
         seconds["comm_exposed"] = sum(comm_exposed_s.values())
         return TimeSplit(wall_s=sum(seconds.values()), seconds=seconds, comm_exposed_s=comm_exposed_s)
+
+
+class GarbageTimer:
+    """Time in which Python's cyclic garbage collector ran, in any thread: meanwhile all Python code of the process stands still.
+
+    Counts while it is entered. The time is part of the phases of ``StepTimers``.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._clock = clock
+        self._began_ns = self._elapsed_ns = 0
+
+    def __enter__(self) -> GarbageTimer:
+        gc.callbacks.append(self._observe)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        gc.callbacks.remove(self._observe)
+
+    def take_s(self) -> float:
+        """Seconds since the last call, or since it was entered."""
+        seconds, self._elapsed_ns = self._elapsed_ns / _NS_PER_S, 0
+        return seconds
+
+    def _observe(self, event: str, info: Mapping[str, int]) -> None:
+        if event == "start":
+            self._began_ns = self._clock()
+        else:
+            self._elapsed_ns += self._clock() - self._began_ns
+
+
+@contextmanager
+def collecting_every(steps: int) -> Generator[Callable[[int], None]]:
+    """Collect garbage after every ``steps``-th step alone, on all ranks after the same ones; 0 leaves it to Python.
+
+    The context's value is called after each finished step with its number. Objects that exist at the start are frozen: a
+    collection does not look at them (``gc.freeze``).
+    """
+    if not steps:
+        yield lambda step: None
+        return
+
+    def after_step(step: int) -> None:
+        if step % steps == 0:
+            gc.collect()
+
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield after_step
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 def _taken_s(phase: _Phase) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -91,10 +92,34 @@ def autocast(precision: str, device_type: str) -> contextlib.AbstractContextMana
     return torch.autocast(device_type, dtype=COMPUTE_DTYPES[precision])
 
 
-def memory_bytes(device: torch.device) -> tuple[int, int, int]:
-    """(peak allocated, limit, allocated now) of an accelerator; zeros on the CPU, whose memory is that of the process."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """Memory of an accelerator, as its caching allocator counts it.
+
+    Attributes:
+        now_bytes: In tensors now.
+        peak_bytes: Most that was in tensors.
+        peak_reserved_bytes: Most that the allocator had taken from the device, for tensors and free blocks between them.
+        limit_bytes: Memory of the device.
+        num_alloc_retries: Allocations that succeeded only after all free blocks were given back to the device.
+    """
+
+    now_bytes: int
+    peak_bytes: int
+    peak_reserved_bytes: int
+    limit_bytes: int
+    num_alloc_retries: int
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """The memory of an accelerator; None on the CPU, whose memory is that of the process."""
     if device.type == "cpu":
-        return 0, 0, 0
+        return None
     backend: Any = getattr(torch, device.type)
-    peak, now = torch.accelerator.max_memory_allocated(), torch.accelerator.memory_allocated()
-    return int(peak), int(backend.mem_get_info()[1]), int(now)
+    return DeviceMemory(
+        now_bytes=int(torch.accelerator.memory_allocated()),
+        peak_bytes=int(torch.accelerator.max_memory_allocated()),
+        peak_reserved_bytes=int(torch.accelerator.max_memory_reserved()),
+        limit_bytes=int(backend.mem_get_info()[1]),
+        num_alloc_retries=int(torch.accelerator.memory_stats().get("num_alloc_retries", 0)),
+    )

@@ -24,7 +24,7 @@ from unisono.errors import ConfigError
 from unisono.kvstore import GradientSync, KVStore
 from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog
-from unisono.observe.meters import RateMeter, StepTimers
+from unisono.observe.meters import GarbageTimer, RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
 from unisono.optim import ScheduleOptions
 from unisono.optim.run_optimizer import check_frozen_until
@@ -445,6 +445,7 @@ def _build_metrics_reader(parts: RunParts, rates: RateMeter, traffic: GradientSy
     return MetricsReader(
         events=parts.events,
         timers=parts.timers,
+        garbage_timer=GarbageTimer(),
         rates=rates,
         every=1 if parts.device.type == "cpu" else ACCELERATOR_READ_STEPS,
         steps_total=given.options.steps,
@@ -453,7 +454,7 @@ def _build_metrics_reader(parts: RunParts, rates: RateMeter, traffic: GradientSy
         device=parts.device,
         memory_limit_bytes=host_memory_limit_bytes(),
         flops_per_token=flops_per_token,
-        comm_stats=build_comm_stats(parts.events, traffic),
+        comm_stats=build_comm_stats(parts.events, traffic, parts.world),
         peak=find_peak(parts.device, parts.plan, parts.world) if flops_per_token else None,
         weight_total=float(parts.state.weight_total),
         skipped_total=int(parts.state.guard.skipped),

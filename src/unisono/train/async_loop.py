@@ -29,18 +29,20 @@ class AsyncLoop:
         """See ``SyncLoop``. Ends when the servers end the run."""
         runner, timers = self.runner, self.runner.timers
         runner.begin()
-        while True:
-            batches = self.worker.batches(self.loader)
-            try:
-                while (batch := runner.next_batch(batches)) is not None:
-                    step = self._run(batch)
-                    yield step
-                    with timers.phase("ckpt_stall"), runner.rates.paused():
-                        runner.checkpoints.poll()
-            finally:
-                batches.close()
-            if not self._at_save():
-                break
+        with runner.garbage_collection() as collect_garbage:
+            while True:
+                batches = self.worker.batches(self.loader)
+                try:
+                    while (batch := runner.next_batch(batches)) is not None:
+                        step = self._run(batch)
+                        yield step
+                        with timers.phase("ckpt_stall"), runner.rates.paused():
+                            runner.checkpoints.poll()
+                        collect_garbage(step.index)
+                finally:
+                    batches.close()
+                if not self._at_save():
+                    break
         runner.metrics_reader.finish()
         if self.preempted:
             runner.report_preemption()

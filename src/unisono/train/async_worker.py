@@ -18,7 +18,7 @@ from unisono.data.loading.loader import Loader, StepBatch
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.dist import JobSpec
 from unisono.dist.secret import read_or_create_secret
-from unisono.errors import ConfigError
+from unisono.errors import CommError, ConfigError
 from unisono.kvstore.backends.server_client import Claim, ServerClient, ServerConfig, as_host_memory
 from unisono.kvstore.server.chunk_optimizer import LAYERWISE_OPTIMIZERS, ServerOptimizerSpec
 from unisono.kvstore.server.parameter_server import server_codec
@@ -251,7 +251,10 @@ class AsyncWorker(SyncState):
             )
 
     def peer_traffic(self) -> list[PeerTraffic]:
-        """Traffic with each server; the fact ``apart`` is the reason why no shared memory is used, or empty."""
+        """Traffic with each server; the fact ``apart`` is the reason why no shared memory is used, or empty.
+
+        Its counters are of all workers (``_server_counters``).
+        """
         return [
             PeerTraffic(
                 peer=peer,
@@ -261,8 +264,26 @@ class AsyncWorker(SyncState):
                     "apart": traffic.no_shared_memory_reason,
                     "reconnects": traffic.num_reconnects,
                 },
+                counters=counters,
             )
-            for peer, traffic in zip(self._addresses, self._servers.traffic(), strict=True)
+            for peer, traffic, counters in zip(
+                self._addresses, self._servers.traffic(), self._server_counters(), strict=True
+            )
+        ]
+
+    def _server_counters(self) -> list[dict[str, float]]:
+        """Pushes to each server and the sum of their lags, and its load; nothing where a server does not answer."""
+        try:
+            all_stats = self._servers.stats()
+        except (CommError, TimeoutError):
+            return [{} for _ in self._addresses]
+        return [
+            {
+                "pushes": stats["counts"].get("push", 0) + stats["counts"].get("pushpull", 0),
+                "lag_total": stats["lag_total"],
+                **stats["load"],
+            }
+            for stats in all_stats
         ]
 
     def ask_to_stop(self, *, finished: bool = False) -> None:

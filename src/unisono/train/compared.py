@@ -34,7 +34,7 @@ NOT_COMPARED = (
     *("run.dir", "run.resume", "components.metrics", "components.own_metrics", "components.callbacks"),
     *("data.cache_gib", "data.cache_dir"),
     *("loader.num_workers", "loader.worker_kind", "loader.timeout_s"),
-    *("train.max_skips", "train.gradient_stats_every_steps", "checkpoint", "observe"),
+    *("train.max_skips", "train.gc_every_steps", "train.gradient_stats_every_steps", "checkpoint", "observe"),
     *("launch.allocator", "launch.num_servers", "launch.num_replicas", "launch.snapshot_every_s", "launch.tls"),
     *("launch.max_restarts", "launch.timeout_s", "launch.grace_s"),
 )

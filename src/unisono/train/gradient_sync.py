@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from unisono.data.options import default_cache_dir
 from unisono.dist import World
 from unisono.errors import ConfigError, inert_problem
 from unisono.kvstore import GradientSync, KVStore, LocalSGD, LocalSGDConfig
-from unisono.kvstore.allreduce.buckets import BucketedAllReduce, transport_name
+from unisono.kvstore.allreduce.buckets import COMPRESSED, BucketedAllReduce, transport_name
 from unisono.kvstore.backends.local import LocalGradientSync
 from unisono.kvstore.compression import Codec, auto_codec, find_codec
 from unisono.kvstore.compression.registry import COARSE_CODEC_WITH_ADAM
+from unisono.measure.calibration import CALIBRATION_FILE
 from unisono.observe.events import EventLog
 from unisono.parallel.fsdp import FSDPGradients
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.tensor.dtensor_placements import DTensorGradients
 from unisono.plan.plan import Plan
-from unisono.train.comm_stats import CommStats, PeerTraffic, ReportsTraffic
+from unisono.train.comm_stats import CommStats, PeerTraffic, ReportsTraffic, measured_link
 from unisono.train.ema import swapped_values
 from unisono.train.options import TrainOptions, is_due
 from unisono.train.state import SyncState
@@ -147,10 +150,19 @@ class CompressionState(SyncState):
             self.sync.load_state_dict(tensors)
 
 
-def build_comm_stats(events: EventLog, sync: GradientSync | ReportsTraffic) -> CommStats | None:
+def build_comm_stats(events: EventLog, sync: GradientSync | ReportsTraffic, world: World) -> CommStats | None:
     """The statistics of ``sync``; None where torch sends the gradients, or nothing is sent."""
     if isinstance(sync, BucketedAllReduce) and sync.num_workers > 1:
-        return CommStats(events, lambda: [PeerTraffic(sync.transport, sync.sent_bytes, sync.received_bytes)])
+        facts: dict[str, Any] = {}
+        if sync.num_workers == world.world_size and not sync.transport.endswith(COMPRESSED):
+            facts = measured_link(
+                default_cache_dir(os.environ) / CALIBRATION_FILE,
+                sync.transport,
+                sync.bucket_nbytes,
+                ranks=world.world_size,
+                num_hosts=-(-world.world_size // world.job.local_world),
+            )
+        return CommStats(events, lambda: [PeerTraffic(sync.transport, sync.sent_bytes, sync.received_bytes, facts)])
     return CommStats(events, sync.peer_traffic) if isinstance(sync, ReportsTraffic) else None
 
 

@@ -7,7 +7,8 @@ evaluation in the body is part of the checkpoint.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from unisono.data.loading.loader import Loader, StepBatch, prefetch_to_device
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.dist import StopNotice
 from unisono.observe.events import EventLog
-from unisono.observe.meters import RateMeter, StepTimers
+from unisono.observe.meters import RateMeter, StepTimers, collecting_every
 from unisono.parallel.fsdp import reshard
 from unisono.parallel.timed_collectives import counting_exposed_time
 from unisono.train.callbacks import Every
@@ -80,6 +81,12 @@ class StepRunner:
         self.rates.start()
         self.timers.take()
 
+    @contextmanager
+    def garbage_collection(self) -> Generator[Callable[[int], None]]:
+        """Inside, garbage collection is timed; the value is called after each step, for collections at fixed steps."""
+        with self.metrics_reader.garbage_timer, collecting_every(self.options.gc_every_steps) as after_step:
+            yield after_step
+
     def next_batch(self, batches: Generator[StepBatch]) -> StepBatch | None:
         """The next batch, None at the end; waiting for it is timed."""
         with self.timers.phase("data_wait"):
@@ -124,18 +131,20 @@ class SyncLoop:
         runner.begin()
         batches = prefetch_to_device(self.loader.iterate(state.step, runner.options.steps), runner.device)
         try:
-            while not (self.stopped_early or self.preempted):
-                batch = runner.next_batch(batches)
-                if batch is None:
-                    break
-                step = runner.run(batch)
-                yield step
-                if runner.train_step.plan.uses_fsdp:
-                    reshard(state.model)  # forward passes in the loop's body left parameters gathered
-                with runner.timers.phase("ckpt_stall"), runner.rates.paused():
-                    checkpoints.poll()
-                    if checkpoints.is_due(step.index):
-                        self.save(wait=False)
+            with runner.garbage_collection() as collect_garbage:
+                while not (self.stopped_early or self.preempted):
+                    batch = runner.next_batch(batches)
+                    if batch is None:
+                        break
+                    step = runner.run(batch)
+                    yield step
+                    if runner.train_step.plan.uses_fsdp:
+                        reshard(state.model)  # forward passes in the loop's body left parameters gathered
+                    with runner.timers.phase("ckpt_stall"), runner.rates.paused():
+                        checkpoints.poll()
+                        if checkpoints.is_due(step.index):
+                            self.save(wait=False)
+                    collect_garbage(step.index)
             runner.metrics_reader.finish()
         finally:
             batches.close()

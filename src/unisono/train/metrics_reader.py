@@ -16,9 +16,9 @@ from unisono.errors import NumericsError
 from unisono.measure.ceiling import PeakFlops
 from unisono.measure.flops import utilization
 from unisono.observe.events import EventLog
-from unisono.observe.meters import RateMeter, StepTimers
+from unisono.observe.meters import GarbageTimer, RateMeter, StepTimers
 from unisono.observe.monitor import anonymous_memory_bytes, peak_rss_bytes
-from unisono.parallel.device import memory_bytes
+from unisono.parallel.device import device_memory
 from unisono.parallel.sharding import ShardedParameters
 from unisono.train.comm_stats import CommStats
 from unisono.train.histograms import histograms
@@ -35,6 +35,7 @@ class MetricsReader:
 
     events: EventLog
     timers: StepTimers
+    garbage_timer: GarbageTimer
     rates: RateMeter
     every: int
     steps_total: int
@@ -72,8 +73,10 @@ class MetricsReader:
         )
         self.rates.step_done(steps[-1].index, tokens=counted, steps=len(steps), exclude=self.compiling)
         self.compiling = False
-        split = self.timers.take()
+        split, garbage_s = self.timers.take(), self.garbage_timer.take_s()
         measured = split.fields() | self._measured()
+        if split.wall_s > 0:
+            measured["time/gc_frac"] = garbage_s / split.wall_s
         if self.comm_stats is not None:
             self.comm_stats.add(steps[-1].index, len(steps), split.seconds["comm_exposed"])
         for step, row in zip(steps, rows, strict=True):
@@ -153,12 +156,17 @@ class MetricsReader:
             if self.peak is not None:
                 speed = rates.tokens_per_s_device
                 fields |= utilization(tokens_per_s_device=speed, flops_per_token=self.flops_per_token, peak=self.peak)
-        peak_bytes, limit_bytes, bytes_now = memory_bytes(self.device)
-        if not limit_bytes:
-            peak_bytes, limit_bytes, bytes_now = peak_rss_bytes(), self.memory_limit_bytes, anonymous_memory_bytes()
-        fields["mem/now_bytes"] = bytes_now
-        fields["mem/peak_bytes"] = peak_bytes
-        fields["mem/limit_bytes"] = limit_bytes
+        memory = device_memory(self.device)
+        if memory is None:
+            fields["mem/now_bytes"] = anonymous_memory_bytes()
+            fields["mem/peak_bytes"] = peak_rss_bytes()
+            fields["mem/limit_bytes"] = self.memory_limit_bytes
+        else:
+            fields["mem/now_bytes"] = memory.now_bytes
+            fields["mem/peak_bytes"] = memory.peak_bytes
+            fields["mem/peak_reserved_bytes"] = memory.peak_reserved_bytes
+            fields["mem/limit_bytes"] = memory.limit_bytes
+            fields["mem/alloc_retries"] = memory.num_alloc_retries
         return fields
 
 

@@ -168,6 +168,11 @@ class TrainOptions:
         applies_with="plan.precision = fp16",
         gt=0.0,
     )
+    gc_every_steps: int = option(
+        0,
+        "Steps between garbage collections, which all ranks make after the same step; 0 = whenever Python decides.",
+        ge=0,
+    )
     gradient_stats_every_steps: int = option(0, "Steps between per-layer gradient statistics; 0 = never.", ge=0)
 
     def problems(self) -> Iterator[tuple[str, Problem]]:

@@ -27,6 +27,7 @@ from unisono.dist.notebook import in_notebook, notebook_name
 from unisono.dist.world import MIN_MEET_S, on_first_rank
 from unisono.errors import ConfigError, PlanError, Problem
 from unisono.kvstore import KVStore, create_kvstore
+from unisono.measure.calibration import CALIBRATION_FILE
 from unisono.measure.ceiling import PeakFlops, peak_flops
 from unisono.observe.events import EventLog, events_path, next_attempt
 from unisono.parallel.batch_norm import batch_norms
@@ -275,7 +276,7 @@ def _collect_problems(problems: list[Problem]) -> Generator[None]:
 
 def find_peak(device: torch.device, plan: Plan, world: World) -> PeakFlops:
     """Peak FLOP/s of the device, measured by rank 0 while the others wait: ranks of one host would share its cores."""
-    cache = default_cache_dir(os.environ) / "calibration.json"
+    cache = default_cache_dir(os.environ) / CALIBRATION_FILE
     peak = (
         peak_flops(device, COMPUTE_DTYPES[plan.precision.compute], cache=cache, tf32=plan.backend.tf32)
         if world.rank == 0

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from unisono.kvstore.allreduce.network import hierarchical_all_reduce, is_hierar
 from unisono.kvstore.allreduce.shared_memory import SharedMemoryAllReduce
 from unisono.kvstore.compression import Codec, PowerSGD, compressed_sum
 from unisono.plan.plan import BUCKET_BYTES
+
+COMPRESSED: Final = "compressed"  # the end of the transport's description with a codec
 
 
 class _Bucket:
@@ -48,6 +50,11 @@ class _Bucket:
             self.views[name] = self.flat[start : start + parameter.numel()].view_as(parameter)
             start += parameter.numel()
         self.num_pending = len(members)  # gradients that the last backward pass has not completed
+
+    @property
+    def comm_nbytes(self) -> int:
+        """Bytes of the tensor to sum."""
+        return self.flat.numel() * self._reduce_dtype.itemsize
 
     def pack(self) -> Tensor:
         """The tensor to sum over ranks, [elements]."""
@@ -101,7 +108,7 @@ class BucketedAllReduce:
         self._exchange = None if codec is None else compressed_sum(codec, views, self._group)
         self._memory: SharedMemoryAllReduce | None = None
         self._sum: Callable[[Tensor], Any] = partial(dist.all_reduce, group=self._group, async_op=True)
-        self.transport = self._choose_transport() if codec is None else f"{transport_name(self._group)}: compressed"
+        self.transport = self._choose_transport() if codec is None else f"{transport_name(self._group)}: {COMPRESSED}"
         self.sent_bytes = self.received_bytes = 0
         self._is_last_backward = False
         self._next = 0
@@ -147,6 +154,11 @@ class BucketedAllReduce:
             return f"{by}: {refusal.problems[0].given}"
         self._sum = self._memory.all_reduce
         return "shared memory"
+
+    @property
+    def bucket_nbytes(self) -> list[int]:
+        """Bytes of each sum of a step, without compression."""
+        return [bucket.comm_nbytes for bucket in self._buckets]
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """The next backward pass is the step's last: a bucket is sent once its gradients are complete and all buckets

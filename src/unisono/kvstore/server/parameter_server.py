@@ -46,6 +46,7 @@ from unisono.kvstore.server.chunk_payload import (
 )
 from unisono.kvstore.server.chunk_state import decode_chunk_state, encode_chunk_state
 from unisono.kvstore.server.chunk_store import ChunkGradient, ChunkStore, PushHeader
+from unisono.kvstore.server.load_meter import LoadMeter
 from unisono.kvstore.server.membership import Clocks, NumberedBarriers, PeerTable
 from unisono.kvstore.server.placement import ChunkPlacement
 from unisono.kvstore.server.pull_compression import PullEncoder, RequestedChunk
@@ -110,6 +111,8 @@ class ParameterServer:
         self._counts: Counter[str] = Counter()
         self._replica_queue: Mapping[str, Any] | None = None  # state of the work queue of the server before this one
         self._largest_lag = 0
+        self._lag_total = 0  # over all pushes
+        self._load = LoadMeter()
         self._stop = threading.Event()
         self._saved = 0  # the newest snapshot that this server knows
         newest = snapshot.read_newest_snapshot(snapshots) if snapshots is not None else None
@@ -174,17 +177,9 @@ class ParameterServer:
         match frame.op:
             case Op.INIT:
                 answer = self._init(run, peer, frame)
-            case Op.PUSH:
-                answer = self._push(run, peer, frame)
-            case Op.PULL:
-                answer = self._pull(run, peer, frame, read_requested_chunks(frame))
-            case Op.PUSHPULL:
-                answer = self._push(run, peer, frame)
-                chunks = [number for number, _ in read_chunks(frame, prefix=True)[0]]
-                pulled = self._pull(run, peer, frame, chunks)
-                answer = replace(pulled, flags=pulled.flags | answer.flags)
-            case Op.ROWS:
-                answer = self._rows(run, peer, frame)
+            case Op.PUSH | Op.PULL | Op.PUSHPULL | Op.ROWS:
+                with self._load.serving():
+                    answer = self._exchange(run, peer, frame)
             case Op.OPTIMIZER:
                 run.stores[peer.role].set_optimizer_spec(ServerOptimizerSpec.from_json(read_json(frame)))
                 answer = Frame(Op.ACK)
@@ -202,6 +197,18 @@ class ParameterServer:
         with self._lock:
             self._counts["bytes_out"] += sum(part.nbytes for part in payload_views(answer))
         return replace(answer, seq=frame.seq)
+
+    def _exchange(self, run: _RunState, peer: Identity, frame: Frame) -> Frame:
+        """Change values, or read them."""
+        if frame.op is Op.ROWS:
+            return self._rows(run, peer, frame)
+        if frame.op is Op.PULL:
+            return self._pull(run, peer, frame, read_requested_chunks(frame))
+        pushed = self._push(run, peer, frame)
+        if frame.op is Op.PUSH:
+            return pushed
+        pulled = self._pull(run, peer, frame, [number for number, _ in read_chunks(frame, prefix=True)[0]])
+        return replace(pulled, flags=pulled.flags | pushed.flags)
 
     # --- called by the process
 
@@ -228,13 +235,11 @@ class ParameterServer:
         return self._run.run_spec if self._run is not None else None
 
     def save(self) -> int:
-        """Write a snapshot now; returns its number. Raises CommError without a folder, without state, and for disk
-        errors."""
+        """Write a snapshot now; returns its number. Raises CommError without a folder or state, and for disk errors."""
         with self._saving:
             if self._snapshots is None or self._run is None:
-                raise _snapshot_not_written(
-                    "there is no run yet" if self._snapshots is not None else "it has no folder for them"
-                )
+                why = "it has no folder for them" if self._snapshots is None else "there is no run yet"
+                raise _snapshot_not_written(why)
             try:
                 store = self._run.stores["worker"]
                 image = self._full_state(self._run, store, store.initialised_chunks)
@@ -244,11 +249,12 @@ class ParameterServer:
                 raise _snapshot_not_written(str(error)) from error
 
     def stats(self) -> dict[str, Any]:
-        """Requests by kind, bytes, the largest lag so far, live workers with their clocks, workers ever connected,
-        chunks with a value, batch shards done."""
+        """Requests by kind, bytes, the largest lag so far and the sum of all, the load (``LoadMeter``), live workers with their
+        clocks, workers ever connected, chunks with a value, batch shards done."""
         with self._lock:
             run, counts = self._run, dict(sorted(self._counts.items()))
-        counters = {"server": self._server, "counts": counts, "largest_lag": self._largest_lag}
+            lags = {"largest_lag": self._largest_lag, "lag_total": self._lag_total}
+        counters = {"server": self._server, "counts": counts, "load": self._load.stats(), **lags}
         if run is None:
             return counters
         workers = {str(worker): clock for worker, clock in run.clocks.live_clocks.items()}
@@ -299,6 +305,7 @@ class ParameterServer:
             self._counts["duplicates"] += outcome.duplicates
             self._counts["refused"] += bool(outcome.refused)
             self._largest_lag = max(self._largest_lag, outcome.lag)
+            self._lag_total += outcome.lag
         return Frame(Op.ACK, entries=outcome.applied, clock=outcome.version, flags=REFUSED if outcome.refused else 0)
 
     def _pull(self, run: _RunState, peer: Identity, frame: Frame, chunks: list[int]) -> Frame:

@@ -1,0 +1,107 @@
+"""Rules of runs with parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from unisono.diagnose.figures import is_timed, lower_median, milliseconds, setting_text, severity_of, shares_of
+from unisono.diagnose.finding import Finding
+from unisono.diagnose.run_facts import Floats, LinkTraffic, RunFacts
+
+_BUSY_FRAC: Final = 0.8  # of the time, for a server to be what workers wait for
+_MIN_WINDOWS: Final = 8
+_MIN_CORRELATION: Final = 0.7
+
+
+def busiest_server(facts: RunFacts) -> LinkTraffic | None:
+    """The server that is busy for the largest share of the time, if that is enough to keep workers waiting."""
+    servers = [link for rank in facts.ranks for link in rank.links if link.wall_s > 0]
+    if facts.steps_together or not servers:
+        return None
+    busiest = max(servers, key=lambda link: link.busy_s / link.wall_s)
+    return busiest if busiest.busy_s >= _BUSY_FRAC * busiest.wall_s else None
+
+
+def server_bound(facts: RunFacts) -> Iterator[Finding]:
+    """SRV01: workers wait for a parameter server that is busy nearly all the time."""
+    server = busiest_server(facts)
+    if server is None or not is_timed(facts):
+        return
+    cost = lower_median(shares_of(facts, "comm_exposed"))
+    if severity := severity_of(cost, 0.10, 0.25):
+        cores = server.cpu_s / server.busy_s
+        by_cpu = cores >= 0.7
+        number = facts.settings.get("launch.num_servers")
+        can_add = isinstance(number, int) and 0 < number < 64
+        yield Finding(
+            id="SRV01",
+            title=f"workers wait for the parameter server {server.peer}",
+            severity=severity,
+            cost_frac=cost,
+            confidence=0.85,
+            evidence=(
+                f"each step waits {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)} for servers",
+                f"{server.peer} is busy {server.busy_s / server.wall_s:.0%} of the time with "
+                f"{server.served_s / server.busy_s:.1f} requests at once; it computes on {cores:.1f} cores"
+                + ("" if by_cpu else ", so it waits for its network, its replica or other processes"),
+                *setting_text(facts, "launch.num_servers"),
+            ),
+            advice="more servers share the parameters (launch.num_servers), on cores or hosts of their own; "
+            + ("plan.compression=none computes less" if by_cpu else "plan.compression sends less"),
+            patch={"launch.num_servers": number + 1} if can_add and isinstance(number, int) else {},
+            expected_gain=cost / (number + 1) if can_add and isinstance(number, int) else 0.0,
+        )
+
+
+def stale_updates(facts: RunFacts) -> Iterator[Finding]:
+    """STALE01: the loss is the noisier, the more pushes of other workers lie between a worker's pull and its push."""
+    training = facts.training
+    if facts.steps_together or len(training.lags) < _MIN_WINDOWS:
+        return
+    noise = _noise(training.steps, training.losses, training.lag_steps)
+    known = np.isfinite(noise)
+    lags, noise = training.lags[known], noise[known]
+    if len(lags) < _MIN_WINDOWS or np.ptp(lags) < 1.0 or np.ptp(noise) == 0:
+        return
+    correlation = float(np.corrcoef(_places(lags), _places(noise))[0, 1])
+    low, high = noise[lags <= np.median(lags)], noise[lags > np.median(lags)]
+    if correlation < _MIN_CORRELATION or not len(high) or np.median(high) < 1.5 * np.median(low):
+        return
+    is_unbounded = "plan.staleness" in facts.settings and facts.settings["plan.staleness"] is None
+    patch: dict[str, Any] = {"plan.staleness": max(1, int(np.median(lags)))} if is_unbounded else {}
+    yield Finding(
+        id="STALE01",
+        title="stale gradients make the loss noisy",
+        severity="warning",
+        cost_frac=0.0,
+        confidence=min(0.9, correlation),
+        evidence=(
+            f"between a pull and its push come {np.min(lags):.1f} to {np.max(lags):.1f} pushes of other workers, by period",
+            f"where they are more, the loss varies {np.median(high) / np.median(low):.1f} times as much (rank correlation "
+            f"{correlation:.2f} over {len(lags)} periods)",
+        ),
+        advice="a bound (plan.staleness), a learning rate that falls with the lag (plan.staleness_lr_decay), a lower optim.lr, "
+        "or workers that are equally fast",
+        patch=patch,
+    )
+
+
+def _noise(steps: Any, losses: Floats, ends: Any) -> Floats:
+    """Deviation of the losses from a line through them, in the steps up to each of ``ends`` [periods]; NaN for fewer than 8."""
+    noise = np.full(len(ends), np.nan)
+    begin = -1
+    for place, end in enumerate(ends):
+        chosen = (steps > begin) & (steps <= end) & np.isfinite(losses)
+        begin = end
+        if chosen.sum() >= 8:
+            where, values = steps[chosen].astype(np.float64), losses[chosen]
+            noise[place] = float(np.std(values - np.polyval(np.polyfit(where, values, 1), where)))
+    return noise
+
+
+def _places(values: Floats) -> Floats:
+    """The place of each value among the sorted ones."""
+    return np.argsort(np.argsort(values, kind="stable"), kind="stable").astype(np.float64)

@@ -1,0 +1,282 @@
+"""Speeds of links, storage and matrix products, compared with what was measured here before and among the ranks. A collective.
+
+A figure below 80 % of the stored one is a warning, below 50 % a failure; on a busy machine, whose figures scatter, it is a
+warning at most. Such a figure is not stored, so that what was measured once stays the measure; all others take the place of
+earlier ones.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from unisono.dist import JobSpec, World
+from unisono.doctor.check import Check, judged
+from unisono.doctor.storage import nearest_folder
+from unisono.errors import ConfigError
+from unisono.kvstore.allreduce.buckets import transport_name
+from unisono.kvstore.allreduce.shared_memory import SharedMemoryAllReduce
+from unisono.measure.calibration import (
+    SHARED_MEMORY,
+    Calibration,
+    LinkRate,
+    MatmulRate,
+    StorageRate,
+    add_to_calibration,
+    read_calibration,
+)
+from unisono.measure.ceiling import QUIET_SPREAD_FRAC, matmul_key, time_matmul
+from unisono.measure.links import SIZES, probe_all_reduce, probe_pairs
+from unisono.measure.storage import probe_storage
+from unisono.storage.files import os_reason
+
+_WARNING, _FAILURE = 0.8, 0.5
+_BIG_BYTES: Final = 1 << 20  # of such sums the rate is shown, of smaller ones the time
+_SLOWER: Final = (
+    "what takes the machine or its network now (unisono doctor --nodes, top); delete {cache} if the hardware changed"
+)
+
+
+def find_device(job: JobSpec) -> torch.device:
+    """The accelerator of a rank, or the CPU where there is not one for each rank of the host."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None or torch.accelerator.device_count() < job.local_world:
+        return torch.device("cpu")
+    return torch.device(kind.type, job.local_rank)
+
+
+def bench(
+    world: World,
+    folder: Path,
+    cache: Path,
+    *,
+    device: torch.device,
+    sizes: Sequence[int] = (),
+    file_bytes: int = 0,
+    budget_s: float = 1.0,
+) -> tuple[list[Check], dict[str, Any]]:
+    """Measure, compare with ``cache`` and add to it; the checks and the figures, on every rank.
+
+    Args:
+        folder: Folder of runs, whose storage is measured.
+        sizes: Bytes of the sums, ascending; empty for the usual ones.
+        file_bytes: Size of the file that is written; 0 for the usual one.
+        budget_s: Seconds for each figure.
+    """
+    hosts: list[str] = world.all_gather_json(socket.gethostname())
+    links, checks = _links(world, hosts, device, sizes or SIZES, budget_s)
+    storage, troubles = _storage(world, folder, file_bytes, budget_s)
+    peers, own = _matmul(world, device, budget_s)
+    known: Calibration = read_calibration(cache)
+    cure = _SLOWER.format(cache=cache)
+    checks = [*_sum_checks(links, known, cure), *checks]
+    checks += [*troubles, *([_storage_check(storage, known, cure)] if storage else [])]
+    checks.append(_peer_check(peers, hosts))
+    name, key = matmul_key(device, _dtype(device))
+    before = known.matmul.get(key)
+    ratio = own.tflops / before.tflops if before is not None else None
+    evidence = f"{own.tflops:.3g} TFLOP/s ({name}){_scatter(own.spread_frac)}{_than_before(ratio)}"
+    checks.append(_compared("BENCH06", "matrix products of one rank", evidence, ratio, own.spread_frac, cure))
+    answer = world.broadcast_json(
+        [asdict(check) for check in checks]
+    )  # rank 0 has the file that they are compared with
+    _store(world, cache, known, links, storage, {key: own} if own.spread_frac <= QUIET_SPREAD_FRAC else {})
+    figures = {
+        "links": [asdict(rate) for rate in links],
+        "storage": [asdict(rate) for rate in storage],
+        "matmul": {key: asdict(own)},
+        "stored_in": str(cache),
+    }
+    return [Check(**check) for check in answer], figures
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def _links(
+    world: World, hosts: Sequence[str], device: torch.device, sizes: Sequence[int], budget_s: float
+) -> tuple[list[LinkRate], list[Check]]:
+    """The rates of sums and of the slowest pair, and the check that compares the pairs."""
+    if world.group is None:
+        return [], []
+    backend, group = transport_name(world.group), world.group
+
+    def by_torch(tensor: torch.Tensor) -> object:
+        return dist.all_reduce(tensor, group=group)
+
+    rates = probe_all_reduce(
+        world, by_torch, transport=backend, hosts=hosts, device=device, sizes=sizes, budget_s=budget_s
+    )
+    if device.type == "cpu":
+        with suppress(ConfigError):  # several hosts, or another system: gradients go over the backend
+            memory = SharedMemoryAllReduce(world)
+            try:
+                rates += probe_all_reduce(
+                    world,
+                    memory.all_reduce,
+                    transport=SHARED_MEMORY,
+                    hosts=hosts,
+                    device=device,
+                    sizes=sizes,
+                    budget_s=budget_s,
+                )
+            finally:
+                memory.close()
+    pairs = probe_pairs(world, transport=backend, hosts=hosts, device=device)
+    slowest, middle_s = pairs[0], statistics.median(rate.seconds for rate in pairs)
+    first, second = slowest.pair
+    evidence = (
+        f"slowest of {len(pairs)}: ranks {first} ({hosts[first]}) and {second} ({hosts[second]}) with "
+        f"{_rate(slowest.bytes_per_s)}{_scatter(slowest.spread_frac)}, the middle one {_rate(slowest.nbytes / middle_s)}"
+    )
+    cure = f"look at the network between {hosts[first]} and {hosts[second]}: cables, switch, rate of the interfaces (ethtool)"
+    ratio = middle_s / slowest.seconds if len(pairs) > 1 else None
+    return [*rates, slowest], [_compared("BENCH03", "pairs of ranks", evidence, ratio, slowest.spread_frac, cure)]
+
+
+def _storage(world: World, folder: Path, file_bytes: int, budget_s: float) -> tuple[list[StorageRate], list[Check]]:
+    """The folder's speed on each host, measured by its first rank."""
+    mine: Any = None
+    if world.job.local_rank == 0:
+        try:
+            size = {"file_bytes": file_bytes} if file_bytes else {}
+            mine = asdict(probe_storage(nearest_folder(folder), budget_s=3 * budget_s, **size))
+        except OSError as error:
+            mine = f"{socket.gethostname()}: {folder}: {os_reason(error)}"
+    answers = world.all_gather_json(mine)
+    troubles = [answer for answer in answers if isinstance(answer, str)]
+    cure = "a folder that this user may write to, with --run-dir"
+    return [StorageRate(**answer) for answer in answers if isinstance(answer, dict)], [
+        judged("BENCH04", "storage of runs", "; ".join(troubles), failure=cure)
+    ] if troubles else []
+
+
+def _matmul(world: World, device: torch.device, budget_s: float) -> tuple[list[MatmulRate], MatmulRate]:
+    """The rate of each rank while all of them compute, and that of rank 0 alone."""
+    world.barrier()
+    together = time_matmul(device, _dtype(device), budget_s=budget_s / 2)
+    peers = [MatmulRate(**answer) for answer in world.all_gather_json(asdict(together))]
+    alone = asdict(time_matmul(device, _dtype(device), budget_s=budget_s)) if world.rank == 0 else None
+    return peers, MatmulRate(**world.broadcast_json(alone))
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+# --- judging ---------------------------------------------------------------------------------------------------------
+
+
+def _sum_checks(links: Sequence[LinkRate], known: Calibration, cure: str) -> list[Check]:
+    """A check for each transport of sums."""
+    checks: list[Check] = []
+    sums = [rate for rate in links if rate.operation == "all_reduce"]
+    for transport in dict.fromkeys(rate.transport for rate in sums):
+        rates = [rate for rate in sums if rate.transport == transport]
+        # of the smallest sizes a scheduler's time slice is as long as the message
+        ratios = [before.seconds / rate.seconds for rate in rates if (before := known.link(rate)) is not None]
+        ratio = statistics.median(ratios) if ratios else None
+        spread_frac = statistics.median(rate.spread_frac for rate in rates)
+        shown = ", ".join(_sum_text(rate) for rate in rates)
+        ranks, num_hosts = rates[0].ranks, len(rates[0].hosts)
+        where = "this host" if num_hosts == 1 else f"{num_hosts} hosts"
+        evidence = f"{ranks} ranks on {where}: {shown}{_scatter(spread_frac)}{_than_before(ratio)}"
+        code = "BENCH02" if transport == SHARED_MEMORY else "BENCH01"
+        checks.append(_compared(code, f"sums over {transport}", evidence, ratio, spread_frac, cure))
+    return checks
+
+
+def _sum_text(rate: LinkRate) -> str:
+    size = f"{rate.nbytes} B" if rate.nbytes < 1024 else _size(rate.nbytes)
+    return f"{size} {_rate(rate.bytes_per_s)}" if rate.nbytes >= _BIG_BYTES else f"{size} {1e3 * rate.seconds:.3g} ms"
+
+
+def _storage_check(storage: Sequence[StorageRate], known: Calibration, cure: str) -> Check:
+    """The host whose folder is slowest, or has become slower most."""
+
+    def ratio_of(rate: StorageRate) -> float | None:
+        before = known.folder(rate)
+        return None if before is None else rate.write_bytes_per_s / before.write_bytes_per_s
+
+    worst = min(storage, key=lambda rate: (ratio_of(rate) or 1.0, rate.write_bytes_per_s))
+    ratio = ratio_of(worst)
+    evidence = (
+        f"{worst.folder} of {worst.host}: writes {_rate(worst.write_bytes_per_s)}, reads {_rate(worst.read_bytes_per_s)}, opens "
+        f"{worst.opens_per_s:,.0f} small files/s{_scatter(worst.spread_frac)}{_than_before(ratio)}"
+    )
+    return _compared("BENCH04", "storage of runs", evidence, ratio, worst.spread_frac, cure)
+
+
+def _peer_check(peers: Sequence[MatmulRate], hosts: Sequence[str]) -> Check:
+    tflops = [rate.tflops for rate in peers]
+    slowest, middle = tflops.index(min(tflops)), statistics.median(tflops)
+    evidence = (
+        f"{len(peers)} ranks at the same time: {middle:.3g} TFLOP/s, the slowest, rank {slowest} ({hosts[slowest]}), "
+        f"{min(tflops):.3g}"
+    )
+    cure = f"look at {hosts[slowest]}: other processes, clocks and throttling, cores of the rank"
+    ratio = min(tflops) / middle if len(peers) > 1 else None
+    spread_frac = max(rate.spread_frac for rate in peers)
+    return _compared("BENCH05", "matrix products of all ranks", evidence, ratio, spread_frac, cure)
+
+
+def _compared(code: str, title: str, evidence: str, ratio: float | None, spread_frac: float, cure: str) -> Check:
+    is_quiet = spread_frac <= QUIET_SPREAD_FRAC
+    is_failure = ratio is not None and ratio < _FAILURE and is_quiet
+    is_warning = ratio is not None and ratio < _WARNING
+    return judged(code, title, evidence, failure=cure if is_failure else "", warning=cure if is_warning else "")
+
+
+def _than_before(ratio: float | None) -> str:
+    return "" if ratio is None else f"; {ratio:.0%} of what was measured before"
+
+
+def _scatter(spread_frac: float) -> str:
+    return f" (±{spread_frac / 2:.0%})"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+# --- storing ---------------------------------------------------------------------------------------------------------
+
+
+def _store(
+    world: World,
+    cache: Path,
+    known: Calibration,
+    links: Sequence[LinkRate],
+    storage: Sequence[StorageRate],
+    matmul: dict[str, MatmulRate],
+) -> None:
+    """Add the figures to the file of each host that are not much worse than those in it."""
+    if world.job.local_rank != 0:
+        return
+    good_links = [
+        rate for rate in links if (before := known.link(rate)) is None or before.seconds / rate.seconds >= _WARNING
+    ]
+    good_storage = [
+        rate
+        for rate in storage
+        if (before := known.folder(rate)) is None or rate.write_bytes_per_s / before.write_bytes_per_s >= _WARNING
+    ]
+    good_matmul = {
+        key: rate
+        for key, rate in matmul.items()
+        if (before := known.matmul.get(key)) is None or rate.tflops / before.tflops >= _WARNING
+    }
+    with suppress(OSError):  # nothing to compare with next time
+        add_to_calibration(cache, matmul=good_matmul, links=good_links, storage=good_storage)

@@ -1,0 +1,119 @@
+"""``unisono train`` as a child of an examination: started, timed, ended, and what it said."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from unisono.dist.interpreter import module_command, module_path
+from unisono.errors import ConfigError
+from unisono.launch.workers import foreign_variable
+from unisono.observe.events import events_path, number, read_events
+
+_TAIL_CHARS: Final = 20_000
+_SHOWN_LINES: Final = 6
+_WARM_UP_READINGS: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOutcome:
+    """How a training ended.
+
+    Attributes:
+        run_dir: Its folder.
+        code: Its exit code; None if it was killed because its time was over.
+        took_s: Seconds from its start to its end.
+        said: The end of its output.
+    """
+
+    run_dir: Path
+    code: int | None
+    took_s: float
+    said: str
+
+    @property
+    def trouble(self) -> str:
+        """Why it failed, in its own words; empty if it did not."""
+        if self.code == 0:
+            return ""
+        if self.code is None:
+            return f"not done after {self.took_s:.0f} s"
+        return error_paragraph(self.said) or f"it ended with exit code {self.code}"
+
+    def losses(self) -> list[float]:
+        """Loss of each step, as rank 0 wrote it."""
+        return [loss for event in self._steps() if (loss := number(event.get("train/loss"))) is not None]
+
+    def step_s(self) -> float | None:
+        """Median seconds of a step of rank 0, without the first ones; None if there are too few."""
+        seconds: list[float] = []
+        last = 0
+        for event in self._steps():
+            window_s, step = number(event.get("time/window_s")), event.get("step")
+            if window_s is None or not isinstance(step, int) or step <= last:
+                continue
+            seconds.append(window_s / (step - last))
+            last = step
+        steady = sorted(seconds[_WARM_UP_READINGS:])
+        return steady[len(steady) // 2] if steady else None
+
+    def _steps(self) -> list[Mapping[str, Any]]:
+        with suppress(OSError, ConfigError):
+            return [event for event in read_events(events_path(self.run_dir, 0)).events if event["kind"] == "step"]
+        return []
+
+
+def train_child(run_dir: Path, arguments: Sequence[str], *, timeout_s: float) -> TrainOutcome:
+    """Run ``unisono train`` with ``arguments`` in the folder ``run_dir``, for at most ``timeout_s`` seconds."""
+    environ = {name: value for name, value in os.environ.items() if not foreign_variable(name)}
+    began_s = time.monotonic()
+    code: int | None = None
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(
+            module_command("unisono", "train", *arguments),
+            env={**environ, "PYTHONPATH": module_path()},
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout_s)
+        finally:
+            kill_group(process)
+        took_s = time.monotonic() - began_s
+        said.seek(0)
+        text = said.read()[-_TAIL_CHARS:]
+        for log in sorted(run_dir.glob("logs/rank-*.log")):  # the local launcher shows rank 0 alone
+            with suppress(OSError):
+                text = log.read_text(errors="replace")[-_TAIL_CHARS:] + "\n" + text
+    return TrainOutcome(run_dir=run_dir, code=code, took_s=took_s, said=text)
+
+
+def kill_group(process: subprocess.Popen[Any]) -> None:
+    """End a process that leads its own session, unless it has ended. Ranks end with their launcher (``launch.workers``)."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def error_paragraph(said: str) -> str:
+    """The error in the output of a command: its last one of four parts, else a launcher's last words, else its last lines."""
+    lines = said.rstrip().splitlines()
+    begins = [place for place, line in enumerate(lines) if line.startswith("unisono: ")]
+    words = [line.removeprefix("launch: ") for line in lines if line.startswith("launch: ")]
+    if begins:
+        first = begins[-1]
+        end = next((place for place in range(first + 1, len(lines)) if not lines[place].startswith(" ")), len(lines))
+        return "\n".join([lines[first].removeprefix("unisono: "), *lines[first + 1 : end]])
+    return "\n".join((words or [line for line in lines if line.strip()])[-_SHOWN_LINES:])

@@ -1,0 +1,196 @@
+"""Times of messages between the ranks of a job: sums of all of them, each pair, and how far their clocks are apart.
+
+All functions are collectives: every rank calls them in the same order with the same arguments. A round begins at a barrier and
+counts the slowest rank. The number of rounds follows from the first one, so that a slow link does not take minutes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from unisono.dist import World
+from unisono.measure.calibration import LinkRate
+
+SIZES: Final = (4, 64 << 10, 8 << 20, 64 << 20)  # of a sum, in bytes; the first shows the latency
+PAIR_BYTES: Final = 4 << 20
+_ROUNDS: Final = (5, 30)
+_PAIR_ROUNDS: Final = 5
+_CLOCK_ROUNDS: Final = 8
+
+
+def probe_all_reduce(
+    world: World,
+    reduce: Callable[[torch.Tensor], object],
+    *,
+    transport: str,
+    hosts: Sequence[str],
+    device: torch.device,
+    sizes: Sequence[int] = SIZES,
+    budget_s: float = 1.0,
+) -> list[LinkRate]:
+    """Time sums over all ranks.
+
+    Args:
+        reduce: Sums a flat fp32 tensor over the ranks, in place, and returns once that is done or launched.
+        transport: What ``reduce`` sends over, for the result.
+        hosts: Names of the hosts of the job.
+        device: Where the tensors are.
+        sizes: Bytes of the tensors, ascending.
+        budget_s: Time for the rounds of one size. A size that would take more than five times as long for one round is left out.
+    """
+    rates: list[LinkRate] = []
+    for nbytes in sizes:
+        if rates and rates[-1].seconds * nbytes / rates[-1].nbytes > 5 * budget_s and nbytes > 1 << 20:
+            break
+        tensor = torch.zeros(nbytes // 4, device=device)
+
+        def go(tensor: torch.Tensor = tensor) -> None:
+            reduce(tensor)
+            _wait(device)
+
+        go()  # connections are made, buffers allocated
+        first_s = _rounds(world, go, 1)[0]
+        count = max(_ROUNDS[0], min(_ROUNDS[1], int(budget_s / max(first_s, 1e-9))))
+        median_s, spread_frac = _middle(_rounds(world, go, count))
+        rates.append(
+            LinkRate(
+                operation="all_reduce",
+                transport=transport,
+                ranks=world.world_size,
+                hosts=tuple(sorted(set(hosts))),
+                nbytes=nbytes,
+                seconds=median_s,
+                spread_frac=spread_frac,
+                at_s=time.time(),
+                torch=torch.__version__,
+            )
+        )
+    return rates
+
+
+def probe_pairs(
+    world: World, *, transport: str, hosts: Sequence[str], device: torch.device, nbytes: int = PAIR_BYTES
+) -> list[LinkRate]:
+    """Time messages between every two ranks, there and back; the slowest pair first.
+
+    Pairs without a common rank exchange at the same time, as in a tournament: n ranks need n - 1 rounds. With more than 64 ranks
+    only the pairs of the first 63 rounds are measured.
+    """
+    mine: list[tuple[int, int, float, float]] = []
+    tensor = torch.zeros(nbytes // 4, device=device)
+    for pairs in tournament(world.world_size):
+        pair = next((pair for pair in pairs if world.rank in pair), None)
+        world.barrier()
+        if pair is None:
+            continue
+        times = [_there_and_back(world, tensor, pair, device) for _ in range(_PAIR_ROUNDS + 1)][1:]
+        if world.rank == pair[0]:
+            mine.append((*pair, *_middle(times)))
+    found = [row for rows in world.all_gather_json(mine) for row in rows]
+    rates = [
+        LinkRate(
+            operation="send",
+            transport=transport,
+            ranks=world.world_size,
+            hosts=tuple(sorted(set(hosts))),
+            nbytes=nbytes,
+            seconds=seconds,
+            spread_frac=spread_frac,
+            at_s=time.time(),
+            torch=torch.__version__,
+            pair=(first, second),
+        )
+        for first, second, seconds, spread_frac in found
+    ]
+    return sorted(rates, key=lambda rate: -rate.seconds)
+
+
+def tournament(ranks: int, *, most_rounds: int = 63) -> Iterator[list[tuple[int, int]]]:
+    """Rounds of pairs without a common rank, in which every two ranks meet once (the circle method)."""
+    places = [*range(ranks), *([] if ranks % 2 == 0 else [-1])]
+    for _ in range(min(most_rounds, len(places) - 1)):
+        half = len(places) // 2
+        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+        yield [(min(pair), max(pair)) for pair in pairs if -1 not in pair]
+        places = [places[0], places[-1], *places[1:-1]]
+
+
+def clock_offsets(world: World) -> list[float]:
+    """Seconds by which the clock of each rank is ahead of that of rank 0, by ping-pong [ranks].
+
+    Of several exchanges the shortest counts: half of its time is the error at most.
+    """
+    offsets = [0.0] * world.world_size
+    for rank in range(1, world.world_size if world.group is not None else 1):
+        best_s = float("inf")
+        for _ in range(_CLOCK_ROUNDS):
+            if world.rank == 0:
+                sent_s = time.time()
+                theirs_s = _ping(world, rank, 0.0)
+                back_s = time.time()
+                if back_s - sent_s < best_s:
+                    best_s, offsets[rank] = back_s - sent_s, theirs_s - (sent_s + back_s) / 2
+            elif world.rank == rank:
+                _pong(world)
+    return world.broadcast_json(offsets)
+
+
+def _ping(world: World, rank: int, value: float) -> float:
+    answer = torch.zeros(1, dtype=torch.float64)
+    with world.explain_errors(f"clock of rank {rank}"):
+        dist.send(torch.tensor([value], dtype=torch.float64), rank, group=world.group)
+        dist.recv(answer, rank, group=world.group)
+    return float(answer.item())
+
+
+def _pong(world: World) -> None:
+    question = torch.zeros(1, dtype=torch.float64)
+    with world.explain_errors("clock of rank 0"):
+        dist.recv(question, 0, group=world.group)
+        dist.send(torch.tensor([time.time()], dtype=torch.float64), 0, group=world.group)
+
+
+def _there_and_back(world: World, tensor: torch.Tensor, pair: tuple[int, int], device: torch.device) -> float:
+    """Half the time of a message to the other rank and back."""
+    _wait(device)
+    begin = time.perf_counter()
+    with world.explain_errors(f"messages between ranks {pair[0]} and {pair[1]}", tensor.nbytes):
+        if world.rank == pair[0]:
+            dist.send(tensor, pair[1], group=world.group)
+            dist.recv(tensor, pair[1], group=world.group)
+        else:
+            dist.recv(tensor, pair[0], group=world.group)
+            dist.send(tensor, pair[0], group=world.group)
+        _wait(device)
+    return (time.perf_counter() - begin) / 2
+
+
+def _rounds(world: World, go: Callable[[], None], count: int) -> list[float]:
+    """Seconds of each round, of the slowest rank."""
+    seconds: list[float] = []
+    for _ in range(count):
+        world.barrier()
+        begin = time.perf_counter()
+        with world.explain_errors("a measured sum"):
+            go()
+        seconds.append(time.perf_counter() - begin)
+    return [max(times) for times in zip(*world.all_gather_json(seconds), strict=True)]
+
+
+def _middle(seconds: Sequence[float]) -> tuple[float, float]:
+    """Median, and the distance of the quartiles over it."""
+    lower_s, median_s, upper_s = statistics.quantiles(seconds, n=4)
+    median_s = max(median_s, 1e-9)
+    return median_s, (upper_s - lower_s) / median_s
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        accelerator: Any = torch.accelerator
+        accelerator.synchronize(device)

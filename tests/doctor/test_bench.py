@@ -1,0 +1,188 @@
+"""Ranks that are really started, small measurements, and the comparison with what was measured before."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+
+from unisono.doctor import bench, child, ranks
+from unisono.doctor.bench import bench as measure
+from unisono.doctor.ranks import RankExamination, examine_ranks
+from unisono.measure import Calibration, LinkRate, MatmulRate, StorageRate, add_to_calibration, read_calibration
+
+SMALL = {"sizes": (4, 65536, 1 << 20), "file_bytes": 1 << 20, "budget_s": 0.05}
+CODES = ["BENCH01", "BENCH02", "BENCH03", "BENCH04", "BENCH05", "BENCH06"]
+
+
+def link(**changes: Any) -> LinkRate:
+    fields: dict[str, Any] = {
+        "operation": "all_reduce",
+        "transport": "gloo",
+        "ranks": 2,
+        "hosts": ("a",),
+        "nbytes": 8 << 20,
+        "seconds": 0.01,
+        "spread_frac": 0.1,
+    }
+    return LinkRate(**fields | changes)
+
+
+def disk(rate: float, host: str = "a") -> StorageRate:
+    return StorageRate(
+        host=host, folder="/runs", write_bytes_per_s=rate, read_bytes_per_s=1e9, opens_per_s=1e3, spread_frac=0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "spread_frac", "status", "text"),
+    [
+        (0.01, 0.1, "ok", "8 MiB 839 MB/s (±5%); 100% of what was measured before"),
+        (0.005, 0.1, "ok", "200% of what"),
+        (0.0124, 0.1, "ok", "81% of what"),
+        (0.0126, 0.1, "warning", "79% of what"),
+        (0.021, 0.1, "failure", "48% of what"),
+        (0.021, 0.9, "warning", "(±45%); 48% of what"),
+    ],
+)
+def test_sums_are_compared_with_those_before(seconds: float, spread_frac: float, status: str, text: str) -> None:
+    known = Calibration(links=[link()])
+    (check,) = bench._sum_checks([link(seconds=seconds, spread_frac=spread_frac)], known, "cure")
+    assert (check.code, check.status) == ("BENCH01", status)
+    assert text in check.evidence
+    assert bool(check.cure) == (status != "ok")
+    (check,) = bench._sum_checks([link(seconds=seconds, transport="shared memory")], known, "cure")
+    assert (check.code, check.status, "before" in check.evidence) == ("BENCH02", "ok", False)
+
+
+def test_the_storage_that_became_slowest_is_shown() -> None:
+    known = Calibration(storage=[disk(1e9, "a"), disk(1e8, "b")])
+    check = bench._storage_check([disk(4e8, "a"), disk(1e8, "b")], known, "cure")
+    assert (check.status, check.evidence.startswith("/runs of a: writes 400 MB/s")) == ("failure", True)
+    assert "40% of what was measured before" in check.evidence
+
+
+def test_the_slowest_of_all_ranks_is_named() -> None:
+    rates = [MatmulRate(tflops=tflops, size=1, repeats=5, spread_frac=0.1) for tflops in (1.0, 1.0, 0.4)]
+    check = bench._peer_check(rates, ["a", "a", "b"])
+    assert (check.status, "rank 2 (b), 0.4" in check.evidence, "look at b" in check.cure) == ("failure", True, True)
+    assert bench._peer_check(rates[:1], ["a"]).status == "ok"
+
+
+def two_benches(world: Any, folder: str) -> list[dict[str, Any]]:
+    cache = Path(folder) / "cache" / "calibration.json"
+    told: list[dict[str, Any]] = []
+    for _ in range(2):
+        checks, figures = measure(world, Path(folder), cache, device=torch.device("cpu"), **SMALL)
+        world.barrier()
+        told.append({"checks": [check.to_json() for check in checks], "figures": figures})
+    return told
+
+
+def test_what_is_measured_is_stored_and_compared_next_time(tmp_path: Path, pool: Pool) -> None:
+    first, other = pool.run(two_benches, str(tmp_path))
+    assert first[0]["checks"] == other[0]["checks"]
+    for told, is_compared in zip(first, (False, True), strict=True):
+        by_code = {check["code"]: check["evidence"] for check in told["checks"]}
+        assert list(by_code) == CODES
+        for code in ("BENCH01", "BENCH02", "BENCH04"):
+            assert ("of what was measured before" in by_code[code]) == is_compared
+    known = read_calibration(tmp_path / "cache" / "calibration.json")
+    assert {(rate.operation, rate.transport, rate.nbytes) for rate in known.links} == {
+        *(("all_reduce", name, size) for name in ("gloo", "shared memory") for size in SMALL["sizes"]),
+        ("send", "gloo", 4 << 20),
+    }
+    assert [rate.folder for rate in known.storage] == [str(tmp_path.resolve())]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
+
+
+def test_much_worse_figures_do_not_take_the_place_of_good_ones(tmp_path: Path, pool: Pool) -> None:
+    (stored,) = pool.run(stores_worse, str(tmp_path), ranks=1)
+    links = [LinkRate(**{**rate, "hosts": tuple(rate["hosts"]), "pair": ()}) for rate in stored["links"]]
+    assert [rate.seconds for rate in links] == [0.01]
+    assert [rate["write_bytes_per_s"] for rate in stored["storage"]] == [9e7]
+
+
+def stores_worse(world: Any, folder: str) -> dict[str, Any]:
+    cache = Path(folder) / "calibration.json"
+    add_to_calibration(cache, links=[link()], storage=[disk(1e8)])
+    bench._store(world, cache, read_calibration(cache), [link(seconds=0.02)], [disk(9e7)], {})
+    known = read_calibration(cache)
+    return {"links": [asdict(rate) for rate in known.links], "storage": [asdict(rate) for rate in known.storage]}
+
+
+@pytest.fixture
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of one's own, and a folder of temporary files that has to be empty at the end."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return temporary
+
+
+def test_ranks_are_started_and_report(tmp_path: Path, own_places: Path) -> None:
+    report = examine_ranks(RankExamination(kind="bench", run_dir=str(tmp_path / "runs"), **SMALL), processes=2)
+    assert report is not None
+    assert [check.code for check in report.checks] == CODES
+    assert "2 ranks on this host: 4 B " in report.checks[0].evidence
+    path = tmp_path / "cache" / "unisono" / "calibration.json"
+    assert report.figures["stored_in"] == str(path)
+    assert len(read_calibration(path).links) == 7
+    assert list(own_places.iterdir()) == []
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ranks_that_fail_are_a_check_with_their_words(
+    tmp_path: Path, own_places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_MODULE", "unisono.absent")
+    report = examine_ranks(RankExamination(kind="nodes", run_dir=str(tmp_path)), processes=2)
+    assert report is not None
+    assert [(check.code, check.status) for check in report.checks] == [("JOB01", "failure")]
+    assert "unisono.absent" in report.checks[0].evidence or "rank" in report.checks[0].evidence
+    assert list(own_places.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("output", "is_whole"),
+    [
+        ('[rank 0 n1] {mark} 0/2 {{"checks":[],\n[rank 0 n1] hello\n[rank 0 n1] {mark} 1/2 "figures":{{}}}}\n', True),
+        ('{mark} 0/1 {{"checks":[],"figures":{{}}}}\n', True),
+        ('{mark} 0/2 {{"checks":[],\n', False),
+        ("{mark} 0/1 [1]\n", False),
+        ("{mark} 0/1 \n", False),
+        ("{mark} 7/0 x\n", False),
+        ("nothing", False),
+    ],
+)
+def test_a_report_comes_through_a_launcher_that_marks_lines(output: str, is_whole: bool) -> None:
+    report = ranks._reported(output.format(mark=ranks._MARK))
+    assert (report == ranks.RankReport(checks=(), figures={})) == is_whole
+
+
+@pytest.mark.parametrize(
+    ("said", "paragraph"),
+    [
+        ("", ""),
+        ("a\nb\n", "a\nb"),
+        ("x\nlaunch: one\nlaunch: two\ny\n", "one\ntwo"),
+        ("unisono: first\n  rule: r\nunisono: second\n  rule: q\n  try:  t\nafter\n", "second\n  rule: q\n  try:  t"),
+    ],
+)
+def test_the_words_of_a_failure(said: str, paragraph: str) -> None:
+    assert child.error_paragraph(said) == paragraph
+
+
+def test_numbers_of_an_examination_go_through_json() -> None:
+    examination = RankExamination(kind="bench", run_dir="/runs", **SMALL)
+    text = json.dumps(asdict(examination))
+    assert ranks.msgspec.json.decode(text, type=RankExamination) == replace(examination)
