@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import csv
-<<<<<<< HEAD
-import json
-=======
-import gzip
 import io
->>>>>>> w-sinks
+import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-<<<<<<< HEAD
-from report_page import charts
-=======
 from PIL import Image
->>>>>>> w-sinks
+from report_page import charts
 from torch import nn
 
 from unisono import CheckpointOptions, ObserveOptions, PlanOptions, Trainer, TrainOptions
@@ -68,11 +59,7 @@ def test_a_value_is_in_events_table_tensorboard_and_report(tmp_path: Path) -> No
 
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()  # type: ignore[no-untyped-call]
     assert [(scalar.step, scalar.value) for scalar in read.Scalars("ones")] == [(1, 1.0), (2, 1.0), (3, 1.0)]
-<<<<<<< HEAD
     assert "weights/mean" in json.dumps(charts((tmp_path / "report.html").read_text()))
-=======
-    (charts,) = re.findall(r' id="charts">(.*?)</script>', (tmp_path / "report.html").read_text())
-    assert b'"weights/mean"' in gzip.decompress(base64.b64decode(charts))
 
 
 def test_texts_and_pictures_are_files_and_events_that_tensorboard_shows(tmp_path: Path) -> None:
@@ -128,7 +115,6 @@ def test_tensorboard_has_the_settings_and_the_end_of_the_run_in_the_run_itself(t
     )
     assert end.status == api_pb2.STATUS_SUCCESS
     assert [each.step for each in read.Scalars("train/loss")] == [1, 2, 3]
->>>>>>> w-sinks
 
 
 @pytest.fixture
