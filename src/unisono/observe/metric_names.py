@@ -82,8 +82,11 @@ METRIC_NAMES: Final[tuple[MetricName, ...]] = (
         ("time/window_s", "s", "wall time since the reading before; the fractions below are of it"),
         *((f"time/{phase}_frac", "1", _PHASE_MEANINGS[phase]) for phase in (*PHASES, "other")),
         *((f"time/comm_exposed_{axis}_frac", "1", f"of `comm_exposed`, {_AXIS_MEANINGS[axis]}") for axis in COMM_AXES),
+        ("time/gc_frac", "1", "of these phases, Python's garbage collections"),
         ("mem/now_bytes", "bytes", "memory in use on the device; on a CPU, anonymous memory of the process"),
         ("mem/peak_bytes", "bytes", "largest memory in use so far; on a CPU, of the process"),
+        ("mem/peak_reserved_bytes", "bytes", "most that the allocator of an accelerator has held"),
+        ("mem/alloc_retries", "allocations", "those that succeeded after the allocator gave back its free blocks"),
         ("mem/limit_bytes", "bytes", "memory of the device; on a CPU, what the host or the container allows"),
     ),
     *_of(
