@@ -17,6 +17,9 @@ from unisono.dist.interpreter import module_command, module_path
 from unisono.errors import ConfigError
 from unisono.launch.workers import foreign_variable
 from unisono.observe.events import events_path, number, read_events
+from unisono.storage.limits import MAX_PLAN_BYTES
+from unisono.storage.ownership import read_own_json
+from unisono.storage.run_folder import PLAN_FILE
 
 _TAIL_CHARS: Final = 20_000
 _SHOWN_LINES: Final = 6
@@ -64,6 +67,15 @@ class TrainOutcome:
             last = step
         steady = sorted(seconds[_WARM_UP_READINGS:])
         return steady[len(steady) // 2] if steady else None
+
+    def samples(self) -> int | None:
+        """Samples of a step, by the plan of the run; None where it has none."""
+        with suppress(OSError, ValueError):
+            plan: Any = read_own_json(self.run_dir / PLAN_FILE, max_bytes=MAX_PLAN_BYTES)
+            batch: Any = plan.get("batch") if isinstance(plan, dict) else None
+            count: Any = batch.get("global_batch") if isinstance(batch, dict) else None
+            return count if isinstance(count, int) and count > 0 else None
+        return None
 
     def _steps(self) -> list[Mapping[str, Any]]:
         with suppress(OSError, ConfigError):
