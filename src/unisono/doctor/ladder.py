@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from unisono.config.values import CALLABLE, NONE
 from unisono.doctor.check import Check, judged
 from unisono.doctor.child import TrainOutcome, train_child
-from unisono.doctor.short_run import QUIET, SMALL_GPT, set_arguments, write_text
+from unisono.doctor.short_run import QUIET, SMALL_GPT, made_up_text, set_arguments
 from unisono.doctor.storage import nearest_folder
 from unisono.launch.resources import count_accelerators
 from unisono.tasks.options import LANGUAGE_MODELS
@@ -106,7 +106,7 @@ def climb(
         temporary = Path(name)
         before: tuple[Rung, float] | None = None  # the last rung, and its seconds of a step for each sample
         is_too_large = ""
-        for rung in rungs(settings, defaults, write_text(temporary), steps=steps):
+        for rung in rungs(settings, defaults, made_up_text(temporary), steps=steps):
             if rung.skipped or (is_too_large and rung.code == "RUNG04"):
                 check = judged(rung.code, rung.title, f"left out: {rung.skipped or is_too_large}")
                 yield RungReport(check=check, verdict="left out")
