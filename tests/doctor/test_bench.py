@@ -175,6 +175,10 @@ def test_a_report_comes_through_a_launcher_that_marks_lines(output: str, is_whol
         ("", ""),
         ("a\nb\n", "a\nb"),
         ("x\nlaunch: one\nlaunch: two\ny\n", "one\ntwo"),
+        (
+            "unisono: lost\n  try:  t\nlaunch: attempt 0: rank 1 was killed\nlaunch: no restart left\n",
+            "attempt 0: rank 1 was killed\nlost\n  try:  t",
+        ),
         ("unisono: first\n  rule: r\nunisono: second\n  rule: q\n  try:  t\nafter\n", "second\n  rule: q\n  try:  t"),
     ],
 )

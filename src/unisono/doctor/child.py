@@ -23,6 +23,7 @@ from unisono.storage.run_folder import PLAN_FILE
 
 _TAIL_CHARS: Final = 20_000
 _SHOWN_LINES: Final = 6
+LAUNCHER: Final = "launch: "  # begins what a launcher says
 _WARM_UP_READINGS: Final = 2
 
 
@@ -120,12 +121,14 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
 
 
 def error_paragraph(said: str) -> str:
-    """The error in the output of a command: its last one of four parts, else a launcher's last words, else its last lines."""
+    """The error in the output of a command: its last one of four parts, else its last lines; before it what a launcher saw of the
+    rank that began it."""
     lines = said.rstrip().splitlines()
     begins = [place for place, line in enumerate(lines) if line.startswith("unisono: ")]
-    words = [line.removeprefix("launch: ") for line in lines if line.startswith("launch: ")]
+    words = [line.removeprefix(LAUNCHER) for line in lines if line.startswith(LAUNCHER)]
+    cause = [line for line in words if line.startswith("attempt ")][-1:]
     if begins:
         first = begins[-1]
         end = next((place for place in range(first + 1, len(lines)) if not lines[place].startswith(" ")), len(lines))
-        return "\n".join([lines[first].removeprefix("unisono: "), *lines[first + 1 : end]])
+        return "\n".join([*cause, lines[first].removeprefix("unisono: "), *lines[first + 1 : end]])
     return "\n".join((words or [line for line in lines if line.strip()])[-_SHOWN_LINES:])

@@ -247,10 +247,10 @@ def _too_large(rung: Rung, outcome: TrainOutcome, settings: Mapping[str, Any]) -
 
 
 def _failed(rung: Rung, outcome: TrainOutcome) -> Check:
-    trouble = outcome.trouble
-    cure = next(
-        (line.strip().removeprefix("try:").strip() for line in trouble.splitlines() if line.startswith("  try:")), ""
-    )
+    trouble, cure = outcome.trouble, ""
+    if not trouble.startswith("attempt "):  # what the survivors of a lost rank advise is for a run that goes on
+        tries = [line.removeprefix("  try:").strip() for line in trouble.splitlines() if line.startswith("  try:")]
+        cure = next(iter(tries), "")
     return judged(rung.code, rung.title, trouble, failure=cure or "what it says; all rungs before this one were well")
 
 
