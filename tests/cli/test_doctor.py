@@ -48,6 +48,17 @@ def test_options_that_would_have_no_effect(desk: Desk, arguments: tuple[str, ...
     assert "so:   nothing was examined" in done.err
 
 
+def test_trainings_are_not_started_by_each_rank_of_a_job(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    for arguments in (("--smoke",), ("--ladder", "run.toml")):
+        done = desk.here("doctor", *arguments)
+        assert done.code == 2
+        assert "this process is rank 1 of 2 of a job that torchrun started" in done.err
+
+
 # --- trainings -------------------------------------------------------------------------------------------------------
 
 

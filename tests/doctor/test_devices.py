@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from unisono.doctor.devices import check_devices
+from unisono.doctor.topology import check_topology
 from unisono.doctor.versions import check_versions
 
 
@@ -16,3 +17,11 @@ def test_devices_and_their_driver() -> None:
     assert (found["DEV02"].status, "device 0: " in found["DEV02"].evidence) == ("warning", True)
     assert found["VER03"].status == "ok"
     assert len(held)
+
+
+@pytest.mark.gpu
+def test_where_devices_are() -> None:
+    found = {check.code: check for check in check_topology()}
+    assert sorted(found) == ["TOPO01", "TOPO02", "TOPO03"]
+    assert "lanes" in found["TOPO02"].evidence
+    assert "device" in found["TOPO03"].evidence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import asdict
 from itertools import combinations
 from typing import Any
@@ -22,8 +23,6 @@ def measured(world: Any, late_rank: int = -1, ahead_s: float = 0.0) -> dict[str,
         if world.rank == late_rank:
             late.wait(0.02)
         dist.all_reduce(tensor, group=world.group)
-
-    import threading
 
     late = threading.Event()
     sums = probe_all_reduce(world, reduce, transport="gloo", hosts=["h"], device=CPU, sizes=SIZES, budget_s=0.02)
@@ -71,3 +70,21 @@ def test_every_two_ranks_meet_once(ranks: int) -> None:
 
 def test_of_very_many_ranks_some_pairs_are_left_out() -> None:
     assert len(list(tournament(1000))) == 63
+
+
+def slow_sums(world: Any) -> list[int]:
+    late = threading.Event()
+    rates = probe_all_reduce(
+        world,
+        lambda tensor: late.wait(0.02 * len(tensor) / (1 << 18)),
+        transport="gloo",
+        hosts=["h"],
+        device=CPU,
+        sizes=(4, 1 << 20, 4 << 20, 8 << 20),
+        budget_s=0.02,
+    )
+    return [rate.nbytes for rate in rates]
+
+
+def test_sizes_that_take_too_long_are_left_out(pool: Pool) -> None:
+    assert pool.run(slow_sums, ranks=2) == [[4, 1 << 20]] * 2

@@ -13,7 +13,7 @@ import pytest
 
 from unisono.data.loading.worker_tuning import WorkerSetting, _remember
 from unisono.errors import DataError
-from unisono.measure.ceiling import _write_cache
+from unisono.measure.calibration import add_to_calibration
 from unisono.storage import ownership
 from unisono.storage.files import open_new
 from unisono.storage.ownership import make_own_folder, open_own, read_own_json, untrusted_reason
@@ -159,14 +159,14 @@ def shared_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("shared_group")
-@pytest.mark.parametrize("made_by", ["make_own_folder", "ceiling", "tuning"])
+@pytest.mark.parametrize("made_by", ["make_own_folder", "calibration", "tuning"])
 def test_folders_of_caches_are_ones_own_in_a_group_too(tmp_path: Path, made_by: str) -> None:
     tmp_path.chmod(0o755)
     cache = tmp_path / "home" / ".cache" / "unisono"
     if made_by == "make_own_folder":
         make_own_folder(cache / "remote-1" / "train" / "cats")
-    elif made_by == "ceiling":
-        _write_cache(cache / "ceilings.json", "cpu", {"flops": 1.0})
+    elif made_by == "calibration":
+        add_to_calibration(cache / "calibration.json")
     else:
         _remember(cache / "loader" / "1.json", WorkerSetting(kind="thread", workers=1))
     make_own_folder(cache)

@@ -40,13 +40,18 @@ _INDENT = "        "
 @trusts_python
 @every_verb
 def command(run_dir: str, as_json: bool, **options: Any) -> int:
-    """Examine this host: versions, devices, limits, variables, storage and network, each with its cure.
+    """Examine this host: versions, devices, topology, limits, variables, storage and network, each with its cure.
 
+    --nodes and --bench are of several ranks: those of a hosts file, of the job that this process is in, or of this host.
     Exits with 2 where a run would not work.
     """
     _check_unused(options)
     printed = _Printed(as_json=as_json, only_differences=bool(options["nodes"]))
     more: dict[str, Any] = {}
+    if options["ladder"] is not None or options["smoke"]:
+        from unisono.launch.job import refuse_inside_a_job
+
+        refuse_inside_a_job(Path(run_dir))
     if options["ladder"] is not None:
         more = _climb(options["ladder"], printed)
     elif options["smoke"]:

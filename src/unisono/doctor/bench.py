@@ -72,10 +72,10 @@ def bench(
         budget_s: Seconds for each figure.
     """
     hosts: list[str] = world.all_gather_json(socket.gethostname())
-    links, checks = _links(world, hosts, device, sizes or SIZES, budget_s)
+    known = read_calibration(cache)
+    links, checks = _links(world, hosts, device, sizes or SIZES, budget_s, known)
     storage, troubles = _storage(world, folder, file_bytes, budget_s)
     peers, own = _matmul(world, device, budget_s)
-    known: Calibration = read_calibration(cache)
     cure = _SLOWER.format(cache=cache)
     checks = [*_sum_checks(links, known, cure), *checks]
     checks += [*troubles, *([_storage_check(storage, known, cure)] if storage else [])]
@@ -102,7 +102,12 @@ def bench(
 
 
 def _links(
-    world: World, hosts: Sequence[str], device: torch.device, sizes: Sequence[int], budget_s: float
+    world: World,
+    hosts: Sequence[str],
+    device: torch.device,
+    sizes: Sequence[int],
+    budget_s: float,
+    known: Calibration,
 ) -> tuple[list[LinkRate], list[Check]]:
     """The rates of sums and of the slowest pair, and the check that compares the pairs."""
     if world.group is None:
@@ -133,12 +138,16 @@ def _links(
     pairs = probe_pairs(world, transport=backend, hosts=hosts, device=device)
     slowest, middle_s = pairs[0], statistics.median(rate.seconds for rate in pairs)
     first, second = slowest.pair
+    before = known.link(slowest)
+    to_before = None if before is None else before.seconds / slowest.seconds
+    to_others = middle_s / slowest.seconds if len(pairs) > 1 else None
+    others = f", the middle one {_rate(slowest.nbytes / middle_s)}" if len(pairs) > 1 else ""
     evidence = (
         f"slowest of {len(pairs)}: ranks {first} ({hosts[first]}) and {second} ({hosts[second]}) with "
-        f"{_rate(slowest.bytes_per_s)}{_scatter(slowest.spread_frac)}, the middle one {_rate(slowest.nbytes / middle_s)}"
+        f"{_rate(slowest.bytes_per_s)}{_scatter(slowest.spread_frac)}{others}{_than_before(to_before)}"
     )
     cure = f"look at the network between {hosts[first]} and {hosts[second]}: cables, switch, rate of the interfaces (ethtool)"
-    ratio = middle_s / slowest.seconds if len(pairs) > 1 else None
+    ratio = min((ratio for ratio in (to_before, to_others) if ratio is not None), default=None)
     return [*rates, slowest], [_compared("BENCH03", "pairs of ranks", evidence, ratio, slowest.spread_frac, cure)]
 
 

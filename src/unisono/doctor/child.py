@@ -17,9 +17,13 @@ from unisono.dist.interpreter import module_command, module_path
 from unisono.errors import ConfigError
 from unisono.launch.workers import foreign_variable
 from unisono.observe.events import events_path, number, read_events
+from unisono.storage.limits import MAX_PLAN_BYTES
+from unisono.storage.ownership import read_own_json
+from unisono.storage.run_folder import PLAN_FILE
 
 _TAIL_CHARS: Final = 20_000
 _SHOWN_LINES: Final = 6
+LAUNCHER: Final = "launch: "  # begins what a launcher says
 _WARM_UP_READINGS: Final = 2
 
 
@@ -65,6 +69,15 @@ class TrainOutcome:
         steady = sorted(seconds[_WARM_UP_READINGS:])
         return steady[len(steady) // 2] if steady else None
 
+    def samples(self) -> int | None:
+        """Samples of a step, by the plan of the run; None where it has none."""
+        with suppress(OSError, ValueError):
+            plan: Any = read_own_json(self.run_dir / PLAN_FILE, max_bytes=MAX_PLAN_BYTES)
+            batch: Any = plan.get("batch") if isinstance(plan, dict) else None
+            count: Any = batch.get("global_batch") if isinstance(batch, dict) else None
+            return count if isinstance(count, int) and count > 0 else None
+        return None
+
     def _steps(self) -> list[Mapping[str, Any]]:
         with suppress(OSError, ConfigError):
             return [event for event in read_events(events_path(self.run_dir, 0)).events if event["kind"] == "step"]
@@ -108,12 +121,14 @@ def kill_group(process: subprocess.Popen[Any]) -> None:
 
 
 def error_paragraph(said: str) -> str:
-    """The error in the output of a command: its last one of four parts, else a launcher's last words, else its last lines."""
+    """The error in the output of a command: its last one of four parts, else its last lines; before it what a launcher saw of the
+    rank that began it."""
     lines = said.rstrip().splitlines()
     begins = [place for place, line in enumerate(lines) if line.startswith("unisono: ")]
-    words = [line.removeprefix("launch: ") for line in lines if line.startswith("launch: ")]
+    words = [line.removeprefix(LAUNCHER) for line in lines if line.startswith(LAUNCHER)]
+    cause = [line for line in words if line.startswith("attempt ")][-1:]
     if begins:
         first = begins[-1]
         end = next((place for place in range(first + 1, len(lines)) if not lines[place].startswith(" ")), len(lines))
-        return "\n".join([lines[first].removeprefix("unisono: "), *lines[first + 1 : end]])
+        return "\n".join([*cause, lines[first].removeprefix("unisono: "), *lines[first + 1 : end]])
     return "\n".join((words or [line for line in lines if line.strip()])[-_SHOWN_LINES:])

@@ -8,6 +8,7 @@ training as an earlier one is left out.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any, Final, Literal
 from unisono.config.values import CALLABLE, NONE
 from unisono.doctor.check import Check, judged
 from unisono.doctor.child import TrainOutcome, train_child
-from unisono.doctor.short_run import QUIET, SMALL_GPT, set_arguments, write_text
+from unisono.doctor.short_run import QUIET, SMALL_GPT, made_up_text, set_arguments
 from unisono.doctor.storage import nearest_folder
 from unisono.launch.resources import count_accelerators
 from unisono.tasks.options import LANGUAGE_MODELS
@@ -103,9 +104,9 @@ def climb(
     folder = nearest_folder(Path(str(settings["run.dir"])))
     with tempfile.TemporaryDirectory(prefix=".unisono-doctor-", dir=folder, ignore_cleanup_errors=True) as name:
         temporary = Path(name)
-        before: tuple[Rung, float] | None = None  # the rung with the same model, and its seconds of a step and sample
+        before: tuple[Rung, float] | None = None  # the last rung, and its seconds of a step for each sample
         is_too_large = ""
-        for rung in rungs(settings, defaults, write_text(temporary), steps=steps):
+        for rung in rungs(settings, defaults, made_up_text(temporary), steps=steps):
             if rung.skipped or (is_too_large and rung.code == "RUNG04"):
                 check = judged(rung.code, rung.title, f"left out: {rung.skipped or is_too_large}")
                 yield RungReport(check=check, verdict="left out")
@@ -122,11 +123,13 @@ def climb(
                     continue
                 yield RungReport(check=_failed(rung, outcome), verdict="failed")
                 return
-            per_sample_s = _sample_s(rung, outcome, settings)
-            check, is_slow = _judged(rung, per_sample_s, before, settings, outcome, diagnose)
+            # a strategy file may have another batch than the settings
+            samples = outcome.samples() or int(rung.changes.get("plan.global_batch", settings["plan.global_batch"]))
+            step_s = outcome.step_s()
+            check, is_slow = _judged(rung, outcome, step_s, samples, before, diagnose)
             yield RungReport(check=check, verdict="slow" if is_slow else "ok")
-            # the whole model computes more than the small one: its time is compared with no earlier one
-            before = (rung, per_sample_s) if per_sample_s is not None else None
+            before = (rung, step_s / samples) if step_s is not None else None
+            shutil.rmtree(run_dir, ignore_errors=True)  # the checkpoints of the whole model are large
 
 
 def rungs(settings: Mapping[str, Any], defaults: Mapping[str, Any], corpus: Path, *, steps: int = STEPS) -> list[Rung]:
@@ -244,48 +247,40 @@ def _too_large(rung: Rung, outcome: TrainOutcome, settings: Mapping[str, Any]) -
 
 
 def _failed(rung: Rung, outcome: TrainOutcome) -> Check:
-    trouble = outcome.trouble
-    cure = next(
-        (line.strip().removeprefix("try:").strip() for line in trouble.splitlines() if line.startswith("  try:")), ""
-    )
+    trouble, cure = outcome.trouble, ""
+    if not trouble.startswith("attempt "):  # what the survivors of a lost rank advise is for a run that goes on
+        tries = [line.removeprefix("  try:").strip() for line in trouble.splitlines() if line.startswith("  try:")]
+        cure = next(iter(tries), "")
     return judged(rung.code, rung.title, trouble, failure=cure or "what it says; all rungs before this one were well")
-
-
-def _sample_s(rung: Rung, outcome: TrainOutcome, settings: Mapping[str, Any]) -> float | None:
-    """Seconds of a step for each sample of it."""
-    step_s = outcome.step_s()
-    return None if step_s is None else step_s / _samples(rung, settings)
-
-
-def _samples(rung: Rung, settings: Mapping[str, Any]) -> int:
-    return int(rung.changes.get("plan.global_batch", settings["plan.global_batch"] if rung.on_config else 8))
 
 
 def _judged(
     rung: Rung,
-    sample_s: float | None,
-    before: tuple[Rung, float] | None,
-    settings: Mapping[str, Any],
     outcome: TrainOutcome,
+    step_s: float | None,
+    samples: int,
+    before: tuple[Rung, float] | None,
     diagnose: Callable[[Path], Sequence[CostlyFinding]],
 ) -> tuple[Check, bool]:
-    """The check of a rung that has ended well, and whether it is slow."""
-    if sample_s is None:
+    """The check of a rung that has ended well, and whether it is slow.
+
+    ``step_s`` is the time of a step of ``samples`` samples, ``before`` the rung before this one and its seconds for a sample.
+    """
+    if step_s is None:
         return judged(rung.code, rung.title, f"well, in {outcome.took_s:.0f} s"), False
-    samples = _samples(rung, settings)
-    evidence = f"{_time(sample_s * samples)} a step of {samples} samples"
+    evidence = f"{_time(step_s)} a step of {samples} samples"
     slow: list[str] = []
     cures: list[str] = []
     if before is not None and (factor := _most(rung, before[0])):
-        expected_s = before[1] / _speedup(rung, before[0])
-        evidence += f", {_time(expected_s * samples)} expected from {before[0].code}"
-        if sample_s > factor * expected_s and (sample_s - expected_s) * samples > _NOISE_S:
-            slow.append(f"{sample_s / expected_s:.2g} times as long as expected, at most {factor:g} is well")
+        expected_s = samples * before[1] / _speedup(rung, before[0])
+        evidence += f", {_time(expected_s)} expected from {before[0].code}"
+        if step_s > factor * expected_s and step_s - expected_s > _NOISE_S:
+            slow.append(f"{step_s / expected_s:.2g} times as long as expected, at most {factor:g} is well")
             cures.append(_CURES[rung.code])
     # of a model that computes next to nothing all else is a large share
     if rung.code in ("RUNG03", "RUNG04", "RUNG05"):
         for finding in diagnose(outcome.run_dir):
-            if finding.cost_frac >= _COSTLY and finding.cost_frac * sample_s * samples > _NOISE_S:
+            if finding.cost_frac >= _COSTLY and finding.cost_frac * step_s > _NOISE_S:
                 slow.append(f"{finding.id}: {finding.title}, costs {finding.cost_frac:.0%} of the time")
                 cures.append(finding.advice)
     check = judged(rung.code, rung.title, "; ".join([evidence, *slow]), warning="; ".join(cures))

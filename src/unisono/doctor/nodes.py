@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import resource
@@ -174,7 +173,7 @@ def device_facts() -> Facts:
         return {"devices": "the CPU alone", "processor": platform.machine()}
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
-    backend: Any = importlib.import_module(f"torch.{kind.type}")
+    backend: Any = getattr(torch, kind.type)
     count = torch.accelerator.device_count()
     names = [str(backend.get_device_name(index)) for index in range(count)]
     memory = [f"{backend.mem_get_info(index)[1] / _GIB:.3g}" for index in range(count)]

@@ -34,7 +34,7 @@ SMALL_GPT: Final[Mapping[str, Any]] = {
 }
 
 
-def write_text(folder: Path) -> Path:
+def made_up_text(folder: Path) -> Path:
     """Write a small corpus, the same every time, into a new folder ``corpus`` in ``folder``; returns it."""
     corpus = folder / "corpus"
     make_folder(corpus)

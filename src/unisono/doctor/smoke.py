@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from unisono.doctor.check import Check, judged
 from unisono.doctor.child import TrainOutcome, train_child
-from unisono.doctor.short_run import QUIET, SMALL_GPT, set_arguments, write_text
+from unisono.doctor.short_run import QUIET, SMALL_GPT, made_up_text, set_arguments
 from unisono.doctor.storage import nearest_folder
 from unisono.launch.resources import count_accelerators
 from unisono.storage.directory import numbered_directories
@@ -36,7 +36,7 @@ def smoke(run_dir: Path, *, processes: int | None = None, timeout_s: float = 180
         settings: dict[str, Any] = {
             **QUIET,
             **SMALL_GPT,
-            "data.corpus": str(write_text(folder)),
+            "data.corpus": str(made_up_text(folder)),
             "data.cache_dir": str(folder / "cache"),
             "data.seq_len": 64,
             "plan.global_batch": _SAMPLES_PER_RANK * ranks,

@@ -42,11 +42,12 @@ def probe_all_reduce(
         hosts: Names of the hosts of the job.
         device: Where the tensors are.
         sizes: Bytes of the tensors, ascending.
-        budget_s: Time for the rounds of one size. A size that would take more than five times as long for one round is left out.
+        budget_s: Time for the rounds of one size; at least five are made. A size above 1 MiB of which one round would take more
+            than twice as long is left out, with those after it.
     """
     rates: list[LinkRate] = []
     for nbytes in sizes:
-        if rates and rates[-1].seconds * nbytes / rates[-1].nbytes > 5 * budget_s and nbytes > 1 << 20:
+        if rates and rates[-1].seconds * nbytes / rates[-1].nbytes > 2 * budget_s and nbytes > 1 << 20:
             break
         tensor = torch.zeros(nbytes // 4, device=device)
 

@@ -36,9 +36,9 @@ def probe_storage(folder: Path, *, file_bytes: int = _FILE_BYTES, budget_s: floa
         began = time.perf_counter()
         write_s: list[float] = []
         while len(write_s) < _WRITES and (not write_s or time.perf_counter() - began < budget_s):
-            path = probe / f"large-{len(write_s)}"
-            write_s.append(timed_write(path, file_bytes))
-        read_s = _timed(lambda: _read(path))
+            write_s.append(timed_write(probe / f"large-{len(write_s)}", file_bytes))
+        last = probe / f"large-{len(write_s) - 1}"
+        read_s = _timed(lambda: _read(last))
         small = [probe / f"small-{number}" for number in range(_SMALL_FILES)]
         for each in small:
             with open_new(each) as file:
