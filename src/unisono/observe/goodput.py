@@ -305,8 +305,9 @@ def _add_windows(
     ends_s = np.maximum.accumulate(at_s[readings])
     begins_s = np.append(part.first_s, ends_s[:-1])
     window_s = rows["time/window_s"][readings]
-    # events of an earlier release have no windows: a reading begins where the one before ended
-    window_s = np.where(np.isfinite(window_s), np.clip(window_s, 0.0, ends_s - begins_s), ends_s - begins_s)
+    # events of an earlier release have no windows: a reading begins where the one before ended. A window ends a moment before
+    # its event is written, so it may be longer than the time between two events
+    window_s = np.where(np.isfinite(window_s), np.clip(window_s, 0.0, _MAX_TIME_S), ends_s - begins_s)
     shares = np.stack(
         [_share(rows[f"time/{name}_frac"][readings]) for name in ("ckpt_stall", "eval", "other")]
     )  # [3, readings]
@@ -326,7 +327,7 @@ def _add_windows(
         "lost": float((step_s * lost).sum()),
         "checkpoint": float((window_s * shares[0]).sum()),
         "evaluation": float((window_s * shares[1]).sum()),
-        "other": float((window_s * shares[2]).sum() + gaps_s[1:].sum()),
+        "other": float((window_s * shares[2]).sum() + max(0.0, gaps_s[1:].sum())),
     }
 
 
