@@ -31,6 +31,7 @@ PACKAGES = (
     "unisono.interop",
     "unisono.launch",
     "unisono.diagnose",
+    "unisono.compare",
     "unisono.dist",
     "unisono.measure",
     "unisono.errors",

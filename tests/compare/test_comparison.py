@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from event_streams import write_events
 
-from unisono.compare import Limit, RunFigures, broken_limits, compare_runs, differences, read_figures
+from unisono.compare import Limit, Row, RunFigures, broken_limits, compare_runs, differences, read_figures
 from unisono.compare.comparison import Comparison
 from unisono.compare.limits import Kind, read_limits
 from unisono.compare.statistics import mean_interval, ratio_interval
@@ -46,10 +46,14 @@ def make_run(
     return read_figures(write_events(folder, times, **given))
 
 
-def value(comparison: Comparison, name: str, what: str) -> float:
+def row_of(comparison: Comparison, name: str) -> Row:
     row = comparison.row(name)
     assert row is not None, name
-    found = getattr(row, what)
+    return row
+
+
+def value(comparison: Comparison, name: str, what: str) -> float:
+    found = getattr(row_of(comparison, name), what)
     assert found is not None, (name, what)
     return float(found)
 
@@ -67,13 +71,12 @@ def test_figures_of_known_times(tmp_path: Path) -> None:
     assert value(found, "time/data_wait_s", "b") == pytest.approx(0.02)
     assert value(found, "time/data_wait_frac", "b") == pytest.approx(0.02 * 38 / (38 * 0.145 + 3 * 0.75), rel=0.01)
     assert value(found, "mem/peak_bytes", "a") == 2e9
-    assert (value(found, "eval/loss", "delta"), found.row("eval/loss").at) == (0.0, "step 40")  # pyright: ignore[reportOptionalMemberAccess]
-    assert found.row("time/data_wait_s").a is None  # pyright: ignore[reportOptionalMemberAccess]
+    assert (value(found, "eval/loss", "delta"), row_of(found, "eval/loss").at) == (0.0, "step 40")
+    assert row_of(found, "time/data_wait_s").a is None
     assert value(found, "goodput/wall_s", "a") == pytest.approx(
         sum(0.11 + 0.004 * math.sin(7.0 * n) + 0.75 * (n % 10 == 1) for n in range(1, 41))
     )
-    row = found.row("perf/step_s")
-    assert row is not None
+    row = row_of(found, "perf/step_s")
     assert row.interval is not None
     assert row.interval[0] <= 0.145 / 0.105 <= row.interval[1]
     assert row.interval[1] - row.interval[0] < 0.1
@@ -111,7 +114,7 @@ def test_settings_and_secrets(tmp_path: Path) -> None:
 
 def test_runs_too_short_to_tell(tmp_path: Path) -> None:
     found = compare_runs(make_run(tmp_path / "a"), make_run(tmp_path / "b", steps=9))
-    assert found.row("perf/step_s").interval is None  # pyright: ignore[reportOptionalMemberAccess]
+    assert row_of(found, "perf/step_s").interval is None
     assert any("b has 7 readings after warm-up" in note for note in found.notes)
     text = "\n".join(table([found]))
     assert "too short to tell" in text
