@@ -360,7 +360,7 @@ def _sequence(
 ) -> tuple[dict[str, float], list[AttemptTime]]:
     """The ledger of attempts that follow each other, from ``first_s`` to ``last_s``; of each the part of one rank, and all."""
     spans = [_span(parts, launches) for _, parts in attempts]
-    total = dict.fromkeys(CATEGORIES, 0.0)
+    total: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
     listed: list[AttemptTime] = []
     now_s = first_s
     for place, ((shown, parts), (began_s, ended_s)) in enumerate(zip(attempts, spans, strict=True)):
@@ -404,7 +404,7 @@ def _span(parts: Iterable[_Part], launches: Sequence[tuple[float, float | None]]
 
 def _filled(part: _Part, begin_s: float, end_s: float, *, is_last: bool) -> dict[str, float]:
     """Seconds of each category of a rank in an attempt from ``begin_s`` to ``end_s``; they add up to it."""
-    seconds = dict.fromkeys(CATEGORIES, 0.0) | part.seconds
+    seconds: dict[str, float] = {**dict.fromkeys(CATEGORIES, 0.0), **part.seconds}
     loop_s, now_s = part.loop_s, part.read_s
     if loop_s is None or now_s is None:
         now_s = begin_s
