@@ -35,12 +35,13 @@ def command(
     from unisono.compare.limits import KINDS, read_limits
     from unisono.compare.table import table
 
-    if len(run_dirs) < 2:
-        raise click.UsageError(f"one run, {run_dirs[0]}: a comparison needs two or more")
+    base, *others = run_dirs
+    if not others:
+        raise click.UsageError(f"one run, {base}: a comparison needs two or more")
     texts = dict(zip(KINDS, (max_ratio, min_ratio, max_delta, min_delta), strict=True))
     limits = [limit for kind, given in texts.items() for limit in read_limits(kind, given)]
-    first = read_figures(Path(run_dirs[0]))
-    comparisons = [compare_runs(first, read_figures(Path(run_dir))) for run_dir in run_dirs[1:]]
+    first = read_figures(Path(base))
+    comparisons = [compare_runs(first, read_figures(Path(run_dir))) for run_dir in others]
     broken = broken_limits(limits, comparisons)
     result = {
         "comparisons": [each.to_json() for each in comparisons],

@@ -232,14 +232,16 @@ class _Part:
 
 def _rows_of(history: RankHistory) -> dict[str, Floats]:
     """All steps of a rank, also those that were made again, in the order in which they were made."""
-    kept = {"step": history.steps, "attempt": history.attempts, **{name: history.columns[name] for name in _ROW_FIELDS}}
-    if not len(history.replaced.get("step", ())):
-        rows = {name: np.asarray(values, np.float64) for name, values in kept.items()}
-    else:
-        rows = {name: np.concatenate([history.replaced[name], values]) for name, values in kept.items()}
+    rows: dict[str, Floats] = {
+        "step": history.steps.astype(np.float64),
+        "attempt": history.attempts.astype(np.float64),
+        **{name: history.columns[name] for name in _ROW_FIELDS},
+    }
+    if len(history.replaced.get("step", ())):
+        rows = {name: np.concatenate([history.replaced[name], values]) for name, values in rows.items()}
     rows["at"] = np.where(np.isfinite(rows["m"]), rows["m"], rows["t"])
     order = np.lexsort((rows["at"], rows["attempt"]))
-    return rows if np.array_equal(order, np.arange(len(order))) else {name: row[order] for name, row in rows.items()}
+    return rows if (np.diff(order) == 1).all() else {name: row[order] for name, row in rows.items()}
 
 
 def _events_of(history: RankHistory) -> dict[int, list[Event]]:
