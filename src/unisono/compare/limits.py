@@ -28,7 +28,14 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A limit that a run does not keep; ``found`` is its ratio or difference, None where it cannot be judged."""
+    """A limit that a run does not keep.
+
+    Attributes:
+        limit: The limit.
+        run_dir: Folder of the run.
+        found: Its ratio or difference; None where it cannot be judged.
+        why: The same in words.
+    """
 
     limit: Limit
     run_dir: str
