@@ -32,6 +32,7 @@ PACKAGES = (
     "unisono.interop",
     "unisono.launch",
     "unisono.diagnose",
+    "unisono.compare",
     "unisono.report",
     "unisono.doctor",
     "unisono.dist",

@@ -67,6 +67,7 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
     assert told["import"] == []
     verbs = [
         "checkpoint",
+        "compare",
         "completion",
         "config",
         "data",

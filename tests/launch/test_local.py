@@ -47,9 +47,10 @@ seen("env", json.dumps({
     assert record["processes"] == 2
     assert record["run_id"] == "test"
     assert record["allocator"]["MALLOC_TOP_PAD_"] == "268435456"
-    assert record["attempts"] == [
-        {"attempt": 0, "exit_codes": [0, 0], "stopped_by": None, "root_rank": None, "failure": None}
-    ]
+    (attempt,) = record["attempts"]
+    assert record["began_at_s"] == attempt["began_at_s"]
+    assert attempt.pop("began_at_s") <= attempt.pop("ended_at_s")
+    assert attempt == {"attempt": 0, "exit_codes": [0, 0], "stopped_by": None, "root_rank": None, "failure": None}
     for rank in (0, 1):
         told = json.loads((launched.run_dir / f"env.{rank}.0").read_text())
         share = record["affinity"][rank] if record["affinity"] else None

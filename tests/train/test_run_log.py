@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from report_page import charts
+from report_pages import charts
 from torch import nn
 
 from unisono import CheckpointOptions, ObserveOptions, PlanOptions, Trainer, TrainOptions

@@ -29,6 +29,7 @@ COMMANDS = {
     "doctor": "Examine this host before a run.",
     "top": "Show where the ranks of a running job stand.",
     "report": "Write the HTML report of a run.",
+    "compare": "Compare runs: losses, speed, memory, settings; limits for CI.",
     "eval": "Evaluate the newest checkpoint of a run on its held-out data.",
     "generate": "Let a trained language model write.",
     "config": "Show, explain, compare configurations.",

@@ -14,7 +14,15 @@ from unisono.cli.common import every_verb, print_result
 @every_verb
 def command(run_dir: str, as_json: bool) -> None:
     """Write RUN_DIR/report.html from the events of the run, which may be finished, killed or still under way."""
-    from unisono.report import write_report
+    from unisono.observe.run_summary import goodput_text
+    from unisono.report.render import make_report
 
-    path = write_report(Path(run_dir))
-    print_result(as_json, {"run_dir": run_dir, "report": str(path)}, f"wrote {path}")
+    report = make_report(Path(run_dir))
+    goodput = report.goodput
+    result = {
+        "run_dir": run_dir,
+        "report": str(report.path),
+        "goodput": None if goodput is None else goodput.to_json(),
+    }
+    told = [] if goodput is None else [f"goodput: {goodput_text(goodput)}"]
+    print_result(as_json, result, [*told, f"wrote {report.path}"])

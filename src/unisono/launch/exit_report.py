@@ -26,7 +26,8 @@ class Attempt:
     """One attempt to run a job, or one process of an asynchronous job: its processes and how they ended.
 
     All mappings are by rank. ``codes`` are exit codes, negative for a signal as in subprocess. ``folder`` is where ranks
-    record failures. Of a ``restarted`` one no rank shows a traceback itself.
+    record failures. Of a ``restarted`` one no rank shows a traceback itself. ``began_at_s`` and ``ended_at_s`` are seconds
+    since 1970.
     """
 
     number: int
@@ -38,6 +39,8 @@ class Attempt:
     stopped_by: str | None = None
     began_s: float = field(default_factory=time.monotonic)
     took_s: float = 0.0
+    began_at_s: float = field(default_factory=time.time)
+    ended_at_s: float | None = None
     checkpoints: frozenset[str] = frozenset()
     restarted: bool = False
 
@@ -55,7 +58,7 @@ class Attempt:
 
     def read_failures(self) -> None:
         """Read the failures that ranks recorded before they ended, and note the time and the run's checkpoints."""
-        self.took_s = time.monotonic() - self.began_s
+        self.took_s, self.ended_at_s = time.monotonic() - self.began_s, time.time()
         checkpoints = self.folder.parent / CHECKPOINTS_FOLDER
         self.checkpoints = (
             frozenset(path.name for path in checkpoints.iterdir()) if checkpoints.is_dir() else frozenset()
@@ -88,6 +91,8 @@ class Attempt:
         failure = self.root_failure()
         return {
             "attempt": self.number,
+            "began_at_s": self.began_at_s,
+            "ended_at_s": self.ended_at_s,
             "exit_codes": [self.codes[rank] for rank in sorted(self.codes)],
             "stopped_by": self.stopped_by,
             "root_rank": self.root(),

@@ -365,7 +365,13 @@ def _next_attempt(run_dir: Path) -> int:
 
 def write_record(run_dir: Path, record: Mapping[str, Any], number: int, history: Sequence[Attempt]) -> None:
     """Replace ``launch.json`` atomically; ``number`` is the current attempt. Its owner alone reads it; it has no secrets."""
-    content = {**record, "attempt": number, "attempts": [attempt.record() for attempt in history]}
+    is_over = bool(history) and history[-1].number == number
+    content = {
+        **record,
+        "attempt": number,
+        "began_at_s": history[-1].began_at_s if is_over else time.time(),
+        "attempts": [attempt.record() for attempt in history],
+    }
     write_atomically(run_dir / "launch.json", json.dumps(redact(content), indent=1).encode() + b"\n", mode=PRIVATE_MODE)
 
 

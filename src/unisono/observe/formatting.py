@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from unisono.observe.events import number
-from unisono.observe.run_summary import RunSummary, duration, format_gib, short_number, short_time, sparkline
+from unisono.observe.run_summary import (
+    RunSummary,
+    duration,
+    format_gib,
+    goodput_text,
+    short_number,
+    short_time,
+    sparkline,
+)
 from unisono.sanitize import printable
 
 Fields = Mapping[str, Any]
@@ -413,6 +421,8 @@ def summary_lines(
         ascii_only: Draw the curve with ASCII characters.
     """
     rows = [("result", run_verdict(summary)), ("speed", _speed(summary)), ("time", _time(summary.time_frac))]
+    if summary.goodput is not None:
+        rows.append(("goodput", goodput_text(summary.goodput)))
     rows += [("link", _link(link)) for link in summary.links]
     if summary.losses:
         values = [loss for _, loss in summary.losses]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
@@ -80,6 +80,7 @@ class RankHistory:
         columns: ``STEP_FIELDS`` of these steps, NaN where a step has no such number [steps].
         unit: What throughput counts: tokens, samples or images.
         attempt_s: Seconds from the first to the last event of each attempt.
+        replaced: ``step``, ``attempt`` and ``STEP_FIELDS`` of the steps that were repeated [repeated steps].
         notes: What could not be read, a sentence each.
     """
 
@@ -91,6 +92,7 @@ class RankHistory:
     columns: Mapping[str, Floats]
     unit: str = "tokens"
     attempt_s: Mapping[int, float]
+    replaced: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
     notes: tuple[str, ...] = ()
 
     @property
@@ -216,6 +218,8 @@ class _History:
         attempt_s = self._attempt_s(attempts, values[STEP_FIELDS.index("m")])
         keep = steps < self._first_repeated(lines)
         columns = {name: row if keep.all() else row[keep] for name, row in zip(STEP_FIELDS, values, strict=True)}
+        replaced = {"step": steps[~keep].astype(np.float64), "attempt": attempts[~keep].astype(np.float64)}
+        replaced |= {name: row[~keep] for name, row in zip(STEP_FIELDS, values, strict=True)}
         limits = self._first_repeated(np.array([line for line, _ in self._events], dtype=np.int64)).tolist()
         return RankHistory(
             path=path,
@@ -228,6 +232,7 @@ class _History:
             columns=columns,
             unit=self._unit,
             attempt_s=attempt_s,
+            replaced=replaced,
             notes=tuple(notes),
         )
 

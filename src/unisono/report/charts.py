@@ -19,12 +19,17 @@ from unisono.observe.run_summary import RunSummary, decimate, eval_metrics
 
 POINTS: Final = 1000  # per curve
 _CELLS: Final = 8000  # of the map of ranks
-_COLOURS: Final = {
+PHASE_COLOURS: Final = {
     "h2d": "#e85aad",
     "forward": "#4c9be8",
     "backward": "#1f6feb",
     "optimizer": "#8250df",
     "comm_exposed": "#d29922",
+    "comm_exposed_dp": "#d29922",
+    "comm_exposed_cp": "#e6b450",
+    "comm_exposed_tp": "#9a6700",
+    "comm_exposed_ep": "#bf8700",
+    "comm_exposed_pp": "#7d4e00",
     "bubble": "#d4a72c",
     "data_wait": "#cf222e",
     "ckpt_stall": "#bc4c00",
@@ -84,7 +89,9 @@ def _line(name: str, points: Sequence[tuple[int, float]], **more: Any) -> dict[s
 
 def curves_of(history: RankHistory) -> Iterator[dict[str, Any]]:
     """Loss, metrics, values that the script logged, learning rate, norm and speed over steps."""
-    restarts = [int(event["step"]) for event in history.events if event["kind"] == "resumed" and "step" in event]
+    restarts = [
+        event["step"] for event in history.events if event["kind"] == "resumed" and isinstance(event.get("step"), int)
+    ]
     evals = [event for event in history.events if event["kind"] == "eval"]
     metrics = sorted({name for event in evals for name in eval_metrics(event)})
     losses = (
@@ -116,7 +123,11 @@ def curves_of(history: RankHistory) -> Iterator[dict[str, Any]]:
 
 
 def _points(events: Sequence[Event], field: str) -> list[tuple[int, float]]:
-    return [(int(event["step"]), value) for event in events if (value := number(event.get(field))) is not None]
+    return [
+        (event["step"], value)
+        for event in events
+        if isinstance(event.get("step"), int) and (value := number(event.get(field))) is not None
+    ]
 
 
 def time_chart(summary: RunSummary) -> dict[str, Any] | None:
@@ -133,7 +144,7 @@ def time_chart(summary: RunSummary) -> dict[str, Any] | None:
             "textposition": "inside",
             "insidetextanchor": "middle",
             "hovertemplate": "%{fullData.name}: %{x:.2f}%<extra></extra>",
-            "marker": {"color": _COLOURS.get(name, "#6e7781")},
+            "marker": {"color": PHASE_COLOURS.get(name, "#6e7781")},
         }
         for name, frac in sorted(summary.time_frac.items(), key=lambda item: -item[1])
         if frac > 0
@@ -144,7 +155,12 @@ def time_chart(summary: RunSummary) -> dict[str, Any] | None:
         "legend": {"orientation": "h", "traceorder": "normal", "y": 1.05, "yanchor": "bottom"},
     }
     layout = _layout("", "", barmode="stack", height=190) | axes | {"hovermode": "closest"}
-    return {"id": "time", "data": bars, "layout": layout | {"margin": {"l": 20, "r": 20, "t": 70, "b": 45}}}
+    return {
+        "id": "time",
+        "data": bars,
+        "layout": layout | {"margin": {"l": 20, "r": 20, "t": 70, "b": 45}},
+        "bare": True,
+    }
 
 
 def rank_map(facts: RunFacts) -> dict[str, Any] | None:

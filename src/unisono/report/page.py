@@ -13,6 +13,13 @@ async function unpacked(id) {
   const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), character => character.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 }
+// a legend of many entries takes more lines on a narrow screen
+function fitted(chart, narrow) {
+  const layout = chart.layout;
+  if (!narrow || chart.data.length < 4) return layout;
+  const lines = Math.ceil(chart.data.length / 2);
+  return {...layout, height: layout.height + 19 * lines, legend: {...layout.legend, maxheight: 1}};
+}
 function coloured(layout) {
   const style = getComputedStyle(document.documentElement), of = name => style.getPropertyValue(name).trim();
   const copy = {...layout, paper_bgcolor: of("--paper"), plot_bgcolor: of("--paper"), font: {...layout.font, color: of("--ink")}};
@@ -25,9 +32,10 @@ async function draw() {
   document.head.append(script);
   const charts = JSON.parse(await unpacked("charts"));
   // on a narrow screen the tool bar would cover the legend
-  const displayModeBar = matchMedia("(max-width: 40rem)").matches ? false : "hover";
-  const options = {responsive: true, displaylogo: false, displayModeBar};
-  const drawAll = () => charts.map(chart => Plotly.react(chart.id, chart.data, coloured(chart.layout), options));
+  const narrow = matchMedia("(max-width: 40rem)").matches;
+  const options = chart => ({responsive: true, displaylogo: false, displayModeBar: narrow || chart.bare ? false : "hover"});
+  const drawAll = () => charts.map(
+    chart => Plotly.react(chart.id, chart.data, coloured(fitted(chart, narrow)), options(chart)));
   await Promise.all(drawAll());
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   document.documentElement.dataset.drawn = charts.length;
@@ -80,10 +88,25 @@ details > summary { cursor: pointer; color: var(--accent); }
 .finding p { margin: .2rem 0; font-size: .9rem; }
 .finding .cost { color: var(--soft); }
 .charts > div { min-width: 0; }
-@media (max-width: 30rem) { body { padding: 1rem .75rem 3rem; } .verdict { font-size: 1.1rem; } td.key { white-space: normal; } }
+.cells { margin-bottom: 1rem; }
+.cells td { overflow-wrap: break-word; }
+@media (max-width: 40rem) { .cells { min-width: 38rem; } }
+@media (max-width: 30rem) { body { padding: 1rem .75rem 3rem; } .verdict { font-size: 1.1rem; }
+  table:not(.cells) td.key { white-space: normal; } }
 </style>
 </head>
 <body>
+{% macro part(section) %}<h2>{{ section.title }}</h2>
+{% if section.note %}<p class="note">{{ section.note }}</p>{% endif %}
+{% for chart in section.charts %}<div id="{{ chart.id }}"></div>
+{% endfor %}{% for table in section.tables %}
+<div class="scroll"><table class="cells">
+<thead><tr>{% for cell in table.head %}<th>{{ cell }}</th>
+{%- endfor %}</tr></thead>
+<tbody>{% for row in table.rows %}<tr>{% for cell in row %}<td{% if loop.first %} class="key"{% endif %}>{{ cell }}</td>
+{%- endfor %}</tr>
+{% endfor %}</tbody></table></div>
+{% if table.left_out %}<p class="note">{{ table.left_out }} more rows are left out.</p>{% endif %}{% endfor %}{% endmacro %}
 <h1>{{ title }}</h1>
 <p class="verdict">{{ verdict }}.</p>
 {% if findings %}<h2>What to change</h2>
@@ -101,6 +124,7 @@ details > summary { cursor: pointer; color: var(--accent); }
 <p class="note" id="no-charts"></p>
 {% if time_chart %}<h2>Where the time of a step goes</h2>
 <div id="{{ time_chart }}"></div>{% endif %}
+{% if goodput %}{{ part(goodput) }}{% endif %}
 <h2>Curves</h2>
 {% if curves %}<div class="charts">
 {% for id in curves %}<div id="{{ id }}"{% if loop.first %} class="wide"{% endif %}></div>
@@ -110,7 +134,8 @@ details > summary { cursor: pointer; color: var(--accent); }
 <pre>{{ sample }}</pre>{% endif %}
 {% if happenings %}<h2>Events</h2>
 {% if happenings_left_out %}<p class="note">The first {{ happenings_left_out }} are left out.</p>{% endif %}
-<div class="scroll"><table><thead><tr><th>time (UTC)</th><th>attempt</th><th>rank</th><th>event</th><th>what</th></tr></thead>
+<div class="scroll"><table class="cells">
+<thead><tr><th>time (UTC)</th><th>attempt</th><th>rank</th><th>event</th><th>what</th></tr></thead>
 <tbody>{% for row in happenings %}
 <tr{% if row.warning %} class="warning"{% endif %}><td class="key">{{ row.time }}</td><td>{{ row.attempt }}</td>
 <td>{{ row.rank }}</td><td class="key">{{ row.kind }}</td><td>{{ row.text }}</td></tr>{% endfor %}
@@ -118,11 +143,13 @@ details > summary { cursor: pointer; color: var(--accent); }
 {% if ranks or rank_map %}<h2>Ranks</h2>{% endif %}
 {% if rank_map %}<div id="{{ rank_map }}"></div>{% endif %}
 {% if ranks %}
-<div class="scroll"><table><thead><tr><th>rank</th><th>steps logged</th><th>median step</th><th>data wait</th>
+<div class="scroll"><table class="cells"><thead><tr><th>rank</th><th>steps logged</th><th>median step</th><th>data wait</th>
 <th>exposed communication</th><th>peak memory</th></tr></thead>
 <tbody>{% for row in ranks %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}
 </tbody></table></div>
 {% if ranks_left_out %}<p class="note">{{ ranks_left_out }} more ranks are left out.</p>{% endif %}{% endif %}
+{% for section in rank_sections %}{{ part(section) }}
+{% endfor %}{% if parent %}{{ part(parent) }}{% endif %}
 {% for section in sections %}<h2>{{ section.title }}</h2>
 <div class="scroll"><table><tbody>{% for name, value in section.rows %}
 <tr><td class="key">{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}

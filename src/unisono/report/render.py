@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -25,10 +26,21 @@ from unisono.diagnose.run_facts import facts_of
 from unisono.errors import DataError
 from unisono.observe.events import Event, events_path
 from unisono.observe.formatting import run_verdict
+from unisono.observe.goodput import Goodput, GoodputLedger, launch_spans
 from unisono.observe.history import RankHistory, read_history
 from unisono.observe.run_summary import summarise
 from unisono.report.charts import curves_of, rank_map, time_chart
+from unisono.report.goodput_section import goodput_section
 from unisono.report.page import DRAW_SCRIPT, PAGE
+from unisono.report.parent_section import parent_section
+from unisono.report.rank_sections import (
+    RankEvents,
+    communication_section,
+    memory_section,
+    pipeline_section,
+    step_section,
+)
+from unisono.report.section import Section
 from unisono.report.tables import (
     MAX_HAPPENINGS,
     caption,
@@ -49,8 +61,26 @@ _PLOTLY: Final = "plotly-cartesian-4.1.1.min.js.gz"
 _MAX_RANK_ROWS: Final = 200
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A report that was written, and the goodput ledger in it."""
+
+    path: Path
+    goodput: Goodput | None
+
+
 def write_report(run_dir: Path) -> Path:
     """Write ``report.html`` into ``run_dir`` and return its path; an older report is replaced atomically.
+
+    Raises:
+        DataError: The folder has no events of rank 0.
+        ConfigError: A file of events cannot be read.
+    """
+    return make_report(run_dir).path
+
+
+def make_report(run_dir: Path) -> Report:
+    """As ``write_report``, with what it says of goodput.
 
     Raises:
         DataError: The folder has no events of rank 0.
@@ -68,10 +98,25 @@ def write_report(run_dir: Path) -> Path:
     ranks = _Ranks()
     others = (other for other in sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")) if other != path)
     facts = facts_of(ranks.seen(each) for each in chain([history], map(read_history, others)))
-    page = render(history, facts, rows=ranks.rows, warnings=ranks.warnings)
+    goodput = ranks.goodput.result(launch_spans(run_dir))
+    page = render(
+        history,
+        facts,
+        rows=ranks.rows,
+        warnings=ranks.warnings,
+        goodput=None if goodput is None else goodput_section(goodput),
+        rank_sections=_rank_sections(facts, ranks.events),
+        parent=parent_section(history, run_dir),
+    )
     target = run_dir / "report.html"
     write_atomically(target, page.encode())
-    return target
+    return Report(target, goodput)
+
+
+def _rank_sections(facts: RunFacts, events: RankEvents) -> list[Section]:
+    sections = [step_section(facts) if len(facts.ranks) > 1 else None, pipeline_section(facts)]
+    sections += [communication_section(facts, events), memory_section(facts, events)]
+    return [section for section in sections if section is not None]
 
 
 class _Ranks:
@@ -80,21 +125,35 @@ class _Ranks:
     def __init__(self) -> None:
         self.rows: list[list[str]] = []
         self.warnings: list[Event] = []  # of other ranks than 0
+        self.goodput = GoodputLedger()
+        self.events = RankEvents()
 
     def seen(self, history: RankHistory) -> RankHistory:
         """The history itself."""
         if row := rank_row(history):
             self.rows.append(row)
         self.warnings += warnings_of(history) if history.rank else []
+        self.goodput.add(history)
+        self.events.add(history)
         return history
 
 
-def render(history: RankHistory, facts: RunFacts, *, rows: Sequence[list[str]], warnings: Sequence[Event]) -> str:
+def render(
+    history: RankHistory,
+    facts: RunFacts,
+    *,
+    rows: Sequence[list[str]],
+    warnings: Sequence[Event],
+    goodput: Section | None,
+    rank_sections: Sequence[Section],
+    parent: Section | None,
+) -> str:
     """Render the HTML page from the history of rank 0, the facts of all ranks, and what is shown of them."""
     summary = summarise(history)
     start, sample = _last(history.events, "run_start"), _last(history.events, "sample")
     curves, shares, ranks = list(curves_of(history)), time_chart(summary), rank_map(facts)
     charts = [*([shares] if shares else []), *curves, *([ranks] if ranks else [])]
+    charts += [chart for section in (*([goodput] if goodput else []), *rank_sections) for chart in section.charts]
     happenings = sorted(happenings_of(history, warnings), key=lambda row: cast(float, row["t"]))
     plotly = files("unisono.report").joinpath(_PLOTLY).read_bytes()
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
@@ -113,6 +172,9 @@ def render(history: RankHistory, facts: RunFacts, *, rows: Sequence[list[str]], 
         happenings_left_out=max(0, len(happenings) - MAX_HAPPENINGS),
         ranks=rows[:_MAX_RANK_ROWS] if len(rows) > 1 else [],
         ranks_left_out=max(0, len(rows) - _MAX_RANK_ROWS),
+        goodput=goodput,
+        rank_sections=rank_sections,
+        parent=parent,
         sections=list(sections_of(start)),
         settings=list(settings_of(start)),
         conventions=printable(str(start.get("flops_convention", ""))),

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, cast
 
-from unisono.observe.events import ENVELOPE, SERIES, Event
+from unisono.observe.events import ENVELOPE, SERIES, Event, number
 from unisono.observe.formatting import event_message, percent
 from unisono.observe.history import RankHistory
 from unisono.observe.run_summary import RunSummary, duration, format_gib, short_number, short_time, summarise
 from unisono.sanitize import printable
 
 MAX_HAPPENINGS: Final = 500  # rows of the event table
-_QUIET_KINDS: Final = frozenset({*SERIES, "sample", "log_text", "log_image", "histograms", "gradient_stats"})
+_MAX_TIME_S: Final = 1e11  # since 1970, that a calendar has
+_QUIET_KINDS: Final = frozenset(
+    {*SERIES, "sample", "log_text", "log_image", "histograms", "gradient_stats", "system", "links"}
+)
 _WARNING_KINDS: Final = frozenset(
     {
         "checkpoint_failed",
@@ -87,12 +90,14 @@ def caption(sample: Event) -> str:
 def happenings_of(history: RankHistory, warnings: Sequence[Event]) -> Iterator[dict[str, Any]]:
     """Rows of the event table: all events of rank 0 besides steps, and the ``warnings`` of other ranks."""
     for event in [*(event for event in history.events if event["kind"] not in _QUIET_KINDS), *warnings]:
-        said = event_message(event)
+        said, at_s = event_message(event), number(event.get("t"))
+        if at_s is None or not 0 <= at_s < _MAX_TIME_S:
+            continue  # nobody can say when it was
         yield {
-            "t": event["t"],
-            "time": datetime.fromtimestamp(event["t"], UTC).strftime("%Y-%m-%d %H:%M:%S"),
-            "attempt": event["attempt"],
-            "rank": event["rank"],
+            "t": at_s,
+            "time": datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S"),
+            "attempt": event.get("attempt"),
+            "rank": event.get("rank"),
             "kind": printable(event["kind"]),
             "text": said.text if said is not None else _facts(event),
             "warning": event["kind"] in _WARNING_KINDS,

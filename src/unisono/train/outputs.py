@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,7 @@ from unisono.errors import DataError
 from unisono.observe.console import Console
 from unisono.observe.events import Event, EventLog
 from unisono.observe.formatting import RunEndFacts
+from unisono.observe.goodput import GoodputLedger, launch_spans
 from unisono.observe.history import read_history
 from unisono.observe.options import ObserveOptions
 from unisono.observe.run_summary import summarise
@@ -61,7 +63,11 @@ class RunOutputs:
 
     def summary(self, facts: RunEndFacts) -> None:
         """Print the summary of the run."""
-        self._console.summary(summarise(read_history(self._events.path)), facts)
+        history = read_history(self._events.path)
+        ledger = GoodputLedger()
+        ledger.add(history)
+        goodput = ledger.result(launch_spans(self._run_dir))
+        self._console.summary(replace(summarise(history), goodput=goodput), facts)
 
     def close(self) -> None:
         """Close console and trackers. Idempotent."""

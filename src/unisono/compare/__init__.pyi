@@ -1,0 +1,10 @@
+from .comparison import Comparison as Comparison
+from .comparison import Row as Row
+from .comparison import compare_runs as compare_runs
+from .differences import Difference as Difference
+from .differences import differences as differences
+from .limits import Broken as Broken
+from .limits import Limit as Limit
+from .limits import broken_limits as broken_limits
+from .run_figures import RunFigures as RunFigures
+from .run_figures import read_figures as read_figures

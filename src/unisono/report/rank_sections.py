@@ -1,0 +1,287 @@
+"""Sections about ranks: where a step's time goes, memory and plan, communication, pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import numpy as np
+
+from unisono.diagnose import RankFacts, RunFacts
+from unisono.diagnose.run_facts import ALL_PHASES, COMM_PHASES
+from unisono.observe.events import Event, number
+from unisono.observe.formatting import percent
+from unisono.observe.history import Floats, RankHistory
+from unisono.observe.run_summary import format_gib, short_number, short_time
+from unisono.report.bars import MAX_ROWS, plain, stacked_bars
+from unisono.report.charts import PHASE_COLOURS
+from unisono.report.section import Section, Table
+from unisono.sanitize import printable
+
+_HELD: Final = ("parameters", "gradients", "optimizer")
+_MEMORY_COLOURS: Final = {
+    "parameters": "#1f6feb",
+    "gradients": "#4c9be8",
+    "optimizer": "#8250df",
+    "more than planned": "#afb8c1",
+}
+_MAX_PEERS: Final = 64
+
+
+@dataclass(kw_only=True, slots=True)
+class Link:
+    """Bytes that a rank exchanged with a peer, in the seconds of its events."""
+
+    sent_bytes: float = 0.0
+    received_bytes: float = 0.0
+    wall_s: float = 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class RankEvents:
+    """What the last attempt of each rank says of memory and communication, by rank.
+
+    Attributes:
+        held_bytes: What the plan has it hold, by category.
+        links: Traffic with each peer.
+    """
+
+    held_bytes: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
+    links: dict[int, dict[str, Link]] = field(default_factory=dict[int, dict[str, Link]])
+
+    def add(self, history: RankHistory) -> None:
+        """Take the events of a rank."""
+        rank = history.rank
+        if rank is None or history.is_empty:
+            return
+        last = max(history.attempt_s)
+        for event in history.all_events:
+            if event.get("attempt") != last:
+                continue
+            if event["kind"] == "run_start":
+                held: Any = event.get("held_bytes")
+                if isinstance(held, Mapping):
+                    found = {name: number(cast("Mapping[str, Any]", held).get(name)) for name in _HELD}
+                    self.held_bytes[rank] = {
+                        name: max(0.0, value) for name, value in found.items() if value is not None
+                    }
+            elif event["kind"] == "links":
+                self._add_links(rank, event)
+
+    def _add_links(self, rank: int, event: Event) -> None:
+        listed: Any = event.get("links")
+        wall_s = number(event.get("wall_s"))
+        for entry in cast("list[Any]", listed if isinstance(listed, list) else []):
+            if not isinstance(entry, dict):
+                continue
+            entry = cast("dict[str, Any]", entry)
+            sent, received = number(entry.get("sent_bytes")), number(entry.get("received_bytes"))
+            peer = plain(printable(str(entry.get("peer"))))[:100]
+            peers = self.links.setdefault(rank, {})
+            if sent is None or received is None or (peer not in peers and len(peers) >= _MAX_PEERS):
+                continue
+            link = peers.setdefault(peer, Link())
+            link.sent_bytes += sent
+            link.received_bytes += received
+            link.wall_s += wall_s or 0.0
+
+
+def step_section(facts: RunFacts) -> Section | None:
+    """The time of a step by phase, of each rank; None without readings."""
+    ranks = [rank for rank in facts.ranks if len(rank.steps) > 1]
+    if not ranks:
+        return None
+    shown, left_out = _shown(ranks)
+    axes = [phase for phase in COMM_PHASES if any(rank.phase_s[phase].any() for rank in shown)]
+    phases = [phase for phase in ALL_PHASES if phase != "comm_exposed" or not axes]
+    place = ALL_PHASES.index("comm_exposed")
+    phases = [*phases[:place], *axes, *phases[place:]] if axes else phases
+    milliseconds = {phase: [1000 * _step_s(rank, phase) for rank in shown] for phase in phases}
+    chart = stacked_bars(
+        "steps",
+        [f"rank {rank.rank}" for rank in shown],
+        milliseconds,
+        x_title="ms of a step",
+        unit="ms",
+        colours=PHASE_COLOURS,
+    )
+    note = "Mean over the steps of the last attempt after its first ones, evaluations and checkpoints spread over all steps."
+    return Section(title="The step of each rank", note=note + _of_ranks(left_out), charts=[chart])
+
+
+def _step_s(rank: RankFacts, phase: str) -> float:
+    """Seconds of a phase in one step."""
+    steps = float(rank.steps[-1] - rank.steps[0]) / (len(rank.steps) - 1)  # in a reading
+    return float(rank.phase_s[phase].mean()) / max(1.0, steps)
+
+
+def _shown(ranks: Sequence[RankFacts]) -> tuple[list[RankFacts], int]:
+    """The ranks that a chart has room for: of many those that compute shortest and longest; and how many are left out."""
+    if len(ranks) <= MAX_ROWS:
+        return list(ranks), 0
+    order = np.argsort(
+        [rank.phase_s["forward"].mean() + rank.phase_s["backward"].mean() for rank in ranks], kind="stable"
+    )
+    chosen = sorted([*order[: MAX_ROWS // 2].tolist(), *order[-(MAX_ROWS // 2) :].tolist()])
+    return [ranks[place] for place in chosen], len(ranks) - len(chosen)
+
+
+def _of_ranks(left_out: int) -> str:
+    return f" Of {left_out + MAX_ROWS} ranks those that compute shortest and longest." if left_out else ""
+
+
+def memory_section(facts: RunFacts, events: RankEvents) -> Section | None:
+    """What the plan has each rank hold, and the most that was in use; None where neither is known."""
+    ranks = [rank for rank in facts.ranks if rank.peak_bytes and events.held_bytes.get(rank.rank)]
+    if not ranks:
+        return None
+    shown, left_out = _shown(ranks)
+    held = [events.held_bytes[rank.rank] for rank in shown]
+    planned = [sum(each.values()) for each in held]
+    series: dict[str, list[float]] = {name: [each.get(name, 0.0) / 2**30 for each in held] for name in _HELD}
+    series["more than planned"] = [
+        max(0.0, rank.peak_bytes - plan) / 2**30 for rank, plan in zip(shown, planned, strict=True)
+    ]
+    chart = stacked_bars(
+        "memory",
+        [f"rank {rank.rank}" for rank in shown],
+        series,
+        x_title="GiB, up to the most in use",
+        unit="GiB",
+        colours=_MEMORY_COLOURS,
+    )
+    rows = [
+        [
+            str(rank.rank),
+            *(format_gib(each.get(name, 0.0)) for name in _HELD),
+            format_gib(plan),
+            format_gib(rank.peak_bytes),
+            format_gib(max(0.0, rank.peak_bytes - plan)),
+            f"{format_gib(rank.limit_bytes)} ({percent(rank.peak_bytes / rank.limit_bytes)})"
+            if rank.limit_bytes
+            else "",
+        ]
+        for rank, each, plan in zip(shown, held, planned, strict=True)
+    ]
+    head = ("rank", *_HELD, "planned", "most in use", "more than planned", "there is (used)")
+    note = (
+        "Parameters, gradients and optimizer state as the plan counts them. The rest is activations, buffers and "
+        "temporary tensors; on the CPU also the interpreter, libraries and loaded data."
+    )
+    return Section(
+        title="Memory and plan",
+        note=note + _of_ranks(left_out),
+        charts=[chart],
+        tables=[Table(head=head, rows=rows)],
+    )
+
+
+def communication_section(facts: RunFacts, events: RankEvents) -> Section | None:
+    """Traffic between ranks and peers, and waiting for it by axis; None where there is neither."""
+    charts: list[dict[str, Any]] = []
+    tables: list[Table] = []
+    peers = sorted({peer for links in events.links.values() for peer in links})
+    ranks = sorted(events.links)
+    if len(peers) > 1 and len(ranks) > 1:
+        charts.append(_matrix(ranks, peers, events))
+    if peers:
+        rows = [
+            [str(rank), peer, *_traffic(link)]
+            for rank in ranks[:MAX_ROWS]
+            for peer, link in sorted(events.links[rank].items())
+        ]
+        head = ("rank", "peer", "sent", "received", "sent per second", "received per second")
+        tables.append(Table(head=head, rows=rows[:MAX_ROWS], left_out=max(0, len(rows) - MAX_ROWS)))
+    axes = [phase for phase in COMM_PHASES if any(rank.phase_s[phase].any() for rank in facts.ranks)]
+    if axes:
+        shown, left_out = _shown([rank for rank in facts.ranks if len(rank.steps) > 1])
+        rows = [
+            [
+                str(rank.rank),
+                *(cell for phase in axes for cell in (short_time(_step_s(rank, phase)), _share(rank, phase))),
+            ]
+            for rank in shown
+        ]
+        names = [phase.removeprefix("comm_exposed_") for phase in axes]
+        head = ("rank", *(text for name in names for text in (f"exposed, {name}", "of a step")))
+        tables.append(Table(head=head, rows=rows, left_out=left_out))
+    if not tables:
+        return None
+    note = (
+        "Exposed communication is what a rank waits for others while it computes nothing, by the axis of the plan. "
+        "Bytes are those of the last attempt, where the run counts them."
+    )
+    return Section(title="Communication", note=note, charts=charts, tables=tables)
+
+
+def _traffic(link: Link) -> list[str]:
+    rates = [
+        f"{short_number(count / link.wall_s)}B/s" if link.wall_s > 0 else ""
+        for count in (link.sent_bytes, link.received_bytes)
+    ]
+    return [format_gib(link.sent_bytes), format_gib(link.received_bytes), *rates]
+
+
+def _share(rank: RankFacts, phase: str) -> str:
+    return percent(float(rank.phase_s[phase].sum() / rank.wall_s.sum()))
+
+
+def _matrix(ranks: Sequence[int], peers: Sequence[str], events: RankEvents) -> dict[str, Any]:
+    """Bytes that each rank exchanged with each peer."""
+    nothing = Link()
+    links = [[events.links[rank].get(peer, nothing) for peer in peers] for rank in ranks]
+    chart = {
+        "type": "heatmap",
+        "z": [[float(f"{(link.sent_bytes + link.received_bytes) / 2**20:.4g}") for link in row] for row in links],
+        "x": list(peers),
+        "y": [f"rank {rank}" for rank in ranks],
+        "colorscale": "Blues",
+        "reversescale": True,
+        "colorbar": {"title": {"text": "MiB"}},
+        "hovertemplate": "%{y} and %{x}: %{z} MiB<extra></extra>",
+    }
+    layout = {
+        "height": max(200, min(600, 130 + 24 * len(ranks))),
+        "margin": {"l": 20, "r": 20, "t": 40, "b": 60},
+        "font": {"family": "system-ui, sans-serif", "size": 12},
+        "xaxis": {"type": "category", "automargin": True},
+        "yaxis": {"type": "category", "automargin": True, "autorange": "reversed"},
+    }
+    return {"id": "links", "data": [chart], "layout": layout}
+
+
+def pipeline_section(facts: RunFacts) -> Section | None:
+    """Shares of computing and waiting of each pipeline stage; None without a pipeline."""
+    mesh: Any = facts.plan.get("mesh")
+    stages: Any = cast("Mapping[str, Any]", mesh).get("pp") if isinstance(mesh, Mapping) else None
+    ranks = [rank for rank in facts.ranks if len(rank.steps) > 1]
+    world = len(facts.ranks)
+    if not isinstance(stages, int) or not 1 < stages <= world or world % stages or not ranks:
+        return None
+    width = world // stages  # ranks are row-major over the mesh, pp first
+    members = [[rank for rank in ranks if rank.rank // width == stage] for stage in range(stages)][:MAX_ROWS]
+    phases = ("forward", "backward", "bubble", "comm_exposed", "optimizer", "other")
+    shares: dict[str, list[float]] = {}
+    for phase in phases:
+        shares[phase] = [100 * _stage_share(stage, phase) for stage in members]
+    names = [
+        f"stage {stage}" + (f" (rank {ranks_of[0].rank})" if len(ranks_of) == 1 else f" ({len(ranks_of)} ranks)")
+        for stage, ranks_of in enumerate(members)
+    ]
+    chart = stacked_bars("stages", names, shares, x_title="% of the time of a step", unit="%", colours=PHASE_COLOURS)
+    head = ("stage", *(phase.replace("_", " ") for phase in phases))
+    rows = [[name, *(f"{shares[phase][place]:.1f}%" for phase in phases)] for place, name in enumerate(names)]
+    pipeline: Any = facts.plan.get("pipeline")
+    schedule = str(cast("Mapping[str, Any]", pipeline).get("schedule")) if isinstance(pipeline, Mapping) else ""
+    note = (
+        f"Schedule {printable(schedule)}. A bubble is waiting for activations or gradients of another stage, and for their "
+        "transfer."
+    )
+    return Section(title="Pipeline stages", note=note, charts=[chart], tables=[Table(head=head, rows=rows)])
+
+
+def _stage_share(ranks: Sequence[RankFacts], phase: str) -> float:
+    seconds: Floats = np.array([rank.phase_s[phase].sum() for rank in ranks])
+    total_s: Floats = np.array([rank.wall_s.sum() for rank in ranks])
+    return float(seconds.sum() / total_s.sum()) if len(ranks) and total_s.sum() > 0 else 0.0

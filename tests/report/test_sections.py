@@ -1,0 +1,223 @@
+"""Sections about ranks, attempts and the parent run: from events whose figures are known, and from events that are wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempts import T0, Stream
+from report_pages import CHROMIUM, charts, in_browser, words
+from tools import missing
+
+from unisono.observe.events import encode, events_path
+from unisono.report import write_report
+from unisono.report.render import make_report
+
+PHASES_S = {
+    "data_wait": 0.02,
+    "forward": 0.1,
+    "backward": 0.2,
+    "bubble": 0.05,
+    "comm_exposed_dp": 0.03,
+    "optimizer": 0.01,
+}
+EVIL = "<b onclick=alert(1)>"
+
+
+def make_run(run_dir: Path, *, ranks: int = 4, evil: str = "", **start: Any) -> Path:
+    """Two attempts on ``ranks`` ranks, two pipeline stages: the second stage waits longer. Killed at 30, resumed from 20."""
+    plan = {
+        "mesh": {"pp": 2, "dp_replicate": ranks // 2},
+        "pipeline": {"schedule": "1f1b"},
+        "sync": {"kind": "dist_sync"},
+    }
+    for rank in range(ranks):
+        stream = Stream(run_dir, rank)
+        held = {"parameters": 1 << 30, "gradients": 1 << 30, "optimizer": 2 << 30}
+        given = {"plan": plan, "held_bytes": held, "config": {"optim.lr": 0.1}, "environment": {"torch": "2"}, **start}
+        for first, last in ((1, 30), (21, 60)):
+            resumed = None if first == 1 else first - 1
+            stream.start(stream.now_s + 5.0 * (first > 1), loads_s=2.0, resumed=resumed, **given)
+            for step in range(first, last + 1):
+                phases = PHASES_S | {"bubble": 0.05 + 0.05 * (rank >= ranks // 2)}
+                window_s = sum(phases.values())
+                stream.now_s += window_s
+                shares = {f"time/{name}_frac": seconds / window_s for name, seconds in phases.items()}
+                shares |= {"time/comm_exposed_frac": 0.03 / window_s, "time/other_frac": 0.0, "time/window_s": window_s}
+                memory = {"mem/peak_bytes": (6 + rank) * 2**30, "mem/limit_bytes": 80 * 2**30}
+                stream.emit("step", step=step, **shares, **memory, **{"train/loss": 1.0 / step})
+            links = [
+                {"peer": f"host{peer}{evil}", "sent_bytes": 2**20 * (rank + 1), "received_bytes": 2**21}
+                for peer in range(2)
+            ]
+            stream.emit("links", step=last, wall_s=10.0, links=links)
+        stream.emit("run_end", reason="finished", step=60)
+    return run_dir
+
+
+def rows(page: str, title: str) -> list[list[str]]:
+    """The cells of the tables under a heading, with their heads."""
+    part = page[page.index(f"<h2>{title}</h2>") + 4 :].partition("<h2>")[0]
+    return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", part, re.DOTALL)]
+
+
+def test_the_step_of_each_rank(tmp_path: Path) -> None:
+    page = write_report(make_run(tmp_path)).read_text()
+    bars = {bar["name"]: bar for bar in charts(page)["steps"]["data"]}
+    assert bars["forward"]["y"] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert bars["forward"]["x"] == pytest.approx([100.0] * 4)
+    assert bars["bubble"]["x"] == pytest.approx([50.0, 50.0, 100.0, 100.0])
+    assert bars["comm exposed dp"]["x"] == pytest.approx([30.0] * 4)
+    assert "comm exposed" not in bars  # its parts are there
+
+
+def test_the_stages_of_a_pipeline(tmp_path: Path) -> None:
+    page = write_report(make_run(tmp_path)).read_text()
+    bars = {bar["name"]: bar["x"] for bar in charts(page)["stages"]["data"]}
+    assert bars["bubble"] == pytest.approx([100 * 0.05 / 0.41, 100 * 0.1 / 0.46], rel=1e-3)
+    assert rows(page, "Pipeline stages")[1][:4] == ["stage 0 (2 ranks)", "24.4%", "48.8%", "12.2%"]
+    assert "Schedule 1f1b." in words(page)
+
+
+def test_memory_and_plan(tmp_path: Path) -> None:
+    page = write_report(make_run(tmp_path)).read_text()
+    bars = {bar["name"]: bar["x"] for bar in charts(page)["memory"]["data"]}
+    assert bars == {
+        "parameters": [1.0] * 4,
+        "gradients": [1.0] * 4,
+        "optimizer": [2.0] * 4,
+        "more than planned": [2.0, 3.0, 4.0, 5.0],
+    }
+    head, first, *_ = rows(page, "Memory and plan")
+    assert head[-3:] == ["most in use", "more than planned", "there is (used)"]
+    assert first == ["0", "1 GiB", "1 GiB", "2 GiB", "4 GiB", "6 GiB", "2 GiB", "80 GiB (8%)"]
+
+
+def test_communication(tmp_path: Path) -> None:
+    page = write_report(make_run(tmp_path)).read_text()
+    (matrix,) = charts(page)["links"]["data"]
+    assert (matrix["x"], matrix["y"]) == (["host0", "host1"], [f"rank {rank}" for rank in range(4)])
+    assert matrix["z"] == [[3.0, 3.0], [4.0, 4.0], [5.0, 5.0], [6.0, 6.0]]  # of the last attempt
+    table = rows(page, "Communication")
+    assert table[1] == ["0", "host0", "1 MiB", "2 MiB", "105kB/s", "210kB/s"]
+    assert table[9] == ["rank", "exposed, dp", "of a step"]
+    assert table[10] == ["0", "30 ms", "7%"]
+
+
+def test_goodput(tmp_path: Path) -> None:
+    report = make_report(make_run(tmp_path))
+    page = report.path.read_text()
+    assert report.goodput is not None
+    table = {row[0]: row[1:3] for row in rows(page, "Goodput")}
+    assert table["repeated"][1] == f"{report.goodput.seconds['repeated'] / report.goodput.wall_s:.1%}"
+    # ten steps, and half of the ranks then waited 30 x 50 ms for those that were still in theirs
+    assert table["lost"][0] == f"{10 * (0.41 + 0.46) / 2 + 30 * 0.05 / 2:.1f}s"
+    assert rows(page, "Goodput")[-2][3:] == ["1 to 30", "0", "10", "no end"]
+    bars = {bar["name"]: bar for bar in charts(page)["goodput"]["data"]}
+    assert bars[""]["x"] == [0.0, pytest.approx(report.goodput.attempts[1].began_at_s - T0, abs=0.01)]
+    assert bars["useful"]["y"] == ["attempt 1", "attempt 2"]
+
+
+def test_a_run_of_one_rank_has_the_sections_that_say_something(tmp_path: Path) -> None:
+    stream = Stream(tmp_path)
+    stream.start(0.0, loads_s=1.0)
+    stream.steps(1, 20)
+    page = write_report(tmp_path).read_text()
+    assert "<h2>Goodput</h2>" in page
+    for title in ("The step of each rank", "Pipeline stages", "Memory and plan", "Communication", "Differences from"):
+        assert f"<h2>{title}" not in page
+
+
+WRONG: list[dict[str, Any]] = [
+    {"links": 3},
+    {"links": [3, {"peer": None}, {"peer": "x", "sent_bytes": "NaN", "received_bytes": []}], "wall_s": "x"},
+    {"links": [{"peer": EVIL * 9, "sent_bytes": 1, "received_bytes": 1}], "wall_s": 0},
+]
+
+
+@pytest.mark.parametrize("held", [None, 3, {"parameters": "many", "gradients": -5, "optimizer": None}])
+@pytest.mark.parametrize(
+    "plan", [None, [], {"mesh": 3}, {"mesh": {"pp": "2"}}, {"mesh": {"pp": 3}}, {"mesh": {"pp": 1 << 70}}]
+)
+def test_events_that_are_wrong(tmp_path: Path, held: Any, plan: Any) -> None:
+    make_run(tmp_path, held_bytes=held, plan=plan)
+    with events_path(tmp_path, 0).open("ab") as file:
+        for wrong in WRONG:
+            file.write(
+                encode({"kind": "links", "attempt": 2, "t": T0, "m": 0.0, "rank": 0, "run": "r", **wrong}) + b"\n"
+            )
+        file.write(encode({"kind": "resumed", "attempt": 2, "path": ["x"], "step": "x"}) + b"\n")
+    page = write_report(tmp_path).read_text()
+    assert "<b onclick" not in page
+    assert "<h2>Pipeline stages</h2>" not in page
+
+
+# --- the parent ----------------------------------------------------------------------------------------------------------
+
+
+def resumed_from(run_dir: Path, path: Any, **start: Any) -> Path:
+    stream = Stream(run_dir)
+    stream.start(0.0, loads_s=0.0, config={"optim.lr": 0.2, "new": 1}, environment={"torch": "2"}, **start)
+    if path is not None:
+        stream.emit("resumed", step=30, path=str(path))
+    stream.steps(31, 40)
+    return run_dir
+
+
+def test_a_run_that_resumed_from_another(tmp_path: Path) -> None:
+    parent = make_run(tmp_path / "first", ranks=2)
+    page = write_report(resumed_from(tmp_path / "second", parent / "checkpoints/step-00000030")).read_text()
+    assert f"This run resumed from a checkpoint of {parent}. The environment did not change." in words(page)
+    assert rows(page, "Differences from the parent run") == [
+        ["setting", "parent", "this run"],
+        ["new", "none", "1"],
+        ["optim.lr", "0.1", "0.2"],
+    ]
+    # written relative to the folder in which it was started
+    page = write_report(resumed_from(tmp_path / "third", "runs/first/checkpoints/step-00000030")).read_text()
+    assert "resumed from a checkpoint of" in words(page)
+
+
+def test_a_run_with_the_settings_of_another(tmp_path: Path) -> None:
+    parent = make_run(tmp_path / "first", ranks=2)
+    origins = {"optim.lr": "faster.toml:4", "data.seq_len": f"{parent}/config.toml:12"}
+    page = write_report(resumed_from(tmp_path / "first-2", None, origins=origins)).read_text()
+    assert f"This run took its settings from {parent}." in words(page)
+
+
+def test_a_run_without_a_parent(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    origins = {"optim.lr": f"{own}/config.toml:4", "x": f"{tmp_path}/gone/config.toml:4", "y": 3}
+    for path in (own / "checkpoints/step-00000030", tmp_path / "gone/checkpoints/step-00000030", "\0/checkpoints/x"):
+        resumed_from(own, path, origins=origins)
+    assert "Differences from the parent run" not in write_report(own).read_text()
+
+
+def test_another_user_s_run_is_no_parent(tmp_path: Path) -> None:
+    parent = make_run(tmp_path / "first", ranks=2)
+    events_path(parent, 0).chmod(0o666)
+    run_dir = resumed_from(tmp_path / "second", parent / "checkpoints/step-00000030")
+    assert "Differences from the parent run" not in write_report(run_dir).read_text()
+
+
+# --- in a browser --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    CHROMIUM is None and bool(missing("chromium")),
+    reason="no chromium on this machine: the report is NOT tested in a browser",
+)
+def test_sections_in_a_browser(tmp_path: Path) -> None:
+    """Every chart draws, and a name of a peer stays text."""
+    path = write_report(make_run(tmp_path / "run", evil=EVIL))
+    assert path.stat().st_size < 1 << 20
+    page, complaints = in_browser(path, tmp_path / "profile")
+    assert complaints == []
+    drawn = charts(path.read_text())
+    assert {"steps", "stages", "memory", "links", "goodput"} <= drawn.keys()
+    assert f'data-drawn="{len(drawn)}"' in page
+    for name in drawn:
+        assert re.search(rf'<div id="{name}"[^>]*js-plotly-plot', page), name
+    assert EVIL not in page
