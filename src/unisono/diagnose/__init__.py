@@ -1,4 +1,4 @@
-"""Diagnosis of a run from its events: findings that name a cause, its cost and the setting to change. Imports no torch."""
+"""Diagnosis of a run from its events and profiles, or of a trace: findings that name a cause, its cost and the setting to change. Imports no torch."""
 
 import lazy_loader
 

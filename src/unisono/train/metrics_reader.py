@@ -49,7 +49,9 @@ class MetricsReader:
     unit: str
     samples_per_step: int
     compiling: bool = False  # the next reading contains a step that compiled
+    profiling: bool = False  # the next reading contains a step that was profiled
     stop_requested: bool = False
+    profile_requested: bool = False
     _pending: list[Step] = field(default_factory=list[Step])
     _skips_in_a_row: int = 0
     _last: tuple[Step, list[float]] | None = None  # the last step that was read, and its statistics
@@ -69,15 +71,18 @@ class MetricsReader:
         counted = (
             self.samples_per_step * len(steps) if self.samples_per_step else round(sum(row[COUNTED] for row in rows))
         )
-        self.rates.step_done(steps[-1].index, tokens=counted, steps=len(steps), exclude=self.compiling)
-        self.compiling = False
+        self.rates.step_done(
+            steps[-1].index, tokens=counted, steps=len(steps), exclude=self.compiling or self.profiling
+        )
+        self.compiling = self.profiling = False
         split = self.timers.take()
         measured = split.fields() | self._measured()
         if self.comm_stats is not None:
             self.comm_stats.add(steps[-1].index, len(steps), split.seconds["comm_exposed"])
         for step, row in zip(steps, rows, strict=True):
             self.weight_total += row[COUNTED]
-            self.stop_requested |= row[STOP] > 0
+            self.stop_requested |= row[STOP] >= 1
+            self.profile_requested |= row[STOP] % 1 > 0
             fields = {
                 "step": step.index,
                 "steps_total": self.steps_total,
