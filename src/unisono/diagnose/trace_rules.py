@@ -228,8 +228,10 @@ def _used_memory(facts: RunFacts, profiles: Sequence[RankProfile]) -> float | No
 
 
 def _memory_without_recompute(facts: RunFacts, profiles: Sequence[RankProfile]) -> float | None:
-    """An upper bound of the share of the memory in use without recompute: as if all activations at the peak were of one block, and
-    each block kept as many. None where the number of blocks is not known."""
+    """An upper bound of the share of the memory in use without recompute; None where the number of blocks is not known.
+
+    As if all activations at the peak were of one block, and each block kept as many.
+    """
     blocks = facts.settings.get("model.num_layers")
     used = _used_memory(facts, profiles)
     memory = [p.memory for p in profiles if p.memory.limit_bytes > 0 and "activations" in p.memory.at_peak]
@@ -286,8 +288,8 @@ def odd_sizes(facts: RunFacts) -> Iterator[Finding]:
                 f"they take {share:.0%} of the kernels' time",
                 *(f"[{p.m}, {p.k}] x [{p.k}, {p.n}], {p.calls} times: {1e3 * p.total_s:.3g} ms" for p in odd[:3]),
             ),
-            advice="sizes of vocabulary, model and feed-forward layers, divided by plan.tp, that are multiples of 64, or at least of "
-            "8; samples padded to such a length",
+            advice="sizes of vocabulary, model and feed-forward layers, divided by plan.tp, that are multiples of 64, or at least "
+            "of 8; samples padded to such a length",
             patch={"model.vocab_size": -(-int(vocab) // 64) * 64} if isinstance(vocab, int) and rounds else {},
         )
 

@@ -19,7 +19,7 @@ from unisono.profile.host_events import (
     PythonFrames,
     host_events,
 )
-from unisono.profile.intervals import Intervals, intersection, length, union, without
+from unisono.profile.intervals import NONE, Intervals, intersection, length, union, without
 from unisono.profile.memory import HeldMemory, memory_profile
 from unisono.profile.operators import (
     device_times,
@@ -94,7 +94,13 @@ def summarise_trace(trace: Trace, run: RunFactsOfWindow | None = None) -> RankPr
         if event.start_us < end_us and event.end_us > begin_us
     ]
     waiting = _waits(trace)
-    compute = without(_compute(trace, host, kernels), waiting if not len(kernels) else np.zeros((0, 2)))
+    beside = [event for event in placed if event.can_overlap]
+    compute = without(_compute(trace, host, kernels), waiting if not len(kernels) else NONE)
+    # on the CPU, the host waits while nothing is computed beside a collective, and while it compiles
+    runs = union([event.start_us for event in beside], [event.end_us for event in beside])
+    marks = host.place[trace.named(lambda name: name.startswith(_COMPILES))[host.place]]
+    idle = without(runs, compute) if not len(kernels) else NONE
+    waits = _joined(waiting, idle, union(trace.start_us[marks], trace.end_us[marks]))
     again_us = subtree_sums(host, device.launched_us) if len(kernels) else trace.duration_us[host.place]
     num_steps = len(steps) if is_numbered else _optimizer_steps(trace, host, within)
     return RankProfile(
@@ -115,7 +121,7 @@ def summarise_trace(trace: Trace, run: RunFactsOfWindow | None = None) -> RankPr
         products=product_table(trace, host, device, within),
         collectives=collective_table(placed),
         overlaps=overlaps(placed, compute, window),
-        launch=_launch(trace, host, within, kernels, window),
+        launch=_launch(trace, host, within, kernels, window, waits),
         syncs=tuple(run.sync_points)
         if run is not None and run.sync_points is not None
         else sync_points(trace, host, PythonFrames(trace), within),
@@ -174,6 +180,12 @@ def _waits(trace: Trace) -> Intervals:
     )
     at = np.flatnonzero(waits & (trace.kind == ANNOTATION))
     return union(trace.start_us[at], trace.end_us[at])
+
+
+def _joined(*intervals: Intervals) -> Intervals:
+    """What any of the lists of intervals covers."""
+    together = np.concatenate(intervals)
+    return union(together[:, 0], together[:, 1])
 
 
 def _compute(trace: Trace, host: HostEvents, kernels: Any) -> Intervals:
@@ -239,9 +251,11 @@ def _foreign_phases(
     return names, [spent[name][0] for name in names], [spent[name][1] for name in names]
 
 
-def _launch(trace: Trace, host: HostEvents, within: NDArray[np.bool_], kernels: Any, window: Intervals) -> LaunchTime:
-    """See ``LaunchTime``."""
-    waits = intersection(_waits(trace), window)
+def _launch(
+    trace: Trace, host: HostEvents, within: NDArray[np.bool_], kernels: Any, window: Intervals, waits: Intervals
+) -> LaunchTime:
+    """See ``LaunchTime``; ``waits`` are when the host waits or compiles."""
+    waits = intersection(waits, window)
     compute_us = length(window) - length(waits)
     operators = within & host.is_training & (trace.kind[host.place] == OPERATOR)
     num_operators = int(operators.sum())

@@ -25,7 +25,8 @@ def profile_text(profiles: Sequence[RankProfile]) -> Iterator[str]:
     )
     for other in profiles if len(profiles) > 1 else ():
         each = ", ".join(f"{1e3 * step.wall_s:.1f}" for step in other.steps)
-        yield f"  rank {other.rank}: {each} ms a step; clock {1e3 * other.clock.offset_s:+.3f} ms ± {1e3 * other.clock.error_s:.3f}"
+        clock = f"{1e3 * other.clock.offset_s:+.3f} ms ± {1e3 * other.clock.error_s:.3f}"
+        yield f"  rank {other.rank}: {each} ms a step; clock {clock}"
     yield from (f"note: {note}" for other in profiles for note in other.notes)
     yield from _table(
         "phase (rank 0)",
