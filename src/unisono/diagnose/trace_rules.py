@@ -288,8 +288,8 @@ def odd_sizes(facts: RunFacts) -> Iterator[Finding]:
                 f"they take {share:.0%} of the kernels' time",
                 *(f"[{p.m}, {p.k}] x [{p.k}, {p.n}], {p.calls} times: {1e3 * p.total_s:.3g} ms" for p in odd[:3]),
             ),
-            advice="sizes of vocabulary, model and feed-forward layers, divided by plan.tp, that are multiples of 64, or at least "
-            "of 8; samples padded to such a length",
+            advice="sizes of vocabulary, model and feed-forward layers, divided by plan.tp, that are multiples of 64, or "
+            "at least of 8; samples padded to such a length",
             patch={"model.vocab_size": -(-int(vocab) // 64) * 64} if isinstance(vocab, int) and rounds else {},
         )
 

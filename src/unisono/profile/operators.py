@@ -190,7 +190,7 @@ def sync_points(
         above = int(host.parent[at])
         while above >= 0 and not operators[above]:
             above = int(host.parent[above])
-        phase = host.phases[host.phase[at]]
+        phase = host.phases[int(host.phase[at])]
         if above >= 0 or (phase == "optimizer" and not has_device):
             continue
         place = int(host.place[at])

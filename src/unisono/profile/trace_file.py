@@ -14,10 +14,11 @@ import json
 import re
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Annotated, Any, BinaryIO, Final, cast
 
 import msgspec
 import numpy as np
@@ -26,7 +27,14 @@ from numpy.typing import NDArray
 from unisono.errors import DataError
 from unisono.profile.intervals import Counts, Floats
 from unisono.storage.files import open_regular, os_reason
-from unisono.storage.limits import MAX_TRACE_BYTES, MAX_TRACE_EVENT_BYTES, MAX_TRACE_EVENTS, MAX_TRACE_NAMES
+from unisono.storage.limits import (
+    MAX_TRACE_BYTES,
+    MAX_TRACE_EVENT_BYTES,
+    MAX_TRACE_EVENTS,
+    MAX_TRACE_NAMES,
+    LimitError,
+    num_elements,
+)
 
 # what an event is; all others are left out
 OPERATOR, ANNOTATION, PYTHON, KERNEL, COPY, RUNTIME = range(6)
@@ -55,6 +63,9 @@ _STEPS[[ord("}"), ord("]")]] = -1
 _ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
 
 
+_Int = Annotated[int, msgspec.Meta(ge=-(1 << 61), le=1 << 61)]  # what a column has room for
+
+
 class _Event(msgspec.Struct, gc=False):
     """What all events have."""
 
@@ -73,15 +84,15 @@ class _Args(msgspec.Struct, gc=False):
 
     dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw())
     types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw())
-    sequence: int | None = msgspec.field(name="Sequence number", default=None)
-    forward_thread: int | None = msgspec.field(name="Fwd thread id", default=None)
-    correlation: int | None = None
+    sequence: _Int | None = msgspec.field(name="Sequence number", default=None)
+    forward_thread: _Int | None = msgspec.field(name="Fwd thread id", default=None)
+    correlation: _Int | None = None
     device: int | str | None = None
     stream: int | str | None = None
     collective: str | None = msgspec.field(name="Collective name", default=None)
-    elements_in: int | None = msgspec.field(name="In msg nelems", default=None)
-    elements_out: int | None = msgspec.field(name="Out msg nelems", default=None)
-    group_size: int | None = msgspec.field(name="Group size", default=None)
+    elements_in: _Int | None = msgspec.field(name="In msg nelems", default=None)
+    elements_out: _Int | None = msgspec.field(name="Out msg nelems", default=None)
+    group_size: _Int | None = msgspec.field(name="Group size", default=None)
     dtype: str | None = None
     group: str | None = msgspec.field(name="Process Group Description", default=None)
 
@@ -89,9 +100,9 @@ class _Args(msgspec.Struct, gc=False):
 class _Memory(msgspec.Struct, gc=False):
     """The arguments of a ``[memory]`` event."""
 
-    address: int = msgspec.field(name="Addr")
-    num_bytes: int = msgspec.field(name="Bytes")
-    total: int = msgspec.field(name="Total Allocated", default=0)
+    address: _Int = msgspec.field(name="Addr")
+    num_bytes: _Int = msgspec.field(name="Bytes")
+    total: _Int = msgspec.field(name="Total Allocated", default=0)
     device_type: int = msgspec.field(name="Device Type", default=0)
 
 
@@ -235,12 +246,17 @@ def not_a_trace(path: Path, reason: str) -> DataError:
     )
 
 
-def open_trace(path: Path) -> BinaryIO:
+@contextmanager
+def open_trace(path: Path) -> Generator[BinaryIO]:
     """Open a trace to read; a gzip file is decompressed. Raises OSError."""
-    file = open_regular(path)
-    is_gzip = file.read(2) == b"\x1f\x8b"
-    file.seek(0)
-    return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if is_gzip else file
+    with open_regular(path) as file:
+        is_gzip = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        if is_gzip:
+            with gzip.GzipFile(fileobj=file) as plain:
+                yield cast(BinaryIO, plain)
+        else:
+            yield file
 
 
 def event_objects(file: BinaryIO, head: bytearray | None = None) -> Iterator[bytes | memoryview]:
@@ -317,6 +333,15 @@ def _meta(head: bytes) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", meta) if isinstance(meta, dict) else {}
 
 
+def _json_list(text: bytes) -> list[Any]:
+    """The list that a JSON text is; empty for any other text."""
+    try:
+        value: Any = json.loads(text or b"[]")
+    except RecursionError:
+        return []
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
 class _Columns:
     """Collects events."""
 
@@ -328,7 +353,7 @@ class _Columns:
         self._kind, self._name, self._thread = array("B"), array("i"), array("i")
         self._start, self._duration = array("d"), array("d")
         self._shape, self._sequence, self._correlation = array("i"), array("q"), array("q")
-        self._memory = [array("d"), array("q"), array("q"), array("q"), array("b")]
+        self._memory = array("d"), array("q"), array("q"), array("q"), array("b")
         self._collectives: list[CollectiveEvent] = []
 
     def add(self, text: bytes | memoryview) -> None:
@@ -340,10 +365,13 @@ class _Columns:
                 self._add(event)
             elif event.name == "[memory]":
                 memory = _decode_memory(event.args)
-                values = (event.ts, memory.address, memory.num_bytes, memory.total, memory.device_type not in (0, -1))
-                for column, value in zip(self._memory, values, strict=True):
-                    column.append(value)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError):
+                at_us, address, num_bytes, total, is_device = self._memory
+                address.append(memory.address)
+                num_bytes.append(memory.num_bytes)
+                total.append(memory.total)
+                at_us.append(event.ts)
+                is_device.append(memory.device_type not in (0, -1))
+        except (msgspec.DecodeError, LimitError, RecursionError, UnicodeDecodeError, OverflowError):
             self.num_damaged += 1
 
     def _add(self, event: _Event) -> None:
@@ -393,9 +421,8 @@ class _Columns:
         )
 
     def _add_gloo(self, event: _Event, args: _Args) -> None:
-        dims: Any = json.loads(bytes(args.dims) or b"[]")
-        types: Any = json.loads(bytes(args.types) or b"[]")
-        sizes = [int(np.prod(dim, dtype=np.float64)) for dim in dims if isinstance(dim, list)]
+        dims, types = _json_list(bytes(args.dims)), _json_list(bytes(args.types))
+        sizes = [num_elements(dim) for dim in dims if isinstance(dim, list) and all(isinstance(n, int) for n in dim)]
         self._collectives.append(
             CollectiveEvent(
                 name=event.name.partition(":")[2],
@@ -416,7 +443,7 @@ class _Columns:
         return Trace(
             meta=meta,
             names=list(self._names),
-            shapes=[shape.decode("utf-8", "replace") for shape in self._shapes],
+            shapes=[json.dumps(_json_list(shape)) for shape in self._shapes],
             threads=list(self._threads),
             kind=np.array(self._kind, np.uint8),
             name=np.array(self._name, np.int32),
