@@ -33,7 +33,7 @@ def train(world: Any, run_dir: str, **changes: Any) -> dict[str, Any]:
                     profiler = run._loop.runner.profiler  # pyright: ignore[reportPrivateUsage]
                     write_request(Path(run_dir), 2, stacks=False)
                     profiler._looked_s = -10.0  # pyright: ignore[reportPrivateUsage]
-            restored = (timers.phase, timers.comm_exposed) == plain
+    restored = (timers.phase, timers.comm_exposed) == plain
     return {"losses": losses, "restored": restored}
 
 
@@ -71,8 +71,9 @@ def test_memory_is_that_of_the_plan(tmp_path: Path) -> None:
 
 
 def test_losses_are_the_same_with_a_profile(tmp_path: Path) -> None:
-    assert train(None, str(tmp_path / "with"), steps_text="3:5+stacks")["losses"] == (
-        train(None, str(tmp_path / "without"), steps_text="")["losses"]
+    assert (
+        train(None, str(tmp_path / "with"), steps_text="3:5+stacks")["losses"]
+        == (train(None, str(tmp_path / "without"), steps_text="")["losses"])
     )
     assert newest_profiles(tmp_path / "without") == ((), ())
 
@@ -129,8 +130,9 @@ def test_a_request_that_is_none_is_dropped(tmp_path: Path, content: bytes) -> No
 def test_a_window_that_the_run_does_not_reach_is_given_up(tmp_path: Path) -> None:
     assert train(None, str(tmp_path / "run"), steps_text="7:20")["restored"]
     assert newest_profiles(tmp_path / "run") == ((), ())
-    train(None, str(tmp_path / "late"), steps_text="50:52")
-    assert not (tmp_path / "late/profile").exists()
+    (notice,) = [event for event in events(tmp_path / "run", "notice") if event["code"] == "no_profile"]
+    assert notice["what"] == "steps 7 to 19 were not profiled: the run ended after step 8"
+    assert not (tmp_path / "run/profile").exists()
 
 
 def test_a_resumed_run_does_not_record_steps_that_it_has_made(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ _SHORT_FRAC: Final = 0.5  # of the kernels, for launches to be the cause of idle
 _RECOMPUTE: Final = (0.05, 0.15)
 _ROOM_FRAC: Final = 0.75  # of the memory
 _FUSED: Final = (0.03, 0.15)
-_NO_STEP: Final = ("eval", "ckpt_stall")
+_NO_STEP: Final = ("eval", "ckpt_stall", "data_wait")  # a batch lies in host memory until it is complete
 _FUSED_ADVICE: Final = {
     "attention": (
         "FUSE01",

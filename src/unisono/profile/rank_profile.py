@@ -125,7 +125,8 @@ class LaunchTime:
 
     Attributes:
         compute_s: Time of the steps without waiting for data, other ranks, checkpoints and evaluations.
-        work_s: Of it, time in operators that work for 10 µs or longer at a stretch; with kernels, time in which any runs.
+        work_s: Of it, time in operators whose calls of the same shapes work for 10 µs or longer at a stretch, in the median;
+            with kernels, time in which any runs.
         num_operators: Operators that the host called.
         num_kernels: Kernels; 0 on the CPU.
         num_short: Kernels, or operators on the CPU, that take less than 10 µs.

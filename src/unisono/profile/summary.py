@@ -268,15 +268,32 @@ def _launch(
             num_kernels=len(kernels),
             num_short=int((trace.duration_us[kernels] < SHORT_US).sum()),
         )
-    own = host.self_us[operators & trace.named(lambda name: "::" in name)[host.place]]
+    waiting = np.array([name in _WAITING or name.startswith("comm_exposed") for name in host.phases], bool)
+    counted = np.flatnonzero(operators & ~waiting[host.phase] & trace.named(lambda name: "::" in name)[host.place])
+    work_us = float(host.self_us[counted][_is_long(trace, host, counted)].sum())
     roots = host.place[operators & host.is_root]
     return LaunchTime(
         compute_s=compute_us / 1e6,
-        work_s=min(compute_us, float(own[own >= SHORT_US].sum())) / 1e6,
+        work_s=min(compute_us, work_us) / 1e6,
         num_operators=num_operators,
         num_kernels=0,
         num_short=int((trace.duration_us[roots] < SHORT_US).sum()),
     )
+
+
+def _is_long(trace: Trace, host: HostEvents, chosen: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether operators ``chosen`` work for ``SHORT_US`` or longer, in the median of calls of the same name and shapes: other
+    processes may hold up single ones."""
+    if not len(chosen):
+        return np.zeros(0, bool)
+    places = host.place[chosen]
+    keys = trace.name[places].astype(np.int64) * (len(trace.shapes) + 1) + trace.shape[places] + 1
+    _, kind = np.unique(keys, return_inverse=True)
+    own_us = host.self_us[chosen]
+    order = np.lexsort((own_us, kind))
+    counts = np.bincount(kind)
+    middles = np.cumsum(counts) - counts + (counts - 1) // 2
+    return (own_us[order][middles] >= SHORT_US)[kind]
 
 
 def _compiled(trace: Trace, host: HostEvents, within: NDArray[np.bool_], run: RunFactsOfWindow | None) -> CompileCounts:

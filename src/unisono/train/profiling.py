@@ -96,7 +96,18 @@ class StepProfiler:
         """Give up a window that has not ended. Not a collective."""
         if self._recording is not None:
             self._recording.abandon()
+        if (window := self._window) is not None:
             self._clear()
+            self.events.emit(
+                "notice",
+                step=self.state.step,
+                code="no_profile",
+                what=f"steps {window.first} to {window.first + window.num_steps - 1} were not profiled: the run ended after step "
+                f"{self.state.step}",
+                why="a profile is written when its last step is made",
+                cost="there is none",
+                fix=f"observe.profile_steps before step {self.state.step}",
+            )
 
     # --- requests --------------------------------------------------------------------------------------------------
 
