@@ -68,7 +68,7 @@ def _head(run_dir: str, facts: RunFacts) -> Iterator[str]:
         profile = facts.profiles[0]
         yield (
             f"{run_dir}: a trace of {profile.num_events:,} events, {profile.wall_s:.3g} s"
-            + (f", {profile.num_steps} steps" if profile.num_steps else ", no steps marked")
+            + (f", steps: {profile.num_steps}" if profile.num_steps else ", no steps marked")
         )
         yield from (printable(note) for note in facts.notes)
         return
