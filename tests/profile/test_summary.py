@@ -62,8 +62,10 @@ def test_only_steps_count(tmp_path: Path) -> None:
 
 def test_phases_leave_out_phases_inside_them(tmp_path: Path) -> None:
     trace = TraceBuilder().step(1, 0, 1000)
-    trace.span("unisono:bubble", 100, 500).span("unisono:forward", 150, 200).span("unisono:comm_exposed_tp", 200, 50)
-    trace.span("unisono:optimizer", 700, 100)
+    trace.span("unisono phase bubble", 100, 500).span("unisono phase forward", 150, 200).span(
+        "unisono phase comm_exposed_tp", 200, 50
+    )
+    trace.span("unisono phase optimizer", 700, 100)
     profile = summarise_trace(trace.read(tmp_path), facts())
     assert phases(profile) == {
         "bubble": 300,
@@ -144,7 +146,7 @@ def test_two_collectives_at_a_time_count_once(tmp_path: Path) -> None:
 
 
 def test_the_axis_is_that_which_the_host_waits_for(tmp_path: Path) -> None:
-    trace = TraceBuilder().step(1, 0, 10_000).span("unisono:comm_exposed_tp", 1_000, 500)
+    trace = TraceBuilder().step(1, 0, 10_000).span("unisono phase comm_exposed_tp", 1_000, 500)
     for start in (1_100, 3_000):
         trace.add(
             "gloo:all_reduce",
@@ -174,7 +176,7 @@ def test_sums_through_shared_memory(tmp_path: Path) -> None:
 
 def test_time_of_calls_on_the_cpu(tmp_path: Path) -> None:
     """Of 1,000 µs without 200 that wait: two operators of 300 and 50 µs work, short ones and gaps do not."""
-    trace = TraceBuilder().step(1, 0, 1000).span("unisono:data_wait", 0, 200)
+    trace = TraceBuilder().step(1, 0, 1000).span("unisono phase data_wait", 0, 200)
     trace.op("aten::linear", 300, 320).op("aten::addmm", 310, 300).op("aten::t", 305, 4).op("aten::add", 700, 9)
     trace.op("aten::mul", 800, 50)
     launch = summarise_trace(trace.read(tmp_path), facts()).launch
@@ -276,10 +278,10 @@ def test_compilations(tmp_path: Path) -> None:
 
 def test_memory_by_category(tmp_path: Path) -> None:
     trace = TraceBuilder().step(1, 0, 1000)
-    trace.span("unisono:data_wait", 0, 100).memory(50, 1, 10)
-    trace.span("unisono:forward", 100, 200).memory(150, 2, 1000).memory(200, 3, 500)
-    trace.span("unisono:backward", 300, 200).memory(350, 4, 40).memory(400, 2, -1000)
-    trace.span("unisono:optimizer", 500, 100).memory(550, 5, 30).memory(590, 5, -30).memory(595, 99, -3)
+    trace.span("unisono phase data_wait", 0, 100).memory(50, 1, 10)
+    trace.span("unisono phase forward", 100, 200).memory(150, 2, 1000).memory(200, 3, 500)
+    trace.span("unisono phase backward", 300, 200).memory(350, 4, 40).memory(400, 2, -1000)
+    trace.span("unisono phase optimizer", 500, 100).memory(550, 5, 30).memory(590, 5, -30).memory(595, 99, -3)
     memory = summarise_trace(trace.read(tmp_path), facts()).memory
     # at 350: batch, both activations, and the gradient that the step allocates
     assert memory.at_peak == {"parameters": 100, "gradients": 40, "optimizer": 200, "activations": 1500, "other": 17}
@@ -290,7 +292,7 @@ def test_memory_by_category(tmp_path: Path) -> None:
 
 
 def test_memory_of_a_device_counts_what_no_tensor_holds(tmp_path: Path) -> None:
-    trace = TraceBuilder().step(1, 0, 1000).span("unisono:forward", 0, 500)
+    trace = TraceBuilder().step(1, 0, 1000).span("unisono phase forward", 0, 500)
     trace.memory(10, 1, 5).memory(100, 2, 1000, total=3000, device=1).memory(200, 2, -1000, total=2000, device=1)
     memory = summarise_trace(trace.read(tmp_path), facts()).memory
     assert memory.at_peak == {"parameters": 100, "gradients": 40, "optimizer": 200, "activations": 960, "other": 1700}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from unisono.profile.intervals import Counts, Floats
 from unisono.profile.trace_file import ANNOTATION, OPERATOR, PYTHON, RUNTIME, Trace
 
-PHASE_PREFIX: Final = "unisono:"  # of the annotations of our phases
+PHASE_PREFIX: Final = "unisono phase "  # of the annotations of our phases
 COLLECTIVE_PREFIX: Final = "unisono collective "
 STEP_PREFIX: Final = "ProfilerStep#"
 ENGINE_PREFIX: Final = "autograd::engine::evaluate_function"
