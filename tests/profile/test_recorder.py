@@ -78,7 +78,17 @@ def test_losses_are_the_same_with_a_profile(tmp_path: Path) -> None:
     assert newest_profiles(tmp_path / "without") == ((), ())
 
 
-@pytest.mark.parametrize("plan", [{}, {"dp_shard": 2}, {"tp": 2}])
+def test_another_profiler_at_work_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(profiler: Any) -> None:
+        raise RuntimeError("Profiler is already enabled on this thread")
+
+    monkeypatch.setattr(recorder.profile, "start_trace", refuse)
+    assert len(train(None, str(tmp_path / "run"))["losses"]) == 8
+    (event,) = events(tmp_path / "run", "profile")
+    assert "already enabled" in event["error"]
+
+
+@pytest.mark.parametrize("plan", [{"steps_text": "4:6+stacks"}, {"dp_shard": 2}, {"tp": 2}])
 def test_two_ranks_record_the_same_steps_on_one_clock(pool: Pool, tmp_path: Path, plan: dict[str, Any]) -> None:
     run = tmp_path / "run"
     pool.run(train, str(run), **plan)

@@ -22,7 +22,6 @@ from typing import IO, Any, Final, cast
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from unisono.dist import World
-from unisono.errors import UnisonoError
 from unisono.observe.events import EventLog
 from unisono.observe.meters import StepTimers
 from unisono.profile.clock import measure_clocks
@@ -115,16 +114,22 @@ class Recording:
         self._clock, self._compiled = Clock(), CompileCounts()
         self._at_start: Mapping[str, int] = {}
         self._gradients_bytes = 0
+        self._error = ""  # why there will be no profile
 
     def prepare(self) -> None:
         """Prepare the profiler, before the step that warms it up."""
-        self._profiler.prepare_trace()
+        with suppress(Exception):  # what is wrong shows when it starts
+            self._profiler.prepare_trace()
 
     def begin(self) -> None:
         """Begin to record. A collective."""
         self._clock = measure_clocks(self._world)[self._world.rank]
         self._at_start, self._compiled = dict(self._held()), compile_counts()
-        self._profiler.start_trace()
+        try:
+            self._profiler.start_trace()
+        except Exception as error:  # such as another profiler that is at work: no error of the run
+            self._error = f"the profiler did not start: {type(error).__name__}: {error}"
+            return
         self._stack.enter_context(self._timers.wrapped(self._span))
         self._stack.enter_context(recording())
         if self._watch is not None:
@@ -152,7 +157,7 @@ class Recording:
         """Stop without a result. Idempotent."""
         self._end_step()
         self._stack.close()
-        with suppress(RuntimeError, AssertionError):  # it was not started
+        with suppress(Exception):  # it may not have been started
             self._profiler.stop_trace()
 
     def finish(self) -> None:
@@ -160,13 +165,14 @@ class Recording:
         began_s = time.monotonic()
         self._end_step()
         self._stack.close()
-        self._profiler.stop_trace()
-        profile, error = None, ""
+        profile, error = None, self._error
         try:
-            profile = self._write()
+            if not error:
+                self._profiler.stop_trace()
+                profile = self._write()
         except OSError as refused:
             error = os_reason(refused)
-        except (UnisonoError, RuntimeError, MemoryError) as refused:
+        except Exception as refused:  # a run does not end because it cannot be observed
             error = f"{type(refused).__name__}: {refused}"
         self._world.barrier()
         merged: tuple[int, ...] = ()
