@@ -51,7 +51,7 @@ class StepProfiler:
     due: int = NEVER
     _window: Window | None = None
     _recording: Recording | None = None
-    _is_started: bool = False
+    _num_started: int = 0  # steps that are recorded, or have been
     _looked_s: float = 0.0
     _pending: Window | None = None  # a request that rank 0 has read, and not announced
 
@@ -75,11 +75,12 @@ class StepProfiler:
         if self._recording is None:
             self._recording = self._new_recording(window)
             self._recording.prepare()
-        elif not self._is_started:
+        elif not self._num_started:
             self._recording.begin()
-            self._is_started = True
+            self._num_started = 1
             self._recording.start_step(step + 1)
-        elif step < window.first + window.num_steps - 1:
+        elif self._num_started < window.num_steps:  # under dist_async the steps of a worker are not one after the other
+            self._num_started += 1
             self._recording.start_step(step + 1)
         else:
             recording = self._recording
@@ -90,7 +91,7 @@ class StepProfiler:
 
     def _clear(self) -> None:
         self._window = self._recording = None
-        self._is_started, self.due = False, NEVER
+        self._num_started, self.due = 0, NEVER
 
     def close(self) -> None:
         """Give up a window that has not ended. Not a collective."""
