@@ -33,6 +33,7 @@ PACKAGES = (
     "unisono.diagnose",
     "unisono.dist",
     "unisono.measure",
+    "unisono.profile",
     "unisono.errors",
 )
 
