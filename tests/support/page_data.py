@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pages import environment
+from traces import TraceBuilder
 
 TRAIN = """
 import os
@@ -183,10 +184,20 @@ def diagnosis(folder: Path) -> dict[str, str]:
     return SMALL
 
 
+def profile(folder: Path) -> dict[str, str]:
+    """A configuration of a small run of some more steps than the page profiles, and a trace of another program."""
+    corpus(folder)
+    (folder / "run.toml").write_text('[run]\ndir = "runs/mine"\n[train]\neval_every_steps = 0\n')
+    trace = TraceBuilder().step(1, 0, 1000).op("aten::mm", 0, 900)
+    trace.write(folder / "trace.json.gz")
+    return SMALL | {"UNISONO__TRAIN__STEPS": "104"}
+
+
 PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "diagnosis.md": diagnosis,
     "guide.md": guide,
     "kvstore.md": kvstore,
     "launching.md": launching,
     "plans.md": small_run,
+    "profile.md": profile,
 }
