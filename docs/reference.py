@@ -37,6 +37,7 @@ PACKAGES = (
     "unisono.doctor",
     "unisono.dist",
     "unisono.measure",
+    "unisono.profile",
     "unisono.errors",
 )
 

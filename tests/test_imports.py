@@ -79,6 +79,7 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
         "kvstore",
         "launch",
         "plan",
+        "profile",
         "report",
         "top",
         "train",

@@ -125,6 +125,12 @@ def test_key_value_line_has_units_in_its_names() -> None:
             "12 parameters on 1 x cpu; held here: parameters 3 MiB, gradients 0 MiB, optimizer 5 GiB",
         ),
         ({"kind": "compiled", "first_step_s": 12.0}, "info", "compiled: the first step took 12s"),
+        ({"kind": "profile", "first_step": 4, "step": 6, "folder": "runs/a"}, "info", "profiled steps 4 to 6: runs/a"),
+        (
+            {"kind": "profile", "first_step": 4, "step": 6, "error": "ENOSPC"},
+            "info",
+            "steps 4 to 6 have no complete profile: ENOSPC",
+        ),
         ({"kind": "resumed", "step": 7, "checkpoint": "/c/7"}, "info", "resumed at step 7 from /c/7"),
         (
             {"kind": "notice", "code": "S1", "what": "a", "why": "b", "cost": "c", "fix": "d"},
@@ -238,6 +244,7 @@ def test_messages_are_printable_and_unknown_kinds_quiet() -> None:
     assert event_message({"kind": "anything"}) is None
     assert event_message({"kind": "run_start", "steps_total": 3}) is None
     assert event_message({"kind": "compiled"}) is None
+    assert event_message({"kind": "profile"}) is None
     assert event_message({"kind": "compression", "asked": "int8", "codec": "int8", "why": "as asked"}) is None
     assert event_message({"kind": "run_end", "step": 3, "reason": "finished"}) is None
 

@@ -238,3 +238,36 @@ def test_without_a_number_of_steps_python_decides() -> None:
     with collecting_every(0) as after_step:
         assert gc.isenabled()
         after_step(1)
+
+
+def test_phases_can_be_wrapped_for_a_while() -> None:
+    clock, entered = HandClock(), list[str]()
+    timers = StepTimers(clock)
+    plain = timers.phase, timers.comm_exposed
+
+    @contextlib.contextmanager
+    def wrap(name: str, phase: contextlib.AbstractContextManager[None]):
+        with phase:
+            entered.append(name)
+            yield
+
+    def wrapper(name: str, phase: contextlib.AbstractContextManager[None]) -> contextlib.AbstractContextManager[None]:
+        class Again:
+            def __enter__(self) -> None:
+                self._inner = wrap(name, phase)
+                self._inner.__enter__()
+
+            def __exit__(self, *exc: object) -> None:
+                self._inner.__exit__(None, None, None)
+
+        return Again()
+
+    with timers.wrapped(wrapper):
+        with timers.phase("forward"), timers.comm_exposed("tp"):
+            clock.pass_s(1)
+        with timers.phase("forward"):
+            clock.pass_s(2)
+    assert (timers.phase, timers.comm_exposed) == plain
+    assert entered == ["forward", "comm_exposed_tp", "forward"]
+    split = timers.take()
+    assert (split.seconds["forward"], split.comm_exposed_s["tp"]) == (2, 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from event_streams import write_events
 from pages import environment
+from traces import TraceBuilder
 
 TRAIN = """
 import os
@@ -192,6 +193,15 @@ def compare(folder: Path) -> dict[str, str]:
     return {}
 
 
+def profile(folder: Path) -> dict[str, str]:
+    """A configuration of a small run of some more steps than the page profiles, and a trace of another program."""
+    corpus(folder)
+    (folder / "run.toml").write_text('[run]\ndir = "runs/mine"\n[train]\neval_every_steps = 0\n')
+    trace = TraceBuilder().step(1, 0, 1000).op("aten::mm", 0, 900)
+    trace.write(folder / "trace.json.gz")
+    return SMALL | {"UNISONO__TRAIN__STEPS": "104"}
+
+
 PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "compare.md": compare,
     "diagnosis.md": diagnosis,
@@ -199,4 +209,5 @@ PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "kvstore.md": kvstore,
     "launching.md": launching,
     "plans.md": small_run,
+    "profile.md": profile,
 }

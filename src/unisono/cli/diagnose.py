@@ -1,7 +1,8 @@
-"""``unisono diagnose``: findings about a run, from its events."""
+"""``unisono diagnose``: findings about a run, from its events and its last profile, or about a trace of a profiler."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from unisono.cli.common import every_verb, print_result
+from unisono.errors import ConfigError
 from unisono.sanitize import printable
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command("diagnose")
-@click.argument("run_dir", type=click.Path(file_okay=False))
+@click.argument("run_dir", metavar="RUN_DIR|TRACE", type=click.Path())
 @click.option(
     "--apply",
     "overlay",
@@ -29,14 +31,23 @@ def command(run_dir: str, overlay: str | None, as_json: bool) -> None:
     """Say what makes the run in RUN_DIR slow or wrong, the most costly cause first.
 
     The run may be finished, killed or still under way. Costs are shares of the time of a step, of the last attempt.
+    TRACE is a file of torch.profiler's export_chrome_trace (.json, .json.gz), of any program.
     """
-    from unisono.diagnose import diagnose, read_run, write_overlay
+    from unisono.diagnose import diagnose, read_run, read_trace_facts, write_overlay
     from unisono.diagnose.overlay import merged_patch
 
-    facts = read_run(Path(run_dir))
+    is_trace = os.path.isfile(run_dir)
+    facts = read_trace_facts(Path(run_dir)) if is_trace else read_run(Path(run_dir))
     findings = diagnose(facts)
     patch = merged_patch(findings)
     applied: list[str] = []
+    if overlay is not None and is_trace:
+        raise ConfigError(
+            given=f"--apply {overlay} with the trace {run_dir}",
+            rule="an overlay changes the configuration of a run, and a trace has none",
+            consequence="nothing was written",
+            nearest="the folder of a run (run.dir) in place of the trace",
+        )
     if overlay is not None and patch:
         write_overlay(Path(overlay), Path(run_dir), patch)
         applied = [f"wrote {overlay}; try: unisono train {shlex.quote(overlay)}"]
@@ -53,9 +64,19 @@ def command(run_dir: str, overlay: str | None, as_json: bool) -> None:
 
 
 def _head(run_dir: str, facts: RunFacts) -> Iterator[str]:
+    if not facts.ranks:
+        profile = facts.profiles[0]
+        yield (
+            f"{run_dir}: a trace of {profile.num_events:,} events, {profile.wall_s:.3g} s"
+            + (f", steps: {profile.num_steps}" if profile.num_steps else ", no steps marked")
+        )
+        yield from (printable(note) for note in facts.notes)
+        return
     steps = facts.common_steps()
     measured = f"steps {steps[0]} to {steps[-1]} measured" if len(steps) else "no steps measured"
     yield f"{run_dir}: {len(facts.ranks)} {'rank' if len(facts.ranks) == 1 else 'ranks'}, {measured}"
+    if facts.profiles and (profiled := facts.profiles[0].steps):
+        yield f"with the profile of steps {profiled[0].step} to {profiled[-1].step}"
     yield from (printable(note) for note in facts.notes)
 
 

@@ -25,6 +25,7 @@ COMMANDS = {
     "train": "Train a model; without arguments a small GPT on the standard library's source.",
     "launch": "Run any command as one job: here, on other hosts over ssh, by mpirun or srun.",
     "init": "Write a commented starter configuration.",
+    "profile": "Profile some steps of a run on all its ranks, and show the result.",
     "diagnose": "Say what makes a run slow or wrong, and which settings to change.",
     "doctor": "Examine this host before a run.",
     "top": "Show where the ranks of a running job stand.",

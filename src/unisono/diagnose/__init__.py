@@ -1,4 +1,7 @@
-"""Diagnosis of a run from its events: findings that name a cause, its cost and the setting to change. Imports no torch."""
+"""Diagnosis of a run from its events and profiles, or of a trace. Imports no torch.
+
+Findings name a cause, its cost and the setting to change.
+"""
 
 import lazy_loader
 

@@ -8,3 +8,4 @@ from .run_facts import RunFacts as RunFacts
 from .run_facts import SkippedStep as SkippedStep
 from .run_facts import TrainingFacts as TrainingFacts
 from .run_facts import read_run as read_run
+from .run_facts import read_trace_facts as read_trace_facts

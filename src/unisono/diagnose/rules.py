@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from unisono.diagnose import health_rules, link_rules, memory_rules, server_rules, time_rules
+from unisono.diagnose import health_rules, link_rules, memory_rules, server_rules, time_rules, trace_rules
 from unisono.diagnose.finding import Finding, Rule
 from unisono.diagnose.run_facts import RunFacts
 
@@ -32,6 +32,13 @@ RULES: Final[Sequence[Rule]] = (
     health_rules.dead_layers,
     health_rules.overfitting,
     server_rules.stale_updates,
+    trace_rules.exposed_gradient_sums,
+    trace_rules.launch_bound,
+    trace_rules.synchronisations,
+    trace_rules.wasted_recompute,
+    trace_rules.recompiles,
+    trace_rules.odd_sizes,
+    trace_rules.unfused_operators,
 )
 _LOG: Final = logging.getLogger("unisono.diagnose")
 

@@ -7,7 +7,7 @@ them. Readings of the first steps of an attempt, and of steps that compiled, are
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, cast
@@ -19,6 +19,7 @@ from unisono.errors import DataError
 from unisono.observe.events import Event, number
 from unisono.observe.history import Floats, RankHistory, read_history
 from unisono.observe.meters import COMM_AXES, PHASES
+from unisono.profile import RankProfile, newest_profiles, read_trace, summarise_trace
 from unisono.storage.run_folder import EVENTS_FOLDER
 
 ALL_PHASES: Final = (*PHASES, "other")
@@ -151,6 +152,7 @@ class RunFacts:
         training: Losses and gradients, as the lowest rank wrote them.
         settings: Options of the run by dotted name; empty for a run of a Python script.
         plan: The run's strategy, as in a strategy file.
+        profiles: The last profile of the run by rank, or the one of a foreign trace; empty without.
         notes: What could not be read.
     """
 
@@ -158,6 +160,7 @@ class RunFacts:
     training: TrainingFacts = field(default_factory=lambda: TrainingFacts())
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    profiles: Sequence[RankProfile] = ()
     notes: Sequence[str] = ()
 
     @property
@@ -213,9 +216,16 @@ def read_run(run_dir: Path) -> RunFacts:
             given=f"{run_dir / EVENTS_FOLDER} has no events of a rank",
             rule="a diagnosis is made from the events of a run (events/rank00000.jsonl …)",
             consequence="nothing was diagnosed",
-            nearest="give the folder of a run (run.dir), or start one: unisono train",
+            nearest="give the folder of a run (run.dir), or start one: unisono train; or the file of a profiler's trace",
         )
-    return facts
+    profiles, notes = newest_profiles(run_dir)
+    return replace(facts, profiles=profiles, notes=(*facts.notes, *notes))
+
+
+def read_trace_facts(path: Path) -> RunFacts:
+    """The facts of a trace of PyTorch's profiler at ``path``, which tells of one rank. Raises DataError."""
+    profile = summarise_trace(read_trace(path))
+    return RunFacts(ranks=(), profiles=(profile,), notes=profile.notes)
 
 
 def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
@@ -270,9 +280,12 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         wall_s = np.diff(column("m", readings), prepend=np.nan)
     steps = history.steps[readings]
     compiled = [_step(event) for event in events if event["kind"] == "compiled"]
+    profiled = [range((_first_step(event) or last) - 1, last + 1) for event in events if (last := _profiled_to(event))]
     later = np.r_[np.ones(len(steps[:1]), bool), steps[1:] > np.maximum.accumulate(steps)[:-1]]
     steady = np.arange(len(readings)) >= _WARM_UP_READINGS
     keep = steady & later & (wall_s > 0) & np.isfinite(wall_s) & ~np.isin(steps, [step for step in compiled if step])
+    for window in profiled:
+        keep &= (steps < window.start) | (steps >= window.stop)
     kept, wall_s = readings[keep], wall_s[keep]
     return RankFacts(
         rank=rank,
@@ -402,6 +415,15 @@ def _step(event: Event) -> int | None:
     """The step of an event; None where it is no count."""
     step = event.get("step")
     return step if isinstance(step, int) and 0 <= step < _MAX_STEP else None
+
+
+def _profiled_to(event: Event) -> int | None:
+    """The last step of a profile; None of another event."""
+    return _step(event) if event["kind"] == "profile" else None
+
+
+def _first_step(event: Event) -> int | None:
+    return _step({"step": event.get("first_step")})
 
 
 def _or_nan(value: Any) -> float:

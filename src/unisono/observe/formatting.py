@@ -228,6 +228,16 @@ def _compiled(event: Fields) -> str | None:
     return None if seconds is None else f"compiled: the first step took {duration(seconds)}"
 
 
+def _profile(event: Fields) -> str | None:
+    first, last, folder = number(event.get("first_step")), number(event.get("step")), event.get("folder")
+    if first is None or last is None:
+        return None
+    steps = f"steps {first:.0f} to {last:.0f}"
+    if error := event.get("error"):
+        return f"{steps} have no complete profile: {error}"
+    return f"profiled {steps}: {folder}"
+
+
 def _resumed(event: Fields) -> str:
     source = event.get("checkpoint") or event.get("path")
     origin = f" from {source}" if source else ""
@@ -342,6 +352,7 @@ _MESSAGES: Final[Mapping[str, tuple[str, Callable[[Fields], str | None]]]] = {
     "rules_inferred": ("notice", _rules_inferred),
     "placements": ("notice", _placements),
     "compiled": ("info", _compiled),
+    "profile": ("info", _profile),
     "eval": ("info", _eval),
     "resumed": ("info", _resumed),
     "started_over": ("info", _started_over),

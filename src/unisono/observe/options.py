@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from unisono.errors import Problem, nearest_name
 SINK_GROUP: Final = "unisono.sinks"
 BUILT_IN_SINKS: Final = ("csv", "tensorboard", "wandb", "mlflow")
 HISTOGRAM_SINKS: Final = frozenset({"tensorboard", "wandb"})  # show the event ``histograms``
+MAX_PROFILE_STEPS: Final = 100  # a trace of more would be of no use, and too large to be read
+_PROFILE_STEPS: Final = re.compile(r"([0-9]{1,15}):([0-9]{1,15})(\+stacks)?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +36,26 @@ class ObserveOptions:
     monitor_every_s: float = option(
         10.0, "Seconds between samples of the load of host, process and device; 0 = off.", ge=0.0
     )
+    profile_steps: str = option(
+        "",
+        "Steps to profile on all ranks, A:B from A to before B, such as 100:103; 100:103+stacks with Python's stacks.",
+    )
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
-        """Trackers that are unknown or listed twice, by field name."""
+        """Trackers that are unknown or listed twice, and steps to profile that are none, by field name."""
+        if self.profile_steps:
+            try:
+                parse_profile_steps(self.profile_steps)
+            except ValueError as error:
+                yield (
+                    "profile_steps",
+                    Problem(
+                        given=f"profile_steps {self.profile_steps!r}",
+                        rule=str(error),
+                        consequence="no step would be profiled",
+                        nearest="observe.profile_steps='100:103', or with Python's stacks '100:103+stacks'",
+                    ),
+                )
         for name, count in Counter(self.trackers).items():
             if count > 1:
                 yield (
@@ -57,6 +77,17 @@ class ObserveOptions:
                         nearest=nearest_name(name, [*BUILT_IN_SINKS, *plugged]),
                     ),
                 )
+
+
+def parse_profile_steps(text: str) -> tuple[int, int, bool]:
+    """First step, the step after the last, and whether stacks are recorded. Raises ValueError with the rule that is broken."""
+    found = _PROFILE_STEPS.fullmatch(text)
+    if found is None:
+        raise ValueError("it is A:B, from step A to before step B, with +stacks behind it or not")
+    first, end = int(found[1]), int(found[2])
+    if not 2 <= first < end <= first + MAX_PROFILE_STEPS:
+        raise ValueError(f"A is 2 or more, as step 1 warms up, and B is 1 to {MAX_PROFILE_STEPS} more")
+    return first, end, found[3] is not None
 
 
 def sink_plugins() -> set[str]:

@@ -30,7 +30,7 @@ from unisono.optim import ScheduleOptions
 from unisono.optim.run_optimizer import check_frozen_until
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.deferred_init import DeferredModel, allocate_shards, deferred_init, materialize
-from unisono.parallel.device import set_backend
+from unisono.parallel.device import device_memory, set_backend
 from unisono.parallel.expert import expert_parameters
 from unisono.parallel.memory_ledger import MemoryLedger, build_ledger, check_ledger
 from unisono.parallel.mesh import ParallelDims
@@ -41,6 +41,7 @@ from unisono.parallel.tensor.dtensor_placements import parameter_placements
 from unisono.parallel.transforms import ParallelModel, parallelize
 from unisono.plan.plan import Plan, precision_reason
 from unisono.plan.resolve import worker_plan
+from unisono.profile.window import window_of
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER
 from unisono.train.async_loop import AsyncLoop
 from unisono.train.async_worker import open_async_worker, require_random_access
@@ -60,6 +61,7 @@ from unisono.train.named_losses import NamedLosses
 from unisono.train.objectives import Objective, check_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
+from unisono.train.profiling import StepProfiler
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
 from unisono.train.settings import count_modules, run_settings
 from unisono.train.setup import build_kvstore, count_tokens, find_peak, throughput_unit
@@ -133,7 +135,10 @@ class ShardedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunParts:
-    """Everything that the loop of a run is made of; ``plan`` is the job's, ``built.dims.plan`` the one of these ranks."""
+    """Everything that the loop of a run is made of; ``plan`` is the job's, ``built.dims.plan`` the one of these ranks.
+
+    ``profile_steps`` is that of ``ObserveOptions``.
+    """
 
     inputs: RunInputs
     world: World
@@ -148,6 +153,7 @@ class RunParts:
     state: TrainState
     sync: GradientSync
     timers: StepTimers
+    profile_steps: str
 
 
 def agree_on_run(given: RunInputs, plan: Plan, world: World) -> KVStore:
@@ -390,6 +396,19 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
     with_histograms = (
         bool(options.gradient_stats_every_steps) and parts.world.all_gather_json(given.shows_histograms)[0]
     )
+    memory = device_memory(parts.device)
+    profiler = StepProfiler(
+        run_dir=given.run_dir,
+        world=parts.world,
+        events=parts.events,
+        timers=parts.timers,
+        plan=plan,
+        ledger=parts.ledger,
+        state=state,
+        device=parts.device,
+        limit_bytes=host_memory_limit_bytes() if memory is None else memory.limit_bytes,
+    )
+    profiler.plan_window(window_of(parts.profile_steps))
     ranks_diverge = state.sync_state is not None and state.sync_state.params_diverge
     stage_groups = pipeline.shared_parameter_groups if pipeline is not None else ()
     train_step = TrainStep(
@@ -403,6 +422,7 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
         partial_grad_groups=[*parallel.table.partial_grad_groups, *stage_groups],
         timers=parts.timers,
         stop_notice=parts.stop_notice,
+        profiler=profiler,
         observe_gradients=GradientStats(
             parts.sharded.sharded,
             parts.events,
@@ -415,6 +435,7 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
     return StepRunner(
         train_step=train_step,
         metrics_reader=_build_metrics_reader(parts, rates, traffic),
+        profiler=profiler,
         rates=rates,
         timers=parts.timers,
         events=parts.events,

@@ -373,6 +373,7 @@ def build_trainer(
         batch_transform=_own_component("batch_transform", config),
         collate_fn=data.collate_fn,
         loader=config.loader,
+        observe=config.observe,
         flops_per_token=lambda model: gpt_flops_per_token(model, config.data.seq_len) if isinstance(model, GPT) else 0,
         world=world,
         observe=config.observe,

@@ -24,6 +24,7 @@ from unisono.train.callbacks import Every
 from unisono.train.evaluate import Evaluator
 from unisono.train.metrics_reader import MetricsReader
 from unisono.train.options import TrainOptions, is_due
+from unisono.train.profiling import StepProfiler
 from unisono.train.run_checkpoints import RunCheckpoints
 from unisono.train.state import TrainState
 from unisono.train.step import Step, TrainStep
@@ -50,6 +51,7 @@ class StepRunner:
 
     train_step: TrainStep
     metrics_reader: MetricsReader
+    profiler: StepProfiler
     rates: RateMeter
     timers: StepTimers
     events: EventLog
@@ -88,7 +90,13 @@ class StepRunner:
             yield after_step
 
     def next_batch(self, batches: Generator[StepBatch]) -> StepBatch | None:
-        """The next batch, None at the end; waiting for it is timed."""
+        """The next batch, None at the end; waiting for it is timed. A profile begins or ends before it."""
+        if self.metrics_reader.profile_requested:
+            self.metrics_reader.profile_requested = False
+            self.profiler.answer()
+        if self.state.step >= self.profiler.due:
+            with self.rates.paused():
+                self.profiler.at_boundary(self.state.step)
         with self.timers.phase("data_wait"):
             batch = next(batches, None)
         if batch is not None and batch.skipped_ids:
@@ -98,6 +106,7 @@ class StepRunner:
     def run(self, batch: StepBatch) -> Step:
         """Make one step of ``batch``. Raises NumericsError where too many steps in a row were skipped."""
         began_s, compiling = time.monotonic(), self.metrics_reader.compiling
+        self.metrics_reader.profiling |= self.profiler.is_recording
         with counting_exposed_time(self.timers):
             step = self.train_step.run(batch)
         self.metrics_reader.add(step)

@@ -51,7 +51,9 @@ class MetricsReader:
     unit: str
     samples_per_step: int
     compiling: bool = False  # the next reading contains a step that compiled
+    profiling: bool = False  # the next reading contains a step that was profiled
     stop_requested: bool = False
+    profile_requested: bool = False
     _pending: list[Step] = field(default_factory=list[Step])
     _skips_in_a_row: int = 0
     _last: tuple[Step, list[float]] | None = None  # the last step that was read, and its statistics
@@ -71,8 +73,10 @@ class MetricsReader:
         counted = (
             self.samples_per_step * len(steps) if self.samples_per_step else round(sum(row[COUNTED] for row in rows))
         )
-        self.rates.step_done(steps[-1].index, tokens=counted, steps=len(steps), exclude=self.compiling)
-        self.compiling = False
+        self.rates.step_done(
+            steps[-1].index, tokens=counted, steps=len(steps), exclude=self.compiling or self.profiling
+        )
+        self.compiling = self.profiling = False
         split, garbage_s = self.timers.take(), self.garbage_timer.take_s()
         measured = split.fields() | self._measured()
         if split.wall_s > 0:
@@ -81,7 +85,8 @@ class MetricsReader:
             self.comm_stats.add(steps[-1].index, len(steps), split.seconds["comm_exposed"])
         for step, row in zip(steps, rows, strict=True):
             self.weight_total += row[COUNTED]
-            self.stop_requested |= row[STOP] > 0
+            self.stop_requested |= row[STOP] >= 1
+            self.profile_requested |= row[STOP] % 1 > 0
             fields = {
                 "step": step.index,
                 "steps_total": self.steps_total,

@@ -11,6 +11,7 @@ update              or leave every tensor bit-equal, by the same device flag on 
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,10 +37,13 @@ from unisono.parallel.sharding import GradGroups
 from unisono.plan.plan import Plan
 from unisono.train.named_losses import NamedLosses
 from unisono.train.objectives import Batch, Objective, counted_labels
+from unisono.train.profiling import StepProfiler
 from unisono.train.state import TrainState
 
 # Places in ``Step.stats``
 LOSS, NORM, GOOD, WEIGHT, COUNTED, STOP, RANK_LOSS, NAMED = range(8)
+# added to the number of ranks asked to stop where rank 0 is asked for a profile
+PROFILE_ASKED = 2.0**-10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +90,7 @@ class Step:
     @property
     def stopping(self) -> bool:
         """Whether a signal asked any rank to stop; reading it waits for the device."""
-        return bool(self.stats[STOP])
+        return bool(self.stats[STOP] >= 1)
 
     @property
     def rank_loss(self) -> float:
@@ -121,6 +125,7 @@ class TrainStep:
     partial_grad_groups: GradGroups
     timers: StepTimers
     stop_notice: StopNotice | None
+    profiler: StepProfiler
     observe_gradients: Callable[[int, list[Tensor], Tensor], None]
     count_units: Callable[[Batch], Tensor] | None = None
 
@@ -144,6 +149,8 @@ class TrainStep:
         with self._without_gradients(frozen):
             self.forward_backward.train(batch.micro_batches, scaled_loss, self.sync, timers, state.step)
         totals[3] = float(self.stop_notice is not None and self.stop_notice.requested)
+        if self.profiler.look(time.monotonic()):
+            totals[3] += PROFILE_ASKED
         rank_loss = totals[0].clone()  # which rank's samples made a loss that is no number
         with timers.comm_exposed("dp"):
             self.sync.wait(totals)

@@ -358,8 +358,10 @@ class Trainer:
             state=self.state,
             sync=self._sync,
             timers=StepTimers(),
+            profile_steps=self._observe.profile_steps,
         )
         self._loop = build_loop(parts, self._resources)
+        self._resources.insert(0, self._loop.runner.profiler)
         if self._observe.monitor_every_s:
             monitor = SystemMonitor(
                 events,

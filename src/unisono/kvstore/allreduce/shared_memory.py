@@ -27,6 +27,7 @@ from unisono.dist import World
 from unisono.dist.roll_call import identity, missing_ranks
 from unisono.errors import CommError, ConfigError
 from unisono.kvstore.keys import Future
+from unisono.profile.spans import collective_span
 
 SLOT_BYTES = 4 * 2**20
 _LINE = 64  # a cache line per worker: its turn, and its last two numbers
@@ -74,11 +75,12 @@ class SharedMemoryAllReduce:
         """Sum a contiguous host tensor in place; the future is done. A collective. Raises CommError naming the
         worker that is lost or late."""
         slot, total = self.slot(tensor.dtype), self.sums(tensor.dtype)
-        for piece in tensor.detach().view(-1).split(len(slot)):
-            slot[: len(piece)].copy_(piece)
-            self._meet(tensor.nbytes)
-            self.reduce_slots([(tensor.dtype, 0, len(piece))])
-            piece.copy_(total[: len(piece)])
+        with collective_span("all_reduce", "dp", self._world.world_size, tensor.nbytes):
+            for piece in tensor.detach().view(-1).split(len(slot)):
+                slot[: len(piece)].copy_(piece)
+                self._meet(tensor.nbytes)
+                self.reduce_slots([(tensor.dtype, 0, len(piece))])
+                piece.copy_(total[: len(piece)])
         return Future(lambda: None)
 
     def all_equal(self, number: int) -> bool:

@@ -1,0 +1,171 @@
+"""``unisono profile``: trains with a window of profiled steps, asks a run that is under way for one, shows the last one."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from unisono.cli.common import every_verb, print_json, print_result, takes_config
+from unisono.errors import ConfigError, DataError
+from unisono.sanitize import printable
+
+_POLL_S = 0.2
+
+
+@click.command("profile")
+@takes_config
+@click.option(
+    "--steps", "steps", default="10:13", show_default=True, help="Steps A:B, from A to before B; with --now, how many."
+)
+@click.option("--stacks", is_flag=True, help="Also Python's stacks, and the lines that read from tensors.")
+@click.option("--now", is_flag=True, help="Ask the run that is under way in the folder CONFIG.")
+@click.option(
+    "--timeout-s", default=600.0, type=click.FloatRange(min=0), help="With --now, longest wait for the profile."
+)
+@click.option("--plan", "plan_file", type=click.Path(), help="Strategy file; the same as --set plan.file=FILE.")
+@every_verb
+@click.pass_context
+def command(
+    context: click.Context,
+    config: tuple[str, ...],
+    overrides: tuple[str, ...],
+    steps: str,
+    stacks: bool,
+    now: bool,
+    timeout_s: float,
+    plan_file: str | None,
+    as_json: bool,
+) -> int:
+    """Train as CONFIG says, and profile some steps on all ranks; or show the last profile of the run in the folder CONFIG.
+
+    Each rank leaves a summary and its trace in run.dir/profile/step-…; trace.json.gz there has all ranks, for
+    https://ui.perfetto.dev.
+    """
+    folder = Path(config[0]) if len(config) == 1 and os.path.isdir(config[0]) else None
+    if folder is None and now:
+        raise ConfigError(
+            given=f"--now with {' '.join(config) or 'no folder'}",
+            rule="it asks the run that is under way in a folder",
+            consequence="nothing was asked",
+            nearest="unisono profile RUN_DIR --now --steps 3",
+        )
+    if folder is not None:
+        if now:
+            _ask(folder, _number(context, steps), stacks=stacks, timeout_s=timeout_s)
+        _show(folder, as_json=as_json)
+        return 0
+    from unisono.cli import train
+
+    profiled = json.dumps(f"{steps}+stacks" if stacks else steps)
+    values: dict[str, Any] = {
+        "config": config,
+        "overrides": (*overrides, f"observe.profile_steps={profiled}"),
+        "plan_file": plan_file,
+        "debug": False,
+        "as_json": as_json,
+    }
+    code: int = context.invoke(train.command, **values)
+    return code
+
+
+def _number(context: click.Context, steps: str) -> int:
+    """How many steps ``--now`` asks for."""
+    from unisono.observe.options import MAX_PROFILE_STEPS
+    from unisono.profile.window import DEFAULT_STEPS
+
+    if context.get_parameter_source("steps") is not click.core.ParameterSource.COMMANDLINE:
+        return DEFAULT_STEPS
+    if not steps.isdecimal() or not 1 <= int(steps[:9]) <= MAX_PROFILE_STEPS:
+        raise ConfigError(
+            given=f"--steps {steps} with --now",
+            rule=f"the next steps of the run are profiled, 1 to {MAX_PROFILE_STEPS} of them",
+            consequence="nothing was asked",
+            nearest=f"--steps {DEFAULT_STEPS}",
+        )
+    return int(steps)
+
+
+def _ask(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -> None:
+    """Ask the run for a profile, and wait until it is there."""
+    from unisono.observe.rank_status import rank_statuses
+    from unisono.profile.rank_profile import profile_folders
+    from unisono.profile.window import request_path, write_request
+    from unisono.storage.files import os_reason
+
+    def has_ended() -> bool:
+        return all(status.ended for status in rank_statuses(run_dir)[:1])
+
+    if has_ended():
+        raise DataError(
+            given=f"{run_dir}, in which no run is under way",
+            rule="a run is asked for a profile while it makes steps",
+            consequence="nothing was asked",
+            nearest=f"unisono profile CONFIG, which trains; or unisono profile {run_dir}, which shows the last profile",
+        )
+    before = set(profile_folders(run_dir))
+    try:
+        write_request(run_dir, num_steps, stacks=stacks)
+    except OSError as error:
+        raise ConfigError(
+            given=f"{request_path(run_dir)}, which cannot be written: {os_reason(error)}",
+            rule="the run finds the request in its folder",
+            consequence="nothing was asked",
+            nearest="the user who started the run",
+        ) from None
+    deadline_s = time.monotonic() + timeout_s
+    while not _is_done(run_dir, before):
+        if has_ended() or time.monotonic() > deadline_s:
+            request_path(run_dir).unlink(missing_ok=True)
+            raise DataError(
+                given=f"{run_dir}, which made no profile"
+                + (": it has ended" if has_ended() else f" within {timeout_s:g} s"),
+                rule="a run looks for requests once a second, between its steps",
+                consequence="there is nothing to show; the request was taken back",
+                nearest=f"unisono top {run_dir}, which shows whether it makes steps; a longer --timeout-s",
+            )
+        time.sleep(_POLL_S)
+
+
+def _is_done(run_dir: Path, before: set[int]) -> bool:
+    """Whether a folder that was not there before has the merged trace, which is written last."""
+    from unisono.profile.rank_profile import MERGED_FILE, profile_folders
+
+    return any(
+        (folder / MERGED_FILE).is_file() for step, folder in profile_folders(run_dir).items() if step not in before
+    )
+
+
+def _show(run_dir: Path, *, as_json: bool) -> None:
+    """Show the last profile of the run."""
+    from unisono.profile import newest_profiles
+    from unisono.profile.rank_profile import MERGED_FILE, profile_folders
+    from unisono.profile.text import profile_text
+
+    profiles, notes = newest_profiles(run_dir)
+    if not profiles:
+        raise DataError(
+            given=f"{run_dir} has no profile" + "".join(f"; {note}" for note in notes),
+            rule="profiles are in the folder of a run (profile/step-…/rank-N.json)",
+            consequence="there is nothing to show",
+            nearest=f"unisono profile {run_dir} --now, while the run makes steps; or unisono profile CONFIG",
+        )
+    folder = next(
+        folder for _, folder in sorted(profile_folders(run_dir).items(), reverse=True) if any(folder.glob("rank-*"))
+    )
+    if as_json:
+        print_json({"run_dir": str(run_dir), "folder": str(folder), "ranks": [_plain(profile) for profile in profiles]})
+        return
+    trace = folder / MERGED_FILE
+    lines = [*(printable(line) for line in profile_text(profiles)), ""]
+    lines += [f"trace of all ranks, for https://ui.perfetto.dev: {trace}"] if trace.is_file() else []
+    print_result(False, {}, lines)
+
+
+def _plain(profile: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(profile.to_bytes())
+    return found

@@ -1,0 +1,320 @@
+"""Rules of a short profile: of a run's last one, or of any trace of PyTorch's profiler.
+
+Costs are shares of the profiled steps. Where ranks differ, a cost is that of the rank that has least of it or the lower median:
+one slow rank, for which the others wait, is no cause of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from unisono.diagnose.figures import MAX_SAMPLES, lower_median, plan_group, severity_of
+from unisono.diagnose.finding import Finding
+from unisono.diagnose.run_facts import RunFacts
+from unisono.profile.rank_profile import Overlap, RankProfile, SyncPoint
+
+_MODEL_AXES: Final = frozenset({"cp", "tp", "ep", "pp"})
+_LAUNCH_CPU: Final = (0.50, 0.75)  # warning, critical; an operator on the CPU is its own kernel
+_LAUNCH_DEVICE: Final = (0.03, 0.15)
+_SHORT_FRAC: Final = 0.5  # of the kernels, for launches to be the cause of idle time
+_RECOMPUTE: Final = (0.05, 0.15)
+_ROOM_FRAC: Final = 0.75  # of the memory
+_FUSED: Final = (0.03, 0.15)
+_NO_STEP: Final = ("eval", "ckpt_stall", "data_wait")  # a batch lies in host memory until it is complete
+_FUSED_ADVICE: Final = {
+    "attention": (
+        "FUSE01",
+        "attention is written as single operators",
+        "torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=…) in place of product, softmax and "
+        "product: it does not keep the scores, [heads, queries, keys]",
+    ),
+    "norm": (
+        "FUSE02",
+        "a norm is written as single operators",
+        "torch.nn.functional.rms_norm or layer_norm in place of mean, root and product",
+    ),
+}
+
+
+def _profiles(facts: RunFacts) -> list[RankProfile]:
+    return [profile for profile in facts.profiles if profile.wall_s > 0]
+
+
+def _share(profiles: Sequence[RankProfile], seconds: Callable[[RankProfile], float]) -> float:
+    """A time's share of the profile, in the lower median of ranks."""
+    return min(1.0, max(0.0, lower_median(np.array([seconds(profile) / profile.wall_s for profile in profiles]))))
+
+
+def _steps_text(profile: RankProfile) -> str:
+    numbers = [step.step for step in profile.steps if step.step >= 0]
+    if not numbers:
+        return "of the trace"
+    return f"of steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"of step {numbers[0]}"
+
+
+def exposed_gradient_sums(facts: RunFacts) -> Iterator[Finding]:
+    """COMM02: collectives over data ranks do not run beside computation."""
+    found: list[tuple[float, Overlap, RankProfile]] = []
+    for profile in _profiles(facts):
+        data = [overlap for overlap in profile.overlaps if overlap.axis not in _MODEL_AXES]
+        if data:
+            total = sum(overlap.total_s for overlap in data)
+            exposed = sum(overlap.exposed_s for overlap in data)
+            row = Overlap(axis=data[0].axis, total_s=total, exposed_s=exposed)
+            found.append((exposed / profile.wall_s, row, profile))
+    if not found:
+        return
+    share, row, profile = min(found, key=lambda item: item[0])  # the one that came last waits for nobody
+    hidden = 1 - row.exposed_s / row.total_s if row.total_s > 0 else 1.0
+    if share < 0.05 or hidden >= 0.70:
+        return
+    kinds = [c for c in profile.collectives if c.axis not in _MODEL_AXES and c.can_overlap][:3]
+    yield Finding(
+        id="COMM02",
+        title="sums over data ranks are not hidden behind computation",
+        severity="critical" if hidden < 0.40 else "warning",
+        cost_frac=min(1.0, share),
+        confidence=0.8,
+        evidence=(
+            f"{hidden:.0%} of {1e3 * row.total_s:.3g} ms of communication {_steps_text(profile)} runs beside computation",
+            *(
+                f"{c.name} over {c.group_size} ranks: {c.calls} calls, {c.num_bytes / 2**20:.3g} MiB, "
+                f"bus bandwidth {c.bus_bytes_per_s / 1e9:.3g} GB/s"
+                for c in kinds
+            ),
+        ),
+        advice="larger buckets where there are many small sums, smaller ones where a few come last; sums in the last micro-batch "
+        "only; more samples per rank and step (plan.global_batch)",
+    )
+
+
+def launch_bound(facts: RunFacts) -> Iterator[Finding]:
+    """LAUNCH01: calling operators takes longer than what they do."""
+    profiles = _profiles(facts)
+    if not profiles or not all(profile.launch.num_operators for profile in profiles):
+        return
+    on_device = any(profile.launch.num_kernels for profile in profiles)
+    cost = _share(profiles, lambda profile: profile.launch.compute_s - profile.launch.work_s)
+    launch = profiles[0].launch
+    if on_device and launch.num_short < _SHORT_FRAC * launch.num_kernels:
+        return
+    if (severity := severity_of(cost, *(_LAUNCH_DEVICE if on_device else _LAUNCH_CPU))) is None:
+        return
+    steps = max(1, profiles[0].num_steps)
+    patch, gain = _fewer_calls(facts, profiles, cost)
+    yield Finding(
+        id="LAUNCH01",
+        title="steps are bound by the calls of small operators",
+        severity=severity,
+        cost_frac=cost,
+        confidence=0.7,
+        evidence=(
+            f"{cost:.0%} {_steps_text(profiles[0])} "
+            + (
+                "the device has nothing to run"
+                if on_device
+                else "is outside of operators that work for 10 µs or longer at a stretch"
+            ),
+            f"{launch.num_operators // steps:,} operators a step"
+            + (
+                f", {launch.num_kernels // steps:,} kernels, of which {launch.num_short / launch.num_kernels:.0%} take less "
+                "than 10 µs"
+                if on_device
+                else f", {launch.num_short // steps:,} of which take less than 10 µs"
+            ),
+        ),
+        advice="larger micro-batches or models; torch.compile (plan.compile=regional), which joins operators; a fused optimizer",
+        patch=patch,
+        expected_gain=gain,
+    )
+
+
+def _fewer_calls(facts: RunFacts, profiles: Sequence[RankProfile], cost: float) -> tuple[dict[str, Any], float]:
+    """A micro-batch of twice the size where a step has several and the memory allows it; the share of time that it saves."""
+    batch = plan_group(facts, "batch")
+    micro_batch, passes = batch.get("micro_batch"), batch.get("accumulation")
+    if not isinstance(micro_batch, int) or not isinstance(passes, int) or not 0 < micro_batch < MAX_SAMPLES:
+        return {}, 0.0
+    if passes < 2 or passes % 2 or plan_group(facts, "mesh").get("pp", 1) != 1:
+        return {}, 0.0
+    for profile in profiles:
+        grown = profile.memory.peak_bytes + profile.memory.at_peak.get("activations", 0)
+        if not profile.memory.limit_bytes or grown > 0.85 * profile.memory.limit_bytes:
+            return {}, 0.0
+    return {"plan.micro_batch": 2 * micro_batch}, cost / 2
+
+
+def synchronisations(facts: RunFacts) -> Iterator[Finding]:
+    """SYNC01: the host reads numbers from the device many times a step."""
+    profiles = [profile for profile in _profiles(facts) if profile.num_steps]
+    found = [(profile, [point for point in profile.syncs if _is_of_user(point)]) for profile in profiles]
+    if not found:
+        return
+    profile, points = max(found, key=lambda item: sum(point.calls for point in item[1]) / item[0].num_steps)
+    per_step = sum(point.calls for point in points) / profile.num_steps
+    if per_step <= 2:
+        return
+    on_device = profile.device != "cpu"
+    sources: dict[str, int] = {}
+    for point in points:
+        text = f"{point.source or f'in phase {point.phase}'} ({point.kind.removeprefix('aten::')})"
+        sources[text] = sources.get(text, 0) + point.calls
+    lines = sorted(sources.items(), key=lambda item: -item[1])[:5]
+    yield Finding(
+        id="SYNC01",
+        title="numbers are read from tensors in every step",
+        severity="critical" if per_step > 20 else "warning",
+        cost_frac=min(1.0, sum(point.total_s for point in points) / profile.wall_s),
+        confidence=0.9 if on_device else 0.6,
+        evidence=(
+            f"{per_step:.3g} times a step{'' if on_device else '; an accelerator would wait for each'}",
+            *(f"{text}: {calls / profile.num_steps:.3g} a step" for text, calls in lines),
+            *(() if profile.has_stacks else ("a profile with --stacks names the lines",)),
+        ),
+        advice="keep losses and metrics as tensors and read them every few steps; torch.where in place of an if on a tensor; "
+        "sizes from .shape, not from .item()",
+    )
+
+
+def _is_of_user(point: SyncPoint) -> bool:
+    """Whether it is a step's, and not the library's own, which reads at its declared cadence."""
+    return point.phase not in _NO_STEP and "unisono/" not in point.source
+
+
+def wasted_recompute(facts: RunFacts) -> Iterator[Finding]:
+    """RECOMP01: activations are computed again although there is memory for them."""
+    profiles = _profiles(facts)
+    if not profiles:
+        return
+    share = _share(profiles, lambda profile: profile.recompute_s)
+    used = _used_memory(facts, profiles)
+    severity = severity_of(share, *_RECOMPUTE)
+    if severity is None or used is None or used >= _ROOM_FRAC:
+        return
+    mode = plan_group(facts, "recompute").get("mode")
+    patch: dict[str, Any] = {}
+    gain = 0.0
+    predicted = _memory_without_recompute(facts, profiles)
+    evidence = [
+        f"{share:.0%} {_steps_text(profiles[0])} is spent on forward operators inside of the backward pass",
+        f"{used:.0%} of the memory is in use",
+    ]
+    if predicted is not None and predicted < 0.90:
+        patch, gain = {"plan.recompute": "none"}, share
+        evidence.append(f"without recompute it would be {predicted:.0%}")
+    elif mode == "full":
+        patch, gain = {"plan.recompute": "selective"}, share / 2
+    yield Finding(
+        id="RECOMP01",
+        title="activations are computed again although memory is free",
+        severity=severity,
+        cost_frac=share,
+        confidence=0.9 if predicted is not None else 0.7,
+        evidence=tuple(evidence),
+        advice="plan.recompute=none, or selective, which keeps the results of matrix products and attention; or fewer blocks",
+        patch=patch,
+        expected_gain=gain,
+    )
+
+
+def _used_memory(facts: RunFacts, profiles: Sequence[RankProfile]) -> float | None:
+    """Largest share of the memory in use on any rank; None where no limit is known."""
+    shares = [rank.peak_bytes / rank.limit_bytes for rank in facts.ranks if rank.limit_bytes > 0]
+    shares += [p.memory.peak_bytes / p.memory.limit_bytes for p in profiles if p.memory.limit_bytes > 0]
+    return max(shares, default=None)
+
+
+def _memory_without_recompute(facts: RunFacts, profiles: Sequence[RankProfile]) -> float | None:
+    """An upper bound of the share of the memory in use without recompute; None where the number of blocks is not known.
+
+    As if all activations at the peak were of one block, and each block kept as many.
+    """
+    blocks = facts.settings.get("model.num_layers")
+    used = _used_memory(facts, profiles)
+    memory = [p.memory for p in profiles if p.memory.limit_bytes > 0 and "activations" in p.memory.at_peak]
+    if not isinstance(blocks, int) or not 0 < blocks < 10_000 or used is None or not memory:
+        return None
+    return used + max((blocks - 1) * m.at_peak["activations"] / m.limit_bytes for m in memory)
+
+
+def recompiles(facts: RunFacts) -> Iterator[Finding]:
+    """COMP01: torch.compile compiles in steps that should only run."""
+    profiles = [profile for profile in _profiles(facts) if profile.compiled.compilations > 0]
+    if not profiles:
+        return
+    worst = max(profiles, key=lambda profile: profile.compiled.compilations)
+    counts = worst.compiled
+    yield Finding(
+        id="COMP01",
+        title="code is compiled again after the first steps",
+        severity="critical" if counts.compilations >= 8 else "warning",
+        cost_frac=min(1.0, counts.total_s / worst.wall_s),
+        confidence=0.9,
+        ranks=tuple(profile.rank for profile in profiles) if 1 < len(facts.profiles) != len(profiles) else (),
+        evidence=(
+            f"{counts.compilations} compilations in {max(1, worst.num_steps)} steps {_steps_text(worst)}"
+            + (f", {counts.total_s:.3g} s" if counts.total_s else ""),
+            *((f"{counts.graph_breaks} breaks of graphs",) if counts.graph_breaks > 0 else ()),
+        ),
+        advice="inputs of few shapes: fixed lengths or buckets of lengths, no last batch of another size; torch.compile("
+        "dynamic=True); TORCH_LOGS=recompiles says which guard failed",
+    )
+
+
+def odd_sizes(facts: RunFacts) -> Iterator[Finding]:
+    """UTIL02: matrix products whose sizes accelerators pad."""
+    for profile in _profiles(facts)[:1]:
+        kernels_s = sum(kernel.total_s for kernel in profile.kernels)
+        if profile.device == "cpu" or kernels_s <= 0:
+            return
+        odd = [
+            p for p in profile.products if any(size % 8 for size in (p.m, p.k, p.n)) and p.total_s >= 0.05 * kernels_s
+        ]
+        if not odd:
+            return
+        share = sum(product.total_s for product in odd) / kernels_s
+        vocab = facts.settings.get("model.vocab_size")
+        rounds = isinstance(vocab, int) and vocab % 8 and any(vocab in (p.m, p.k, p.n) for p in odd)
+        yield Finding(
+            id="UTIL02",
+            title="matrix products have sizes that are no multiples of 8",
+            severity="critical" if odd[0] is profile.products[0] else "warning",
+            cost_frac=0.0,
+            confidence=0.7,
+            evidence=(
+                f"they take {share:.0%} of the kernels' time",
+                *(f"[{p.m}, {p.k}] x [{p.k}, {p.n}], {p.calls} times: {1e3 * p.total_s:.3g} ms" for p in odd[:3]),
+            ),
+            advice="sizes of vocabulary, model and feed-forward layers, divided by plan.tp, that are multiples of 64, or "
+            "at least of 8; samples padded to such a length",
+            patch={"model.vocab_size": -(-int(vocab) // 64) * 64} if isinstance(vocab, int) and rounds else {},
+        )
+
+
+def unfused_operators(facts: RunFacts) -> Iterator[Finding]:
+    """FUSE01, FUSE02: attention or a norm that is written by hand, where torch has one operator."""
+    profiles = _profiles(facts)
+    for kind, (code, title, advice) in _FUSED_ADVICE.items():
+        having = [(profile, p) for profile in profiles for p in profile.patterns if p.kind == kind]
+        if not having:
+            continue
+        profile, pattern = min(having, key=lambda item: item[1].element_s / item[0].wall_s)
+        cost = pattern.element_s / profile.wall_s
+        if severity := severity_of(cost, *_FUSED):
+            yield Finding(
+                id=code,
+                title=title,
+                severity=severity,
+                cost_frac=min(1.0, cost),
+                confidence=0.8,
+                evidence=(
+                    f"{pattern.calls} times {_steps_text(profile)}: {', '.join(pattern.example)}"
+                    + (f" of {pattern.shapes}" if pattern.shapes else ""),
+                    f"all of it takes {pattern.total_s / profile.wall_s:.0%} of the time, "
+                    f"{cost:.0%} outside of matrix products",
+                ),
+                advice=advice,
+            )

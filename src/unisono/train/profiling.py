@@ -1,0 +1,179 @@
+"""Profiles of a run's steps: when they are recorded, and what the run knows of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from unisono.dist import World
+from unisono.observe.events import EventLog
+from unisono.observe.meters import StepTimers
+from unisono.parallel.memory_ledger import MemoryLedger
+from unisono.plan.plan import Plan
+from unisono.profile.recorder import Recording
+from unisono.profile.window import Window, take_request, window_to_json
+from unisono.train.state import TrainState
+
+NEVER: Final = 1 << 62
+
+
+@dataclass(kw_only=True, slots=True)
+class StepProfiler:
+    """Records windows of steps: one that the options name, and those that a file in the run's folder asks for.
+
+    Attributes:
+        due: Number of finished steps at which it has something to do; ``NEVER`` without a window.
+        run_dir: Folder of the run.
+        world: Ranks that step together.
+        events: This rank's event log.
+        timers: Timers of the training thread.
+        plan: The plan of these ranks.
+        ledger: What the plan predicts of this rank's memory.
+        state: The state of the run.
+        device: The device of this rank.
+        limit_bytes: The memory there is.
+    """
+
+    run_dir: Path
+    world: World
+    events: EventLog
+    timers: StepTimers
+    plan: Plan
+    ledger: MemoryLedger
+    state: TrainState
+    device: torch.device
+    limit_bytes: int
+    due: int = NEVER
+    _window: Window | None = None
+    _recording: Recording | None = None
+    _num_started: int = 0  # steps that are recorded, or have been
+    _looked_s: float = 0.0
+    _pending: Window | None = None  # a request that rank 0 has read, and not announced
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether steps are recorded now, or warmed up for it: they take longer than others."""
+        return self._recording is not None
+
+    def plan_window(self, window: Window | None) -> None:
+        """Record ``window``, unless its steps are made already."""
+        if window is None or self._recording is not None or window.first - 2 < self.state.step:
+            return
+        self._window, self.due = window, window.first - 2
+
+    def at_boundary(self, step: int) -> None:
+        """Called between steps, ``step`` of them being finished, where ``step >= due``. A collective."""
+        window = self._window
+        if window is None:
+            self.due = NEVER
+            return
+        if self._recording is None:
+            self._recording = self._new_recording(window)
+            self._recording.prepare()
+        elif not self._num_started:
+            self._recording.begin()
+            self._num_started = 1
+            self._recording.start_step(step + 1)
+        elif self._num_started < window.num_steps:  # under dist_async the steps of a worker are not one after the other
+            self._num_started += 1
+            self._recording.start_step(step + 1)
+        else:
+            recording = self._recording
+            self._clear()
+            recording.finish()
+            return
+        self.due = step + 1
+
+    def _clear(self) -> None:
+        self._window = self._recording = None
+        self._num_started, self.due = 0, NEVER
+
+    def close(self) -> None:
+        """Give up a window that has not ended. Not a collective."""
+        if self._recording is not None:
+            self._recording.abandon()
+        if (window := self._window) is not None:
+            self._clear()
+            self.events.emit(
+                "notice",
+                step=self.state.step,
+                code="no_profile",
+                what=f"steps {window.first} to {window.first + window.num_steps - 1} were not profiled: the run ended after step "
+                f"{self.state.step}",
+                why="a profile is written when its last step is made",
+                cost="there is none",
+                fix=f"observe.profile_steps before step {self.state.step}",
+            )
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def look(self, now_s: float) -> bool:
+        """Whether a file asks for a profile; on rank 0, which looks once a second."""
+        if self.world.job.rank != 0 or now_s - self._looked_s < 1.0:
+            return self._pending is not None
+        self._looked_s = now_s
+        if self._pending is None and self._recording is None:
+            self._pending = take_request(self.run_dir, self.state.step)
+        return self._pending is not None
+
+    def answer(self) -> None:
+        """Plan the window that rank 0 was asked for. A collective, which all ranks enter after the same step."""
+        step = self.state.step
+        asked = self._pending if self.world.rank == 0 else None
+        told: dict[str, Any] | None = self.world.broadcast_json(window_to_json(asked))
+        self._pending = None
+        if told is not None:
+            self.plan_window(Window(first=step + 2, num_steps=told["num_steps"], stacks=told["stacks"]))
+
+    # --- memory ----------------------------------------------------------------------------------------------------
+
+    def _new_recording(self, window: Window) -> Recording:
+        mesh = self.plan.mesh
+        return Recording(
+            window,
+            run_dir=self.run_dir,
+            world=self.world,
+            events=self.events,
+            timers=self.timers,
+            device=self.device.type,
+            mesh={"dp": mesh.dp_replicate * mesh.dp_shard, "cp": mesh.cp, "tp": mesh.tp, "ep": mesh.ep, "pp": mesh.pp},
+            held=self._held,
+            planned={
+                "parameters": self.ledger.parameter_bytes,
+                "gradients": self.ledger.gradient_bytes,
+                "optimizer": 0 if self.plan.sync.kind == "dist_async" else self.ledger.state_bytes,
+            },
+            limit_bytes=self.limit_bytes,
+            lines=self.plan.backend.compile == "off",
+        )
+
+    def _held(self) -> Mapping[str, int]:
+        """Bytes of the storages of this rank's tensors by category, each storage once."""
+        parameters = self.state.sharded.parameters
+        seen: set[int] = set()
+        gradients = (p.grad for p in parameters.values())
+        return {
+            "parameters": _storage_bytes(parameters.values(), seen),
+            "gradients": _storage_bytes((grad for grad in gradients if grad is not None), seen),
+            "optimizer": _storage_bytes(self.state.optimizer.state_tensors(parameters).values(), seen),
+            "other": _storage_bytes([*self.state.model.parameters(), *self.state.model.buffers()], seen),
+        }
+
+
+def _storage_bytes(tensors: Iterable[Any], seen: set[int]) -> int:
+    """Bytes of storages that are not ``seen``; of a distributed tensor, of this rank's part."""
+    total = 0
+    for tensor in tensors:
+        local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if not isinstance(local, Tensor) or local.is_meta:  # pyright: ignore[reportUnnecessaryIsInstance]
+            continue
+        storage = local.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total

@@ -1,0 +1,126 @@
+"""``unisono profile``: training with a window, asking a run that goes on, showing the last profile; diagnosis of traces."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import Desk, events_of
+from event_streams import write_events
+from traces import TraceBuilder
+
+from unisono.observe.events import encode, events_path
+from unisono.profile import RankProfile
+from unisono.profile.rank_profile import StepTime, profile_folder
+from unisono.profile.window import request_path
+
+
+def test_training_with_a_window_and_showing_it(desk: Desk, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = desk.process("profile", f"--set=run.dir={run}", *desk.settings, "--steps", "2:4", "--stacks")
+    assert done.code == 0, done.err
+    folder = profile_folder(run, 2)
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-0.json", "rank-0.trace.json.gz", "trace.json.gz"]
+    assert [event["code"] for event in events_of(run) if event["kind"] == "notice"] == []
+    shown = desk.here("profile", str(run))
+    assert shown.code == 0, shown.err
+    assert shown.out.startswith("steps 2 to 3, 1 rank, cpu\n")
+    for text in ("phase (rank 0)", "forward", "aten::mm", "memory at its peak", str(folder / "trace.json.gz")):
+        assert text in shown.out
+    told = desk.here("profile", str(run), "--json").json
+    assert (told["folder"], len(told["ranks"]), told["ranks"][0]["has_stacks"]) == (str(folder), 1, True)
+    # a trace of our own is a trace like any other
+    judged = desk.here("diagnose", str(folder / "rank-0.trace.json.gz"))
+    assert judged.code == 0, judged.err
+    assert "steps: 2" in judged.out.splitlines()[0]
+    assert "with the profile of steps 2 to 3" in desk.here("diagnose", str(run)).out
+
+
+def test_a_run_that_goes_on_is_asked(desk: Desk, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = [*desk.settings, "--set=train.steps=1000000", "--set=train.eval_every_steps=0", f"--set=run.dir={run}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "unisono", "train", *settings],
+        cwd=desk.folder,
+        env=desk.child_environ(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline_s = time.monotonic() + 90
+        while not (events_path(run, 0).exists() and any(event["kind"] == "step" for event in events_of(run))):
+            assert process.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        done = desk.here("profile", str(run), "--now", "--steps", "2", "--json")
+        assert done.code == 0, done.err
+        (rank,) = done.json["ranks"]
+        assert rank["num_steps"] == 2
+        assert not request_path(run).exists()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def refused(desk: Desk, *arguments: str) -> str:
+    done = desk.here("profile", *arguments)
+    assert done.code == 2, done.err
+    return done.err
+
+
+def test_what_cannot_be_profiled(desk: Desk, tmp_path: Path) -> None:
+    assert "has no profile" in refused(desk, str(tmp_path))
+    assert "in which no run is under way" in refused(desk, str(tmp_path), "--now")
+    assert "--now with no folder" in refused(desk, "--now")
+    ended = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
+    assert "--steps 3:4 with --now" in refused(desk, str(ended), "--now", "--steps", "3:4")
+    with events_path(ended, 0).open("ab") as file:
+        file.write(encode({"kind": "run_end", "t": 9.0, "rank": 0, "reason": "finished"}) + b"\n")
+    assert "in which no run is under way" in refused(desk, str(ended), "--now")
+    wrong = desk.here("profile", f"--set=run.dir={tmp_path / 'new'}", *desk.settings, "--steps", "1:4")
+    assert (wrong.code, "A is 2 or more" in wrong.err, (tmp_path / "new").exists()) == (2, True, False)
+
+
+def test_a_run_that_does_not_answer(desk: Desk, tmp_path: Path) -> None:
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
+    assert "made no profile within 0.3 s" in refused(desk, str(run), "--now", "--timeout-s", "0.3")
+    assert not request_path(run).exists()
+
+
+def test_names_in_a_profile_cannot_write_to_the_terminal(desk: Desk, tmp_path: Path) -> None:
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
+    folder = profile_folder(run, 5)
+    folder.mkdir(parents=True)
+    steps = (StepTime(step=5, start_s=0.0, wall_s=1.0),)
+    made = RankProfile(wall_s=1.0, steps=steps, num_steps=1, notes=("\x1b]0;title\x07",))
+    (folder / "rank-0.json").write_bytes(made.to_bytes())
+    done = desk.here("profile", str(run))
+    assert done.code == 0, done.err
+    assert "\x1b" not in done.out
+
+
+def test_diagnosis_of_a_foreign_trace(desk: Desk, tmp_path: Path) -> None:
+    trace = TraceBuilder().step(1, 0, 1000).op("aten::mm", 0, 900)
+    trace.span("_compile.compile_inner (dynamo_timed)", 900, 50)
+    path = trace.write(tmp_path / "trace.json")
+    done = desk.here("diagnose", str(path))
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[0] == f"{path}: a trace of 3 events, 0.001 s, steps: 1"
+    assert "1. COMP01 (warning): code is compiled again after the first steps, costs 5% of the time" in done.out
+    told = desk.here("diagnose", str(path), "--json").json
+    assert [finding["id"] for finding in told["findings"]] == ["COMP01"]
+    overlay = tmp_path / "faster.toml"
+    done = desk.here("diagnose", str(path), "--apply", str(overlay))
+    assert (done.code, overlay.exists(), "a trace has none" in done.err) == (2, False, True)
+
+
+@pytest.mark.parametrize("content", [b"", b"not JSON", b"\x1f\x8b\x08broken", b'{"traceEvents": [{"ph": "X"'])
+def test_files_that_are_no_traces(desk: Desk, tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(content)
+    done = desk.here("diagnose", str(path))
+    assert (done.code, "export_chrome_trace" in done.err) == (2, True)

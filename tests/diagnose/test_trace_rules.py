@@ -1,0 +1,229 @@
+"""Rules of profiles, on profiles with exactly known times: thresholds, costs, patches, and silence without their cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from event_streams import write_events
+from traces import TraceBuilder
+
+from unisono.diagnose import Finding, RunFacts, diagnose, read_run, read_trace_facts
+from unisono.profile import RankProfile
+from unisono.profile.rank_profile import (
+    Collective,
+    CompileCounts,
+    KernelTime,
+    LaunchTime,
+    MatrixProduct,
+    MemoryProfile,
+    Overlap,
+    Pattern,
+    StepTime,
+    SyncPoint,
+    profile_folder,
+)
+
+STEPS = tuple(StepTime(step=step, start_s=(step - 5) / 10, wall_s=0.1) for step in range(5, 15))
+HEALTHY = LaunchTime(compute_s=0.9, work_s=0.8, num_operators=5_000, num_kernels=0, num_short=900)
+
+
+def profile(rank: int = 0, **changes: Any) -> RankProfile:
+    """Ten steps that take 1 s together."""
+    return RankProfile(**{"rank": rank, "num_steps": 10, "wall_s": 1.0, "steps": STEPS, "launch": HEALTHY, **changes})
+
+
+def found(*profiles: RankProfile, settings: Mapping[str, Any] | None = None, **plan: Any) -> dict[str, Finding]:
+    facts = RunFacts(ranks=(), profiles=profiles, settings=settings or {}, plan=plan)
+    return {finding.id: finding for finding in diagnose(facts)}
+
+
+def test_a_healthy_profile_has_no_findings() -> None:
+    overlap = (Overlap(axis="dp", total_s=0.3, exposed_s=0.04),)
+    syncs = (SyncPoint(kind="item", phase="other", calls=20, total_s=0.0),)
+    memory = MemoryProfile(peak_bytes=500, limit_bytes=1000)
+    healthy = profile(overlaps=overlap, syncs=syncs, memory=memory, recompute_s=0.04)
+    assert found(healthy, profile(rank=1)) == {}
+    assert found(RankProfile()) == {}
+    assert found() == {}
+
+
+@pytest.mark.parametrize(
+    ("exposed", "severity"), [(0.04, None), (0.059, None), (0.07, "warning"), (0.11, "warning"), (0.13, "critical")]
+)
+def test_exposed_gradient_sums(exposed: float, severity: str | None) -> None:
+    row = Collective(
+        name="all_reduce",
+        axis="dp",
+        group_size=2,
+        calls=40,
+        num_bytes=2**30,
+        total_s=0.2,
+        algorithm_bytes_per_s=5e9,
+        bus_bytes_per_s=5e9,
+    )
+    overlap = (Overlap(axis="dp", total_s=0.2, exposed_s=exposed), Overlap(axis="tp", total_s=0.2, exposed_s=0.2))
+    finding = found(profile(overlaps=overlap, collectives=(row,))).get("COMM02")
+    assert (None if finding is None else finding.severity) == severity
+    if finding is not None:
+        assert finding.cost_frac == pytest.approx(exposed)
+        assert "bus bandwidth 5 GB/s" in finding.evidence[1]
+
+
+def test_who_waits_for_a_slow_rank_is_not_the_network() -> None:
+    waits, slow = (Overlap(axis="dp", total_s=0.5, exposed_s=share) for share in (0.45, 0.02))
+    assert "COMM02" not in found(profile(overlaps=(waits,)), profile(rank=1, overlaps=(slow,)))
+
+
+@pytest.mark.parametrize(("work", "severity"), [(0.45, None), (0.35, "warning"), (0.1, "critical")])
+def test_small_operators_on_the_cpu(work: float, severity: str | None) -> None:
+    launch = LaunchTime(compute_s=0.9, work_s=work, num_operators=5_000, num_kernels=0, num_short=4_000)
+    finding = found(profile(launch=launch)).get("LAUNCH01")
+    assert (None if finding is None else finding.severity) == severity
+    if finding is not None:
+        assert finding.cost_frac == pytest.approx(0.9 - work)
+        assert finding.evidence[1] == "500 operators a step, 400 of which take less than 10 µs"
+
+
+@pytest.mark.parametrize(
+    ("work", "short", "severity"),
+    [(0.88, 900, None), (0.85, 900, "warning"), (0.7, 900, "critical"), (0.7, 400, None)],
+)
+def test_small_kernels(work: float, short: int, severity: str | None) -> None:
+    launch = LaunchTime(compute_s=0.9, work_s=work, num_operators=5_000, num_kernels=1_000, num_short=short)
+    finding = found(profile(launch=launch, device="cuda")).get("LAUNCH01")
+    assert (None if finding is None else finding.severity) == severity
+
+
+def test_a_larger_micro_batch_where_memory_allows_it() -> None:
+    launch = LaunchTime(compute_s=0.9, work_s=0.3, num_operators=5_000, num_kernels=0, num_short=4_000)
+    batch = {"micro_batch": 4, "accumulation": 8}
+    room = MemoryProfile(peak_bytes=500, limit_bytes=1000, at_peak={"activations": 300})
+    full = MemoryProfile(peak_bytes=600, limit_bytes=1000, at_peak={"activations": 300})
+    finding = found(profile(launch=launch, memory=room), batch=batch)["LAUNCH01"]
+    assert (finding.patch, finding.expected_gain) == ({"plan.micro_batch": 8}, pytest.approx(0.3))
+    assert found(profile(launch=launch, memory=full), batch=batch)["LAUNCH01"].patch == {}
+    assert found(profile(launch=launch, memory=room), batch=batch | {"accumulation": 1})["LAUNCH01"].patch == {}
+
+
+@pytest.mark.parametrize(("calls", "severity"), [(20, None), (21, "warning"), (200, "warning"), (201, "critical")])
+def test_reads_from_tensors(calls: int, severity: str | None) -> None:
+    points = (
+        SyncPoint(kind="item", phase="other", calls=calls, total_s=0.05, source="own.py:7"),
+        SyncPoint(kind="item", phase="eval", calls=500, total_s=0.5, source="own.py:9"),
+        SyncPoint(
+            kind="tolist", phase="other", calls=500, total_s=0.5, source="/lib/unisono/train/metrics_reader.py:5"
+        ),
+    )
+    finding = found(profile(syncs=points, has_stacks=True)).get("SYNC01")
+    assert (None if finding is None else finding.severity) == severity
+    if finding is not None:
+        assert finding.evidence[1] == f"own.py:7 (item): {calls / 10:.3g} a step"
+        assert finding.cost_frac == pytest.approx(0.05)
+
+
+def test_reads_of_a_trace_without_steps_are_not_counted_by_step() -> None:
+    points = (SyncPoint(kind="item", phase="other", calls=900, total_s=0.05),)
+    assert "SYNC01" not in found(profile(syncs=points, num_steps=0))
+
+
+RECOMPUTES = {
+    "recompute_s": 0.2,
+    "memory": MemoryProfile(peak_bytes=200, limit_bytes=1000, at_peak={"activations": 100}),
+}
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.04, None), (0.06, "warning"), (0.15, "critical")])
+def test_recompute_while_memory_is_free(share: float, severity: str | None) -> None:
+    finding = found(profile(**RECOMPUTES | {"recompute_s": share})).get("RECOMP01")
+    assert (None if finding is None else finding.severity) == severity
+
+
+@pytest.mark.parametrize(
+    ("blocks", "mode", "patch", "gain"),
+    [
+        (4, "full", {"plan.recompute": "none"}, 0.2),  # 20 % and 3 times 10 %
+        (9, "full", {"plan.recompute": "selective"}, 0.1),
+        (9, "selective", {}, 0.0),
+        (None, "full", {"plan.recompute": "selective"}, 0.1),
+    ],
+)
+def test_less_recompute_as_memory_allows(blocks: int | None, mode: str, patch: dict[str, str], gain: float) -> None:
+    settings = {} if blocks is None else {"model.num_layers": blocks}
+    finding = found(profile(**RECOMPUTES), settings=settings, recompute={"mode": mode})["RECOMP01"]
+    assert (finding.patch, finding.expected_gain) == (patch, pytest.approx(gain))
+
+
+def test_recompute_in_full_memory_and_in_unknown_memory_is_none() -> None:
+    assert found(profile(**RECOMPUTES | {"memory": MemoryProfile(peak_bytes=760, limit_bytes=1000)})) == {}
+    assert found(profile(**RECOMPUTES | {"memory": MemoryProfile(peak_bytes=760)})) == {}
+
+
+def test_compilations_after_the_first_steps() -> None:
+    some = profile(rank=1, compiled=CompileCounts(compilations=3, total_s=0.4, graph_breaks=2))
+    finding = found(profile(), some)["COMP01"]
+    assert (finding.severity, finding.cost_frac, finding.ranks) == ("warning", 0.4, (1,))
+    assert finding.evidence == ("3 compilations in 10 steps of steps 5 to 14, 0.4 s", "2 breaks of graphs")
+    assert found(profile(compiled=CompileCounts(compilations=8)))["COMP01"].severity == "critical"
+
+
+def test_sizes_that_accelerators_pad() -> None:
+    odd = MatrixProduct(name="aten::mm", batch=1, m=4096, k=512, n=50257, calls=30, total_s=0.3)
+    even = MatrixProduct(name="aten::mm", batch=1, m=4096, k=512, n=512, calls=30, total_s=0.4)
+    small = MatrixProduct(name="aten::mm", batch=1, m=7, k=7, n=7, calls=30, total_s=0.01)
+    kernels = (KernelTime(name="gemm", calls=9, total_s=0.8),)
+    settings = {"model.vocab_size": 50257}
+    finding = found(profile(products=(even, odd), kernels=kernels, device="cuda"), settings=settings)["UTIL02"]
+    assert (finding.severity, finding.patch) == ("warning", {"model.vocab_size": 50304})
+    assert found(profile(products=(odd, even), kernels=kernels, device="cuda"))["UTIL02"].severity == "critical"
+    assert found(profile(products=(even, small), kernels=kernels, device="cuda")) == {}
+    assert found(profile(products=(odd,))) == {}  # the CPU
+
+
+@pytest.mark.parametrize(("kind", "code"), [("attention", "FUSE01"), ("norm", "FUSE02")])
+def test_operators_that_a_fused_one_replaces(kind: str, code: str) -> None:
+    def of(element_s: float) -> dict[str, Finding]:
+        return found(
+            profile(patterns=(Pattern(kind=kind, calls=4, total_s=0.5, element_s=element_s, example=("a", "b")),))
+        )
+
+    assert of(0.02) == {}
+    assert (of(0.1)[code].severity, of(0.2)[code].severity) == ("warning", "critical")
+    assert of(0.1)[code].cost_frac == pytest.approx(0.1)
+
+
+def test_the_last_profile_of_a_run_is_judged(tmp_path: Path) -> None:
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.06})
+    for step, made in ((5, profile(compiled=CompileCounts(compilations=9))), (20, profile())):
+        folder = profile_folder(run, step)
+        folder.mkdir(parents=True)
+        (folder / "rank-0.json").write_bytes(made.to_bytes())
+    assert diagnose(read_run(run)) == []
+    (profile_folder(run, 20) / "rank-0.json").write_bytes(b"{")
+    facts = read_run(run)
+    assert (diagnose(facts), len(facts.notes)) == ([], 1)
+    for path in profile_folder(run, 20).iterdir():
+        path.unlink()
+    assert [finding.id for finding in diagnose(read_run(run))] == ["COMP01"]
+
+
+def test_profiled_steps_are_no_readings_of_the_diagnosis(tmp_path: Path) -> None:
+    def extra(rank: int, step: int) -> list[dict[str, Any]]:
+        return [{"kind": "profile", "step": step, "first_step": 10}] if step == 12 else []
+
+    facts = read_run(write_events(tmp_path / "run", lambda rank, step: {"forward": 0.06}, extra=extra))
+    assert set(range(3, 41)) - set(facts.common_steps().tolist()) == {9, 10, 11, 12}  # 9 warms up
+
+
+def test_a_foreign_trace(tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    for step in range(3):
+        trace.step(step, 1000 * step, 1000).op("aten::mm", 1000 * step, 400)
+        for at in range(4):
+            trace.frame("own.py(4): accuracy", 1000 * step + 500 + 20 * at, 15)
+            trace.op("aten::_local_scalar_dense", 1000 * step + 501 + 20 * at, 10)
+    facts = read_trace_facts(trace.write(tmp_path / "trace.json.gz"))
+    finding = next(finding for finding in diagnose(facts) if finding.id == "SYNC01")
+    assert finding.evidence[1] == "own.py(4): accuracy (_local_scalar_dense): 4 a step"
