@@ -26,6 +26,7 @@ from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
+from unisono.observe.options import ObserveOptions
 from unisono.optim import ScheduleOptions
 from unisono.optim.run_optimizer import check_frozen_until
 from unisono.parallel.context import ContextParallel
@@ -65,6 +66,7 @@ from unisono.train.settings import count_modules, run_settings
 from unisono.train.setup import build_kvstore, count_tokens, find_peak, throughput_unit
 from unisono.train.state import StageTensors, TrainState
 from unisono.train.step import Batch, ForwardBackward, TrainStep, input_selector
+from unisono.train.taps import Taps, TapTarget
 
 # steps between two readings of loss, norm and flags; on the CPU there is nothing to wait for
 ACCELERATOR_READ_STEPS = 10
@@ -88,6 +90,7 @@ class RunInputs:
     metrics: Mapping[str, Metric]
     flops_per_token: float | Callable[[nn.Module], float]
     callbacks: Sequence[Every]
+    observe: ObserveOptions
     provenance: Mapping[str, Any]
 
     def with_steps(self, plan: Plan) -> RunInputs:
@@ -106,6 +109,7 @@ class BuiltModel:
         dims: The mesh of the ranks.
         inputs: ``input_selector`` of the model.
         modules: ``count_modules`` of the model.
+        paths: Names of the modules of the model.
         record: Attributes and code of its modules.
         num_trained: Elements of the parameters that are trained, in the whole model.
         flops_per_token: FLOPs of forward and backward per unit of weight; 0 where they are not known.
@@ -116,6 +120,7 @@ class BuiltModel:
     dims: ParallelDims
     inputs: Callable[[Batch], dict[str, Tensor]]
     modules: dict[str, int]
+    paths: tuple[str, ...]
     record: ModelRecord
     num_trained: int
     flops_per_token: float
@@ -183,6 +188,7 @@ def build_model(
         dims=dims,
         inputs=input_selector(model),
         modules=count_modules(model),  # before they are wrapped and sharded
+        paths=tuple(path for path, _ in model.named_modules() if path),
         record=ModelRecord(model),
         num_trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         flops_per_token=flops_per_token,
@@ -399,6 +405,7 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
         timers=parts.timers,
         stop_notice=parts.stop_notice,
         observe_gradients=GradientStats(parts.sharded.sharded, parts.events, options.gradient_stats_every_steps),
+        taps=_build_taps(parts, ranks_diverge=ranks_diverge),
         count_units=count_tokens(given.objective),
     )
     rates = RateMeter(steps_total=options.steps, devices=parts.world.world_size)
@@ -428,6 +435,23 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
         stop_notice=parts.stop_notice,
         callbacks=given.callbacks,
     )
+
+
+def _build_taps(parts: RunParts, *, ranks_diverge: bool) -> Taps:
+    observe, built = parts.inputs.observe, parts.built
+    target = TapTarget(
+        model=built.model,
+        paths=built.paths,
+        sharded=parts.sharded.sharded,
+        dims=built.dims,
+        stages=parts.sharded.parallel.stages,
+        ranks_diverge=ranks_diverge,
+        updates_here=parts.plan.sync.kind != "dist_async",
+    )
+    taps = Taps(target, parts.events)
+    if observe.taps:
+        taps.add(observe.taps, observe.tap_every_steps)
+    return taps
 
 
 def _build_metrics_reader(parts: RunParts, rates: RateMeter, traffic: GradientSync | ReportsTraffic) -> MetricsReader:
