@@ -44,7 +44,6 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp-tp": (4, {"pp": 2, "tp": 2, "micro_batch": 2}),
     "pp-dp_shard": (4, {"pp": 2, "dp_shard": 2, "micro_batch": 2}),
     "recompute": (2, {"dp_shard": 2, "recompute": "full"}),
-    "compile": (1, {"compile": "regional"}),
     "ep": (2, {"dp_shard": 2, "ep": 2}),
 }
 QUICK = {"dp", "accumulation", "dp_shard", "tp", "tp-sequence", "cp", "pp", "recompute"}
@@ -100,13 +99,17 @@ def test_figures_are_those_of_one_process(pool: Pool, folder: Path, tmp_path: Pa
     experts = plan == "ep"
     expected = alone(folder / str(experts), experts)
     found = pool.run(tapped, str(tmp_path), MOE if experts else SIZES, changes, ranks=ranks)[0]
+    require_same(found, expected, plan)
+
+
+def require_same(found: list[dict], expected: list[dict], plan: str) -> None:
     assert [event["step"] for event in found] == [event["step"] for event in expected] == [1, 2]
     for ours, theirs in zip(found, expected, strict=True):
         missing = theirs["modules"].keys() - ours["modules"].keys()
         # in a pipeline, modules without parameters outside of blocks are left out; there are none here
         assert not missing, missing
         for path, figures in theirs["modules"].items():
-            if experts and ".ffn." in path:  # which rows an expert layer pads, and the choice of equal scores, depend on the ranks
+            if plan == "ep" and ".ffn." in path:  # which rows an expert layer pads, and the choice of equal scores, depend on the ranks
                 continue
             for place, row in figures.items():
                 if plan == "tp4" and place == "gradient" and path.endswith((".k", ".v")):
@@ -116,6 +119,26 @@ def test_figures_are_those_of_one_process(pool: Pool, folder: Path, tmp_path: Pa
         assert list(ours["parameters"]) == list(theirs["parameters"])
         for name, figures in theirs["parameters"].items():
             require_alike(ours["parameters"][name], figures, name, shapes=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["regional", "model"])
+def test_figures_of_a_compiled_model(folder: Path, tmp_path: Path, mode: str) -> None:
+    found = tapped(World(JobSpec()), str(tmp_path), SIZES, {"compile": mode})
+    require_same(found, alone(folder / "False", False), "compile")
+
+
+@pytest.mark.full
+def test_other_steps_stay_compiled(tmp_path: Path) -> None:
+    """A tapped step runs without compiled code, and no code is compiled again after it."""
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    with tiny.trainer(tmp_path, steps=5, compile="regional") as run:
+        run.tap("blocks.*.*", every=2)
+        graphs = [counters["stats"]["unique_graphs"] for _ in run]
+    assert graphs[0] > 0
+    assert len(set(graphs)) == 1
 
 
 def test_figures_are_those_of_a_plain_loop(folder: Path) -> None:
