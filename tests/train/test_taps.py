@@ -293,9 +293,11 @@ def test_a_skipped_step_says_so(tmp_path: Path) -> None:
     assert event["modules"]["blocks.0"]["output"]["nonfinite"] == 0
 
 
-def test_taps_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny, "QUIET", ObserveOptions(console="off", trackers=(), report=False, taps=("blocks.1", "norm"), tap_every_steps=2))
-    tiny.complete(tmp_path / "run", steps=4)
+def test_taps_of_the_configuration(tmp_path: Path) -> None:
+    observe = ObserveOptions(
+        console="off", trackers=(), report=False, taps=("blocks.1", "norm"), tap_every_steps=2
+    )
+    tiny.complete(tmp_path / "run", steps=4, observe=observe)
     found = events(tmp_path / "run")
     assert [event["step"] for event in found] == [2, 4]
     assert list(found[0]["modules"]) == ["blocks.1", "norm"]

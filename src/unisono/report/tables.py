@@ -15,13 +15,14 @@ from unisono.observe.run_summary import RunSummary, duration, format_gib, short_
 from unisono.sanitize import printable
 
 MAX_HAPPENINGS: Final = 500  # rows of the event table
-_QUIET_KINDS: Final = frozenset({*SERIES, "sample", "gradient_stats"})
+_QUIET_KINDS: Final = frozenset({*SERIES, "sample", "gradient_stats", "tap"})
 _WARNING_KINDS: Final = frozenset(
     {
         "checkpoint_failed",
         "checkpoint_upload_failed",
         "checkpoint_quarantined",
         "skipped_step",
+        "nonfinite",
         "sink_failed",
         "events_lost",
         "preempt",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unisono.checkpoint import CheckpointOptions
 from unisono.data.dataset import Dataset
-from unisono.data.loading.loader import Loader
+from unisono.data.loading.loader import Loader, StepBatch, to_device
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.dist import StopNotice, World, agree
 from unisono.errors import ConfigError
@@ -58,6 +58,7 @@ from unisono.train.loss_scaler import LossScaler
 from unisono.train.metrics import Metric
 from unisono.train.metrics_reader import GradientStats, MetricsReader
 from unisono.train.named_losses import NamedLosses
+from unisono.train.nonfinite_search import NonfiniteSearch
 from unisono.train.objectives import Objective, check_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
@@ -411,7 +412,7 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
     rates = RateMeter(steps_total=options.steps, devices=parts.world.world_size)
     return StepRunner(
         train_step=train_step,
-        metrics_reader=_build_metrics_reader(parts, rates, traffic),
+        metrics_reader=_build_metrics_reader(parts, rates, traffic, _build_search(parts, train_step)),
         rates=rates,
         timers=parts.timers,
         events=parts.events,
@@ -454,7 +455,28 @@ def _build_taps(parts: RunParts, *, ranks_diverge: bool) -> Taps:
     return taps
 
 
-def _build_metrics_reader(parts: RunParts, rates: RateMeter, traffic: GradientSync | ReportsTraffic) -> MetricsReader:
+def _build_search(parts: RunParts, train_step: TrainStep) -> NonfiniteSearch | None:
+    """The search for the origin of a skipped step; None where it is off, or ranks skip steps each on its own."""
+    if not parts.inputs.observe.replay_nonfinite or parts.plan.sync.kind in ("dist_async", "dist_local"):
+        return None
+    loader = parts.loader
+
+    def load(step: int) -> StepBatch:
+        with closing(loader.iterate(step, step + 1)) as steps:
+            batch = next(steps)
+        return replace(batch, micro_batches=[to_device(part, parts.device) for part in batch.micro_batches])
+
+    return NonfiniteSearch(
+        train_step=train_step,
+        load=load if isinstance(loader, Loader) else None,  # a stream would have to be read from its start
+        events=parts.events,
+        device=parts.device,
+    )
+
+
+def _build_metrics_reader(
+    parts: RunParts, rates: RateMeter, traffic: GradientSync | ReportsTraffic, searches: NonfiniteSearch | None
+) -> MetricsReader:
     given, loader, flops_per_token = parts.inputs, parts.loader, parts.built.flops_per_token
     return MetricsReader(
         events=parts.events,
@@ -471,6 +493,7 @@ def _build_metrics_reader(parts: RunParts, rates: RateMeter, traffic: GradientSy
         peak=find_peak(parts.device, parts.plan, parts.world) if flops_per_token else None,
         weight_total=float(parts.state.weight_total),
         skipped_total=int(parts.state.guard.skipped),
+        searches=searches,
         compiling=parts.plan.backend.compile != "off",
         **throughput_unit(given.objective, given.input.data, parts.built.dims.plan, flops_per_token),
     )

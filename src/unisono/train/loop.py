@@ -91,6 +91,8 @@ class StepRunner:
     def run(self, batch: StepBatch) -> Step:
         """Make one step of ``batch``. Raises NumericsError where too many steps in a row were skipped."""
         began_s, compiling = time.monotonic(), self.metrics_reader.compiling
+        if self.metrics_reader.searches is not None:
+            self.metrics_reader.searches.remember(batch)
         with counting_exposed_time(self.timers):
             step = self.train_step.run(batch)
         self.metrics_reader.add(step)

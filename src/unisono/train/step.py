@@ -144,7 +144,7 @@ class TrainStep:
 
         frozen = state.optimizer.frozen(state.step)
         tap = self.taps.reading(state.step)
-        with self._without_gradients(frozen), tap or nullcontext():
+        with self.without_gradients(frozen), tap or nullcontext():
             self.forward_backward.train(batch.micro_batches, scaled_loss, self.sync, timers, state.step)
         totals[3] = float(self.stop_notice is not None and self.stop_notice.requested)
         rank_loss = totals[0].clone()  # which rank's samples made a loss that is no number
@@ -168,7 +168,7 @@ class TrainStep:
         )
 
     @contextmanager
-    def _without_gradients(self, frozen: Sequence[nn.Parameter]) -> Generator[None]:
+    def without_gradients(self, frozen: Sequence[nn.Parameter]) -> Generator[None]:
         """Inside, ``frozen`` require no gradient, where this rank has the whole model; shards drop theirs in ``_update``."""
         self.state.sharded.require_same_trained()
         switched = [] if self.plan.is_model_sharded else frozen
