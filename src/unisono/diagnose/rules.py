@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from unisono.diagnose import health_rules, memory_rules, time_rules
+from unisono.diagnose import health_rules, memory_rules, tap_rules, time_rules
 from unisono.diagnose.finding import Finding, Rule
 from unisono.diagnose.run_facts import RunFacts
 
@@ -25,6 +25,9 @@ RULES: Final[Sequence[Rule]] = (
     health_rules.exploding_gradients,
     health_rules.dead_layers,
     health_rules.overfitting,
+    tap_rules.dead_units,
+    tap_rules.update_ratio,
+    health_rules.underfitting,
 )
 _LOG: Final = logging.getLogger("unisono.diagnose")
 

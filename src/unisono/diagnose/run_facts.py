@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps, step_of
 from unisono.errors import DataError
 from unisono.observe.events import Event, number
 from unisono.observe.history import Floats, RankHistory, read_history
@@ -29,7 +30,6 @@ COMPUTE_PHASES: Final = tuple(
 # parts of comm_exposed; 0 in events of earlier releases
 COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)
 _WARM_UP_READINGS: Final = 2
-_MAX_STEP: Final = 1 << 53
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +65,7 @@ class RankFacts:
         limit_bytes: The memory there is, in bytes; 0 if not known.
         memory_bytes: Memory in use at each reading, in bytes; 0 where not known [readings].
         skipped: Steps that the guard skipped.
+        origins: First non-finite tensors of skipped steps, on this rank.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class RankFacts:
     limit_bytes: float = 0.0
     memory_bytes: Floats = field(default_factory=lambda: np.zeros(0))
     skipped: tuple[SkippedStep, ...] = ()
+    origins: tuple[NonfiniteOrigin, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +92,7 @@ class TrainingFacts:
         eval_losses: Its loss [evaluations].
         layer_steps: Steps of which there are gradient statistics [statistics].
         layer_norms: Gradient norm of each parameter in these steps, by name [statistics].
+        taps: Tapped steps, ascending.
     """
 
     steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -99,6 +102,7 @@ class TrainingFacts:
     eval_losses: Floats = field(default_factory=lambda: np.zeros(0))
     layer_steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     layer_norms: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
+    taps: tuple[Tap, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +232,7 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
     if np.isnan(wall_s).all():  # events of an earlier release
         wall_s = np.diff(column("m", readings), prepend=np.nan)
     steps = history.steps[readings]
-    compiled = [_step(event) for event in events if event["kind"] == "compiled"]
+    compiled = [step_of(event) for event in events if event["kind"] == "compiled"]
     later = np.r_[np.ones(len(steps[:1]), bool), steps[1:] > np.maximum.accumulate(steps)[:-1]]
     steady = np.arange(len(readings)) >= _WARM_UP_READINGS
     keep = steady & later & (wall_s > 0) & np.isfinite(wall_s) & ~np.isin(steps, [step for step in compiled if step])
@@ -246,8 +250,9 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         limit_bytes=float(limits[~np.isnan(limits)][-1]) if (~np.isnan(limits)).any() else 0.0,
         memory_bytes=_zeros_for_none(column("mem/now_bytes", kept)),
         skipped=tuple(
-            _skipped(event) for event in events if event["kind"] == "skipped_step" and _step(event) is not None
+            _skipped(event) for event in events if event["kind"] == "skipped_step" and step_of(event) is not None
         ),
+        origins=read_origins(events),
     )
 
 
@@ -257,13 +262,13 @@ def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int)
         (step, loss)
         for event in events
         if event["kind"] == "eval"
-        and (step := _step(event)) is not None
+        and (step := step_of(event)) is not None
         and (loss := number(event.get("eval/loss"))) is not None
     ]
     stats = [
         (step, _mapping(event.get("layers")))
         for event in events
-        if event["kind"] == "gradient_stats" and (step := _step(event)) is not None
+        if event["kind"] == "gradient_stats" and (step := step_of(event)) is not None
     ]
     names = list(stats[-1][1]) if stats else []
     norms = {name: [number(_mapping(layers.get(name)).get("norm")) for _, layers in stats] for name in names}
@@ -277,6 +282,7 @@ def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int)
         layer_norms={
             name: np.array([np.nan if norm is None else norm for norm in values]) for name, values in norms.items()
         },
+        taps=read_taps(events),
     )
 
 
@@ -288,18 +294,12 @@ def _skipped(event: Event) -> SkippedStep:
     samples = event.get("samples")
     ids = cast("list[Any]", samples) if isinstance(samples, list) else []
     return SkippedStep(
-        step=_step(event) or 0,
+        step=step_of(event) or 0,
         loss=_or_nan(event.get("loss")),
         grad_norm=_or_nan(event.get("grad_norm")),
         rank_loss=number(event.get("rank_loss")),
         sample_ids=tuple(sample for sample in ids if isinstance(sample, int)),
     )
-
-
-def _step(event: Event) -> int | None:
-    """The step of an event; None where it is no count."""
-    step = event.get("step")
-    return step if isinstance(step, int) and 0 <= step < _MAX_STEP else None
 
 
 def _or_nan(value: Any) -> float:
