@@ -334,7 +334,13 @@ def test_taps_of_skipped_steps_do_not_count(tmp_path: Path) -> None:
     [
         {"kind": "tap", "step": "x", "skipped": False},
         {"kind": "tap", "step": 5, "skipped": False, "modules": [1], "parameters": {"a": 3}},
-        {"kind": "tap", "step": 5, "skipped": False, "modules": {"a": {"output": {"dead_frac": "NaN"}}}, "parameters": None},
+        {
+            "kind": "tap",
+            "step": 5,
+            "skipped": False,
+            "modules": {"a": {"output": {"dead_frac": "NaN"}}},
+            "parameters": None,
+        },
         {"kind": "tap", "step": 5, "skipped": False, "parameters": {"a": {"shape": 7, "update_frac": "Infinity"}}},
         {"kind": "nonfinite", "step": 5, "reproduced": True, "samples": {"a": 1}, "layer": 3},
         {"kind": "nonfinite", "step": None, "reproduced": True},
@@ -342,7 +348,9 @@ def test_taps_of_skipped_steps_do_not_count(tmp_path: Path) -> None:
     ],
 )
 def test_events_of_others_are_no_trouble(tmp_path: Path, event: dict[str, Any]) -> None:
-    assert findings(tmp_path, lambda rank, step: COMPUTE, extra=lambda rank, step: [event] if step % 5 == 0 else []) == []
+    assert (
+        findings(tmp_path, lambda rank, step: COMPUTE, extra=lambda rank, step: [event] if step % 5 == 0 else []) == []
+    )
 
 
 def skip(loss: Any, **origin: Any) -> Any:
@@ -361,7 +369,11 @@ def skip(loss: Any, **origin: Any) -> Any:
 @pytest.mark.parametrize(
     ("origin", "evidence", "advice"),
     [
-        ({"where": "input", "tensor": "image"}, "input image; samples 4, 2", "mend or leave out these samples: their image"),
+        (
+            {"where": "input", "tensor": "image"},
+            "input image; samples 4, 2",
+            "mend or leave out these samples: their image",
+        ),
         (
             {"where": "forward", "layer": "blocks.3.ffn", "operator": "aten.div.Tensor"},
             "aten.div.Tensor of blocks.3.ffn (forward); samples 4, 2",
@@ -372,7 +384,11 @@ def skip(loss: Any, **origin: Any) -> Any:
             "aten.log.default of the loss (loss)",
             "look at the objective (aten.log.default)",
         ),
-        ({"where": "parameter", "tensor": "head.weight", "samples": []}, "parameter head.weight", "the weights that the run"),
+        (
+            {"where": "parameter", "tensor": "head.weight", "samples": []},
+            "parameter head.weight",
+            "the weights that the run",
+        ),
     ],
 )
 def test_the_origin_of_a_step_that_is_no_number(tmp_path: Path, origin: dict, evidence: str, advice: str) -> None:

@@ -1,4 +1,4 @@
-"""A skipped step is computed once more: rank, layer, operator and samples of its first non-finite tensor, and no other bit changes."""
+"""A skipped step is computed once more: rank, layer, operator and samples of what is not finite first, and no bit changes."""
 
 from __future__ import annotations
 
@@ -135,7 +135,11 @@ def test_a_layer_that_spoils_one_row(pool: Pool, tmp_path: Path, layout: str) ->
 def test_a_layer_that_overflows(pool: Pool, tmp_path: Path) -> None:
     pool.run(train, str(tmp_path), "overflow", {}, ranks=1)
     (event,) = found(tmp_path, 1)
-    assert (event["layer"], event["operator"], event["value"]) == ("blocks.1.attention.out", "aten.pow.Tensor_Scalar", "inf")
+    assert (event["layer"], event["operator"], event["value"]) == (
+        "blocks.1.attention.out",
+        "aten.pow.Tensor_Scalar",
+        "inf",
+    )
 
 
 @pytest.mark.parametrize("layout", ALL)

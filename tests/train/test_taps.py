@@ -84,7 +84,9 @@ def require_alike(ours: dict, theirs: dict, where: str, *, shapes: bool) -> None
         elif isinstance(expected, float):
             tolerance = 1e-4 * scale if figure in ("min", "max") else 1e-9
             if figure == "zero_frac" and where.endswith("gradient"):
-                tolerance = 0.05  # the first token attends to itself alone: gradients of its query are zeros or rounding errors
+                tolerance = (
+                    0.05  # the first token attends to itself alone: gradients of its query are zeros or rounding errors
+                )
             relative = 2e-3 if figure == "update_frac" else 1e-4
             assert math.isclose(found, expected, rel_tol=relative, abs_tol=tolerance), (where, figure, found, expected)
         else:
@@ -109,7 +111,9 @@ def require_same(found: list[dict], expected: list[dict], plan: str) -> None:
         # in a pipeline, modules without parameters outside of blocks are left out; there are none here
         assert not missing, missing
         for path, figures in theirs["modules"].items():
-            if plan == "ep" and ".ffn." in path:  # which rows an expert layer pads, and the choice of equal scores, depend on the ranks
+            if (
+                plan == "ep" and ".ffn." in path
+            ):  # which rows an expert layer pads, and the choice of equal scores, depend on the ranks
                 continue
             for place, row in figures.items():
                 if plan == "tp4" and place == "gradient" and path.endswith((".k", ".v")):
@@ -294,9 +298,7 @@ def test_a_skipped_step_says_so(tmp_path: Path) -> None:
 
 
 def test_taps_of_the_configuration(tmp_path: Path) -> None:
-    observe = ObserveOptions(
-        console="off", trackers=(), report=False, taps=("blocks.1", "norm"), tap_every_steps=2
-    )
+    observe = ObserveOptions(console="off", trackers=(), report=False, taps=("blocks.1", "norm"), tap_every_steps=2)
     tiny.complete(tmp_path / "run", steps=4, observe=observe)
     found = events(tmp_path / "run")
     assert [event["step"] for event in found] == [2, 4]
@@ -320,6 +322,8 @@ def test_many_modules_are_written_as_several_events(tmp_path: Path, monkeypatch:
     ("patterns", "every", "text"),
     [(("block.*",), 1, "a tap of 'block.*'"), (("blocks.*",), 0, "a tap every 0 steps")],
 )
-def test_a_tap_that_observes_nothing_is_refused(tmp_path: Path, patterns: tuple[str, ...], every: int, text: str) -> None:
+def test_a_tap_that_observes_nothing_is_refused(
+    tmp_path: Path, patterns: tuple[str, ...], every: int, text: str
+) -> None:
     with tiny.trainer(tmp_path / "run", steps=1) as run, pytest.raises(ConfigError, match=text.replace("*", r"\*")):
         run.tap(*patterns, every=every)

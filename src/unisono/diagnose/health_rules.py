@@ -56,7 +56,9 @@ def non_finite_steps(facts: RunFacts) -> Iterator[Finding]:
             *(_sample_text(rank, step) for rank, step in causes[:3]),
             *_origin_texts(origins),
         ),
-        advice=_mending(origins[0][1]) if origins else "read these samples (loader order is fixed by the seed); if they are sound, a "
+        advice=_mending(origins[0][1])
+        if origins
+        else "read these samples (loader order is fixed by the seed); if they are sound, a "
         "lower optim.lr, a longer warm-up or plan.precision=fp32",
     )
 
@@ -69,7 +71,8 @@ def _origin_texts(origins: Sequence[tuple[int, NonfiniteOrigin]]) -> Iterator[st
     for (step, place), found in sorted(places.items(), key=lambda item: item[0][0])[:3]:
         samples = [sample for _, origin in found for sample in origin.sample_ids]
         text = f"; samples {listed(dict.fromkeys(samples))}" if samples else ""
-        yield f"step {step}, {named_ranks(sorted({rank for rank, _ in found}))}: the first {found[0][1].value} is of {place}{text}"
+        ranks = named_ranks(sorted({rank for rank, _ in found}))
+        yield f"step {step}, {ranks}: the first {found[0][1].value} is of {place}{text}"
 
 
 def _mending(origin: NonfiniteOrigin) -> str:
@@ -214,7 +217,7 @@ def overfitting(facts: RunFacts) -> Iterator[Finding]:
 
 
 def underfitting(facts: RunFacts) -> Iterator[Finding]:
-    """NUM08: a new model has learned next to nothing: its losses in training and evaluations are alike, flat and near the first."""
+    """NUM08: a new model has learned next to nothing: train and eval loss are alike, flat and near the first loss."""
     training = facts.training
     losses, evals = training.losses[np.isfinite(training.losses)], training.eval_losses
     if len(losses) < _MIN_STEPS_OF_FIT or len(evals) < 3 or not np.isfinite(evals).all():
@@ -235,8 +238,8 @@ def underfitting(facts: RunFacts) -> Iterator[Finding]:
             f"train loss {first:.4g} in the first 20 steps, {last:.4g} in the last 50, and {middle:.4g} in the 50 before",
             f"eval loss {evals[-1]:.4g} at step {training.eval_steps[-1]}: it is not the training data that is hard",
         ),
-        advice="another optim.lr, ten times higher and lower (observe.taps shows how far an update moves weights: NUM07); check that "
-        "inputs and targets belong together; then a larger model",
+        advice="another optim.lr, ten times higher and lower (observe.taps shows how far an update moves weights: NUM07); check "
+        "that inputs and targets belong together; then a larger model",
     )
 
 

@@ -41,8 +41,8 @@ def dead_units(facts: RunFacts) -> Iterator[Finding]:
             + ", ".join(f"{lasting[path]:.0%} of {path}" for path in dead[:5])
             + (", …" if len(dead) > 5 else ""),
         ),
-        advice="such units learn nothing: a lower optim.lr or a longer warm-up, initial values that do not push them below 0, a norm "
-        "before the layer, or GELU or leaky ReLU",
+        advice="such units learn nothing: a lower optim.lr or a longer warm-up, initial values that do not push them below 0, a "
+        "norm before the layer, or GELU or leaky ReLU",
     )
 
 
@@ -67,7 +67,8 @@ def update_ratio(facts: RunFacts) -> Iterator[Finding]:
         cost_frac=0.0,
         confidence=0.6,
         evidence=(
-            f"an update changes the median matrix by {shown:.2g} of its norm, in {len(taps)} taps; {_LOW:g} to {_HIGH:g} is usual",
+            f"an update changes the median matrix by {shown:.2g} of its norm, in {len(taps)} taps; "
+            f"{_LOW:g} to {_HIGH:g} is usual",
             f"step {tap.step}: {extreme} by {tap.update_fracs[extreme]:.2g}",
             *_range_text(facts, shown),
         ),
@@ -80,4 +81,6 @@ def _range_text(facts: RunFacts, ratio: float) -> tuple[str, ...]:
     rate = facts.settings.get("optim.lr")
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
         return ()
-    return (f"optim.lr is {rate:g}; {0.1 * _USUAL / ratio * rate:.2g} to {10 * _USUAL / ratio * rate:.2g} is worth a try",)
+    return (
+        f"optim.lr is {rate:g}; {0.1 * _USUAL / ratio * rate:.2g} to {10 * _USUAL / ratio * rate:.2g} is worth a try",
+    )

@@ -34,7 +34,13 @@ Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
 SERIES: Final = ("step", "eval", "log")  # kinds whose numbers trackers and report show
-NUMBERED: Final = (*SERIES, "skipped_step", "gradient_stats", "tap", "nonfinite")  # kinds that belong to one step of a run
+NUMBERED: Final = (
+    *SERIES,
+    "skipped_step",
+    "gradient_stats",
+    "tap",
+    "nonfinite",
+)  # kinds that belong to one step of a run
 ENVELOPE: Final = frozenset({"kind", "t", "m", "rank", "run", "attempt"})
 _NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

@@ -34,7 +34,8 @@ class ObserveOptions:
     )
 
     taps: tuple[str, ...] = option(
-        (), "Patterns of modules whose outputs, gradients and parameters are summarised: blocks.*, **.relu; empty = none."
+        (),
+        "Patterns of modules whose outputs, gradients and parameters are summarised: blocks.*, **.relu; empty = none.",
     )
     tap_every_steps: int = option(100, "Steps between taps.", applies_with="observe.taps", ge=1)
     replay_nonfinite: bool = option(

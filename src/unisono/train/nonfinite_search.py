@@ -1,12 +1,13 @@
 """Finds what made a skipped step non-finite: computes the step once more, with every operator watched.
 
-The guard has skipped the step, so the parameters are those of before it; batch and random numbers of dropout are those of the step.
-The passes leave nothing behind: gradients are dropped, buffers, generators and training modes are restored, and nothing is sent to the
-gradient synchronisation. Only what a model's forward pass changes elsewhere, such as a counter in plain Python, changes twice.
+The guard has skipped the step, so the parameters are those of before it; batch and random numbers of dropout are those of the
+step. The passes leave nothing behind: gradients are dropped, buffers, generators and training modes are restored, and
+nothing is sent to the gradient synchronisation. Only what a model's forward pass changes elsewhere, such as a counter in plain Python, changes
+twice.
 
-All ranks compute together, because layers and stages may communicate: whether a step was skipped is the same on all of them. The first,
-second, fourth, eighth … non-finite step of an attempt is searched. An accelerator is read after several steps; then the parameters may
-have had ``updates_since`` updates.
+All ranks compute together, because layers and stages may communicate: whether a step was skipped is the same on all of them. The
+first, second, fourth, eighth … non-finite step of an attempt is searched. An accelerator is read after several steps; then the
+parameters may have had ``updates_since`` updates.
 """
 
 from __future__ import annotations
@@ -112,12 +113,18 @@ class NonfiniteSearch:
                 num_samples=len(samples),
             )
         elif world.rank == 0 and not strongest:
-            reason = next((text for _, text in outcomes if text), "every tensor was finite when the step was computed again")
+            reason = next(
+                (text for _, text in outcomes if text), "every tensor was finite when the step was computed again"
+            )
             self.events.emit("nonfinite", **fields, reproduced=False, reason=reason)
 
     def _compute_again(self, batch: StepBatch) -> NonfiniteTensor | None:
         made = self.train_step
-        model, plan, factor = made.forward_backward.model, made.plan, made.state.loss_scaler.value / made.plan.batch.global_batch
+        model, plan, factor = (
+            made.forward_backward.model,
+            made.plan,
+            made.state.loss_scaler.value / made.plan.batch.global_batch,
+        )
         watch = OperatorWatch()
         watch.check_parameters(made.state.sharded.parameters)
         for number, micro_batch in enumerate(batch.micro_batches):

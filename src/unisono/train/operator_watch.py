@@ -1,8 +1,9 @@
 """Finds the first operator of a forward and backward pass whose result is not finite though its inputs are.
 
 This module alone uses, of torch outside of its documented interface (tested with torch 2.13.0): ``TorchDispatchMode``, which sees
-every operator, also those of the backward pass; the sequence numbers of autograd nodes, by which a backward operator is attributed
-to the module whose forward pass created its node; and the schema of an operator, which says whether it writes to its inputs.
+every operator, also those of the backward pass; the sequence numbers of autograd nodes, by which a backward operator is
+attributed to the module whose forward pass created its node; and the schema of an operator, which says whether it writes to its
+inputs.
 
 Every operator is checked on the host, so that a watched pass takes several times as long as another.
 """
@@ -85,9 +86,9 @@ class _Span:
 class OperatorWatch(TorchDispatchMode):
     """Watches the operators of passes inside of ``watching``; ``found`` is the result.
 
-    A suspect is an operator that makes a non-finite result of finite inputs, or NaN of infinite ones; a number among its arguments is
-    an input. One that a module does not return is dropped; the first of a module or loss that is not finite is the origin. Without
-    one it is the first module that returns what is not finite for finite arguments.
+    A suspect is an operator that makes a non-finite result of finite inputs, or NaN of infinite ones; a number among its
+    arguments is an input. One that a module does not return is dropped; the first of a module or loss that is not finite is the origin.
+    Without one it is the first module that returns what is not finite for finite arguments.
     """
 
     def __init__(self) -> None:
@@ -196,7 +197,12 @@ class OperatorWatch(TorchDispatchMode):
         rows = self._rows_of(tensor) if tensor.dim() > 2 else ()  # gradients of parameters have no rows
         self._in_backward.append(
             NonfiniteTensor(
-                where="backward", layer=span.path, operator=operator, value=value, micro_batch=span.micro_batch, rows=rows
+                where="backward",
+                layer=span.path,
+                operator=operator,
+                value=value,
+                micro_batch=span.micro_batch,
+                rows=rows,
             )
         )
 

@@ -1,8 +1,9 @@
 """Taps: at a cadence, what the modules that a pattern names compute, and how far their parameters move.
 
-At a tapped step forward hooks and gradient hooks are installed for that step alone; every other step costs nothing. The figures are
-of the global batch and the global tensors, whatever the layout: micro-batches and data ranks are added up, shards of parameters too.
-Of an output that several tensor-parallel ranks hold, equal copies (same bits) count once. A reading waits for the device.
+At a tapped step forward hooks and gradient hooks are installed for that step alone; every other step costs nothing. The figures
+are of the global batch and the global tensors, whatever the layout: micro-batches and data ranks are added up, shards of
+parameters too. Of an output that several tensor-parallel ranks hold, equal copies (same bits) count once. A reading waits for the
+device.
 
 With ``plan.compile`` a tapped step runs without compiled code, because hooks do not act inside of it; it rounds differently.
 In a pipeline, modules outside of the blocks are tapped if all their parameters are of one stage.
@@ -248,7 +249,9 @@ class TapReading:
                 modules[path]["gradient"] = gradient
         parameters, skipped = target.sharded.gather_stages(self._of_parameters), not bool(good)
         if target.stages is not None:
-            merged = {path: figures for stage in target.dims.world.all_gather_json(modules) for path, figures in stage.items()}
+            merged = {
+                path: figures for stage in target.dims.world.all_gather_json(modules) for path, figures in stage.items()
+            }
             modules = {path: merged[path] for path in target.paths if path in merged}
         if target.dims.world.rank and not target.ranks_diverge:
             return
@@ -258,7 +261,9 @@ class TapReading:
             self._events.emit("tap", step=step, skipped=skipped, modules=fields[0], parameters=fields[1])
 
     def _norms(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> list[float]:
-        local = torch.stack([torch.linalg.vector_norm(t.float() if t.dtype.itemsize < 4 else t).float() for t in tensors])
+        local = torch.stack(
+            [torch.linalg.vector_norm(t.float() if t.dtype.itemsize < 4 else t).float() for t in tensors]
+        )
         return self._target.sharded.global_norms(parameters, local).tolist()
 
     @torch.no_grad()
@@ -281,7 +286,9 @@ class TapReading:
         return found
 
     @torch.no_grad()
-    def _of_outputs(self, parts: Mapping[str, _Figures], divisor: Tensor, *, with_dead: bool) -> dict[str, dict[str, Any]]:
+    def _of_outputs(
+        self, parts: Mapping[str, _Figures], divisor: Tensor, *, with_dead: bool
+    ) -> dict[str, dict[str, Any]]:
         """Figures of the global batch, by name of the module; without modules that were not called."""
         if not parts:
             return {}
