@@ -1,9 +1,9 @@
 """Finds what made a skipped step non-finite: computes the step once more, with every operator watched.
 
 The guard has skipped the step, so the parameters are those of before it; batch and random numbers of dropout are those of the
-step. The passes leave nothing behind: gradients are dropped, buffers, generators and training modes are restored, and
-nothing is sent to the gradient synchronisation. Only what a model's forward pass changes elsewhere, such as a counter in plain Python, changes
-twice.
+step. The passes leave nothing behind: gradients are dropped, buffers, generators and training modes are restored, and nothing
+is sent to the gradient synchronisation. Only what a model's forward pass changes elsewhere, such as a counter in plain Python,
+changes twice.
 
 All ranks compute together, because layers and stages may communicate: whether a step was skipped is the same on all of them. The
 first, second, fourth, eighth … non-finite step of an attempt is searched. An accelerator is read after several steps; then the

@@ -87,8 +87,8 @@ class OperatorWatch(TorchDispatchMode):
     """Watches the operators of passes inside of ``watching``; ``found`` is the result.
 
     A suspect is an operator that makes a non-finite result of finite inputs, or NaN of infinite ones; a number among its
-    arguments is an input. One that a module does not return is dropped; the first of a module or loss that is not finite is the origin.
-    Without one it is the first module that returns what is not finite for finite arguments.
+    arguments is an input. One that a module does not return is dropped; the first of a module or loss that is not finite is the
+    origin. Without one it is the first module that returns what is not finite for finite arguments.
     """
 
     def __init__(self) -> None:
