@@ -13,7 +13,7 @@ Every operator is checked on the host, so that a watched pass takes several time
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
@@ -109,7 +109,7 @@ class OperatorWatch(TorchDispatchMode):
         return self._origin or self._module or next(iter(self._in_backward), None) or self._infinite_input
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
+    def watching(self, model: nn.Module) -> Generator[None]:
         """Inside, operators and the modules of ``model`` are watched."""
         hooks: list[Any] = []
         for path, module in model.named_modules():
@@ -171,7 +171,7 @@ class OperatorWatch(TorchDispatchMode):
             return func(*args, **kwargs)
         before = _worst(_leaves((args, kwargs))) if func._schema.is_mutable else None
         result = func(*args, **kwargs)
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()  # None in a forward pass
         made = list(_leaves(result))
         level = _worst(made if node is not None else made[:1])  # others of a forward operator are statistics
         if level and level > (_worst(_leaves((args, kwargs))) if before is None else before):
@@ -270,7 +270,7 @@ def _worst(values: Iterable[Any]) -> int:
 
 
 def _level(value: Tensor | float) -> int:
-    if isinstance(value, float):
+    if not isinstance(value, Tensor):
         return _NAN if math.isnan(value) else _INFINITE if math.isinf(value) else _FINITE
     tensor = _local(value)
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel() or tensor.is_meta:
