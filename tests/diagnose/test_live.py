@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ def train(world: Any, run_dir: str, fault: str, rank: int | None, plan: dict[str
                 run.model.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
             if fault in PAUSES_S:
                 slow_group(patch, fault)
+            if "division" in fault and here:
+                run.model.blocks[1].ffn.register_forward_hook(
+                    lambda layer, args, out: 0 * out / 0 if run.state.step == 6 else out
+                )
+            if "inactive" in fault:
+                run.model.blocks[1].ffn.up.register_forward_hook(lambda layer, args, out: (out - 9).relu())
             if "dead" in fault:
                 run.model.blocks[1].ffn.register_forward_hook(lambda layer, args, output: 0 * output)
             if "exploding" in fault:
@@ -207,6 +214,25 @@ def test_samples_that_are_no_numbers(pool: Pool, tmp_path: Path) -> None:
     (skipped,) = [event for event in tiny.events(tmp_path / "run", rank) if event["kind"] == "skipped_step"]
     assert 5 in skipped["samples"]
     assert f"the losses of rank {rank} alone sum to nan" in finding.evidence[1]
+
+
+def test_the_layer_that_is_no_number(pool: Pool, tmp_path: Path) -> None:
+    finding = found(pool, tmp_path, "division", rank=1)["NUM01"]
+    assert finding.ranks == (1,)
+    assert "rank 1: the first nan is of aten.div.Tensor of blocks.1.ffn (forward); samples" in finding.evidence[2]
+    assert finding.advice.startswith("look at blocks.1.ffn (aten.div.Tensor)")
+
+
+def test_units_that_are_dead(pool: Pool, tmp_path: Path) -> None:
+    observe = replace(tiny.QUIET, taps=("**.up",), tap_every_steps=4)
+    finding = found(pool, tmp_path, "inactive", observe=observe)["NUM06"]
+    assert finding.evidence[0].endswith("100% of blocks.1.ffn.up")
+
+
+def test_a_learning_rate_that_is_too_low(pool: Pool, tmp_path: Path) -> None:
+    observe = replace(tiny.QUIET, taps=("blocks.*",), tap_every_steps=4)
+    finding = found(pool, tmp_path, "none", ranks=1, lr=1e-9, observe=observe)["NUM07"]
+    assert finding.title == "the learning rate is too low for the weights"
 
 
 def test_evaluations_are_a_phase_of_their_own(tmp_path: Path) -> None:

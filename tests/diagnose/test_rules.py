@@ -273,6 +273,162 @@ def test_overfitting(tmp_path: Path, evals: tuple[float, ...], train_falls: bool
         assert "eval loss 2.5 at step 20" in found[0].evidence[0]
 
 
+def tap(step: int, *, dead: Mapping[str, float], updates: Mapping[str, float], skipped: bool = False) -> dict[str, Any]:
+    return {
+        "kind": "tap",
+        "step": step,
+        "skipped": skipped,
+        "modules": {path: {"output": {"dead_frac": share}} for path, share in dead.items()},
+        "parameters": {name: {"shape": [4, 4], "update_frac": share} for name, share in updates.items()}
+        | {"bias": {"shape": [4], "update_frac": 9.0}, "frozen": {"shape": [4, 4]}},
+    }
+
+
+def every_tenth(event: Any) -> Any:
+    return lambda rank, step: [event(step)] if step % 10 == 0 else []
+
+
+@pytest.mark.parametrize(
+    ("share", "severity"), [(lambda step: 0.6, "warning"), (lambda step: 0.95, "critical"), (lambda step: 0.3, None),
+                            (lambda step: 0.95 if step < 30 else 0.1, None)],
+)  # fmt: skip
+def test_units_that_are_dead(tmp_path: Path, share: Any, severity: str | None) -> None:
+    events = every_tenth(lambda step: tap(step, dead={"blocks.0.relu": share(step), "blocks.1": 0.0}, updates={}))
+    found = findings(tmp_path, lambda rank, step: COMPUTE, extra=events)
+    assert [(one.id, one.severity) for one in found] == ([("NUM06", severity)] if severity else [])
+    if severity:
+        assert found[0].evidence == (
+            f"in steps 20, 30, 40, channels that are 0 for the whole batch: {share(40):.0%} of blocks.0.relu",
+        )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        (lambda step: 2e-6, "low"),
+        (lambda step: 0.4, "high"),
+        (lambda step: 1e-3, None),
+        (lambda step: 1e-3 if step == 10 else 1e-7, None),  # the end of a schedule
+        (lambda step: 0.4 if step == 10 else 1e-3, None),  # its begin
+    ],
+)
+def test_updates_that_are_too_small_or_large(tmp_path: Path, ratio: Any, text: str | None) -> None:
+    events = every_tenth(lambda step: tap(step, dead={}, updates={"a": ratio(step), "b": ratio(step), "c": 0.02}))
+    settings = {**SETTINGS, "optim.lr": 0.01}
+    found = findings(tmp_path, lambda rank, step: COMPUTE, extra=events, settings=settings)
+    assert [one.id for one in found] == (["NUM07"] if text else [])
+    if text:
+        assert found[0].title == f"the learning rate is too {text} for the weights"
+        assert f"{ratio(40):.2g} of its norm, in 4 taps" in found[0].evidence[0]
+        low, high = {"low": ("0.5", "50"), "high": ("2.5e-06", "0.00025")}[text]
+        assert found[0].evidence[2] == f"optim.lr is 0.01; {low} to {high} is worth a try"
+
+
+def test_taps_of_skipped_steps_do_not_count(tmp_path: Path) -> None:
+    events = every_tenth(lambda step: tap(step, dead={"relu": 1.0}, updates={"a": 0.0}, skipped=True))
+    assert findings(tmp_path, lambda rank, step: COMPUTE, extra=events) == []
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"kind": "tap", "step": "x", "skipped": False},
+        {"kind": "tap", "step": 5, "skipped": False, "modules": [1], "parameters": {"a": 3}},
+        {
+            "kind": "tap",
+            "step": 5,
+            "skipped": False,
+            "modules": {"a": {"output": {"dead_frac": "NaN"}}},
+            "parameters": None,
+        },
+        {"kind": "tap", "step": 5, "skipped": False, "parameters": {"a": {"shape": 7, "update_frac": "Infinity"}}},
+        {"kind": "nonfinite", "step": 5, "reproduced": True, "samples": {"a": 1}, "layer": 3},
+        {"kind": "nonfinite", "step": None, "reproduced": True},
+        {"kind": "nonfinite", "step": 5, "reproduced": "yes"},
+    ],
+)
+def test_events_of_others_are_no_trouble(tmp_path: Path, event: dict[str, Any]) -> None:
+    assert (
+        findings(tmp_path, lambda rank, step: COMPUTE, extra=lambda rank, step: [event] if step % 5 == 0 else []) == []
+    )
+
+
+def skip(loss: Any, **origin: Any) -> Any:
+    """Step 7 was skipped, and rank 1 found its origin."""
+
+    def events(rank: int, step: int) -> list[dict[str, Any]]:
+        if step != 7:
+            return []
+        skipped = {"kind": "skipped_step", "loss": loss, "grad_norm": "NaN", "rank_loss": 1.0, "samples": [1, 2]}
+        found = {"kind": "nonfinite", "reproduced": True, "value": "nan", "tensor": "", "layer": "", "operator": ""}
+        return [skipped, *([found | {"samples": [4, 2], **origin}] if rank == 1 and origin else [])]
+
+    return events
+
+
+@pytest.mark.parametrize(
+    ("origin", "evidence", "advice"),
+    [
+        (
+            {"where": "input", "tensor": "image"},
+            "input image; samples 4, 2",
+            "mend or leave out these samples: their image",
+        ),
+        (
+            {"where": "forward", "layer": "blocks.3.ffn", "operator": "aten.div.Tensor"},
+            "aten.div.Tensor of blocks.3.ffn (forward); samples 4, 2",
+            "look at blocks.3.ffn (aten.div.Tensor), whose inputs are finite",
+        ),
+        (
+            {"where": "loss", "operator": "aten.log.default", "samples": []},
+            "aten.log.default of the loss (loss)",
+            "look at the objective (aten.log.default)",
+        ),
+        (
+            {"where": "parameter", "tensor": "head.weight", "samples": []},
+            "parameter head.weight",
+            "the weights that the run",
+        ),
+    ],
+)
+def test_the_origin_of_a_step_that_is_no_number(tmp_path: Path, origin: dict, evidence: str, advice: str) -> None:
+    finding = only(tmp_path, lambda rank, step: COMPUTE, extra=skip("NaN", **origin))
+    assert (finding.id, finding.ranks, finding.confidence) == ("NUM01", (1,), 0.95)
+    assert finding.evidence[1] == f"step 7, rank 1: the first nan is of {evidence}"
+    assert finding.advice.startswith(advice)
+
+
+def test_a_gradient_that_is_no_number(tmp_path: Path) -> None:
+    origin = {"where": "backward", "layer": "norm", "operator": "aten.div.Tensor"}
+    finding = only(tmp_path / "found", lambda rank, step: COMPUTE, extra=skip(2.0, **origin))
+    assert (finding.id, finding.title) == ("NUM01", "the gradient is no number in some steps")
+    assert findings(tmp_path / "scale", lambda rank, step: COMPUTE, extra=skip(2.0)) == []  # fp16 finds its loss scale
+
+
+@pytest.mark.parametrize(
+    ("loss", "eval_loss", "settings", "found"),
+    [
+        (lambda step: 4.0, 4.05, {}, True),
+        (lambda step: 4.0, 4.05, {"model.pretrained": "x"}, False),
+        (lambda step: 4.0, 5.0, {}, False),  # NUM05's, or other data
+        (lambda step: 4.0 - min(step, 100) / 100, 3.0, {}, False),  # it has learned, and is flat now
+        (lambda step: 4.0 - step / 400, 3.45, {}, False),  # it learns
+    ],
+)
+def test_a_model_that_does_not_learn(tmp_path: Path, loss: Any, eval_loss: float, settings: dict, found: bool) -> None:
+    losses = [loss(step) + noise - 2 for step, noise in enumerate(noisy(220), start=1)]
+    events = lambda rank, step: [{"kind": "eval", "eval/loss": eval_loss}] if step % 50 == 0 else []  # noqa: E731
+    result = findings(
+        tmp_path,
+        lambda rank, step: COMPUTE,
+        steps=220,
+        fields_of=series(loss=losses),
+        extra=events,
+        settings={**SETTINGS, **settings},
+    )
+    assert [one.id for one in result] == (["NUM08"] if found else [])
+
+
 def test_ranks_that_left_before_the_last_attempt_do_not_count(tmp_path: Path) -> None:
     write_events(tmp_path, lambda rank, step: {**COMPUTE, "data_wait": 0.1}, ranks=4, began_s=0.0)
     write_events(tmp_path, lambda rank, step: COMPUTE, ranks=2, began_s=1000.0)

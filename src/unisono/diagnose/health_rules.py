@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -12,20 +12,28 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from unisono.diagnose.figures import (
     listed,
+    named_ranks,
 )
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.run_facts import RunFacts, SkippedStep, TrainingFacts
+from unisono.diagnose.tap_facts import NonfiniteOrigin
 
 _SPIKE_WINDOW: Final = 50
 _SPIKE_SIGMAS: Final = 8.0
 _MIN_STEPS: Final = 50  # to judge how a norm grows
+_MIN_STEPS_OF_FIT: Final = 200  # to judge whether a model learns
 
 
 def non_finite_steps(facts: RunFacts) -> Iterator[Finding]:
     """NUM01: losses or gradients that are no numbers."""
+    origins = [(rank.rank, origin) for rank in facts.ranks for origin in rank.origins]
+    searched = {origin.step for _, origin in origins}
     skipped = [
-        (rank.rank, step) for rank in facts.ranks for step in rank.skipped if not math.isfinite(step.loss)
-    ]  # a finite loss with an infinite norm is how fp16 finds its loss scale
+        (rank.rank, step)
+        for rank in facts.ranks
+        for step in rank.skipped
+        if not math.isfinite(step.loss) or step.step in searched
+    ]  # another finite loss with an infinite norm is how fp16 finds its loss scale
     if not skipped:
         return
     numbers = sorted({step.step for _, step in skipped})
@@ -34,21 +42,48 @@ def non_finite_steps(facts: RunFacts) -> Iterator[Finding]:
     causes = [
         (rank, step) for rank, step in skipped if step.rank_loss is not None and not math.isfinite(step.rank_loss)
     ]
-    ranks = tuple(sorted({rank for rank, _ in causes}))
+    ranks = tuple(sorted({rank for rank, _ in origins or causes}))
+    is_loss = any(not math.isfinite(step.loss) for _, step in skipped)
     yield Finding(
         id="NUM01",
-        title="the loss is no number in some steps",
+        title=f"the {'loss' if is_loss else 'gradient'} is no number in some steps",
         severity="critical" if share >= 0.03 else "warning",
         cost_frac=min(1.0, share),
-        confidence=0.95 if causes else 0.7,
+        confidence=0.95 if causes or origins else 0.7,
         ranks=ranks if len(ranks) < len(facts.ranks) else (),
         evidence=(
             f"{len(numbers)} of {num_steps} steps were skipped: {listed(numbers)}",
             *(_sample_text(rank, step) for rank, step in causes[:3]),
+            *_origin_texts(origins),
         ),
-        advice="read these samples (loader order is fixed by the seed); if they are sound, a lower optim.lr, a longer warm-up or "
-        "plan.precision=fp32",
+        advice=_mending(origins[0][1])
+        if origins
+        else "read these samples (loader order is fixed by the seed); if they are sound, a "
+        "lower optim.lr, a longer warm-up or plan.precision=fp32",
     )
+
+
+def _origin_texts(origins: Sequence[tuple[int, NonfiniteOrigin]]) -> Iterator[str]:
+    """The first three places, each with the ranks that found it."""
+    places: dict[tuple[int, str], list[tuple[int, NonfiniteOrigin]]] = {}
+    for rank, origin in origins:
+        places.setdefault((origin.step, origin.place), []).append((rank, origin))
+    for (step, place), found in sorted(places.items(), key=lambda item: item[0][0])[:3]:
+        samples = [sample for _, origin in found for sample in origin.sample_ids]
+        text = f"; samples {listed(dict.fromkeys(samples))}" if samples else ""
+        ranks = named_ranks(sorted({rank for rank, _ in found}))
+        yield f"step {step}, {ranks}: the first {found[0][1].value} is of {place}{text}"
+
+
+def _mending(origin: NonfiniteOrigin) -> str:
+    if origin.where == "input":
+        return f"mend or leave out these samples: their {origin.tensor} is {origin.value} before any layer"
+    if origin.where == "parameter":
+        return "the weights that the run began with are no numbers: another checkpoint or model.pretrained"
+    layer = origin.layer or "the objective"
+    operator = f" ({origin.operator})" if origin.operator else ""
+    fix = "an epsilon or a clamp there" if origin.value == "nan" else "plan.precision=fp32, an epsilon or a clamp there"
+    return f"look at {layer}{operator}, whose inputs are finite: {fix}; if samples are named, read them; else a lower optim.lr"
 
 
 def _sample_text(rank: int, step: SkippedStep) -> str:
@@ -178,6 +213,33 @@ def overfitting(facts: RunFacts) -> Iterator[Finding]:
         advice="more or augmented data, dropout or weight decay; train.early_stop_patience ends such a run, and --best "
         "takes the best checkpoint",
         patch={"train.early_stop_patience": 3} if patience == 0 else {},
+    )
+
+
+def underfitting(facts: RunFacts) -> Iterator[Finding]:
+    """NUM08: a new model has learned next to nothing: train and eval loss are alike, flat and near the first loss."""
+    training = facts.training
+    losses, evals = training.losses[np.isfinite(training.losses)], training.eval_losses
+    if len(losses) < _MIN_STEPS_OF_FIT or len(evals) < 3 or not np.isfinite(evals).all():
+        return
+    if facts.settings.get("model.pretrained") or losses[0] <= 0:
+        return  # a model that was trained before begins near its end
+    first, middle, last = (float(np.mean(part)) for part in (losses[:20], losses[-100:-50], losses[-50:]))
+    is_flat = abs(middle - last) <= 0.01 * middle
+    if not is_flat or last < 0.95 * first or last > 1.05 * first or abs(float(evals[-1]) - last) > 0.05 * last:
+        return
+    yield Finding(
+        id="NUM08",
+        title="the model has learned next to nothing",
+        severity="warning",
+        cost_frac=0.0,
+        confidence=0.5,
+        evidence=(
+            f"train loss {first:.4g} in the first 20 steps, {last:.4g} in the last 50, and {middle:.4g} in the 50 before",
+            f"eval loss {evals[-1]:.4g} at step {training.eval_steps[-1]}: it is not the training data that is hard",
+        ),
+        advice="another optim.lr, ten times higher and lower (observe.taps shows how far an update moves weights: NUM07); check "
+        "that inputs and targets belong together; then a larger model",
     )
 
 

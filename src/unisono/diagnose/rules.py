@@ -7,7 +7,15 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from unisono.diagnose import health_rules, link_rules, memory_rules, server_rules, time_rules, trace_rules
+from unisono.diagnose import (
+    health_rules,
+    link_rules,
+    memory_rules,
+    server_rules,
+    tap_rules,
+    time_rules,
+    trace_rules,
+)
 from unisono.diagnose.finding import Finding, Rule
 from unisono.diagnose.run_facts import RunFacts
 
@@ -31,6 +39,9 @@ RULES: Final[Sequence[Rule]] = (
     health_rules.exploding_gradients,
     health_rules.dead_layers,
     health_rules.overfitting,
+    health_rules.underfitting,
+    tap_rules.dead_units,
+    tap_rules.update_ratio,
     server_rules.stale_updates,
     trace_rules.exposed_gradient_sums,
     trace_rules.launch_bound,

@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps, step_of
 from unisono.errors import DataError
 from unisono.observe.events import Event, number
 from unisono.observe.history import Floats, RankHistory, read_history
@@ -30,7 +31,7 @@ COMPUTE_PHASES: Final = tuple(
 # parts of comm_exposed; 0 in events of earlier releases
 COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)
 _WARM_UP_READINGS: Final = 2
-_MAX_STEP: Final = 1 << 53
+_MAX_STEPS: Final = 1 << 53
 _MAX_BYTES: Final = 1e18
 _MAX_S: Final = 1e12
 
@@ -99,6 +100,7 @@ class RankFacts:
         peak_reserved_bytes: Most that the allocator of the device held, in bytes; 0 on the CPU.
         num_alloc_retries: Allocations that succeeded only after the allocator gave back its free blocks.
         links: Traffic with each peer.
+        origins: First non-finite tensors of skipped steps, on this rank.
     """
 
     rank: int
@@ -114,6 +116,7 @@ class RankFacts:
     peak_reserved_bytes: float = 0.0
     num_alloc_retries: int = 0
     links: tuple[LinkTraffic, ...] = ()
+    origins: tuple[NonfiniteOrigin, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +133,7 @@ class TrainingFacts:
         layer_norms: Gradient norm of each parameter in these steps, by name [statistics].
         lag_steps: Last step of each ``links`` event of a run with parameter servers [events].
         lags: Mean number of other workers' pushes between the values that a push was computed from and its arrival [events].
+        taps: Tapped steps, ascending.
     """
 
     steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -141,6 +145,7 @@ class TrainingFacts:
     layer_norms: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
     lag_steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     lags: Floats = field(default_factory=lambda: np.zeros(0))
+    taps: tuple[Tap, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +284,7 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
     if np.isnan(wall_s).all():  # events of an earlier release
         wall_s = np.diff(column("m", readings), prepend=np.nan)
     steps = history.steps[readings]
-    compiled = [_step(event) for event in events if event["kind"] == "compiled"]
+    compiled = [step_of(event) for event in events if event["kind"] == "compiled"]
     profiled = [range((_first_step(event) or last) - 1, last + 1) for event in events if (last := _profiled_to(event))]
     later = np.r_[np.ones(len(steps[:1]), bool), steps[1:] > np.maximum.accumulate(steps)[:-1]]
     steady = np.arange(len(readings)) >= _WARM_UP_READINGS
@@ -303,9 +308,10 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         peak_reserved_bytes=float(np.max(_zeros_for_none(column("mem/peak_reserved_bytes", rows)), initial=0.0)),
         num_alloc_retries=int(np.max(_zeros_for_none(column("mem/alloc_retries", rows)), initial=0.0)),
         skipped=tuple(
-            _skipped(event) for event in events if event["kind"] == "skipped_step" and _step(event) is not None
+            _skipped(event) for event in events if event["kind"] == "skipped_step" and step_of(event) is not None
         ),
         links=_links(events),
+        origins=read_origins(events),
     )
 
 
@@ -317,7 +323,7 @@ def _links(events: Sequence[Event]) -> tuple[LinkTraffic, ...]:
         if (
             event["kind"] != "links"
             or not isinstance(steps, int)
-            or not 0 < steps < _MAX_STEP
+            or not 0 < steps < _MAX_STEPS
             or not isinstance(rows, list)
         ):
             continue
@@ -354,18 +360,18 @@ def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int)
         (step, loss)
         for event in events
         if event["kind"] == "eval"
-        and (step := _step(event)) is not None
+        and (step := step_of(event)) is not None
         and (loss := number(event.get("eval/loss"))) is not None
     ]
     stats = [
         (step, _mapping(event.get("layers")))
         for event in events
-        if event["kind"] == "gradient_stats" and (step := _step(event)) is not None
+        if event["kind"] == "gradient_stats" and (step := step_of(event)) is not None
     ]
     lags = [
         (step, lag)
         for event in events
-        if event["kind"] == "links" and (step := _step(event)) is not None and (lag := _mean_lag(event)) is not None
+        if event["kind"] == "links" and (step := step_of(event)) is not None and (lag := _mean_lag(event)) is not None
     ]
     names = list(stats[-1][1]) if stats else []
     norms = {name: [number(_mapping(layers.get(name)).get("norm")) for _, layers in stats] for name in names}
@@ -381,6 +387,7 @@ def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int)
         },
         lag_steps=np.array([step for step, _ in lags], dtype=np.int64),
         lags=np.array([lag for _, lag in lags], dtype=np.float64),
+        taps=read_taps(events),
     )
 
 
@@ -403,7 +410,7 @@ def _skipped(event: Event) -> SkippedStep:
     samples = event.get("samples")
     ids = cast("list[Any]", samples) if isinstance(samples, list) else []
     return SkippedStep(
-        step=_step(event) or 0,
+        step=step_of(event) or 0,
         loss=_or_nan(event.get("loss")),
         grad_norm=_or_nan(event.get("grad_norm")),
         rank_loss=number(event.get("rank_loss")),
@@ -411,19 +418,13 @@ def _skipped(event: Event) -> SkippedStep:
     )
 
 
-def _step(event: Event) -> int | None:
-    """The step of an event; None where it is no count."""
-    step = event.get("step")
-    return step if isinstance(step, int) and 0 <= step < _MAX_STEP else None
-
-
 def _profiled_to(event: Event) -> int | None:
     """The last step of a profile; None of another event."""
-    return _step(event) if event["kind"] == "profile" else None
+    return step_of(event) if event["kind"] == "profile" else None
 
 
 def _first_step(event: Event) -> int | None:
-    return _step({"step": event.get("first_step")})
+    return step_of({"step": event.get("first_step")})
 
 
 def _or_nan(value: Any) -> float:

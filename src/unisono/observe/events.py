@@ -35,7 +35,10 @@ Listener = Callable[[Event], None]
 
 SERIES: Final = ("step", "eval", "log")  # kinds whose numbers trackers and report show
 # kinds that belong to one step of a run
-NUMBERED: Final = (*SERIES, "log_text", "log_image", "histograms", "skipped_step", "gradient_stats")
+NUMBERED: Final = (
+    *(*SERIES, "log_text", "log_image"),
+    *("histograms", "skipped_step", "gradient_stats", "tap", "nonfinite"),
+)
 ENVELOPE: Final = frozenset({"kind", "t", "m", "rank", "run", "attempt"})
 _NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

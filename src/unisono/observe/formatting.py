@@ -308,6 +308,19 @@ def _skipped(event: Fields) -> str:
     return f"step {event.get('step', '?')} skipped on all ranks: {why}"
 
 
+def _nonfinite(event: Fields) -> str | None:
+    if not event.get("reproduced"):
+        return None
+    operator, tensor, layer = (str(event.get(name) or "") for name in ("operator", "tensor", "layer"))
+    where = str(event.get("where", "?"))
+    place = f"{where} {tensor!r}" if tensor else f"{operator or 'the result'} in {layer or 'the ' + where} ({where})"
+    samples = cast("list[object]", event.get("samples") or [])
+    shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
+    return f"step {event.get('step', '?')}: the first {event.get('value', '?')} is of {place}" + (
+        f"; samples {shown}" if shown else ""
+    )
+
+
 def _data_skipped(event: Fields) -> str:
     samples = cast("list[object]", event.get("samples") or [])
     shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
@@ -366,6 +379,7 @@ _MESSAGES: Final[Mapping[str, tuple[str, Callable[[Fields], str | None]]]] = {
     "checkpoint_downloaded": ("info", _downloaded),
     "checkpoint_quarantined": ("warning", _quarantined),
     "skipped_step": ("warning", _skipped),
+    "nonfinite": ("warning", _nonfinite),
     "data_skipped": ("warning", _data_skipped),
     "preempt": ("warning", _preempt),
     "early_stop": ("info", _early_stop),

@@ -1,4 +1,4 @@
-"""Settings of the console and the trackers. Imports no torch."""
+"""Settings of the console, the trackers and the observation of training. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from unisono.config import option
 from unisono.config.fields import options_repr
-from unisono.errors import Problem, nearest_name
+from unisono.errors import Problem, inert_problem, nearest_name
 
 SINK_GROUP: Final = "unisono.sinks"
 BUILT_IN_SINKS: Final = ("csv", "tensorboard", "wandb", "mlflow")
@@ -21,7 +21,7 @@ _PROFILE_STEPS: Final = re.compile(r"([0-9]{1,15}):([0-9]{1,15})(\+stacks)?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObserveOptions:
-    """Section ``observe`` of a configuration: console mode and trackers."""
+    """Section ``observe`` of a configuration: console mode, trackers, and what is observed in training."""
 
     __repr__ = options_repr
 
@@ -41,8 +41,18 @@ class ObserveOptions:
         "Steps to profile on all ranks, A:B from A to before B, such as 100:103; 100:103+stacks with Python's stacks.",
     )
 
+    taps: tuple[str, ...] = option(
+        (),
+        "Patterns of modules whose outputs, gradients and parameters are summarised: blocks.*, **.relu; empty = none.",
+    )
+    tap_every_steps: int = option(100, "Steps between taps.", applies_with="observe.taps", ge=1)
+    replay_nonfinite: bool = option(
+        True, "Compute a step with a non-finite loss or gradient once more to find the first layer and operator."
+    )
+
     def problems(self) -> Iterator[tuple[str, Problem]]:
-        """Trackers that are unknown or listed twice, and steps to profile that are none, by field name."""
+        """Trackers that are unknown or listed twice, steps to profile that are none, and a cadence of taps without taps, by field
+        name."""
         if self.profile_steps:
             try:
                 parse_profile_steps(self.profile_steps)
@@ -56,6 +66,15 @@ class ObserveOptions:
                         nearest="observe.profile_steps='100:103', or with Python's stacks '100:103+stacks'",
                     ),
                 )
+        if self.tap_every_steps != 100 and not self.taps:
+            yield (
+                "tap_every_steps",
+                inert_problem(
+                    f"tap_every_steps {self.tap_every_steps} without taps",
+                    "it is the cadence of observe.taps, which names no module",
+                    "observe.taps=['blocks.*'], or leave observe.tap_every_steps out",
+                ),
+            )
         for name, count in Counter(self.trackers).items():
             if count > 1:
                 yield (

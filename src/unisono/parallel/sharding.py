@@ -323,6 +323,10 @@ class ShardedParameters:
             return None
         return self._table.shards.get(name)
 
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the global parameter ``name``."""
+        return self._table.spec.parameters[name].shape
+
     def global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """Norm [] of the gradient of the global model; ``gradients`` are this rank's, in order of the trained parameters."""
         trained = [p for p in self.parameters.values() if p.requires_grad]

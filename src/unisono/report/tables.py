@@ -17,7 +17,7 @@ from unisono.sanitize import printable
 MAX_HAPPENINGS: Final = 500  # rows of the event table
 _MAX_TIME_S: Final = 1e11  # since 1970, that a calendar has
 _QUIET_KINDS: Final = frozenset(
-    {*SERIES, "sample", "log_text", "log_image", "histograms", "gradient_stats", "system", "links"}
+    {*SERIES, "sample", "log_text", "log_image", "histograms", "gradient_stats", "tap", "system", "links"}
 )
 _WARNING_KINDS: Final = frozenset(
     {
@@ -25,6 +25,7 @@ _WARNING_KINDS: Final = frozenset(
         "checkpoint_upload_failed",
         "checkpoint_quarantined",
         "skipped_step",
+        "nonfinite",
         "sink_failed",
         "events_lost",
         "preempt",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from unisono.checkpoint import CheckpointOptions
 from unisono.data.dataset import Dataset
-from unisono.data.loading.loader import Loader
+from unisono.data.loading.loader import Loader, StepBatch, to_device
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.dist import StopNotice, World, agree
 from unisono.errors import ConfigError
@@ -26,6 +26,7 @@ from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog
 from unisono.observe.meters import GarbageTimer, RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
+from unisono.observe.options import ObserveOptions
 from unisono.optim import ScheduleOptions
 from unisono.optim.run_optimizer import check_frozen_until
 from unisono.parallel.context import ContextParallel
@@ -58,6 +59,7 @@ from unisono.train.loss_scaler import LossScaler
 from unisono.train.metrics import Metric
 from unisono.train.metrics_reader import GradientStats, MetricsReader
 from unisono.train.named_losses import NamedLosses
+from unisono.train.nonfinite_search import NonfiniteSearch
 from unisono.train.objectives import Objective, check_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
@@ -67,6 +69,7 @@ from unisono.train.settings import count_modules, run_settings
 from unisono.train.setup import build_kvstore, count_tokens, find_peak, throughput_unit
 from unisono.train.state import StageTensors, TrainState
 from unisono.train.step import Batch, ForwardBackward, TrainStep, input_selector
+from unisono.train.taps import Taps, TapTarget
 
 # steps between two readings of loss, norm and flags; on the CPU there is nothing to wait for
 ACCELERATOR_READ_STEPS = 10
@@ -90,6 +93,7 @@ class RunInputs:
     metrics: Mapping[str, Metric]
     flops_per_token: float | Callable[[nn.Module], float]
     callbacks: Sequence[Every]
+    observe: ObserveOptions
     provenance: Mapping[str, Any]
     shows_histograms: bool  # whether a tracker of this rank does
 
@@ -109,6 +113,7 @@ class BuiltModel:
         dims: The mesh of the ranks.
         inputs: ``input_selector`` of the model.
         modules: ``count_modules`` of the model.
+        paths: Names of the modules of the model.
         record: Attributes and code of its modules.
         num_trained: Elements of the parameters that are trained, in the whole model.
         flops_per_token: FLOPs of forward and backward per unit of weight; 0 where they are not known.
@@ -119,6 +124,7 @@ class BuiltModel:
     dims: ParallelDims
     inputs: Callable[[Batch], dict[str, Tensor]]
     modules: dict[str, int]
+    paths: tuple[str, ...]
     record: ModelRecord
     num_trained: int
     flops_per_token: float
@@ -190,6 +196,7 @@ def build_model(
         dims=dims,
         inputs=input_selector(model),
         modules=count_modules(model),  # before they are wrapped and sharded
+        paths=tuple(path for path, _ in model.named_modules() if path),
         record=ModelRecord(model),
         num_trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         flops_per_token=flops_per_token,
@@ -429,12 +436,13 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
             options.gradient_stats_every_steps,
             with_histograms=with_histograms,
         ),
+        taps=_build_taps(parts, ranks_diverge=ranks_diverge),
         count_units=count_tokens(given.objective),
     )
     rates = RateMeter(steps_total=options.steps, devices=parts.world.world_size)
     return StepRunner(
         train_step=train_step,
-        metrics_reader=_build_metrics_reader(parts, rates, traffic),
+        metrics_reader=_build_metrics_reader(parts, rates, traffic, _build_search(parts, train_step)),
         profiler=profiler,
         rates=rates,
         timers=parts.timers,
@@ -461,7 +469,45 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
     )
 
 
-def _build_metrics_reader(parts: RunParts, rates: RateMeter, traffic: GradientSync | ReportsTraffic) -> MetricsReader:
+def _build_taps(parts: RunParts, *, ranks_diverge: bool) -> Taps:
+    observe, built = parts.inputs.observe, parts.built
+    target = TapTarget(
+        model=built.model,
+        paths=built.paths,
+        sharded=parts.sharded.sharded,
+        dims=built.dims,
+        stages=parts.sharded.parallel.stages,
+        ranks_diverge=ranks_diverge,
+        updates_here=parts.plan.sync.kind != "dist_async",
+    )
+    taps = Taps(target, parts.events)
+    if observe.taps:
+        taps.add(observe.taps, observe.tap_every_steps)
+    return taps
+
+
+def _build_search(parts: RunParts, train_step: TrainStep) -> NonfiniteSearch | None:
+    """The search for the origin of a skipped step; None where it is off, or ranks skip steps each on its own."""
+    if not parts.inputs.observe.replay_nonfinite or parts.plan.sync.kind in ("dist_async", "dist_local"):
+        return None
+    loader = parts.loader
+
+    def load(step: int) -> StepBatch:
+        with closing(loader.iterate(step, step + 1)) as steps:
+            batch = next(steps)
+        return replace(batch, micro_batches=[to_device(part, parts.device) for part in batch.micro_batches])
+
+    return NonfiniteSearch(
+        train_step=train_step,
+        load=load if isinstance(loader, Loader) else None,  # a stream would have to be read from its start
+        events=parts.events,
+        device=parts.device,
+    )
+
+
+def _build_metrics_reader(
+    parts: RunParts, rates: RateMeter, traffic: GradientSync | ReportsTraffic, searches: NonfiniteSearch | None
+) -> MetricsReader:
     given, loader, flops_per_token = parts.inputs, parts.loader, parts.built.flops_per_token
     return MetricsReader(
         events=parts.events,
@@ -479,6 +525,7 @@ def _build_metrics_reader(parts: RunParts, rates: RateMeter, traffic: GradientSy
         peak=find_peak(parts.device, parts.plan, parts.world) if flops_per_token else None,
         weight_total=float(parts.state.weight_total),
         skipped_total=int(parts.state.guard.skipped),
+        searches=searches,
         compiling=parts.plan.backend.compile != "off",
         **throughput_unit(given.objective, given.input.data, parts.built.dims.plan, flops_per_token),
     )

@@ -376,7 +376,6 @@ def build_trainer(
         observe=config.observe,
         flops_per_token=lambda model: gpt_flops_per_token(model, config.data.seq_len) if isinstance(model, GPT) else 0,
         world=world,
-        observe=config.observe,
         events=events,
         provenance={**provenance, "settings": compared_settings(config, function_name)},
     )

@@ -22,6 +22,7 @@ from unisono.parallel.device import device_memory
 from unisono.parallel.sharding import ShardedParameters
 from unisono.train.comm_stats import CommStats
 from unisono.train.histograms import histograms
+from unisono.train.nonfinite_search import NonfiniteSearch
 from unisono.train.step import COUNTED, GOOD, LOSS, NAMED, NORM, RANK_LOSS, STOP, Step
 
 
@@ -50,6 +51,7 @@ class MetricsReader:
     skipped_total: int
     unit: str
     samples_per_step: int
+    searches: NonfiniteSearch | None = None  # finds out why a step was skipped
     compiling: bool = False  # the next reading contains a step that compiled
     profiling: bool = False  # the next reading contains a step that was profiled
     stop_requested: bool = False
@@ -105,6 +107,7 @@ class MetricsReader:
                 self._skip(step, row)
             fields["train/skipped_steps"] = self.skipped_total
             self.events.emit("step", **fields, **(measured if step is steps[-1] else {}))
+        self._search(steps, rows)
         self._last = steps[-1], rows[-1]
         if self._skips_in_a_row >= self.max_skips:
             self._give_up(*self._last)
@@ -131,6 +134,16 @@ class MetricsReader:
             grad_norm=row[NORM],
             samples=[int(i) for i in step.sample_ids[:64]],
         )
+
+    def _search(self, steps: list[Step], rows: list[list[float]]) -> None:
+        if self.searches is None:
+            return
+        with self.rates.paused():
+            for number, (step, row) in enumerate(zip(steps, rows, strict=True), start=1):
+                if not row[GOOD]:
+                    updates = sum(bool(later[GOOD]) for later in rows[number:])
+                    self.searches.search(step, row[LOSS], row[NORM], updates_since=updates)
+        self.searches.forget()
 
     def _give_up(self, step: Step, row: list[float]) -> None:
         if self.skipped_total >= step.index:

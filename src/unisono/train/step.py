@@ -1,6 +1,6 @@
 """One optimizer step, from micro-batches on the device to updated parameters. It is the hot path.
 
-A plain step never waits for the device; experts, gradient statistics, the statistics of a codec and ``dist_async`` do.
+A plain step never waits for the device; experts, gradient statistics, taps, the statistics of a codec and ``dist_async`` do.
 
 forward, backward   per micro-batch; gradients of the summed loss accumulate
 reduce              sum gradients and totals over data ranks, overlapped with the last backward pass
@@ -39,6 +39,7 @@ from unisono.train.named_losses import NamedLosses
 from unisono.train.objectives import Batch, Objective, counted_labels
 from unisono.train.profiling import StepProfiler
 from unisono.train.state import TrainState
+from unisono.train.taps import TapReading, Taps
 
 # Places in ``Step.stats``
 LOSS, NORM, GOOD, WEIGHT, COUNTED, STOP, RANK_LOSS, NAMED = range(8)
@@ -127,6 +128,7 @@ class TrainStep:
     stop_notice: StopNotice | None
     profiler: StepProfiler
     observe_gradients: Callable[[int, list[Tensor], Tensor], None]
+    taps: Taps
     count_units: Callable[[Batch], Tensor] | None = None
 
     def run(self, batch: StepBatch) -> Step:
@@ -146,7 +148,8 @@ class TrainStep:
             return loss_sum * loss_factor
 
         frozen = state.optimizer.frozen(state.step)
-        with self._without_gradients(frozen):
+        tap = self.taps.reading(state.step)
+        with self.without_gradients(frozen), tap or nullcontext():
             self.forward_backward.train(batch.micro_batches, scaled_loss, self.sync, timers, state.step)
         totals[3] = float(self.stop_notice is not None and self.stop_notice.requested)
         if self.profiler.look(time.monotonic()):
@@ -158,7 +161,7 @@ class TrainStep:
             named = self.named_losses.take(totals) / totals[1]
         fault_point("all_reduce", state.step)
         with timers.phase("optimizer"):
-            lr, stats = self._update(totals, rank_loss, frozen)
+            lr, stats = self._update(totals, rank_loss, frozen, tap)
         state.step += 1
         fault_point("optimizer", state.step - 1)
         names = self.named_losses.names or ()
@@ -172,7 +175,7 @@ class TrainStep:
         )
 
     @contextmanager
-    def _without_gradients(self, frozen: Sequence[nn.Parameter]) -> Generator[None]:
+    def without_gradients(self, frozen: Sequence[nn.Parameter]) -> Generator[None]:
         """Inside, ``frozen`` require no gradient, where this rank has the whole model; shards drop theirs in ``_update``."""
         self.state.sharded.require_same_trained()
         switched = [] if self.plan.is_model_sharded else frozen
@@ -185,7 +188,9 @@ class TrainStep:
                 parameter.requires_grad_(True)
 
     @torch.no_grad()
-    def _update(self, totals: Tensor, rank_loss: Tensor, frozen: Sequence[nn.Parameter]) -> tuple[float, Tensor]:
+    def _update(
+        self, totals: Tensor, rank_loss: Tensor, frozen: Sequence[nn.Parameter], tap: TapReading | None
+    ) -> tuple[float, Tensor]:
         """Guard, clip and update all but ``frozen``; returns the learning rate and ``Step.stats``."""
         state = self.state
         for parameter in frozen if self.plan.is_model_sharded else ():
@@ -199,11 +204,15 @@ class TrainStep:
         norm = state.sharded.global_norm(gradients) / divisor
         good = state.guard.accept(loss, norm)
         self.observe_gradients(state.step, gradients, divisor)
+        if tap is not None:
+            tap.before_update(gradients, divisor)
         lr = state.learning_rates.apply(state.step)
         grad_scale = divisor / clip_coefficient(norm, self.clip_norm) if self.clip_norm else divisor
         for parameter in frozen:
             parameter.grad = None  # an optimizer passes over it, without decay or momentum
         state.optimizer.step(grad_scale, (~good).float())
+        if tap is not None:
+            tap.emit(state.step + 1, good)
         state.learning_rates.after_step()
         update_router_biases(self.forward_backward.model, state.sharded.sum_over_data_ranks, good)
         state.loss_scaler.update(~norm.isfinite())

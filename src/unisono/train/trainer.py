@@ -228,6 +228,7 @@ class Trainer:
             ),
             flops_per_token=flops_per_token,
             callbacks=tuple(callbacks),
+            observe=observe or ObserveOptions(),
             provenance=redact(provenance or {}),
             shows_histograms=observe is not None and not HISTOGRAM_SINKS.isdisjoint(observe.trackers),
         )
@@ -235,7 +236,7 @@ class Trainer:
         self.options, self.run_dir = self._inputs.options, self._inputs.run_dir
         self._given_world = world
         self._given_events = events
-        self._observe = observe or ObserveOptions()
+        self._observe = self._inputs.observe
         self._outputs: RunOutputs | None = None
         self._is_open = self._ended = False
         self._resources: list[Any] = []  # to be closed in this order
@@ -499,6 +500,13 @@ class Trainer:
     def save(self, *, wait: bool = False) -> None:
         """Save the state of the last finished step, in the background unless ``wait``; a step is saved once."""
         self._open_loop("save() of", "run.fit(); run.save()").save(wait=wait)
+
+    def tap(self, *patterns: str, every: int = 100) -> None:
+        """Each ``every`` steps, write a ``tap`` event of the modules that match ``patterns``, such as ``blocks.*``, and of their
+        parameters (``train.taps``). All ranks call it, before or between steps. Raises ConfigError for a pattern without a match.
+        """
+        loop = self._open_loop("tap() of", "run.tap('blocks.*', every=100)")
+        loop.runner.train_step.taps.add(patterns, every)
 
     def _open_loop(self, call: str, example: str) -> SyncLoop | AsyncLoop:
         """The loop of an entered trainer. Raises ConfigError before it is entered and after it is left."""

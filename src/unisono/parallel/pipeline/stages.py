@@ -58,6 +58,11 @@ class PipelineStages:
         """The blocks of ``stage``, one of this rank's."""
         return [self._own[number] for number in self.partition.blocks_of_stage(stage)]
 
+    @property
+    def active_stage(self) -> int:
+        """The stage that a call of the model runs; -1 outside of a call."""
+        return self._active
+
     def activate(self, stage: int, received: Tensor | None) -> None:
         """Let the next call of the model run ``stage`` on the hidden state ``received``; None for the first stage."""
         self._active, self._received = stage, received

@@ -1,0 +1,114 @@
+"""What ``tap`` and ``nonfinite`` events say, for diagnosis rules. Anybody may have written them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+from unisono.observe.events import Event, number
+
+_MAX_STEP: Final = 1 << 53
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tap:
+    """The figures of one tapped step that counts.
+
+    Attributes:
+        step: Number of the step, from 1.
+        dead_fracs: Share of the channels of each module's output that are zero in the whole batch, by module.
+        update_fracs: Norm of the update over norm of the weights of each matrix, by parameter, where both are above 0.
+    """
+
+    step: int
+    dead_fracs: Mapping[str, float] = field(default_factory=dict[str, float])
+    update_fracs: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NonfiniteOrigin:
+    """The first non-finite tensor of a skipped step, on one rank.
+
+    Attributes:
+        step: Number of the step, from 1.
+        where: ``input``, ``parameter``, ``forward``, ``loss`` or ``backward``.
+        layer: Name of the module; empty outside of all modules.
+        operator: The operator that made it; empty where it is not known.
+        tensor: Name of the entry of the batch or of the parameter; empty for a result.
+        value: ``nan`` or ``inf``.
+        sample_ids: The first samples in whose rows it is not finite.
+    """
+
+    step: int
+    where: str
+    layer: str
+    operator: str
+    tensor: str
+    value: str
+    sample_ids: tuple[int, ...]
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        if self.tensor:
+            return f"{self.where} {self.tensor}"
+        operator = f"{self.operator} of " if self.operator else ""
+        return f"{operator}{self.layer or 'the ' + self.where} ({self.where})"
+
+
+def step_of(event: Event) -> int | None:
+    """The step of an event; None where it is no count."""
+    step = event.get("step")
+    return step if isinstance(step, int) and 0 <= step < _MAX_STEP else None
+
+
+def read_taps(events: Iterable[Event]) -> tuple[Tap, ...]:
+    """The tapped steps, ascending; a step's figures may be in several events."""
+    dead: dict[int, dict[str, float]] = {}
+    updates: dict[int, dict[str, float]] = {}
+    for event in events:
+        step = step_of(event)
+        if event["kind"] != "tap" or step is None or event.get("skipped") is not False:
+            continue
+        of_step, of_updates = dead.setdefault(step, {}), updates.setdefault(step, {})
+        for path, figures in _mappings(event.get("modules")):
+            share = number(_mapping(figures.get("output")).get("dead_frac"))
+            if share is not None and 0 <= share <= 1:
+                of_step[path] = share
+        for name, figures in _mappings(event.get("parameters")):
+            share, shape = number(figures.get("update_frac")), figures.get("shape")
+            is_matrix = isinstance(shape, list) and len(cast("list[Any]", shape)) > 1
+            if share is not None and is_matrix and math.isfinite(share) and share > 0:
+                of_updates[name] = share
+    return tuple(Tap(step=step, dead_fracs=dead[step], update_fracs=updates[step]) for step in sorted(dead))
+
+
+def read_origins(events: Iterable[Event]) -> tuple[NonfiniteOrigin, ...]:
+    """The origins that this rank has found."""
+    return tuple(_origins(events))
+
+
+def _origins(events: Iterable[Event]) -> Iterator[NonfiniteOrigin]:
+    for event in events:
+        step = step_of(event)
+        if event["kind"] != "nonfinite" or step is None or event.get("reproduced") is not True:
+            continue
+        samples = event.get("samples")
+        ids = cast("list[Any]", samples) if isinstance(samples, list) else []
+        texts = {name: _text(event.get(name)) for name in ("where", "layer", "operator", "tensor", "value")}
+        yield NonfiniteOrigin(step=step, **texts, sample_ids=tuple(one for one in ids if isinstance(one, int)))
+
+
+def _text(value: Any) -> str:
+    return value[:500] if isinstance(value, str) else ""
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
+def _mappings(value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for name, item in _mapping(value).items():
+        yield name, _mapping(item)

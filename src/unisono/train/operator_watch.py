@@ -1,0 +1,291 @@
+"""Finds the first operator of a forward and backward pass whose result is not finite though its inputs are.
+
+This module alone uses, of torch outside of its documented interface (tested with torch 2.13.0): ``TorchDispatchMode``, which sees
+every operator, also those of the backward pass; the sequence numbers of autograd nodes, by which a backward operator is
+attributed to the module whose forward pass created its node; and the schema of an operator, which says whether it writes to its
+inputs.
+
+Every operator is checked on the host, so that a watched pass takes several times as long as another.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_FINITE, _INFINITE, _NAN = range(3)
+_VALUES: Final = ("finite", "inf", "nan")
+_MOVING: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "fsdp"})  # results come from other ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NonfiniteTensor:
+    """The first non-finite tensor of a pass.
+
+    Attributes:
+        where: ``input``, ``parameter``, ``forward``, ``loss`` (the objective) or ``backward``.
+        layer: Name of the innermost module; empty outside of all modules.
+        operator: The operator that made it, such as ``aten.div.Tensor``; empty for an input or a parameter.
+        tensor: Name of the entry of the batch, or of the parameter; empty for a result.
+        value: ``nan`` or ``inf``.
+        micro_batch: Number of the micro-batch, from 0.
+        rows: Rows of the micro-batch in which it is not finite; empty where the tensor has no dim of samples.
+    """
+
+    where: str
+    layer: str = ""
+    operator: str = ""
+    tensor: str = ""
+    value: str
+    micro_batch: int = 0
+    rows: tuple[int, ...] = ()
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether an operator, a parameter or an entry of the batch is known to be the origin."""
+        return bool(self.operator or self.tensor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """A call of a module.
+
+    Attributes:
+        path: Name of the module.
+        first: Number of suspects before it.
+        start: The next autograd sequence number when it began.
+        is_finite: Whether its arguments are finite.
+    """
+
+    path: str
+    first: int
+    start: int
+    is_finite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The sequence numbers of the autograd nodes that a call of a module created."""
+
+    path: str
+    start: int
+    stop: int
+    micro_batch: int
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Watches the operators of passes inside of ``watching``; ``found`` is the result.
+
+    A suspect is an operator that makes a non-finite result of finite inputs, or NaN of infinite ones; a number among its
+    arguments is an input. One that a module does not return is dropped; the first of a module or loss that is not finite is the
+    origin. Without one it is the first module that returns what is not finite for finite arguments.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._origin: NonfiniteTensor | None = None
+        self._infinite_input: NonfiniteTensor | None = None
+        self._module: NonfiniteTensor | None = None
+        self._suspects: list[NonfiniteTensor] = []
+        self._in_backward: list[NonfiniteTensor] = []
+        self._calls: list[_Call] = []
+        self._spans: list[_Span] = []
+        self._micro_batch, self._num_rows, self._lengths = 0, 0, frozenset[int]()
+
+    @property
+    def found(self) -> NonfiniteTensor | None:
+        """The first non-finite tensor, after the passes; None if all were finite."""
+        # a non-finite loss has no origin in the backward pass
+        return self._origin or self._module or next(iter(self._in_backward), None) or self._infinite_input
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Generator[None]:
+        """Inside, operators and the modules of ``model`` are watched."""
+        hooks: list[Any] = []
+        for path, module in model.named_modules():
+            hooks.append(module.register_forward_pre_hook(self._entering(path), prepend=True, with_kwargs=True))
+            hooks.append(module.register_forward_hook(self._leaving(path)))
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    # --- what is known before the passes, and between them ----------------------------------------------------------------
+
+    def check_parameters(self, parameters: Mapping[str, Tensor]) -> None:
+        """Parameters that are not finite are the origin."""
+        for name, parameter in parameters.items():
+            if self._origin is None and (level := _level(parameter.detach())):
+                layer = name.rpartition(".")[0]
+                self._origin = NonfiniteTensor(where="parameter", layer=layer, tensor=name, value=_VALUES[level])
+
+    def check_inputs(self, number: int, micro_batch: Mapping[str, Any]) -> None:
+        """An entry of a micro-batch with NaN is the origin; one with infinities is, if nothing else is found."""
+        for name, entry in micro_batch.items():
+            level = _level(entry) if isinstance(entry, Tensor) else _FINITE
+            if level == _FINITE or self._origin is not None:
+                continue
+            rows = _bad_rows(cast(Tensor, entry), len(entry)) if entry.dim() else ()
+            origin = NonfiniteTensor(where="input", tensor=name, value=_VALUES[level], micro_batch=number, rows=rows)
+            if level == _NAN:
+                self._origin = origin
+            elif self._infinite_input is None:
+                self._infinite_input = origin
+
+    def begin_micro_batch(self, number: int, micro_batch: Mapping[str, Any]) -> None:
+        """The next operators are of this micro-batch."""
+        entries = [entry for entry in micro_batch.values() if isinstance(entry, Tensor) and entry.dim()]
+        self._micro_batch, self._num_rows = number, max((len(entry) for entry in entries), default=0)
+        self._lengths = frozenset(entry.shape[1] for entry in entries if entry.dim() > 1)
+
+    def check_loss(self, loss: Tensor) -> None:
+        """If ``loss`` is not finite, a suspect since the modules has made it so; if it is, what modules returned is no origin."""
+        if _level(loss.detach()):
+            if self._origin is None and self._suspects:
+                self._origin = self._suspects[0]
+        else:
+            self._origin, self._module = (
+                None if one is not None and (one.where, one.micro_batch) == ("forward", self._micro_batch) else one
+                for one in (self._origin, self._module)
+            )
+        self._suspects.clear()
+
+    # --- operators and modules --------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func)
+        if self._origin is not None or func.namespace in _MOVING or "empty" in name:
+            return func(*args, **kwargs)
+        before = _worst(_leaves((args, kwargs))) if func._schema.is_mutable else None
+        result = func(*args, **kwargs)
+        node: Any = torch._C._current_autograd_node()  # None in a forward pass
+        made = list(_leaves(result))
+        level = _worst(made if node is not None else made[:1])  # others of a forward operator are statistics
+        if level and level > (_worst(_leaves((args, kwargs))) if before is None else before):
+            bad = next(tensor for tensor in made if isinstance(tensor, Tensor) and _level(tensor) == level)
+            self._suspect(name, bad, level, node)
+        return result
+
+    def _suspect(self, operator: str, tensor: Tensor, level: int, node: Any) -> None:
+        value = _VALUES[level]
+        if node is None:
+            rows = self._rows_of(tensor)
+            layer = self._calls[-1].path if self._calls else ""
+            where = "forward" if self._calls else "loss"
+            self._suspects.append(
+                NonfiniteTensor(
+                    where=where, layer=layer, operator=operator, value=value, micro_batch=self._micro_batch, rows=rows
+                )
+            )
+            return
+        number = node._sequence_nr()
+        around = [span for span in self._spans if span.start <= number < span.stop]
+        span = max(around, key=lambda span: span.start, default=_Span("", 0, 0, self._micro_batch))
+        rows = self._rows_of(tensor) if tensor.dim() > 2 else ()  # gradients of parameters have no rows
+        self._in_backward.append(
+            NonfiniteTensor(
+                where="backward",
+                layer=span.path,
+                operator=operator,
+                value=value,
+                micro_batch=span.micro_batch,
+                rows=rows,
+            )
+        )
+
+    def _rows_of(self, tensor: Tensor) -> tuple[int, ...]:
+        """The rows of the micro-batch with non-finite elements, where ``tensor`` [B, …] or [B · T, …] has them."""
+        local = _local(tensor)
+        if not local.dim() or not self._num_rows:
+            return ()
+        if len(local) == self._num_rows or len(local) in {self._num_rows * length for length in self._lengths}:
+            return _bad_rows(local, self._num_rows)
+        return ()
+
+    def _entering(self, path: str) -> Callable[..., None]:
+        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not path:
+                self._calls.clear()  # the last call may have ended early, as a pipeline stage does
+            start, first = torch.autograd._get_sequence_nr(), len(self._suspects)
+            is_finite = not _worst(_leaves((args, kwargs)))
+            self._calls.append(_Call(path=path, first=first, start=start, is_finite=is_finite))
+
+        return enter
+
+    def _leaving(self, path: str) -> Callable[..., None]:
+        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+            while self._calls and self._calls[-1].path != path:
+                self._calls.pop()
+            if not self._calls:
+                return
+            call = self._calls.pop()
+            stop = torch.autograd._get_sequence_nr()
+            self._spans.append(_Span(path, call.start, stop, self._micro_batch))
+            if self._origin is not None:
+                return
+            inside = self._suspects[call.first :]
+            bad = next((t for t in _leaves(output) if isinstance(t, Tensor) and _level(t.detach())), None)
+            if bad is None:
+                del self._suspects[call.first :]
+            elif inside:
+                self._origin = inside[0] if inside[0].rows else replace(inside[0], rows=self._rows_of(bad.detach()))
+            elif call.is_finite and self._module is None:
+                self._module = NonfiniteTensor(
+                    where="forward",
+                    layer=path,
+                    value=_VALUES[_level(bad.detach())],
+                    micro_batch=self._micro_batch,
+                    rows=self._rows_of(bad.detach()),
+                )
+
+        return leave
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Tensors and plain numbers in tuples, lists and mappings."""
+    if isinstance(value, Mapping):
+        value = list(cast("Mapping[Any, Any]", value).values())
+    if isinstance(value, tuple | list):
+        for item in cast("Sequence[Any]", value):
+            yield from _leaves(item)
+    elif isinstance(value, Tensor | float):
+        yield value
+
+
+def _worst(values: Iterable[Any]) -> int:
+    return max((_level(value) for value in values), default=_FINITE)
+
+
+def _level(value: Tensor | float) -> int:
+    if not isinstance(value, Tensor):
+        return _NAN if math.isnan(value) else _INFINITE if math.isinf(value) else _FINITE
+    tensor = _local(value)
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel() or tensor.is_meta:
+        return _FINITE
+    tensor = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+    if bool(tensor.isfinite().all()):
+        return _FINITE
+    return _NAN if bool(tensor.isnan().any()) else _INFINITE
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bad_rows(tensor: Tensor, num_rows: int) -> tuple[int, ...]:
+    """Which of ``num_rows`` equal runs along the first dim have a non-finite element."""
+    bad = ~tensor.detach().isfinite()
+    return tuple(bad.reshape(num_rows, -1).any(1).nonzero().flatten().tolist())
