@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from unisono.diagnose import health_rules, memory_rules, time_rules
+from unisono.diagnose import ending_rules, health_rules, memory_rules, time_rules
 from unisono.diagnose.finding import Finding, Rule
 from unisono.diagnose.run_facts import RunFacts
 
 RULE_GROUP: Final = "unisono.rules"
 RULES: Final[Sequence[Rule]] = (
+    ending_rules.failed_attempt,
     time_rules.data_bound,
     time_rules.exposed_communication,
     time_rules.pipeline_bubble,

@@ -7,7 +7,7 @@ them. Readings of the first steps of an attempt, and of steps that compiled, are
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, cast
@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.diagnose.ending import Ending, read_ending
 from unisono.errors import DataError
 from unisono.observe.events import Event, number
 from unisono.observe.history import Floats, RankHistory, read_history
@@ -111,6 +112,8 @@ class RunFacts:
         settings: Options of the run by dotted name; empty for a run of a Python script.
         plan: The run's strategy, as in a strategy file.
         notes: What could not be read.
+        moved_s: Wall-clock time of the newest step, or of the start of the attempt, in seconds since 1970; 0 if not known.
+        ending: Why the attempt failed, or why its ranks do not meet; None if it goes on, or has ended without an error.
     """
 
     ranks: Sequence[RankFacts]
@@ -118,6 +121,8 @@ class RunFacts:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
     notes: Sequence[str] = ()
+    moved_s: float = 0.0
+    ending: Ending | None = None
 
     @property
     def steps_together(self) -> bool:
@@ -174,7 +179,7 @@ def read_run(run_dir: Path) -> RunFacts:
             consequence="nothing was diagnosed",
             nearest="give the folder of a run (run.dir), or start one: unisono train",
         )
-    return facts
+    return replace(facts, ending=read_ending(run_dir, since_s=facts.moved_s))
 
 
 def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
@@ -183,6 +188,7 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
     notes: list[str] = []
     start: Event = {}
     training: tuple[int, TrainingFacts] | None = None
+    moved_s = 0.0
     began_s = 0.0  # wall-clock time at which the last attempt of the lowest rank began
     for history in histories:
         notes += history.notes
@@ -198,6 +204,8 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
         began_s = began_s or min(times, default=0.0)
         start = start or next((event for event in events if event["kind"] == "run_start"), start)
         ranks.append(_rank_facts(rank, history, events, last))
+        step_s = history.columns["t"][history.attempts == last]
+        moved_s = max(moved_s, began_s, float(np.nanmax(step_s, initial=0.0)))
         if training is None or rank < training[0]:
             training = rank, _training_facts(history, events, last)
     ranks.sort(key=lambda facts: facts.rank)
@@ -207,6 +215,7 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
         settings=_mapping(start.get("config")),
         plan=_mapping(start.get("plan")),
         notes=tuple(notes),
+        moved_s=moved_s,
     )
 
 
