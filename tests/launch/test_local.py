@@ -48,7 +48,15 @@ seen("env", json.dumps({
     assert record["run_id"] == "test"
     assert record["allocator"]["MALLOC_TOP_PAD_"] == "268435456"
     assert record["attempts"] == [
-        {"attempt": 0, "exit_codes": [0, 0], "stopped_by": None, "root_rank": None, "failure": None}
+        {
+            "attempt": 0,
+            "exit_codes": [0, 0],
+            "stopped_by": None,
+            "root_rank": None,
+            "failure": None,
+            "cause": None,
+            "decision": {"restart": False, "why": "finished"},
+        }
     ]
     for rank in (0, 1):
         told = json.loads((launched.run_dir / f"env.{rank}.0").read_text())

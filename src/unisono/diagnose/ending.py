@@ -45,7 +45,7 @@ def read_ending(run_dir: Path, *, since_s: float) -> Ending | None:
 
 
 def _recorded(path: Path, since_s: float) -> tuple[bool, Ending | None]:
-    """Whether the launcher has recorded how the last attempt ended, and how; another's file, or another form of it, says nothing."""
+    """Whether the launcher has recorded how the last attempt ended, and how. A file of another form says nothing."""
     try:
         if path.stat().st_mtime < since_s:
             return False, None

@@ -1,4 +1,7 @@
-"""Explains from the dumps of the ranks why they do not meet in a collective: one is missing, or they issued different ones. No torch."""
+"""Explains from the dumps of ranks why they do not meet in a collective: one is missing, or they issued different ones.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -272,9 +275,7 @@ def _is_waiting(dump: RankDump) -> bool:
     return any(part in frame.file for frame in frames[:_WAITING_FRAMES] for part in _WAITING_IN)
 
 
-def _rank_place(
-    rank: int, dump: RankDump | None, ended: Mapping[int, str], stuck: Mapping[int, StackFrame]
-) -> str:
+def _rank_place(rank: int, dump: RankDump | None, ended: Mapping[int, str], stuck: Mapping[int, StackFrame]) -> str:
     if rank in ended:
         return f"rank {rank} {ended[rank]}"
     if rank in stuck:

@@ -126,6 +126,8 @@ class RankDump(msgspec.Struct, frozen=True, kw_only=True):
 # set by ``join_world``: a process without a group has no collectives, and its failures need no dump
 _source: Callable[[], list[GroupState]] | None = None
 _count: Callable[[], int] | None = None
+# of collectives that are not torch's
+_own_groups: list[Callable[[], GroupState]] = []
 # (name of a group, collectives entered) -> the first that had not completed in the dump before: torch's recorder retires
 # a collective that timed out as it does one that completed
 _unfinished: dict[tuple[str, int], int] = {}
@@ -137,12 +139,24 @@ def use_collectives_of(source: Callable[[], list[GroupState]], count: Callable[[
     _source, _count = source, count
 
 
+def add_group(state: Callable[[], GroupState]) -> None:
+    """Also put the collectives of a group that is not torch's into dumps of this process."""
+    _own_groups.append(state)
+
+
+def remove_group(state: Callable[[], GroupState]) -> None:
+    """Leave out a group of ``add_group``, if it is there."""
+    with suppress(ValueError):
+        _own_groups.remove(state)
+
+
 def num_collectives() -> int:
     """Collectives that this process has issued, as far as they are recorded."""
+    own = sum(state().num_entered for state in tuple(_own_groups))
     try:
-        return 0 if _count is None else _count()
+        return own + (0 if _count is None else _count())
     except (RuntimeError, ValueError, TypeError, AttributeError):
-        return 0
+        return own
 
 
 def has_collectives() -> bool:
@@ -181,7 +195,7 @@ def write_dump(
         groups = tuple(_source()) if _source is not None else ()
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError):
         groups = ()  # another torch: stacks are worth having without
-    groups = _with_unfinished(groups, failed=in_collective)
+    groups = _with_unfinished((*groups, *(state() for state in tuple(_own_groups))), failed=in_collective)
     dump = RankDump(
         rank=job.rank,
         restart_count=job.restart_count,
@@ -201,6 +215,7 @@ def write_dump(
 def _with_unfinished(groups: tuple[GroupState, ...], *, failed: bool) -> tuple[GroupState, ...]:
     """The groups, with collectives that had not completed in an earlier dump, or are the failed one, as ``failed``."""
     states: list[GroupState] = []
+    failed = failed and all(_is_done(group) for group in groups)
     known = {(group.name, group.num_entered) for group in groups} & set(_unfinished)
     for place, group in enumerate(groups, start=1):
         key = (group.name, group.num_entered)
@@ -222,6 +237,10 @@ def _with_unfinished(groups: tuple[GroupState, ...], *, failed: bool) -> tuple[G
         if pending is not None:
             _unfinished[group.name, group.num_entered] = pending
     return tuple(states)
+
+
+def _is_done(group: GroupState) -> bool:
+    return all(each.state == "completed" for each in group.collectives)
 
 
 def remove_dump(folder: Path, rank: int) -> None:
@@ -264,7 +283,7 @@ def thread_stacks(error: BaseException | None = None) -> list[ThreadStack]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, caller = threading.main_thread().ident, threading.get_ident()
     stacks: list[ThreadStack] = []
-    for ident, frame in sys._current_frames().items():  # noqa: SLF001 - the documented way to see other threads
+    for ident, frame in sys._current_frames().items():
         if ident == main:
             frames = _frames_of_error(error) if error is not None and caller == main else _frames(frame)
             stacks.insert(0, ThreadStack(name="main", frames=frames))
@@ -299,7 +318,7 @@ def _frames_of_error(error: BaseException) -> tuple[StackFrame, ...]:
         for each in _chain(error)
         for trace in reversed(list(_traces(each)))
     ]
-    return (*found, *_frames(sys._getframe()))[:_MAX_FRAMES]  # noqa: SLF001 - this thread's own
+    return (*found, *_frames(sys._getframe()))[:_MAX_FRAMES]
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -318,10 +337,11 @@ def _traces(error: BaseException) -> Iterable[TracebackType]:
 
 
 def _frame(file: str, line: int, function: str) -> StackFrame:
-    return StackFrame(file=redact_text(file), line=line, function=function, is_users=_is_users(file))
+    return StackFrame(file=redact_text(file), line=line, function=function, is_users=is_users_file(file))
 
 
-def _is_users(file: str) -> bool:
+def is_users_file(file: str) -> bool:
+    """Whether a file of code is the user's: not of torch, of unisono, of installed packages or of Python."""
     return not file.startswith(("<frozen", *_INSTALLED))
 
 
@@ -354,7 +374,7 @@ def _rooted_call(error: BaseException | None) -> RootedCall | None:
 
 
 def _live_frames() -> Iterable[FrameType]:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - as above
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -45,9 +45,7 @@ class Watchdog:
         step: Returns the number of finished steps; None if there are none to count.
     """
 
-    def __init__(
-        self, job: JobSpec, folder: Path, *, deadline_s: float, step: Callable[[], int] | None = None
-    ) -> None:
+    def __init__(self, job: JobSpec, folder: Path, *, deadline_s: float, step: Callable[[], int] | None = None) -> None:
         self._job, self._folders, self._step = job, [folder], step
         self._deadline_s = deadline_s or float("inf")
         self._stop = threading.Event()
@@ -65,7 +63,7 @@ class Watchdog:
         return min(self._deadline_s / 2, max(_MIN_QUIET_S, _LONGEST_PAUSES * self._longest_s))
 
     def follow(self, step: Callable[[], int] | None, folder: Path | None = None) -> None:
-        """Count finished steps too, from now on, and write dumps into ``folder`` too."""
+        """Count finished steps too, from now on, and write dumps into ``folder`` too. None counts collectives alone again."""
         self._step = step
         if folder is not None and folder.absolute() not in [each.absolute() for each in self._folders]:
             self._folders.append(folder)
@@ -76,8 +74,9 @@ class Watchdog:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        if not failed:
-            self._forget()
+        if failed:
+            self._has_dump = False  # it stays, or a later one of the failure does
+        self._forget()
         self._close_stuck_file(keep=failed)
 
     def _close_stuck_file(self, *, keep: bool) -> None:

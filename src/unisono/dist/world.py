@@ -34,8 +34,8 @@ from unisono.dist.address import address_of, interface_of, require_private_ranks
 from unisono.dist.dmlc import take_role
 from unisono.dist.job_store import JobStore
 from unisono.dist.jobspec import JobSpec
-from unisono.dist.rendezvous import Rendezvous, join_ranks, wait_until_resolved
 from unisono.dist.rank_dump import use_collectives_of, write_dump
+from unisono.dist.rendezvous import Rendezvous, join_ranks, wait_until_resolved
 from unisono.dist.roll_call import identity, missing_ranks, roll_call
 from unisono.dist.terminate import call_before_abort
 from unisono.dist.watchdog import Watchdog
@@ -62,7 +62,7 @@ class World:
 
     Every method except ``explain_errors``, ``explain_collective_errors`` and ``close`` is a collective: all ranks call it in the
     same order. A failed one raises CommError with the operation, the time waited and, if it can be found out, the missing
-    rank. ``watchdog`` watches a rank of a launched job; after an error (``failed``) its files are kept.
+    rank. ``watchdog`` watches a rank of a launched job; after an error its files are kept.
 
     Args:
         job: This process's place in the job; its rank and world size become attributes.
@@ -97,7 +97,7 @@ class World:
         self._peers = peers
         self._operations = 0
         self.watchdog: Watchdog | None = None
-        self.failed = False
+        self._failed = False
 
     @classmethod
     def alone(cls, job: JobSpec) -> World:
@@ -243,7 +243,7 @@ class World:
         if (logs := _launcher_logs()) is not None:
             # at once: the launcher ends the ranks of a job soon after the first has ended
             write_dump(logs, self.job, "CommError", error=error, in_collective=True)
-        self.failed = True
+        self._failed = True
         text = " ".join(str(error).split())
         timed_out = "imed out" in text or "imeout" in text
         culprits = missing_ranks(self._peers, self.rank, settle=not timed_out)
@@ -262,7 +262,7 @@ class World:
     def close(self) -> None:
         """Leave the group and wait until its threads are idle. Not a collective; may be called twice."""
         if self.watchdog is not None:
-            self.watchdog.close(failed=self.failed)
+            self.watchdog.close(failed=self._failed)
             self.watchdog = None
         if self.group is not None:
             group, self.group = self.group, None

@@ -1,19 +1,20 @@
 """Names the cause of an attempt's end from what is known: exit codes, signals, kernel counters, records and dumps of the ranks.
 
-    killed            a signal of a user, a batch system or another program
-    out_of_memory     the kernel's out-of-memory killer, or an allocation that failed
-    crash             SIGSEGV, SIGABRT and the like
-    disk_full         no space, no quota, or a file at its size limit
-    hang              a rank has not entered the collective in which the others wait
-    collective_mismatch  ranks issued different collectives
-    peer_left         a rank ended while others waited for it, and left no error
-    communication     a collective failed, and no rank is known to be at fault
-    configuration, bad_data, checkpoint, numerics, io, program   the error that the first rank raised
-    exit              an exit code, and nothing else
+killed            a signal of a user, a batch system or another program
+out_of_memory     the kernel's out-of-memory killer, or an allocation that failed
+crash             SIGSEGV, SIGABRT and the like
+disk_full         no space, no quota, or a file at its size limit
+hang              a rank has not entered the collective in which the others wait
+collective_mismatch  ranks issued different collectives
+peer_left         a rank ended while others waited for it, and left no error
+communication     a collective failed, and no rank is known to be at fault
+configuration, bad_data, checkpoint, numerics, io, program   the error that the first rank raised
+exit              an exit code, and nothing else
 """
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ from typing import Any, Final
 
 from unisono.dist import Failure
 from unisono.dist.hang import Hang, explain_hang, read_stuck
-from unisono.dist.rank_dump import read_dumps
+from unisono.dist.rank_dump import is_users_file, parse_stacks, read_dumps
 from unisono.exit_codes import FATAL, REQUEUE, USER_ERROR
 from unisono.launch.resources import oom_kills
 from unisono.launch.workers import WorkerProcess
@@ -127,7 +128,7 @@ def find_cause(
         is_mismatch = number == signal.SIGABRT and hang is not None and hang.kind == "collective_mismatch"
         if is_mismatch or (root in aborted and _says_mismatch(workers, aborted)):
             return _of_mismatch(hang, aborted)
-        return _of_crash(root, number, folder, workers[root])
+        return _of_crash(root, number, workers[root])
     if failure is not None:
         return _of_communication(failure, failures, codes, hang)
     code = codes[root]
@@ -157,9 +158,11 @@ def _of_error(failure: Failure) -> Cause:
 
 
 def _last_place(trace: str) -> list[str]:
-    """The innermost line of a traceback's first error."""
-    places = [line.strip() for line in trace.splitlines() if line.startswith('  File "')]
-    return places[-1:]
+    """Where a traceback's first error was raised: the user's innermost line, else the innermost one."""
+    first = re.split(r"\n(?:The above exception was|During handling of)", trace)[0]
+    places = re.findall(r'^  File "(.+)", line ([0-9]+), in (.+)$', first, flags=re.MULTILINE)
+    own = [place for place in places if is_users_file(place[0])]
+    return [f"{Path(file).name}:{line} {function}()" for file, line, function in (own or places)[-1:]]
 
 
 def _of_signal(rank: int, number: int, oom_kills_before: int | None) -> Cause:
@@ -185,16 +188,17 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _of_crash(rank: int, number: int, folder: Path, worker: WorkerProcess) -> Cause:
-    tail = _log_tail(worker)
-    lines = [line.strip() for line in tail.splitlines() if line.startswith('  File "')]
-    current = tail.rpartition("Current thread ")[2]
-    places = [line.strip() for line in current.splitlines() if line.startswith('  File "')] or lines
+def _of_crash(rank: int, number: int, worker: WorkerProcess) -> Cause:
+    stacks = parse_stacks(
+        "Current thread (most recent call first)" + _log_tail(worker).rpartition("Current thread ")[2]
+    )
+    frames = stacks[-1].frames if stacks else ()  # of the thread that crashed
+    places = [str(frame) for frame in frames if frame.is_users] or [str(frame) for frame in frames]
     return Cause(
         kind="crash",
         ranks=(rank,),
         sentence=f"rank {rank} was killed by {_signal_name(number)}, which this launcher did not send",
-        evidence=tuple(places[:1]),
+        evidence=tuple(f"it was in {place}" for place in places[:1]),
     )
 
 

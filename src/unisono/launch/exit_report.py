@@ -1,7 +1,7 @@
 """Describes how an attempt ended, and why: exit codes, failures that ranks recorded, and which rank failed first.
 
-When one rank dies, its peers fail a moment later with a CommError. The cause is the rank that died of something else. Where all
-failed in collectives, ``exit_cause`` tells from their dumps which one the others waited for: that is one paragraph, without tracebacks.
+When one rank dies, its peers fail a moment later with a CommError. The cause is the rank that died of something else. Where
+all failed in collectives, ``exit_cause`` tells from their dumps whom the others waited for: one paragraph, without tracebacks.
 """
 
 from __future__ import annotations
@@ -148,6 +148,8 @@ def exit_explanation(attempt: Attempt, shown: Sequence[Failure] = ()) -> str:
             words = failure.message if USER_ERROR in attempt.codes.values() else failure.traceback
             lines += [f"it failed {step}:", *words.rstrip().splitlines()]
         lines += _other_failures(attempt, failure)
+    elif worker.log is not None and cause is not None and cause.kind == "crash" and cause.evidence:
+        lines.append(f"the stacks of its threads are in its log {worker.log}")
     elif worker.log is not None:
         tail = worker.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         lines += [f"the end of its log {worker.log}:", *tail] if tail else [f"its log {worker.log} is empty"]
@@ -192,7 +194,11 @@ def _other_failures(attempt: Attempt, shown: Failure) -> list[str]:
     for rank, failure in sorted(attempt.failures.items()):
         if rank == shown.rank:
             continue
-        error = "the same error" if failure.same_error(shown) else _one_line(failure)
+        error = _one_line(failure)
+        if failure.same_error(shown):
+            error = "the same error"
+        elif failure.type == "CommError":
+            error = "CommError, as a rank they waited for had failed"
         ranks_of.setdefault(error, []).append(str(rank))
     return [
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {error} (tracebacks in {attempt.folder})"

@@ -393,15 +393,10 @@ class Trainer:
 
     def _close(self, error: BaseException | None) -> None:
         self._is_open = False
+        self._end_watch(failed=error is not None)
         if error is not None:
             step = self.state.step if hasattr(self, "state") else None
             report_failure(self.events, self.run_dir, self.world.job, error, step)
-        if self._watchdog is not None:
-            self._watchdog.close(failed=error is not None)
-            self._watchdog = None
-        elif self.world.watchdog is not None:
-            self.world.watchdog.follow(None)
-            self.world.failed |= error is not None
         for resource in self._resources:
             try:
                 resource.close()
@@ -426,6 +421,16 @@ class Trainer:
             self.events.close()
         if self._given_world is None:
             self.world.close()
+
+    def _end_watch(self, *, failed: bool) -> None:
+        """Watch no longer; after a failure its record is the last word. The world's own goes on without our steps."""
+        if self._watchdog is not None:
+            self._watchdog.close(failed=failed)
+            self._watchdog = None
+        elif self.world.watchdog is not None and failed:
+            self.world.watchdog.close(failed=True)
+        elif self.world.watchdog is not None:
+            self.world.watchdog.follow(None)
 
     def _as_given(self, path: Path) -> Path:
         """A path in the run's folder as it follows from the folder that was given, for texts."""
