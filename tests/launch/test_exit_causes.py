@@ -37,6 +37,7 @@ def test_the_cause_and_its_rank(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_the_cause_and_the_first_rank_of_nearly_all_failures(tmp_path: Path) -> None:
     assert len(FAILURES) >= 60
     with ThreadPoolExecutor(2) as pool:
