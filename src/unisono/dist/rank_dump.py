@@ -133,8 +133,8 @@ _own_groups: list[Callable[[], GroupState]] = []
 _unfinished: dict[tuple[str, int], int] = {}
 
 
-def use_collectives_of(source: Callable[[], list[GroupState]], count: Callable[[], int]) -> None:
-    """From now on dumps of this process have the collectives that ``source`` returns, of which there are ``count()``."""
+def use_collectives_of(source: Callable[[], list[GroupState]] | None, count: Callable[[], int] | None) -> None:
+    """From now on dumps of this process have the ``count()`` collectives that ``source`` returns; none of torch with None."""
     global _source, _count
     _source, _count = source, count
 

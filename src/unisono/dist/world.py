@@ -269,6 +269,8 @@ class World:
             # destroying the default group destroys all others
             if dist.is_initialized():
                 dist.destroy_process_group(group)
+            if not dist.is_initialized():
+                use_collectives_of(None, None)
             wait_for_gloo_threads()
         self._rendezvous = None
         if self._store is not None:
