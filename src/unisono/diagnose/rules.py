@@ -13,6 +13,8 @@ from unisono.diagnose.run_facts import RunFacts
 
 RULE_GROUP: Final = "unisono.rules"
 RULES: Final[Sequence[Rule]] = (
+    ending_rules.missing_rank,
+    ending_rules.mismatched_collectives,
     ending_rules.failed_attempt,
     time_rules.data_bound,
     time_rules.exposed_communication,
