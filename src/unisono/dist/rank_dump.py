@@ -5,6 +5,7 @@ A dump has names of files and functions, and shapes and types of collectives. It
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import sysconfig
@@ -30,6 +31,8 @@ _MAX_THREADS: Final = 64
 _MAX_CHAIN: Final = 20
 _MAX_DUMP_BYTES: Final = 1 << 24
 _DUMP_NAME: Final = re.compile(r"stacks-rank-([0-9]+)\.json")
+# documented, in spite of its name
+_current_frames: Final = sys._current_frames  # pyright: ignore[reportPrivateUsage]
 # of torch.distributed: functions whose caller chooses a root, by the name of the argument
 _ROOTED: Final = {"broadcast": "src", "reduce": "dst", "gather": "dst", "scatter": "src"}
 _PACKAGE: Final = str(Path(__file__).parents[1])
@@ -283,7 +286,7 @@ def thread_stacks(error: BaseException | None = None) -> list[ThreadStack]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, caller = threading.main_thread().ident, threading.get_ident()
     stacks: list[ThreadStack] = []
-    for ident, frame in sys._current_frames().items():
+    for ident, frame in _current_frames().items():
         if ident == main:
             frames = _frames_of_error(error) if error is not None and caller == main else _frames(frame)
             stacks.insert(0, ThreadStack(name="main", frames=frames))
@@ -318,7 +321,7 @@ def _frames_of_error(error: BaseException) -> tuple[StackFrame, ...]:
         for each in _chain(error)
         for trace in reversed(list(_traces(each)))
     ]
-    return (*found, *_frames(sys._getframe()))[:_MAX_FRAMES]
+    return (*found, *_frames(inspect.currentframe()))[:_MAX_FRAMES]
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -374,7 +377,7 @@ def _rooted_call(error: BaseException | None) -> RootedCall | None:
 
 
 def _live_frames() -> Iterable[FrameType]:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         yield frame
         frame = frame.f_back
