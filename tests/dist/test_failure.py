@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from modes import FOLDER, PRIVATE, left, mode_of
 
 from unisono.dist import JobSpec, read_failure, record_failure
+from unisono.dist.failure import absent_ranks, error_cause
+from unisono.errors import CheckpointError, CommError, DataError, PlanError
 
 JOB = JobSpec(run_id="r", restart_count=4, rank=1, local_rank=1, world_size=2, local_world=2, source="unisono")
 
@@ -60,3 +63,39 @@ def test_missing_or_torn_words_read_as_none(tmp_path: Path, content: str | None)
 def test_words_of_an_earlier_attempt_are_not_mixed_in(tmp_path: Path) -> None:
     record_failure(tmp_path, JOB, boom("old"), step=1)
     assert read_failure(tmp_path, 1, 5) is None
+
+
+def chained(outer: Exception, inner: Exception) -> Exception:
+    outer.__cause__ = inner
+    return outer
+
+
+PARTS = {"given": "g", "rule": "r", "consequence": "c", "nearest": "n"}
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (MemoryError(), "out_of_memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), "out_of_memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out_of_memory"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
+        (chained(CheckpointError(**PARTS), OSError(errno.EDQUOT, "Disk quota exceeded")), "disk_full"),
+        (CheckpointError(**PARTS), "checkpoint"),
+        (CommError(**PARTS), "communication"),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer"), "communication"),
+        (DataError(**PARTS), "bad_data"),
+        (chained(DataError(**PARTS), ValueError("row 3")), "bad_data"),
+        (chained(DataError(**PARTS), NameError("x")), "program"),
+        (PlanError(**PARTS), "configuration"),
+        (FileNotFoundError(2, "No such file or directory"), "io"),
+        (ValueError("x"), "program"),
+    ],
+)
+def test_the_kind_of_an_error(error: Exception, cause: str) -> None:
+    assert error_cause(error) == cause
+
+
+def test_ranks_that_a_collective_names_as_absent() -> None:
+    text = "rank 1 (pid 11) has ended; rank 12 waits in no collective; rank 3 waits in barrier"
+    assert absent_ranks(text) == (1, 12)

@@ -50,7 +50,15 @@ seen("env", json.dumps({
     (attempt,) = record["attempts"]
     assert record["began_at_s"] == attempt["began_at_s"]
     assert attempt.pop("began_at_s") <= attempt.pop("ended_at_s")
-    assert attempt == {"attempt": 0, "exit_codes": [0, 0], "stopped_by": None, "root_rank": None, "failure": None}
+    assert attempt == {
+        "attempt": 0,
+        "exit_codes": [0, 0],
+        "stopped_by": None,
+        "root_rank": None,
+        "failure": None,
+        "cause": None,
+        "decision": {"restart": False, "why": "finished"},
+    }
     for rank in (0, 1):
         told = json.loads((launched.run_dir / f"env.{rank}.0").read_text())
         share = record["affinity"][rank] if record["affinity"] else None

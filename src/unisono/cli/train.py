@@ -29,7 +29,7 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import with_strategy_file
 from unisono.storage import directory
 from unisono.storage.files import open_new
-from unisono.storage.run_folder import RUN_FILE
+from unisono.storage.run_folder import LAUNCH_FILE, RUN_FILE
 from unisono.train.config import RunConfig
 
 
@@ -99,7 +99,7 @@ def command(
 
 def _warn_of_no_run(run_dir: Path) -> None:
     """Warn if a run was to begin in the folder and did not: no file there has its settings, which its user may expect."""
-    if os.path.isfile(run_dir / "launch.json") and not os.path.lexists(run_dir / RUN_FILE):
+    if os.path.isfile(run_dir / LAUNCH_FILE) and not os.path.lexists(run_dir / RUN_FILE):
         LOG.warning(
             "%s has a launch.json and no %s: no run began there, so the defaults apply, apart from what this command sets; "
             "name the CONFIG of that start if it had one",

@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any, Final
 
 from unisono.diagnose import (
+    ending_rules,
     health_rules,
     link_rules,
     memory_rules,
@@ -21,6 +22,9 @@ from unisono.diagnose.run_facts import RunFacts
 
 RULE_GROUP: Final = "unisono.rules"
 RULES: Final[Sequence[Rule]] = (
+    ending_rules.missing_rank,
+    ending_rules.mismatched_collectives,
+    ending_rules.failed_attempt,
     time_rules.data_bound,
     time_rules.copy_bound,
     time_rules.exposed_communication,

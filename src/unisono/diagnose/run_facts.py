@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.diagnose.ending import Ending, read_ending
 from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps, step_of
 from unisono.errors import DataError
 from unisono.observe.events import Event, number
@@ -159,6 +160,8 @@ class RunFacts:
         plan: The run's strategy, as in a strategy file.
         profiles: The last profile of the run by rank, or the one of a foreign trace; empty without.
         notes: What could not be read.
+        moved_s: Wall-clock time of the newest step, or of the start of the attempt, in seconds since 1970; 0 if not known.
+        ending: Why the attempt failed, or why its ranks do not meet; None if it goes on, or has ended without an error.
     """
 
     ranks: Sequence[RankFacts]
@@ -167,6 +170,8 @@ class RunFacts:
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
     profiles: Sequence[RankProfile] = ()
     notes: Sequence[str] = ()
+    moved_s: float = 0.0
+    ending: Ending | None = None
 
     @property
     def steps_together(self) -> bool:
@@ -224,7 +229,8 @@ def read_run(run_dir: Path) -> RunFacts:
             nearest="give the folder of a run (run.dir), or start one: unisono train; or the file of a profiler's trace",
         )
     profiles, notes = newest_profiles(run_dir)
-    return replace(facts, profiles=profiles, notes=(*facts.notes, *notes))
+    ending = read_ending(run_dir, since_s=facts.moved_s)
+    return replace(facts, profiles=profiles, ending=ending, notes=(*facts.notes, *notes))
 
 
 def read_trace_facts(path: Path) -> RunFacts:
@@ -239,6 +245,7 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
     notes: list[str] = []
     start: Event = {}
     training: tuple[int, TrainingFacts] | None = None
+    moved_s = 0.0
     began_s = 0.0  # wall-clock time at which the last attempt of the lowest rank began
     for history in histories:
         notes += history.notes
@@ -254,6 +261,8 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
         began_s = began_s or min(times, default=0.0)
         start = start or next((event for event in events if event["kind"] == "run_start"), start)
         ranks.append(_rank_facts(rank, history, events, last))
+        step_s = history.columns["t"][history.attempts == last]
+        moved_s = max(moved_s, began_s, float(np.nanmax(step_s, initial=0.0)))
         if training is None or rank < training[0]:
             training = rank, _training_facts(history, events, last)
     ranks.sort(key=lambda facts: facts.rank)
@@ -263,6 +272,7 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
         settings=_mapping(start.get("config")),
         plan=_mapping(start.get("plan")),
         notes=tuple(notes),
+        moved_s=moved_s,
     )
 
 

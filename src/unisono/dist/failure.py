@@ -6,7 +6,9 @@ crash that repeats at one step. No torch.
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import time
 import traceback
 from collections.abc import Mapping
@@ -15,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.dist.jobspec import JobSpec
+from unisono.dist.rank_dump import has_collectives, write_dump
+from unisono.errors import UnisonoError
 from unisono.sanitize import redact_text
 from unisono.storage.directory import make_folder
 from unisono.storage.files import PRIVATE_MODE, write_atomically
@@ -35,6 +39,8 @@ class Failure:
         at_monotonic_s: Time of the failure in seconds (``time.monotonic``), which orders the failures of one host.
         script_s: Seconds from the script's start to a failure outside a trainer, whose progress is unknown; else None.
         checkpoint: Name of the run's newest committed checkpoint; empty without one.
+        cause: What kind of error it is (``error_cause``); empty in records of earlier releases.
+        absent: Ranks that a collective's error says have ended, are stopped, or wait in no collective.
     """
 
     rank: int
@@ -46,6 +52,8 @@ class Failure:
     at_monotonic_s: float
     script_s: float | None = None
     checkpoint: str = ""
+    cause: str = ""
+    absent: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The record as it is stored and sent."""
@@ -55,7 +63,9 @@ class Failure:
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> Failure:
         """The inverse of ``to_json``. Raises TypeError or ValueError for anything else."""
-        return Failure(**{"restart_count" if name == "epoch" else name: value for name, value in dict(record).items()})
+        fields = {"restart_count" if name == "epoch" else name: value for name, value in dict(record).items()}
+        fields["absent"] = tuple(int(rank) for rank in fields.get("absent", ()))
+        return Failure(**fields)
 
     def same_as(self, other: Failure) -> bool:
         """Whether both have the same step, exception type and message."""
@@ -91,6 +101,53 @@ _PASSING = frozenset(
 )
 
 
+# by class name, along the whole chain of causes
+_CAUSES = {
+    "MemoryError": "out_of_memory",
+    "OutOfMemoryError": "out_of_memory",
+    "NumericsError": "numerics",
+    "CommError": "communication",
+    **dict.fromkeys(("DistBackendError", "DistNetworkError", "DistStoreError", "DistError"), "communication"),
+    **dict.fromkeys(("ConfigError", "PlanError", "ExtraError", "LaunchError"), "configuration"),
+    "DataError": "bad_data",
+    "CheckpointError": "checkpoint",
+}
+# the user's code was wrong, whoever called it: an error of a sample that is read has this one as its cause
+_BUGS = (NameError, ImportError, AttributeError, NotImplementedError, SyntaxError)
+_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "out of memory", "Cannot allocate memory")
+_DISK_TEXTS = ("No space left on device", "Disk quota exceeded", "ENOSPC", "EDQUOT")
+_TRANSPORTS = ("gloo/", "NCCL", "ProcessGroup")
+
+
+def error_cause(error: BaseException) -> str:
+    """What kind of error it is, with its causes: ``out_of_memory``, ``disk_full``, ``communication``, ``configuration``,
+    ``bad_data``, ``checkpoint``, ``numerics``, ``io`` or, for any other, ``program``."""
+    chain: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and len(chain) < 20:
+        chain.append(each)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    for each in chain:
+        text = str(each)
+        if isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return "disk_full"
+        if isinstance(each, OSError) and each.errno == errno.ENOMEM:
+            return "out_of_memory"
+        if isinstance(each, OSError | RuntimeError | UnisonoError) and any(words in text for words in _DISK_TEXTS):
+            return "disk_full"
+        if isinstance(each, RuntimeError) and any(words in text for words in _MEMORY_TEXTS):
+            return "out_of_memory"
+    names = [kind.__name__ for kind in type(error).__mro__]
+    cause = next((_CAUSES[name] for name in names if name in _CAUSES), "")
+    if cause == "bad_data" and any(isinstance(each, _BUGS) for each in chain[1:]):
+        return "program"
+    if not cause and any(isinstance(each, MemoryError) for each in chain):
+        return "out_of_memory"
+    if not cause and isinstance(error, RuntimeError) and any(words in str(error) for words in _TRANSPORTS):
+        return "communication"
+    return cause or ("io" if isinstance(error, OSError) else "program")
+
+
 def user_traceback(error: BaseException) -> str:
     """The formatted traceback of ``error`` without the frames up to our command line, which say nothing to a user.
 
@@ -116,7 +173,7 @@ def record_failure(
     script_s: float | None = None,
     checkpoint: str = "",
 ) -> Path:
-    """Write the failure of this rank as ``failure-rank-N.json``, atomically, without secrets.
+    """Write the failure of this rank as ``failure-rank-N.json``, atomically, without secrets, and its dump if it has peers.
 
     Args:
         folder: Folder of the record; created for its owner only if it is missing.
@@ -139,11 +196,24 @@ def record_failure(
         at_monotonic_s=time.monotonic(),
         script_s=script_s,
         checkpoint=checkpoint,
+        cause=(cause := error_cause(error)),
+        absent=absent_ranks(str(error)) if cause == "communication" else (),
     )
     make_folder(folder)
     path = folder / f"failure-rank-{job.rank}.json"
     write_atomically(path, json.dumps(failure.to_json(), indent=1).encode() + b"\n", mode=PRIVATE_MODE)
+    if has_collectives():
+        in_collective = failure.cause == "communication"
+        write_dump(folder, job, type(error).__name__, step=step, error=error, in_collective=in_collective)
     return path
+
+
+def absent_ranks(text: str) -> tuple[int, ...]:
+    """The ranks that the text of a collective's error names as absent, as ``roll_call`` words it."""
+    return tuple(sorted({int(number) for number in _ABSENT.findall(text)}))
+
+
+_ABSENT = re.compile(r"rank ([0-9]{1,6}) (?:\(pid [0-9]+\) )?(?:has ended|is stopped|waits in no collective)")
 
 
 def read_failure(folder: Path, rank: int, restart_count: int) -> Failure | None:

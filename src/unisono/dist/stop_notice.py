@@ -67,6 +67,11 @@ class StopNotice:
         """The notice that is active in this process, to be entered once more, or a new one."""
         return _active or cls(announce=announce)
 
+    @staticmethod
+    def is_requested() -> bool:
+        """Whether the notice that is active in this process, if there is one, has been asked for a stop."""
+        return _active is not None and _active.requested
+
     @property
     def requested(self) -> bool:
         """Whether a stop signal has arrived since the context was entered."""

@@ -29,12 +29,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from unisono import errors
+from unisono.dist import flight_recorder
 from unisono.dist.address import address_of, interface_of, require_private_ranks
 from unisono.dist.dmlc import take_role
 from unisono.dist.job_store import JobStore
 from unisono.dist.jobspec import JobSpec
+from unisono.dist.rank_dump import use_collectives_of, write_dump
 from unisono.dist.rendezvous import Rendezvous, join_ranks, wait_until_resolved
 from unisono.dist.roll_call import identity, missing_ranks, roll_call
+from unisono.dist.terminate import call_before_abort
+from unisono.dist.watchdog import Watchdog
 from unisono.errors import CommError, LaunchError, Problem, UnisonoError
 from unisono.sanitize import shorten
 
@@ -58,7 +62,7 @@ class World:
 
     Every method except ``explain_errors``, ``explain_collective_errors`` and ``close`` is a collective: all ranks call it in the
     same order. A failed one raises CommError with the operation, the time waited and, if it can be found out, the missing
-    rank.
+    rank. ``watchdog`` watches a rank of a launched job; after an error its files are kept.
 
     Args:
         job: This process's place in the job; its rank and world size become attributes.
@@ -92,6 +96,8 @@ class World:
         self._store = store
         self._peers = peers
         self._operations = 0
+        self.watchdog: Watchdog | None = None
+        self._failed = False
 
     @classmethod
     def alone(cls, job: JobSpec) -> World:
@@ -234,6 +240,10 @@ class World:
             raise self._explained(error, f"{operation} #{number}", num_bytes, time.monotonic() - started) from error
 
     def _explained(self, error: RuntimeError, operation: str, num_bytes: int, waited_s: float) -> CommError:
+        if (logs := _launcher_logs()) is not None:
+            # at once: the launcher ends the ranks of a job soon after the first has ended
+            write_dump(logs, self.job, "CommError", error=error, in_collective=True)
+        self._failed = True
         text = " ".join(str(error).split())
         timed_out = "imed out" in text or "imeout" in text
         culprits = missing_ranks(self._peers, self.rank, settle=not timed_out)
@@ -251,11 +261,16 @@ class World:
 
     def close(self) -> None:
         """Leave the group and wait until its threads are idle. Not a collective; may be called twice."""
+        if self.watchdog is not None:
+            self.watchdog.close(failed=self._failed)
+            self.watchdog = None
         if self.group is not None:
             group, self.group = self.group, None
             # destroying the default group destroys all others
             if dist.is_initialized():
                 dist.destroy_process_group(group)
+            if not dist.is_initialized():
+                use_collectives_of(None, None)
             wait_for_gloo_threads()
         self._rendezvous = None
         if self._store is not None:
@@ -327,7 +342,18 @@ def join_world(
         if owned is not None:
             owned.close()
         raise
-    return World(job, group=group, rendezvous=rendezvous, store=owned, timeout_s=timeout_s, peers=peers)
+    world = World(job, group=group, rendezvous=rendezvous, store=owned, timeout_s=timeout_s, peers=peers)
+    use_collectives_of(flight_recorder.group_states, flight_recorder.num_issued)
+    if (logs := _launcher_logs()) is not None:
+        call_before_abort(lambda: write_dump(logs, job, "abort"))
+        world.watchdog = Watchdog(job, logs, deadline_s=timeout_s)
+    return world
+
+
+def _launcher_logs() -> Path | None:
+    """The folder in which the launcher looks for what a rank leaves; None without our launcher."""
+    logs = os.environ.get("UNISONO_LOGS")
+    return None if logs is None else Path(logs)
 
 
 def _prove_connections(group: ProcessGroup, ranks: Sequence[int], rank: int, rendezvous: Rendezvous) -> None:

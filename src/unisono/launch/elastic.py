@@ -126,6 +126,7 @@ def _record_end(
     state.process, state.code = None, code
     if code in (0, REQUEUE):
         return "ended"
+    attempt.decide(restart=False, why="its exit code says so" if code in (USER_ERROR, FATAL) else "the job ends")
     # every rank has printed a user error in full above; one line says which rank it was
     explanation = exit_explanation(attempt, shown)
     failure = attempt.root_failure()
@@ -137,12 +138,15 @@ def _record_end(
         return "ended"
     problem = would_repeat(state.attempts)
     if problem is not None:
+        attempt.decide(restart=False, why=f"{problem.given}: {problem.rule}")
         if not is_anothers:
             print_message(str(problem))
         return "ended" if failure is not None else "no restart left"
     if len(state.attempts) > options.max_restarts:
         print_message(f"no restart of {state.slot.name} left of {options.max_restarts} (launch.max_restarts)")
+        attempt.decide(restart=False, why=f"no restart left of {options.max_restarts} (launch.max_restarts)")
         return "no restart left"
+    attempt.decide(restart=True, why="it may pass")
     return "restart"
 
 

@@ -1,6 +1,7 @@
 """Describes how an attempt ended, and why: exit codes, failures that ranks recorded, and which rank failed first.
 
-When one rank dies, its peers fail a moment later with a CommError. The cause is the rank that died of something else.
+When one rank dies, its peers fail a moment later with a CommError. The cause is the rank that died of something else. Where
+all failed in collectives, ``exit_cause`` tells from their dumps whom the others waited for: one paragraph, without tracebacks.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from typing import Any
 
 from unisono.dist import Failure, read_failure
 from unisono.exit_codes import REQUEUE, USER_ERROR
+from unisono.launch.exit_cause import Cause, find_cause
 from unisono.launch.resources import oom_kills
 from unisono.launch.workers import WorkerProcess
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER
 
 _TAIL_LINES = 20
+# causes of which the traceback of a rank that waited says nothing
+_OF_SEVERAL_RANKS = ("hang", "collective_mismatch", "peer_left")
+# causes that the error or the signal does not say in plain words
+_NAMED = ("out_of_memory", "disk_full", "crash")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,7 +33,7 @@ class Attempt:
 
     All mappings are by rank. ``codes`` are exit codes, negative for a signal as in subprocess. ``folder`` is where ranks
     record failures. Of a ``restarted`` one no rank shows a traceback itself. ``began_at_s`` and ``ended_at_s`` are seconds
-    since 1970.
+    since 1970. ``decision`` says whether the job is started again, and why.
     """
 
     number: int
@@ -43,6 +49,8 @@ class Attempt:
     ended_at_s: float | None = None
     checkpoints: frozenset[str] = frozenset()
     restarted: bool = False
+    decision: dict[str, Any] | None = None
+    _cause: Cause | None = None
 
     @staticmethod
     def begin(number: int, workers: Sequence[WorkerProcess], folder: Path, *, restarted: bool = False) -> Attempt:
@@ -86,9 +94,27 @@ class Attempt:
         rank = self.root()
         return None if rank is None else self.failures.get(rank)
 
+    def cause(self) -> Cause | None:
+        """Why it ended; None if no rank failed. The first call looks, when all ranks have ended."""
+        if self._cause is None:
+            self._cause = find_cause(
+                self.workers,
+                self.codes,
+                self.failures,
+                root=self.root(),
+                folder=self.folder,
+                attempt=self.number,
+                oom_kills_before=self.oom_kills_before,
+            )
+        return self._cause
+
+    def decide(self, *, restart: bool, why: str) -> None:
+        """Note whether the job is started again, and why."""
+        self.decision = {"restart": restart, "why": why}
+
     def record(self) -> dict[str, Any]:
         """The attempt's entry in ``launch.json``."""
-        failure = self.root_failure()
+        failure, cause = self.root_failure(), self.cause()
         return {
             "attempt": self.number,
             "began_at_s": self.began_at_s,
@@ -97,6 +123,8 @@ class Attempt:
             "stopped_by": self.stopped_by,
             "root_rank": self.root(),
             "failure": None if failure is None else f"{failure.type}: {failure.message}",
+            "cause": None if cause is None else cause.record(),
+            "decision": self.decision,
         }
 
 
@@ -108,7 +136,9 @@ def exit_explanation(attempt: Attempt, shown: Sequence[Failure] = ()) -> str:
     rank = attempt.root()
     if rank is None:
         return f"attempt {attempt.number} ended with exit codes {attempt.codes}"
-    worker = attempt.workers[rank]
+    worker, cause = attempt.workers[rank], attempt.cause()
+    if cause is not None and cause.kind in _OF_SEVERAL_RANKS:
+        return _paragraph(attempt, cause)
     lines = [f"attempt {attempt.number}: {worker.name} (pid {worker.pid}) {_ending(attempt, rank)}"]
     failure = attempt.failures.get(rank)
     if failure is not None:
@@ -122,10 +152,27 @@ def exit_explanation(attempt: Attempt, shown: Sequence[Failure] = ()) -> str:
             words = failure.message if USER_ERROR in attempt.codes.values() else failure.traceback
             lines += [f"it failed {step}:", *words.rstrip().splitlines()]
         lines += _other_failures(attempt, failure)
+    elif worker.log is not None and cause is not None and cause.kind == "crash" and cause.evidence:
+        lines.append(f"the stacks of its threads are in its log {worker.log}")
     elif worker.log is not None:
         tail = worker.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         lines += [f"the end of its log {worker.log}:", *tail] if tail else [f"its log {worker.log} is empty"]
+    if cause is not None and cause.kind in _NAMED:
+        evidence = f" ({'; '.join(cause.evidence)})" if cause.evidence else ""
+        lines.append(f"cause: {cause.words}{evidence}" + (f"; try: {cause.advice}" if cause.advice else ""))
     return "\n".join(lines)
+
+
+def _paragraph(attempt: Attempt, cause: Cause) -> str:
+    """A failure of several ranks together: who caused it, from what it follows, where to look."""
+    names = [f"{worker.name} (pid {worker.pid})" for rank in cause.ranks if (worker := attempt.workers.get(rank))]
+    parts = [
+        f"{cause.words}, caused by {' and '.join(names)}: {cause.sentence}",
+        *cause.evidence,
+        f"look at {cause.advice}",
+        f"stacks and last collectives of the ranks are in {attempt.folder}/stacks-rank-*.json",
+    ]
+    return f"attempt {attempt.number}: " + ". ".join(part[:1].upper() + part[1:] for part in parts)
 
 
 def _is_on_terminal(attempt: Attempt, failure: Failure) -> bool:
@@ -151,7 +198,11 @@ def _other_failures(attempt: Attempt, shown: Failure) -> list[str]:
     for rank, failure in sorted(attempt.failures.items()):
         if rank == shown.rank:
             continue
-        error = "the same error" if failure.same_error(shown) else _one_line(failure)
+        error = _one_line(failure)
+        if failure.same_error(shown):
+            error = "the same error"
+        elif failure.type == "CommError":
+            error = "CommError, as a rank they waited for had failed"
         ranks_of.setdefault(error, []).append(str(rank))
     return [
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {error} (tracebacks in {attempt.folder})"

@@ -44,7 +44,7 @@ from unisono.storage.run_folder import LOGS_FOLDER
 
 _POLL_S = 0.05
 # a failing rank ends its peers' collectives: time for peers to report that themselves, then time to end on SIGTERM
-_SETTLE_S = 0.5
+_SETTLE_S = 2.0
 _FAILED_GRACE_S = 5.0
 # time between SIGABRT and SIGKILL, for Python's fault handler to write the stacks of all threads to the rank's log
 _DUMP_S = 1.0
@@ -81,12 +81,14 @@ def supervise(start: Start, options: LaunchOptions, *, run_dir: Path, record: Ma
             attempt = _wait_for_all(workers, begun, options, signals)
             history.append(attempt)
             write_record(run_dir, record, number, history)
-            code = _verdict(history, options)
+            code, why = _verdict(history, options)
+            if code is None and signals.received:
+                code, why = 1, f"{signals.received[0].name} arrived"
+                print_message(f"{signals.received[0].name}: not starting again")
+            attempt.decide(restart=code is None, why=why)
+            write_record(run_dir, record, number, history)
             if code is not None:
                 return code
-            if signals.received:
-                print_message(f"{signals.received[0].name}: not starting again")
-                return 1
             print_message(
                 f"restarting all ranks as attempt {number + 1} (restart {len(history)} of {options.max_restarts})"
             )
@@ -124,34 +126,38 @@ def first_attempt(run_dir: Path, record: Mapping[str, Any]) -> int:
     return first
 
 
-def _verdict(history: Sequence[Attempt], options: LaunchOptions) -> int | None:
-    """The exit code of the launch, or None for another attempt; prints the reason to stderr."""
+def _verdict(history: Sequence[Attempt], options: LaunchOptions) -> tuple[int | None, str]:
+    """The exit code of the launch, or None for another attempt, and why; prints the reason to stderr."""
     attempt = history[-1]
     codes = set(attempt.codes.values())
     if codes <= {0, REQUEUE}:
-        return REQUEUE if REQUEUE in codes else 0
+        return (REQUEUE, "the state is saved") if REQUEUE in codes else (0, "finished")
     if attempt.stopped_by is not None:
         print_message(f"stopped by {attempt.stopped_by}, and not every rank said that its state is committed")
         print_message(exit_explanation(attempt))
-        return 1
+        return 1, f"stopped by {attempt.stopped_by}"
+    user_error = "a user error, which a restart would repeat"
     if attempt.codes.get(0) == USER_ERROR:
         # rank 0 writes to this terminal, so its message is there already
-        return USER_ERROR
+        return USER_ERROR, user_error
     earlier = [failure for past in history[:-1] if (failure := past.root_failure()) is not None]
     print_message(exit_explanation(attempt, earlier))
     if USER_ERROR in codes:
-        return USER_ERROR
+        return USER_ERROR, user_error
     if FATAL in codes:
-        print_message("a rank says that this would fail again the same way; not restarted")
-        return FATAL
+        why = "a rank says that this would fail again the same way"
+        print_message(f"{why}; not restarted")
+        return FATAL, why
     problem = would_repeat(history)
     if problem is not None:
         print_message(str(problem))
-        return 1
+        return 1, f"{problem.given}: {problem.rule}"
     if len(history) > options.max_restarts:
-        print_message(f"no restart left of {options.max_restarts} (launch.max_restarts); the newest checkpoint is kept")
-        return 1
-    return None
+        why = f"no restart left of {options.max_restarts} (launch.max_restarts)"
+        print_message(f"{why}; the newest checkpoint is kept")
+        return 1, why
+    cause = attempt.cause()
+    return None, "it may pass" if cause is None else f"{cause.words}: it may pass"
 
 
 def would_repeat(history: Sequence[Attempt]) -> Problem | None:
@@ -165,6 +171,8 @@ def would_repeat(history: Sequence[Attempt]) -> Problem | None:
     """
     attempt = history[-1]
     failure = attempt.root_failure()
+    if (problem := _would_mismatch_again(history)) is not None:
+        return problem
     if failure is None:
         return _would_exit_again(history)
     is_script = failure.script_s is not None
@@ -199,6 +207,22 @@ def _would_come_back(history: Sequence[Attempt], failure: Failure) -> Problem | 
     return Problem(
         given=f"{failure.type} {failure.where} on rank {failure.rank}, after the same error {earlier.where}",
         rule="an error of the program that comes back is restarted again only if a checkpoint was committed in between",
+        consequence="the run ends here; the newest checkpoint is kept",
+        nearest="repair the cause shown above, then start the same command again",
+    )
+
+
+def _would_mismatch_again(history: Sequence[Attempt]) -> Problem | None:
+    """Why mismatched collectives that came back are not restarted again; None if they may be, or if it is another failure.
+
+    Their errors differ in seconds and process ids each time; a program that mismatches them does so again.
+    """
+    kinds = [None if (cause := attempt.cause()) is None else cause.kind for attempt in history[-2:]]
+    if kinds != ["collective_mismatch"] * 2 or history[-1].checkpoints != history[-2].checkpoints:
+        return None
+    return Problem(
+        given="mismatched collectives, 2 times in a row and without a new checkpoint",
+        rule="ranks issue the same collectives in the same order, which is a matter of the program",
         consequence="the run ends here; the newest checkpoint is kept",
         nearest="repair the cause shown above, then start the same command again",
     )

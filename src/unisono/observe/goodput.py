@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from unisono.observe.events import Event, number
 from unisono.observe.history import Floats, RankHistory, read_history
 from unisono.storage.ownership import read_own_json
-from unisono.storage.run_folder import EVENTS_FOLDER
+from unisono.storage.run_folder import EVENTS_FOLDER, LAUNCH_FILE
 
 CATEGORIES: Final = ("useful", "repeated", "lost", "waiting", "starting", "checkpoint", "evaluation", "other")
 _MAX_TIME_S: Final = 1e12
@@ -123,7 +123,7 @@ def launch_spans(run_dir: Path) -> list[tuple[float, float | None]]:
     Empty without a ``launch.json``, and with one that another user can have written or an earlier release wrote.
     """
     try:
-        record = read_own_json(run_dir / "launch.json")
+        record = read_own_json(run_dir / LAUNCH_FILE)
     except (OSError, ValueError):
         return []
     if not isinstance(record, dict):

@@ -9,3 +9,4 @@ EVENTS_FOLDER: Final = "events"
 LOGS_FOLDER: Final = "logs"  # of its ranks, and of servers
 MEDIA_FOLDER: Final = "media"  # texts and pictures that the run has logged
 PROFILE_FOLDER: Final = "profile"  # of short profiles, a folder for each
+LAUNCH_FILE: Final = "launch.json"  # how it was launched, and how each attempt ended

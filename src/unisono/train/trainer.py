@@ -25,6 +25,7 @@ from unisono.data.dataset import CollateFn, Dataset, MapStyle
 from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
 from unisono.data.options import LoaderOptions
 from unisono.dist import StopNotice, World
+from unisono.dist.watchdog import Watchdog
 from unisono.errors import ConfigError
 from unisono.observe.events import EventLog
 from unisono.observe.formatting import RunEndFacts
@@ -39,7 +40,7 @@ from unisono.parallel.batch_norm import batch_norms
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.sanitize import redact
-from unisono.storage.run_folder import CHECKPOINTS_FOLDER
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER, LOGS_FOLDER
 from unisono.train.argument_checks import check_arguments, check_without_eval_data, inert_metrics_notice
 from unisono.train.assembly import (
     RunInputs,
@@ -240,6 +241,7 @@ class Trainer:
         self._outputs: RunOutputs | None = None
         self._is_open = self._ended = False
         self._resources: list[Any] = []  # to be closed in this order
+        self._watchdog: Watchdog | None = None
 
     def __repr__(self) -> str:
         model, steps = self._inputs.model, self.options.steps
@@ -372,6 +374,12 @@ class Trainer:
                 device=None if device.type == "cpu" else device.index,
             )
             self._resources.append(monitor)
+        logs = self.run_dir / LOGS_FOLDER
+        if world.watchdog is not None:
+            world.watchdog.follow(lambda: self.state.step, logs)
+        else:
+            deadline_s = 0.0 if world.group is None else world.timeout_s
+            self._watchdog = Watchdog(world.job, logs, deadline_s=deadline_s, step=lambda: self.state.step)
 
     # --- closing ---------------------------------------------------------------------------------------------------
 
@@ -389,6 +397,7 @@ class Trainer:
 
     def _close(self, error: BaseException | None) -> None:
         self._is_open = False
+        self._end_watch(failed=error is not None)
         if error is not None:
             step = self.state.step if hasattr(self, "state") else None
             report_failure(self.events, self.run_dir, self.world.job, error, step)
@@ -416,6 +425,16 @@ class Trainer:
             self.events.close()
         if self._given_world is None:
             self.world.close()
+
+    def _end_watch(self, *, failed: bool) -> None:
+        """Watch no longer; after a failure its record is the last word. The world's own goes on without our steps."""
+        if self._watchdog is not None:
+            self._watchdog.close(failed=failed)
+            self._watchdog = None
+        elif self.world.watchdog is not None and failed:
+            self.world.watchdog.close(failed=True)
+        elif self.world.watchdog is not None:
+            self.world.watchdog.follow(None)
 
     def _as_given(self, path: Path) -> Path:
         """A path in the run's folder as it follows from the folder that was given, for texts."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from unisono.dist import World
+from unisono.dist.rank_dump import Collective, GroupState, add_group, remove_group
 from unisono.dist.roll_call import identity, missing_ranks
 from unisono.errors import CommError, ConfigError
 from unisono.kvstore.keys import Future
@@ -56,6 +57,8 @@ class SharedMemoryAllReduce:
         self._typed = {torch.uint8: self._parts}
         self.slot_bytes = slot_bytes
         self._turn = 0
+        self._bytes_met, self._is_waiting = 0, False
+        add_group(self.group_state)
 
     def slot(self, dtype: torch.dtype) -> Tensor:
         """This worker's slot, [slot_bytes / element size]."""
@@ -114,6 +117,10 @@ class SharedMemoryAllReduce:
         after the next rendezvous.
         """
         self._turn += 1
+        self._bytes_met, self._is_waiting = (
+            num_bytes,
+            True,
+        )  # stays so after an error: a dump tells where this rank waits
         self._counters[self._world.rank * _COUNTERS] = self._turn
         started = looked = time.monotonic()
         for rank in range(self._world.world_size):
@@ -127,6 +134,21 @@ class SharedMemoryAllReduce:
                 if (now := time.monotonic()) - looked > _LOOK_EVERY_S:
                     looked = now
                     self._look(rank, num_bytes, now - started)
+        self._is_waiting = False
+
+    def group_state(self) -> GroupState:
+        """The rendezvous of the workers as a group of collectives, the last one alone."""
+        ranks = tuple(range(self._world.world_size))
+        last = Collective(
+            number=self._turn,
+            name="shared-memory sum",
+            sizes=((self._bytes_met,),),
+            dtypes=("bytes",),
+            state="started" if self._is_waiting else "completed",
+        )
+        return GroupState(
+            name="shared memory", description="", ranks=ranks, num_entered=self._turn, collectives=(last,)
+        )
 
     def _look(self, rank: int, num_bytes: int, waited_s: float) -> None:
         """Raise CommError if a worker has ended or the wait has timed out."""
@@ -143,6 +165,7 @@ class SharedMemoryAllReduce:
 
     def close(self) -> None:
         """Free the memory, which disappears with its last worker. Not a collective."""
+        remove_group(self.group_state)
         self._counters.release()
         self._parts.clear()  # the mapping is freed with its last view
         self._typed.clear()

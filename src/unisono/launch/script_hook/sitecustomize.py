@@ -52,7 +52,9 @@ def _install() -> None:
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not (_record(error) and os.environ.get("UNISONO_TRACEBACKS") == "record"):
+        # of a failed collective the launcher says which rank was missing; a traceback for each rank that waited says nothing
+        is_shown = os.environ.get("UNISONO_TRACEBACKS") != "record" and kind.__name__ != "CommError"
+        if not _record(error) or is_shown:
             show(kind, error, trace)
 
     sys.excepthook = hook

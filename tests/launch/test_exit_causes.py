@@ -1,0 +1,69 @@
+"""Failures of our own making: the launcher names the cause and the rank, in one paragraph, and records what it decided."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from failures import FAILURES, Failing
+from launching import run
+
+MIN_RIGHT_FRAC = 0.95
+QUICK = ["kill-1", "full-disk-1", "name-1", "bytes-0"]
+
+
+def launched(failing: Failing, folder: Path) -> tuple[dict[str, Any], str]:
+    """The record of the attempt, and what the launcher said."""
+    folder.mkdir(parents=True, exist_ok=True)
+    code, said, launch = run(failing.text(), folder, num_processes=failing.ranks, max_restarts=0)
+    assert code != 0, said
+    return launch.record()["attempts"][-1], said
+
+
+def found(attempt: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+    cause = attempt["cause"] or {"kind": "none", "ranks": []}
+    return cause["kind"], tuple(cause["ranks"])
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_cause_and_its_rank(tmp_path: Path, name: str) -> None:
+    failing = next(each for each in FAILURES if each.name == name)
+    attempt, _ = launched(failing, tmp_path)
+    assert found(attempt) == failing.label
+    assert attempt["cause"]["sentence"]
+    assert attempt["decision"]["restart"] is False
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_cause_and_the_first_rank_of_nearly_all_failures(tmp_path: Path) -> None:
+    assert len(FAILURES) >= 60
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(lambda each: launched(each, tmp_path / each.name), FAILURES))
+    wrong = [
+        f"{each.name}: {found(attempt)} is not {each.label}\n{said}"
+        for each, (attempt, said) in zip(FAILURES, ends, strict=True)
+        if found(attempt) != each.label
+    ]
+    right_frac = 1 - len(wrong) / len(FAILURES)
+    print(f"{len(FAILURES) - len(wrong)} of {len(FAILURES)} right")
+    assert right_frac >= MIN_RIGHT_FRAC, "\n".join(wrong)
+    print("\n".join(wrong))
+    for each, (attempt, said) in zip(FAILURES, ends, strict=True):
+        assert set(attempt["decision"]) == {"restart", "why"}
+        if each.cause in ("hang", "collective_mismatch", "peer_left"):
+            explained = [line for line in said.splitlines() if line.startswith("launch: attempt 0: ")]
+            assert len(explained) == 1, said
+            assert "Traceback" not in "".join(line for line in said.splitlines() if line.startswith("launch:")), said
+
+
+@pytest.mark.full
+def test_mismatched_collectives_are_not_started_a_third_time(tmp_path: Path) -> None:
+    failing = next(each for each in FAILURES if each.name == "dtype-1")
+    code, said, launch = run(failing.text(), tmp_path, num_processes=3, max_restarts=5)
+    attempts = launch.record()["attempts"]
+    assert (code, len(attempts)) == (1, 2), said
+    assert [attempt["decision"]["restart"] for attempt in attempts] == [True, False]
+    assert "mismatched collectives, 2 times in a row" in said
