@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import jinja2
 from markupsafe import Markup
@@ -30,13 +30,14 @@ from unisono.observe.run_summary import summarise
 from unisono.report.charts import curves_of, rank_map, time_chart
 from unisono.report.page import DRAW_SCRIPT, PAGE
 from unisono.report.tables import (
-    MAX_HAPPENINGS,
     caption,
     figures_of,
-    happenings_of,
+    happening,
+    newest,
     rank_row,
     sections_of,
     settings_of,
+    shown_events,
     time_clause,
     warnings_of,
 )
@@ -68,7 +69,7 @@ def write_report(run_dir: Path) -> Path:
     ranks = _Ranks()
     others = (other for other in sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")) if other != path)
     facts = facts_of(ranks.seen(each) for each in chain([history], map(read_history, others)))
-    page = render(history, facts, rows=ranks.rows, warnings=ranks.warnings)
+    page = render(history, facts, ranks)
     target = run_dir / "report.html"
     write_atomically(target, page.encode())
     return target
@@ -78,24 +79,29 @@ class _Ranks:
     """What the page shows of each rank, taken while their histories pass by: they are not kept."""
 
     def __init__(self) -> None:
-        self.rows: list[list[str]] = []
-        self.warnings: list[Event] = []  # of other ranks than 0
+        self.count = 0  # of ranks that have steps
+        self.rows: list[list[str]] = []  # of the first of them
+        self.num_happenings = 0
+        self.happenings: list[Event] = []  # the newest
 
     def seen(self, history: RankHistory) -> RankHistory:
         """The history itself."""
-        if row := rank_row(history):
-            self.rows.append(row)
-        self.warnings += warnings_of(history) if history.rank else []
+        if len(history.steps):
+            self.count += 1
+            if len(self.rows) < _MAX_RANK_ROWS:
+                self.rows.append(rank_row(history))
+        if shown := warnings_of(history) if history.rank else shown_events(history):
+            self.num_happenings += len(shown)
+            self.happenings = newest([*self.happenings, *shown])
         return history
 
 
-def render(history: RankHistory, facts: RunFacts, *, rows: Sequence[list[str]], warnings: Sequence[Event]) -> str:
+def render(history: RankHistory, facts: RunFacts, shown: _Ranks) -> str:
     """Render the HTML page from the history of rank 0, the facts of all ranks, and what is shown of them."""
     summary = summarise(history)
     start, sample = _last(history.events, "run_start"), _last(history.events, "sample")
     curves, shares, ranks = list(curves_of(history)), time_chart(summary), rank_map(facts)
     charts = [*([shares] if shares else []), *curves, *([ranks] if ranks else [])]
-    happenings = sorted(happenings_of(history, warnings), key=lambda row: cast(float, row["t"]))
     plotly = files("unisono.report").joinpath(_PLOTLY).read_bytes()
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     return environment.from_string(PAGE).render(
@@ -109,10 +115,10 @@ def render(history: RankHistory, facts: RunFacts, *, rows: Sequence[list[str]], 
         rank_map=ranks["id"] if ranks else None,
         sample=printable(str(sample.get("text", "")), newlines=True),
         sample_caption=caption(sample),
-        happenings=happenings[-MAX_HAPPENINGS:],
-        happenings_left_out=max(0, len(happenings) - MAX_HAPPENINGS),
-        ranks=rows[:_MAX_RANK_ROWS] if len(rows) > 1 else [],
-        ranks_left_out=max(0, len(rows) - _MAX_RANK_ROWS),
+        happenings=list(map(happening, shown.happenings)),
+        happenings_left_out=shown.num_happenings - len(shown.happenings),
+        ranks=shown.rows if shown.count > 1 else [],
+        ranks_left_out=shown.count - len(shown.rows),
         sections=list(sections_of(start)),
         settings=list(settings_of(start)),
         conventions=printable(str(start.get("flops_convention", ""))),
