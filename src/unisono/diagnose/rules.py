@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Final
 
+import numpy as np
+
 from unisono.diagnose import health_rules, memory_rules, time_rules
 from unisono.diagnose.finding import Finding, Rule
 from unisono.diagnose.run_facts import RunFacts
@@ -31,7 +33,8 @@ _LOG: Final = logging.getLogger("unisono.diagnose")
 
 def diagnose(facts: RunFacts) -> list[Finding]:
     """All findings of all rules, the most costly first."""
-    findings = [finding for rule in (*RULES, *_plugged_rules()) for finding in rule(facts)]
+    with np.errstate(over="ignore", invalid="ignore"):  # figures of a damaged file may be of any size
+        findings = [finding for rule in (*RULES, *_plugged_rules()) for finding in rule(facts)]
     return sorted(findings, key=lambda finding: (-finding.cost_frac, finding.severity != "critical", finding.id))
 
 

@@ -154,8 +154,9 @@ class RunFacts:
     def phase_s(self, *phases: str) -> Floats:
         """Seconds of ``phases`` together in the common readings [ranks, readings]."""
         total = self._rows([facts.phase_s[phases[0]] for facts in self.ranks])
-        for phase in phases[1:]:
-            total += self._rows([facts.phase_s[phase] for facts in self.ranks])
+        with np.errstate(over="ignore"):  # figures of a damaged file may be of any size
+            for phase in phases[1:]:
+                total += self._rows([facts.phase_s[phase] for facts in self.ranks])
         return total
 
     def _rows(self, rows: Sequence[Floats]) -> Floats:

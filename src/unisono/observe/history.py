@@ -127,17 +127,19 @@ def read_history(path: Path) -> RankHistory:
     return history.finish(path)
 
 
-def _decode_steps(lines: Iterable[bytes]) -> list[Any]:
-    """The step of each line; None for a line that is no step, or one with values of other types."""
+def _decode_steps(lines: Iterable[bytes]) -> tuple[list[Any], bool]:
+    """The step of each line, and whether all are steps; None for a line that is none, or one with values of other types."""
     steps: list[Any] = []
+    are_all = True
     decoded = map(_decode_step, lines)
     while True:
         try:
             for step in decoded:
                 steps.append(step)  # not extend: what it keeps at an error is nowhere told
-            return steps
+            return steps, are_all
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             steps.append(None)
+            are_all = False
 
 
 class _History:
@@ -158,9 +160,9 @@ class _History:
 
     def add(self, lines: Sequence[bytes], *, has_end: bool) -> None:
         """Add the next lines. ``has_end``: whether the last of them has an end."""
-        steps = _decode_steps(lines)
+        steps, are_all = _decode_steps(lines)
         places: Sequence[int] = range(self._num_lines + 1, self._num_lines + 1 + len(lines))
-        if None in steps or any(step.attempt != self._settled_attempt for step in steps):
+        if not are_all or [step.attempt for step in steps].count(self._settled_attempt) < len(steps):
             steps, places = self._add_mixed(places, lines, steps)
         self._num_lines += len(lines)
         self._has_end = has_end
@@ -195,6 +197,8 @@ class _History:
             if not (is_count(step) and is_count(attempt)):
                 return None
             values = {key: event.get(name) for key, name in _KEYS.items()}
+            unit = event.get("unit")
+            values["unit"] = unit if isinstance(unit, str) else None
             return _Step(kind="step", step=int(step), attempt=int(attempt), **values)
         if event.get("attempt") != self._settled_attempt:
             self._settled_attempt = None

@@ -142,12 +142,14 @@ def time_frac(history: RankHistory) -> dict[str, float]:
         return {}
     step_s = history.columns["perf/step_s"][timed]
     weights = np.where((step_s > 0) & np.isfinite(step_s), step_s, 1.0)  # NaN is not above 0
-    total, means = weights.sum(), dict[str, float]()
-    for name, values in shares.items():
-        is_known = np.isfinite(values[timed])
-        if is_known.any():
-            means[name] = float(values[timed][is_known] @ weights[is_known] / total)
-    return means
+    means: dict[str, float] = {}
+    with np.errstate(over="ignore", invalid="ignore"):  # of values that no run has
+        total = weights.sum()
+        for name, values in shares.items():
+            is_known = np.isfinite(values[timed])
+            if is_known.any():
+                means[name] = float(values[timed][is_known] @ weights[is_known] / total)
+    return {name: mean for name, mean in means.items() if math.isfinite(mean)}
 
 
 def _last_of(events: Sequence[Event], kind: str, field: str) -> Any:

@@ -78,9 +78,14 @@ def _line(name: str, points: tuple[Counts, Floats], **more: Any) -> dict[str, An
         "mode": "lines+markers" if len(drawn) < 3 else "lines",
         "name": re.sub(r"[^\w/.\- ]", "_", name),  # plotly reads some markup in names
         "x": steps[drawn].tolist(),
-        "y": [float(f"{value:.5g}") if math.isfinite(value) else None for value in values[drawn].tolist()],
+        "y": [_finite(float(f"{value:.5g}")) for value in values[drawn].tolist()],
         **more,
     }
+
+
+def _finite(value: float) -> float | None:
+    """The value, or None for a gap: JSON has no other numbers, and rounding makes an infinity of the largest."""
+    return value if math.isfinite(value) else None
 
 
 def curves_of(history: RankHistory) -> Iterator[dict[str, Any]]:
@@ -134,7 +139,7 @@ def time_chart(summary: RunSummary) -> dict[str, Any] | None:
             "type": "bar",
             "orientation": "h",
             "name": re.sub(r"[^\w ]", "_", name).replace("_", " "),
-            "x": [round(100 * frac, 2)],
+            "x": [round(min(100 * frac, 100.0), 2)],
             "y": ["step"],
             "text": [percent(frac) if frac >= 0.03 else ""],
             "textposition": "inside",
@@ -165,7 +170,7 @@ def rank_map(facts: RunFacts) -> dict[str, Any] | None:
     relative = means / np.maximum(lower_medians(means), 1e-12)
     chart = {
         "type": "heatmap",
-        "z": [[round(float(value), 2) for value in row] for row in relative],
+        "z": [[_finite(round(value, 2)) for value in row] for row in relative.tolist()],
         "x": [int(steps[part[-1]]) for part in stretches],
         "y": [f"rank {rank}" for rank in facts.rank_numbers],
         "zmin": 0.5,

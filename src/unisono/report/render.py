@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 
 from unisono.diagnose import Finding, RunFacts, diagnose
@@ -100,7 +101,8 @@ def render(history: RankHistory, facts: RunFacts, shown: _Ranks) -> str:
     """Render the HTML page from the history of rank 0, the facts of all ranks, and what is shown of them."""
     summary = summarise(history)
     start, sample = _last(history.events, "run_start"), _last(history.events, "sample")
-    curves, shares, ranks = list(curves_of(history)), time_chart(summary), rank_map(facts)
+    with np.errstate(over="ignore", invalid="ignore"):  # figures of a damaged file may be of any size
+        curves, shares, ranks = list(curves_of(history)), time_chart(summary), rank_map(facts)
     charts = [*([shares] if shares else []), *curves, *([ranks] if ranks else [])]
     plotly = files("unisono.report").joinpath(_PLOTLY).read_bytes()
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
