@@ -2,8 +2,8 @@
 
     python -m benchmarks.observe.scale [--lines 1000000] [--rounds 3]
 
-Each reading is a process of its own. The floor is reading the files line by line and decoding nothing. A damaged run has lines that
-are cut short, losses of other types and events that are no steps, and some ranks have no file.
+Each reading is a process of its own. The floor is reading the files line by line and decoding nothing. In a damaged run one line of a
+hundred is cut short, has values of other types or is no step, and some ranks have no file.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from benchmarks.paired import spread
 from unisono.observe.events import encode, events_path
 from unisono.observe.history import STEP_FIELDS
 
+SHAPES: Mapping[str, int] = {"1,000 ranks": 1000, "1 rank": 1}
 READINGS: Mapping[str, str] = {
     "floor": "for path in sorted(run.glob('events/*.jsonl')):\n    with path.open('rb') as file:\n        sum(map(len, file))",
     "diagnosis": "from unisono.diagnose import diagnose, read_run\ndiagnose(read_run(run))",
