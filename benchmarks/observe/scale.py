@@ -2,8 +2,8 @@
 
     python -m benchmarks.observe.scale [--lines 1000000] [--rounds 3]
 
-Each reading is a process of its own. The floor is reading the files line by line and decoding nothing. In a damaged run one line of a
-hundred is cut short, has values of other types or is no step, and some ranks have no file.
+Each reading is a process of its own. The floor is reading the files line by line and decoding nothing. In a damaged run one line
+of a hundred is cut short, has values of other types or is no step, and some ranks have no file.
 """
 
 from __future__ import annotations

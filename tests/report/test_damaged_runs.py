@@ -16,12 +16,57 @@ from unisono.observe.rank_status import rank_statuses
 from unisono.report import write_report
 
 KINDS = (
-    *("eval", "log", "skipped_step", "gradient_stats", "resumed", "run_start", "run_end", "sample", "compiled", "links"),
-    *("system", "warning", "notice", "checkpoint_saved", "checkpoint_failed", "data_skipped", "rules_inferred", "preempt"),
+    *(
+        "eval",
+        "log",
+        "skipped_step",
+        "gradient_stats",
+        "resumed",
+        "run_start",
+        "run_end",
+        "sample",
+        "compiled",
+        "links",
+    ),
+    *(
+        "system",
+        "warning",
+        "notice",
+        "checkpoint_saved",
+        "checkpoint_failed",
+        "data_skipped",
+        "rules_inferred",
+        "preempt",
+    ),
 )
 FIELDS = (
-    *("loss", "eval/loss", "text", "links", "layers", "samples", "data", "parameters", "plan_text", "held_bytes", "packing"),
-    *("config", "origins", "plan", "environment", "rules", "left", "placed", "message", "error", "reason", "prompt", "path"),
+    *(
+        "loss",
+        "eval/loss",
+        "text",
+        "links",
+        "layers",
+        "samples",
+        "data",
+        "parameters",
+        "plan_text",
+        "held_bytes",
+        "packing",
+    ),
+    *(
+        "config",
+        "origins",
+        "plan",
+        "environment",
+        "rules",
+        "left",
+        "placed",
+        "message",
+        "error",
+        "reason",
+        "prompt",
+        "path",
+    ),
 )
 
 
