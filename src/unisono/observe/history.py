@@ -222,8 +222,8 @@ class _History:
         self._steps.extend([step.step for step in steps])
         self._attempts.extend([step.attempt for step in steps])
         values = np.frombuffer(packed).reshape(len(steps), len(_KEYS))
-        for column, numbers in zip(self._columns, values.T.copy().view(np.uint8), strict=True):
-            column.frombytes(numbers)
+        for column, numbers in zip(self._columns, values.T, strict=True):
+            column.frombytes(numbers.tobytes())
         self._unit = next((step.unit for step in reversed(steps) if step.unit), self._unit)
 
     def finish(self, path: Path) -> RankHistory:
