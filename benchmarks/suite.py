@@ -278,7 +278,8 @@ BENCHMARKS = (
         script="observe.scale",
         title="Diagnosis and report of very large runs",
         quick=("--lines", "20000", "--rounds", "1"),
-        text="A million made-up step events, of 1,000 ranks and of one. The floor is reading the lines and decoding none.",
+        text="A million made-up step events, of 1,000 ranks and of one. The floor is reading the lines and decoding none. In a "
+        "damaged run one line of a hundred is cut short, has values of other types or is no step, and some ranks have no file.",
         rows=(
             Row("{0}: {1}, seconds", "runs/*/*/s", figures.spread_of_seconds, aim=at_most(10, "≤ 10 s")),
             Row("{0}: {1}, memory", "runs/*/*/peak_bytes", figures.size, aim=at_most(2**30, "≤ 1 GiB")),

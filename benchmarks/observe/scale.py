@@ -2,7 +2,8 @@
 
     python -m benchmarks.observe.scale [--lines 1000000] [--rounds 3]
 
-Each reading is a process of its own. The floor is reading the files line by line and decoding nothing.
+Each reading is a process of its own. The floor is reading the files line by line and decoding nothing. In a damaged run one line
+of a hundred is cut short, has values of other types or is no step, and some ranks have no file.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks.paired import spread
 from unisono.observe.events import encode, events_path
 from unisono.observe.history import STEP_FIELDS
 
+SHAPES: Mapping[str, int] = {"1,000 ranks": 1000, "1 rank": 1}
 READINGS: Mapping[str, str] = {
     "floor": "for path in sorted(run.glob('events/*.jsonl')):\n    with path.open('rb') as file:\n        sum(map(len, file))",
     "diagnosis": "from unisono.diagnose import diagnose, read_run\ndiagnose(read_run(run))",
@@ -39,11 +41,14 @@ print(json.dumps({{"s": seconds, "bytes": 1024 * resource.getrusage(resource.RUS
 """
 
 
-def make_run(folder: Path, ranks: int, steps: int) -> None:
+def make_run(folder: Path, ranks: int, steps: int, *, is_damaged: bool = False) -> None:
     """Events of a run whose ranks take equally long, but for noise; every step is a reading."""
     draw = random.Random(0)
+    damage = random.Random(1)
     pool = [_step(draw) for _ in range(1000)]
     for rank in range(ranks):
+        if is_damaged and rank % 50 == 49:
+            continue
         path = events_path(folder, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         envelope = {"t": 1.8e9, "rank": rank, "run": "large", "attempt": 1}
@@ -51,7 +56,25 @@ def make_run(folder: Path, ranks: int, steps: int) -> None:
             file.write(encode({"kind": "run_start", "m": 0.0, **envelope, "config": {}, "plan": {}}) + b"\n")
             for step in range(1, steps + 1):
                 head = f'{{"kind":"step","t":1.8e9,"m":{0.1 * step:.3f},"rank":{rank},"run":"large","attempt":1,"step":{step},'
-                file.write(head.encode() + pool[draw.randrange(1000)] + b"\n")
+                line = head.encode() + pool[draw.randrange(1000)]
+                if is_damaged and damage.random() < 0.01:
+                    line = damaged(line, damage)
+                file.write(line + b"\n")
+
+
+def damaged(line: bytes, draw: random.Random) -> bytes:
+    """A line cut short, with a loss of another type, or of another kind."""
+    match draw.randrange(4):
+        case 0:
+            return line[: draw.randrange(len(line))]
+        case 1:
+            return line.replace(
+                b'"train/loss":', draw.choice((b'"train/loss":"NaN","was":', b'"train/loss":[],"was":'))
+            )
+        case 2:
+            return line.replace(b'"step":', draw.choice((b'"step":"x","was":', b'"step":1e400,"was":')))
+        case _:
+            return line.replace(b'"kind":"step"', b'"kind":"skipped_step"')
 
 
 def _step(draw: random.Random) -> bytes:
@@ -74,12 +97,17 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    shapes = {"1,000 ranks": 1000, "1 rank": 1}
+    shapes = {
+        "1,000 ranks": (1000, False),
+        "1 rank": (1, False),
+        "1,000 ranks, damaged": (1000, True),
+        "1 rank, damaged": (1, True),
+    }
     result: dict[str, Any] = {"lines": arguments.lines, "runs": {}}
-    for name, ranks in shapes.items():
+    for name, (ranks, is_damaged) in shapes.items():
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder)
-            make_run(run, ranks, arguments.lines // ranks)
+            make_run(run, ranks, arguments.lines // ranks, is_damaged=is_damaged)
             size = sum(path.stat().st_size for path in run.glob("events/*.jsonl"))
             measured = {key: [measure(run, body) for _ in range(arguments.rounds)] for key, body in READINGS.items()}
             result["runs"][name] = {"events_bytes": size, "report_bytes": (run / "report.html").stat().st_size} | {

@@ -25,6 +25,10 @@ def steps(history: RankHistory) -> list[tuple[int, int]]:
     return list(zip(history.steps.tolist(), history.attempts.tolist(), strict=True))
 
 
+def points(history: RankHistory, field: str) -> list[tuple[int, float]]:
+    return list(zip(*(values.tolist() for values in history.points(field)), strict=True))
+
+
 def shape(history: RankHistory) -> list[tuple[str, int | None, int]]:
     return [(event["kind"], event.get("step"), event["attempt"]) for event in history.events]
 
@@ -88,9 +92,9 @@ def test_numbers_of_steps_become_columns() -> None:
         ]
     )
     assert history.unit == "images"
-    assert str(history.points("train/loss")) == "[(1, 2.0), (2, nan), (3, nan)]"
-    assert history.points("perf/step_s") == [(2, 0.5)]
-    assert history.points("mem/peak_bytes") == [(1, 2.0**40)]
+    assert str(points(history, "train/loss")) == "[(1, 2.0), (2, nan), (3, nan)]"
+    assert points(history, "perf/step_s") == [(2, 0.5)]
+    assert points(history, "mem/peak_bytes") == [(1, 2.0**40)]
     assert history.columns["train/grad_norm"][1] == math.inf
 
 
@@ -107,7 +111,7 @@ def test_the_rank_is_that_of_the_file(rank: int) -> None:
 
 def test_no_file_is_no_events(tmp_path: Path) -> None:
     history = read_history(events_path(tmp_path, 0))
-    assert (history.is_empty, steps(history), history.points("train/loss"), history.notes) == (True, [], [], ())
+    assert (history.is_empty, steps(history), points(history, "train/loss"), history.notes) == (True, [], [], ())
 
 
 @pytest.mark.parametrize("number", [10**30, -(10**30), True, "3", None, [1], 2.5])

@@ -9,17 +9,17 @@ from typing import Final
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
-from unisono.diagnose.figures import (
-    listed,
-    named_ranks,
-)
+from unisono.diagnose.figures import listed, named_ranks
 from unisono.diagnose.finding import Finding
-from unisono.diagnose.run_facts import RunFacts, SkippedStep, TrainingFacts
+from unisono.diagnose.run_facts import Floats, RunFacts, SkippedStep, TrainingFacts
 from unisono.diagnose.tap_facts import NonfiniteOrigin
 
 _SPIKE_WINDOW: Final = 50
 _SPIKE_SIGMAS: Final = 8.0
+_SPIKE_FACTOR: Final = 1.2
+_WINDOWS_AT_ONCE: Final = 1 << 14  # a few MiB
 _MIN_STEPS: Final = 50  # to judge how a norm grows
 _MIN_STEPS_OF_FIT: Final = 200  # to judge whether a model learns
 
@@ -96,17 +96,12 @@ def loss_spikes(facts: RunFacts) -> Iterator[Finding]:
     losses, steps = facts.training.losses, facts.training.steps
     if len(losses) <= _SPIKE_WINDOW:
         return
-    before = sliding_window_view(losses, _SPIKE_WINDOW)[:-1]  # [steps - window, window]
-    middle = np.median(before, axis=1)
-    spread = 1.4826 * np.median(np.abs(before - middle[:, None]), axis=1)  # of a normal distribution: its deviation
-    after = losses[_SPIKE_WINDOW:]
-    with np.errstate(invalid="ignore"):
-        spikes = np.isfinite(after) & (after > middle + _SPIKE_SIGMAS * spread) & (after > 1.2 * middle)
-    where = steps[_SPIKE_WINDOW:][spikes]
+    spikes, middle = _spikes(losses)
+    where = steps[spikes]
     if not len(where):
         return
     share = len(where) / len(losses)
-    worst = int(np.argmax(np.where(spikes, after / np.maximum(middle, 1e-12), 0.0)))
+    worst = int(np.argmax(losses[spikes] / np.maximum(middle, 1e-12)))
     skips = facts.settings.get("train.spike_sigmas")
     yield Finding(
         id="NUM02",
@@ -116,11 +111,37 @@ def loss_spikes(facts: RunFacts) -> Iterator[Finding]:
         confidence=0.8,
         evidence=(
             f"{len(where)} of {len(losses)} steps: {listed(where.tolist())}",
-            f"step {steps[_SPIKE_WINDOW + worst]}: {after[worst]:.4g}, the {_SPIKE_WINDOW} steps before it {middle[worst]:.4g}",
+            f"step {where[worst]}: {losses[spikes[worst]]:.4g}, the {_SPIKE_WINDOW} steps before it {middle[worst]:.4g}",
         ),
         advice="train.spike_sigmas skips such steps; look at their samples, and try a lower optim.lr or a longer warm-up",
         patch={"train.spike_sigmas": _SPIKE_SIGMAS} if skips == 0 else {},
     )
+
+
+def _spikes(losses: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """The places of losses far above the median of those before them, and these medians [spikes]."""
+    windows, after = sliding_window_view(losses, _SPIKE_WINDOW), losses[_SPIKE_WINDOW:]
+    # where the median of a window is below the loss, at least half of its losses are: few windows are left to sort
+    below = np.zeros(len(after), np.int8)
+    scaled = _SPIKE_FACTOR * losses
+    for begin in range(_SPIKE_WINDOW):
+        below += scaled[begin : begin + len(after)] < after
+    high = np.flatnonzero(np.isfinite(after) & (below >= _SPIKE_WINDOW // 2))
+    spikes, middles = [np.zeros(0, np.int64)], [np.zeros(0)]
+    for begin in range(0, len(high), _WINDOWS_AT_ONCE):
+        places = high[begin : begin + _WINDOWS_AT_ONCE]
+        before = windows[places]
+        middle = np.median(before, axis=1)
+        is_high = after[places] > _SPIKE_FACTOR * middle  # not where a loss before is NaN
+        places, before, middle = places[is_high], before[is_high], middle[is_high]
+        with np.errstate(invalid="ignore"):  # infinite losses
+            spread = 1.4826 * np.median(
+                np.abs(before - middle[:, None]), axis=1
+            )  # of a normal distribution: its deviation
+            found = after[places] > middle + _SPIKE_SIGMAS * spread
+        spikes.append(places[found] + _SPIKE_WINDOW)
+        middles.append(middle[found])
+    return np.concatenate(spikes), np.concatenate(middles)
 
 
 def exploding_gradients(facts: RunFacts) -> Iterator[Finding]:

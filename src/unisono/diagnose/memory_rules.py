@@ -118,10 +118,11 @@ def _growth(rank: RankFacts) -> float:
     """Bytes by which the memory grows in a step; 0 unless it grows in each fifth of the run but the first."""
     if _span(rank) < _CREEP_STEPS or len(rank.steps) < 5 * 2:
         return 0.0
-    levels = [float(np.median(part)) for part in np.array_split(rank.memory_bytes, 5)][1:]
-    places = [float(np.median(part)) for part in np.array_split(rank.steps, 5)][1:]
-    steadily = all(later > earlier > 0 for earlier, later in pairwise(levels))
-    return (levels[-1] - levels[0]) / (places[-1] - places[0]) if steadily else 0.0
+    levels = [float(np.median(part)) for part in np.array_split(rank.memory_bytes, 5)[1:]]
+    if not all(later > earlier > 0 for earlier, later in pairwise(levels)):
+        return 0.0
+    _, begin, *_, end = np.array_split(rank.steps, 5)
+    return (levels[-1] - levels[0]) / float(np.median(end) - np.median(begin))
 
 
 def _span(rank: RankFacts) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Final
 
+import numpy as np
+
 from unisono.diagnose import (
     ending_rules,
     health_rules,
@@ -60,7 +62,8 @@ _LOG: Final = logging.getLogger("unisono.diagnose")
 
 def diagnose(facts: RunFacts) -> list[Finding]:
     """All findings of all rules, the most costly first."""
-    findings = [finding for rule in (*RULES, *_plugged_rules()) for finding in rule(facts)]
+    with np.errstate(over="ignore", invalid="ignore"):  # figures of a damaged file may be of any size
+        findings = [finding for rule in (*RULES, *_plugged_rules()) for finding in rule(facts)]
     return sorted(findings, key=lambda finding: (-finding.cost_frac, finding.severity != "critical", finding.id))
 
 

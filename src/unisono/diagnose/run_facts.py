@@ -6,6 +6,7 @@ them. Readings of the first steps of an attempt, and of steps that compiled, are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.diagnose.ending import Ending, read_ending
-from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps, step_of
+from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps
 from unisono.errors import DataError
-from unisono.observe.events import Event, number
+from unisono.observe.events import MAX_COUNT, Event, event_step, number
 from unisono.observe.history import Floats, RankHistory, read_history
 from unisono.observe.meters import COMM_AXES, PHASES
 from unisono.profile import RankProfile, newest_profiles, read_trace, summarise_trace
@@ -32,7 +33,6 @@ COMPUTE_PHASES: Final = tuple(
 # parts of comm_exposed; 0 in events of earlier releases
 COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)
 _WARM_UP_READINGS: Final = 2
-_MAX_STEPS: Final = 1 << 53
 _MAX_BYTES: Final = 1e18
 _MAX_S: Final = 1e12
 
@@ -190,13 +190,16 @@ class RunFacts:
         return self._common[0]
 
     @cached_property
-    def _common(self) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+    def _common(self) -> tuple[NDArray[np.int64], list[NDArray[np.int64] | slice]]:
         """The steps at which all ranks have a reading, and where each rank has them."""
         steps = self.ranks[0].steps if self.ranks else np.zeros(0, np.int64)
         for facts in self.ranks[1:]:
             if not np.array_equal(steps, facts.steps):
                 steps = np.intersect1d(steps, facts.steps, assume_unique=True)
-        return steps, [np.searchsorted(facts.steps, steps) for facts in self.ranks]
+        whole = slice(None)
+        return steps, [
+            whole if len(steps) == len(facts.steps) else np.searchsorted(facts.steps, steps) for facts in self.ranks
+        ]
 
     def wall_s(self) -> Floats:
         """Seconds of the common readings [ranks, readings]."""
@@ -204,8 +207,11 @@ class RunFacts:
 
     def phase_s(self, *phases: str) -> Floats:
         """Seconds of ``phases`` together in the common readings [ranks, readings]."""
-        rows = [np.sum([facts.phase_s[phase] for phase in phases], axis=0) for facts in self.ranks]
-        return self._rows(rows)
+        total = self._rows([facts.phase_s[phases[0]] for facts in self.ranks])
+        with np.errstate(over="ignore"):  # figures of a damaged file may be of any size
+            for phase in phases[1:]:
+                total += self._rows([facts.phase_s[phase] for facts in self.ranks])
+        return total
 
     def _rows(self, rows: Sequence[Floats]) -> Floats:
         steps, places = self._common
@@ -254,8 +260,10 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
             continue
         last = max(history.attempt_s)
         events = [event for event in history.all_events if event.get("attempt") == last]
-        times = [at for event in events if (at := number(event.get("t"))) is not None]
-        times += history.columns["t"][history.attempts == last].tolist()
+        at_s = history.columns["t"][history.attempts == last]
+        at_s = at_s[np.isfinite(at_s)]
+        times = [at for event in events if (at := number(event.get("t"))) is not None and math.isfinite(at)]
+        times += [float(at_s.min()), float(at_s.max())] if len(at_s) else []
         if max(times, default=0.0) < began_s:
             continue  # of an earlier attempt, which had more ranks
         began_s = began_s or min(times, default=0.0)
@@ -294,11 +302,13 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
     if np.isnan(wall_s).all():  # events of an earlier release
         wall_s = np.diff(column("m", readings), prepend=np.nan)
     steps = history.steps[readings]
-    compiled = [step_of(event) for event in events if event["kind"] == "compiled"]
+    compiled = [event_step(event) for event in events if event["kind"] == "compiled"]
     profiled = [range((_first_step(event) or last) - 1, last + 1) for event in events if (last := _profiled_to(event))]
-    later = np.r_[np.ones(len(steps[:1]), bool), steps[1:] > np.maximum.accumulate(steps)[:-1]]
-    steady = np.arange(len(readings)) >= _WARM_UP_READINGS
-    keep = steady & later & (wall_s > 0) & np.isfinite(wall_s) & ~np.isin(steps, [step for step in compiled if step])
+    keep = (wall_s > 0) & np.isfinite(wall_s)
+    keep[:_WARM_UP_READINGS] = False
+    keep[1:] &= steps[1:] > np.maximum.accumulate(steps)[:-1]
+    if compiled := [step for step in compiled if step]:
+        keep &= ~np.isin(steps, compiled)
     for window in profiled:
         keep &= (steps < window.start) | (steps >= window.stop)
     kept, wall_s = readings[keep], wall_s[keep]
@@ -307,18 +317,17 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         steps=history.steps[kept],
         wall_s=wall_s,
         phase_s={
-            phase: np.clip(_zeros_for_none(column(f"time/{phase}_frac", kept)), 0.0, 1.0) * wall_s
-            for phase in (*ALL_PHASES, *COMM_PHASES)
+            phase: _shares_in_s(column(f"time/{phase}_frac", kept), wall_s) for phase in (*ALL_PHASES, *COMM_PHASES)
         },
         num_steps=num_steps,
         peak_bytes=float(np.nanmax(peaks, initial=0.0)) if num_steps else 0.0,
         limit_bytes=float(limits[~np.isnan(limits)][-1]) if (~np.isnan(limits)).any() else 0.0,
         memory_bytes=_zeros_for_none(column("mem/now_bytes", kept)),
-        gc_s=np.clip(_zeros_for_none(column("time/gc_frac", kept)), 0.0, 1.0) * wall_s,
+        gc_s=_shares_in_s(column("time/gc_frac", kept), wall_s),
         peak_reserved_bytes=float(np.max(_zeros_for_none(column("mem/peak_reserved_bytes", rows)), initial=0.0)),
         num_alloc_retries=int(np.max(_zeros_for_none(column("mem/alloc_retries", rows)), initial=0.0)),
         skipped=tuple(
-            _skipped(event) for event in events if event["kind"] == "skipped_step" and step_of(event) is not None
+            _skipped(event) for event in events if event["kind"] == "skipped_step" and event_step(event) is not None
         ),
         links=_links(events),
         origins=read_origins(events),
@@ -333,7 +342,7 @@ def _links(events: Sequence[Event]) -> tuple[LinkTraffic, ...]:
         if (
             event["kind"] != "links"
             or not isinstance(steps, int)
-            or not 0 < steps < _MAX_STEPS
+            or not 0 < steps < MAX_COUNT
             or not isinstance(rows, list)
         ):
             continue
@@ -370,18 +379,20 @@ def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int)
         (step, loss)
         for event in events
         if event["kind"] == "eval"
-        and (step := step_of(event)) is not None
+        and (step := event_step(event)) is not None
         and (loss := number(event.get("eval/loss"))) is not None
     ]
     stats = [
         (step, _mapping(event.get("layers")))
         for event in events
-        if event["kind"] == "gradient_stats" and (step := step_of(event)) is not None
+        if event["kind"] == "gradient_stats" and (step := event_step(event)) is not None
     ]
     lags = [
         (step, lag)
         for event in events
-        if event["kind"] == "links" and (step := step_of(event)) is not None and (lag := _mean_lag(event)) is not None
+        if event["kind"] == "links"
+        and (step := event_step(event)) is not None
+        and (lag := _mean_lag(event)) is not None
     ]
     names = list(stats[-1][1]) if stats else []
     norms = {name: [number(_mapping(layers.get(name)).get("norm")) for _, layers in stats] for name in names}
@@ -412,6 +423,15 @@ def _mean_lag(event: Event) -> float | None:
     return lags / pushes if pushes >= 1 else None
 
 
+def _shares_in_s(shares: Floats, wall_s: Floats) -> Floats:
+    """Shares of ``wall_s`` in seconds, in place; 0 where there is no share."""
+    shares[~np.isfinite(shares)] = 0.0
+    np.maximum(shares, 0.0, out=shares)
+    np.minimum(shares, 1.0, out=shares)
+    shares *= wall_s
+    return shares
+
+
 def _zeros_for_none(values: Floats) -> Floats:
     return np.where(np.isfinite(values), values, 0.0)
 
@@ -420,7 +440,7 @@ def _skipped(event: Event) -> SkippedStep:
     samples = event.get("samples")
     ids = cast("list[Any]", samples) if isinstance(samples, list) else []
     return SkippedStep(
-        step=step_of(event) or 0,
+        step=event_step(event) or 0,
         loss=_or_nan(event.get("loss")),
         grad_norm=_or_nan(event.get("grad_norm")),
         rank_loss=number(event.get("rank_loss")),
@@ -430,11 +450,11 @@ def _skipped(event: Event) -> SkippedStep:
 
 def _profiled_to(event: Event) -> int | None:
     """The last step of a profile; None of another event."""
-    return step_of(event) if event["kind"] == "profile" else None
+    return event_step(event) if event["kind"] == "profile" else None
 
 
 def _first_step(event: Event) -> int | None:
-    return step_of({"step": event.get("first_step")})
+    return event_step({"step": event.get("first_step")})
 
 
 def _or_nan(value: Any) -> float:

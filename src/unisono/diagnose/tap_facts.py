@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, cast
 
-from unisono.observe.events import Event, number
-
-_MAX_STEP: Final = 1 << 53
+from unisono.observe.events import Event, event_step, number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,18 +56,12 @@ class NonfiniteOrigin:
         return f"{operator}{self.layer or 'the ' + self.where} ({self.where})"
 
 
-def step_of(event: Event) -> int | None:
-    """The step of an event; None where it is no count."""
-    step = event.get("step")
-    return step if isinstance(step, int) and 0 <= step < _MAX_STEP else None
-
-
 def read_taps(events: Iterable[Event]) -> tuple[Tap, ...]:
     """The tapped steps, ascending; a step's figures may be in several events."""
     dead: dict[int, dict[str, float]] = {}
     updates: dict[int, dict[str, float]] = {}
     for event in events:
-        step = step_of(event)
+        step = event_step(event)
         if event["kind"] != "tap" or step is None or event.get("skipped") is not False:
             continue
         of_step, of_updates = dead.setdefault(step, {}), updates.setdefault(step, {})
@@ -92,7 +84,7 @@ def read_origins(events: Iterable[Event]) -> tuple[NonfiniteOrigin, ...]:
 
 def _origins(events: Iterable[Event]) -> Iterator[NonfiniteOrigin]:
     for event in events:
-        step = step_of(event)
+        step = event_step(event)
         if event["kind"] != "nonfinite" or step is None or event.get("reproduced") is not True:
             continue
         samples = event.get("samples")

@@ -20,7 +20,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, TypeGuard, cast
+
+import msgspec
 
 from unisono.errors import ConfigError
 from unisono.sanitize import is_secret, redact
@@ -39,8 +41,13 @@ NUMBERED: Final = (
     *(*SERIES, "log_text", "log_image"),
     *("histograms", "skipped_step", "gradient_stats", "tap", "nonfinite"),
 )
+MAX_COUNT: Final = 1 << 53  # of steps and attempts: any float64 below is exact
 ENVELOPE: Final = frozenset({"kind", "t", "m", "rank", "run", "attempt"})
 _NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_BLOCK_BYTES: Final = (
+    1 << 18
+)  # of a file at once: a block, its lines and what they decode to stay in the processor's cache
+_decode_fast: Final = msgspec.json.Decoder().decode
 
 
 def events_path(run_dir: Path, rank: int) -> Path:
@@ -271,9 +278,25 @@ def number(value: Any) -> float | None:
     """Convert a number, or a string that encodes NaN or an infinity, to float; None for any other value."""
     if isinstance(value, bool):
         return None
-    if isinstance(value, int | float):
-        return float(value)
+    if isinstance(value, float):
+        return value
+    if isinstance(value, int):
+        try:
+            return float(value)
+        except OverflowError:  # as in JSON, where 1e999 is an infinity
+            return math.inf if value > 0 else -math.inf
     return _NON_FINITE.get(value) if isinstance(value, str) else None
+
+
+def event_step(event: Mapping[str, Any]) -> int | None:
+    """The step of an event; None where it is no count."""
+    step = event.get("step")
+    return step if is_count(step) else None
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value of an event is a number of a step or an attempt."""
+    return isinstance(value, int) and 0 <= value < MAX_COUNT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -318,16 +341,17 @@ def read_events(path: Path) -> EventHistory:
     """
     events: list[Event] = []
     damaged: list[int] = []
-    last_line, complete = 0, True
+    num_lines, is_complete = 0, True
     with open_events(path) as file:
-        for last_line, line in enumerate(event_lines(file), start=1):
-            complete = line.endswith(b"\n")
-            event = decode_event(line)
-            if event is None:
-                damaged.append(last_line)
-            else:
-                events.append(event)
-    torn_tail = bool(damaged) and damaged[-1] == last_line and not complete
+        for lines, has_end in event_lines(file):
+            for place, line in enumerate(lines, num_lines + 1):
+                event = decode_event(line)
+                if event is None:
+                    damaged.append(place)
+                else:
+                    events.append(event)
+            num_lines, is_complete = num_lines + len(lines), has_end
+    torn_tail = bool(damaged) and damaged[-1] == num_lines and not is_complete
     return EventHistory(path=path, events=tuple(events), damaged_lines=tuple(damaged), torn_tail=torn_tail)
 
 
@@ -346,21 +370,40 @@ def open_events(path: Path) -> BinaryIO:
         ) from error
 
 
-def event_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file; of one that no event has, the first bytes."""
-    while line := file.readline(MAX_EVENT_BYTES + 1):
-        yield line
-        while len(line) > MAX_EVENT_BYTES and not line.endswith(b"\n"):
-            line = file.readline(MAX_EVENT_BYTES + 1)
+def event_lines(file: BinaryIO) -> Iterator[tuple[list[bytes], bool]]:
+    """The lines of a file without their ends, many at a time, and whether the last of these has an end.
+
+    A line that is longer than any event is given as an empty one.
+    """
+    rest = bytearray()  # the begin of a line
+    while block := file.read(_BLOCK_BYTES):
+        lines = block.split(b"\n")
+        if rest and len(lines) > 1:
+            lines[0] = bytes(rest) + lines[0] if len(rest) + len(lines[0]) <= MAX_EVENT_BYTES else b""
+            rest.clear()
+        rest += lines.pop()
+        del rest[MAX_EVENT_BYTES + 1 :]
+        if lines:
+            yield lines, True
+    if rest:
+        yield [bytes(rest) if len(rest) <= MAX_EVENT_BYTES else b""], False
 
 
 def decode_event(line: bytes) -> Event | None:
     """The event of a line; None if it is none."""
     try:
-        event = decode_json(line, max_bytes=MAX_EVENT_BYTES)
+        event = decode_json(line, _decode, max_bytes=MAX_EVENT_BYTES)
     except ValueError:
         return None
     return cast(Event, event) if isinstance(event, dict) and isinstance(event.get("kind"), str) else None
+
+
+def _decode(text: bytes) -> Any:
+    """As ``json.loads``, several times as fast. That also takes what other writers call JSON, such as a bare NaN."""
+    try:
+        return _decode_fast(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return json.loads(text)
 
 
 def next_attempt(path: Path) -> int:

@@ -449,8 +449,7 @@ def summary_lines(
     if summary.goodput is not None:
         rows.append(("goodput", goodput_text(summary.goodput)))
     rows += [("link", _link(link)) for link in summary.links]
-    if summary.losses:
-        values = [loss for _, loss in summary.losses]
+    if len(values := summary.losses):
         ends = f"  {values[0]:.4g} -> {values[-1]:.4g}"
         rows.append(("loss", sparkline(values, max(8, min(60, width - 10 - len(ends))), ascii_only=ascii_only) + ends))
     sample = printable(facts.sample_text, newlines=True).expandtabs(4).strip("\n")

@@ -5,30 +5,33 @@ A million steps are read in seconds and some hundred MiB, which as dicts would t
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+import struct
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from unisono.observe.events import (
+    MAX_COUNT,
     NUMBERED,
     Event,
     RewindFilter,
     damage_notes,
     decode_event,
     event_lines,
+    is_count,
     number,
     open_events,
 )
 from unisono.observe.meters import COMM_AXES, PHASES
-from unisono.storage.limits import MAX_EVENT_BYTES
 
 # numbers of a step event that a history keeps
 STEP_FIELDS: Final = (
@@ -42,26 +45,22 @@ STEP_FIELDS: Final = (
 )
 # of these NaN is a value; other fields are in the last step of each reading alone
 _IN_EVERY_STEP: Final = ("train/loss", "train/grad_norm")
-_BATCH_LINES: Final = 4096
-_STEP_PREFIX: Final = b'{"kind":"step",'
 _HISTOGRAMS_PREFIX: Final = b'{"kind":"histograms",'  # large, and only trackers show them
 _FILE_NAME: Final = re.compile(r"rank([0-9]{5,9})\.jsonl")
-_MAX_COUNT: Final = 1 << 53  # of steps and attempts
 _KEYS: Final = {f"field{place}": name for place, name in enumerate(STEP_FIELDS)}
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_COUNT)]
+_HEAD: Final = (("kind", Literal["step"]), ("step", _Count), ("attempt", _Count, 1), ("unit", str | None, None))
 _Step: Any = msgspec.defstruct(
     "_Step",
     [
-        ("kind", Literal["step"]),
-        ("step", int),
-        ("attempt", int, 1),
-        ("unit", str | None, None),
-        *((key, float | str | None, None) for key in _KEYS),
+        *_HEAD,
+        *((key, float | str | None, float("nan")) for key in _KEYS),
     ],
     rename=_KEYS,
     gc=False,
 )
 _decode_step: Final = msgspec.json.Decoder(_Step).decode
-_values: Final = attrgetter(*_KEYS)
+_pack: Final = struct.Struct(f"{len(_KEYS)}d").pack
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -106,13 +105,13 @@ class RankHistory:
         """Whether there is no event."""
         return not self.attempt_s
 
-    def points(self, field: str) -> list[tuple[int, float]]:
-        """(step, value) of the steps that have a ``field``; NaN where a loss or norm is no number."""
+    def points(self, field: str) -> tuple[Counts, Floats]:
+        """Number and value of the steps that have a ``field`` [points]; NaN where a loss or norm is no number."""
         values = self.columns[field]
         has = ~np.isnan(values)
         if field in _IN_EVERY_STEP and has.any():
             has[:] = True
-        return list(zip(self.steps[has].tolist(), values[has].tolist(), strict=True))
+        return (self.steps, values) if has.all() else (self.steps[has], values[has])
 
 
 def read_history(path: Path) -> RankHistory:
@@ -122,22 +121,29 @@ def read_history(path: Path) -> RankHistory:
         ConfigError: It cannot be read, or is no regular file.
     """
     history = _History()
-    damaged: list[int] = []
-    last_line, is_complete = 0, True
     try:
         file = open_events(path)
     except FileNotFoundError:
-        return history.finish(path, ())
+        return history.finish(path)
     with file:
-        lines = enumerate(event_lines(file), start=1)
-        while batch := list(islice(lines, _BATCH_LINES)):
-            for last_line, line in batch:
-                if not history.add(last_line, line):
-                    damaged.append(last_line)
-            is_complete = batch[-1][1].endswith(b"\n")
-            history.flush()
-    torn_tail = bool(damaged) and damaged[-1] == last_line and not is_complete
-    return history.finish(path, damage_notes(path, damaged, torn_tail=torn_tail))
+        for lines, has_end in event_lines(file):
+            history.add(lines, has_end=has_end)
+    return history.finish(path)
+
+
+def _decode_steps(lines: Iterable[bytes]) -> tuple[list[Any], bool]:
+    """The step of each line, and whether all are steps; None for a line that is none, or one with values of other types."""
+    steps: list[Any] = []
+    are_all = True
+    decoded = map(_decode_step, lines)
+    while True:
+        try:
+            for step in decoded:
+                steps.append(step)  # not extend: what it keeps at an error is nowhere told
+            return steps, are_all
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            steps.append(None)
+            are_all = False
 
 
 class _History:
@@ -145,101 +151,119 @@ class _History:
 
     def __init__(self) -> None:
         self._events: list[tuple[int, Event]] = []
-        self._batch: list[Any] = []
-        self._batch_lines: list[int] = []
-        self._counts: list[Counts] = []  # lines, steps and attempts [3, steps] of a batch
-        self._values: list[Floats] = []  # [fields, steps] of a batch
+        # arrays grow in place: a second copy of a million steps would take some hundred MiB
+        self._lines, self._steps, self._attempts = array("q"), array("q"), array("q")
+        self._columns = [array("d") for _ in STEP_FIELDS]
         self._unit = "tokens"
+        self._num_lines = 0
+        self._has_end = True  # the last line
+        self._damaged: list[int] = []
         self._rewinds: list[tuple[int, int]] = []  # (line, first step that it and later lines repeat)
         self._filter = RewindFilter()
         self._settled_attempt: Any = None  # further steps of this attempt go back to none
 
-    def add(self, number_of_line: int, line: bytes) -> bool:
-        """Add one line; whether it is an event."""
-        if line.startswith(_STEP_PREFIX) and len(line) <= MAX_EVENT_BYTES:
-            try:
-                step = _decode_step(line)
-            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):  # a value of another type, or no JSON
-                step = None
-            if step is not None:
-                return self._add_step(number_of_line, step)
+    def add(self, lines: Sequence[bytes], *, has_end: bool) -> None:
+        """Add the next lines. ``has_end``: whether the last of them has an end."""
+        steps, are_all = _decode_steps(lines)
+        places: Sequence[int] = range(self._num_lines + 1, self._num_lines + 1 + len(lines))
+        if not are_all or [step.attempt for step in steps].count(self._settled_attempt) < len(steps):
+            steps, places = self._add_mixed(places, lines, steps)
+        self._num_lines += len(lines)
+        self._has_end = has_end
+        if steps:
+            self._add_steps(places, steps)
+
+    def _add_mixed(
+        self, all_places: Iterable[int], lines: Iterable[bytes], decoded: Iterable[Any]
+    ) -> tuple[list[Any], list[int]]:
+        """Add the lines that are no steps; returns the steps and their places."""
+        steps: list[Any] = []
+        places: list[int] = []
+        for place, line, step in zip(all_places, lines, decoded, strict=True):
+            step = self._add_event(place, line) if step is None else step
+            if step is None:
+                continue
+            if step.attempt != self._settled_attempt:
+                self._note_rewind(place, {"kind": "step", "attempt": step.attempt, "step": step.step})
+                self._settled_attempt = step.attempt
+            steps.append(step)
+            places.append(place)
+        return steps, places
+
+    def _add_event(self, place: int, line: bytes) -> Any:
+        """Add a line that is no step as the decoder expects it; returns the step if it is one nevertheless."""
         if line.startswith(_HISTOGRAMS_PREFIX) and line.endswith(b"}\n"):
-            return True
+            return None
         event = decode_event(line)
         if event is None:
-            return False
+            self._damaged.append(place)
+            return None
         if event["kind"] == "step":
-            values = {key: number(event.get(name)) for key, name in _KEYS.items()}
             step, attempt = event.get("step"), event.get("attempt", 1)
-            if isinstance(step, int) and isinstance(attempt, int):
-                self._add_step(number_of_line, _Step(kind="step", step=step, attempt=attempt, **values))
-            return True
+            if not (is_count(step) and is_count(attempt)):
+                return None
+            values = {key: event.get(name) for key, name in _KEYS.items()}
+            unit = event.get("unit")
+            values["unit"] = unit if isinstance(unit, str) else None
+            return _Step(kind="step", step=int(step), attempt=int(attempt), **values)
         if event.get("attempt") != self._settled_attempt:
             self._settled_attempt = None
-        self._note_rewind(number_of_line, event)
-        self._events.append((number_of_line, event))
-        return True
+        self._note_rewind(place, event)
+        self._events.append((place, event))
+        return None
 
-    def _add_step(self, number_of_line: int, step: Any) -> bool:
-        if not (0 <= step.step < _MAX_COUNT and 0 <= step.attempt < _MAX_COUNT):
-            return True
-        if step.attempt != self._settled_attempt:
-            self._note_rewind(number_of_line, {"kind": "step", "attempt": step.attempt, "step": step.step})
-            self._settled_attempt = step.attempt
-        self._batch.append(step)
-        self._batch_lines.append(number_of_line)
-        self._unit = step.unit or self._unit
-        return True
-
-    def _note_rewind(self, number_of_line: int, event: Event) -> None:
+    def _note_rewind(self, place: int, event: Event) -> None:
         first = self._filter.see(event)
         if first is not None:
-            self._rewinds.append((number_of_line, first))
+            self._rewinds.append((place, first))
 
-    def flush(self) -> None:
-        """Turn the steps so far into columns."""
-        if not self._batch:
-            return
-        rows = list(map(_values, self._batch))
+    def _add_steps(self, places: Sequence[int], steps: Sequence[Any]) -> None:
+        """Append steps to the columns."""
+        rows = [astuple(step)[len(_HEAD) :] for step in steps]
         try:
-            values = np.array(rows, dtype=np.float64)
-        except ValueError:  # a text that is no number
-            values = np.array([[_number(value) for value in row] for row in rows], dtype=np.float64)
-        steps, attempts = [step.step for step in self._batch], [step.attempt for step in self._batch]
-        self._counts.append(np.array([self._batch_lines, steps, attempts], dtype=np.int64))
-        self._values.append(values.T.copy())
-        self._batch, self._batch_lines = [], []
+            packed = b"".join(itertools.starmap(_pack, rows))
+        except struct.error:  # a text or None
+            packed = b"".join(_pack(*map(_number, row)) for row in rows)
+        self._lines.extend(places)
+        self._steps.extend([step.step for step in steps])
+        self._attempts.extend([step.attempt for step in steps])
+        values = np.frombuffer(packed).reshape(len(steps), len(_KEYS))
+        for column, numbers in zip(self._columns, values.T, strict=True):
+            column.frombytes(numbers.tobytes())
+        self._unit = next((step.unit for step in reversed(steps) if step.unit), self._unit)
 
-    def finish(self, path: Path, notes: Sequence[str]) -> RankHistory:
+    def finish(self, path: Path) -> RankHistory:
         """The history of all lines."""
-        lines, steps, attempts = np.concatenate([np.zeros((3, 0), np.int64), *self._counts], axis=1)
-        values = np.concatenate([np.zeros((len(STEP_FIELDS), 0)), *self._values], axis=1)
-        self._values.clear()
-        attempt_s = self._attempt_s(attempts, values[STEP_FIELDS.index("m")])
+        lines, steps, attempts = (np.array(numbers) for numbers in (self._lines, self._steps, self._attempts))
+        attempt_s = self._attempt_s(attempts, np.array(self._columns[STEP_FIELDS.index("m")]))
         keep = steps < self._first_repeated(lines)
-        columns = {name: row if keep.all() else row[keep] for name, row in zip(STEP_FIELDS, values, strict=True)}
+        rows = slice(None) if keep.all() else keep
+        columns: dict[str, Floats] = {}
         replaced = {"step": steps[~keep].astype(np.float64), "attempt": attempts[~keep].astype(np.float64)}
-        replaced |= {name: row[~keep] for name, row in zip(STEP_FIELDS, values, strict=True)}
-        limits = self._first_repeated(np.array([line for line, _ in self._events], dtype=np.int64)).tolist()
+        for name in STEP_FIELDS:
+            values = np.frombuffer(self._columns.pop(0))
+            columns[name], replaced[name] = values[rows], values[~keep]
+        limits = self._first_repeated(np.array([place for place, _ in self._events], dtype=np.int64)).tolist()
+        torn_tail = bool(self._damaged) and self._damaged[-1] == self._num_lines and not self._has_end
         return RankHistory(
             path=path,
             all_events=tuple(event for _, event in self._events),
             events=tuple(
                 event for (_, event), limit in zip(self._events, limits, strict=True) if not _is_repeated(event, limit)
             ),
-            steps=steps[keep],
-            attempts=attempts[keep],
+            steps=steps[rows],
+            attempts=attempts[rows],
             columns=columns,
             unit=self._unit,
             attempt_s=attempt_s,
             replaced=replaced,
-            notes=tuple(notes),
+            notes=damage_notes(path, self._damaged, torn_tail=torn_tail),
         )
 
     def _first_repeated(self, lines: Counts) -> Counts:
         """For each of ``lines`` the first step that a later line went back to; a number above all steps if none did."""
         places = np.array([line for line, _ in self._rewinds], dtype=np.int64)
-        firsts = np.array([*(max(0, min(first, _MAX_COUNT)) for _, first in self._rewinds), _MAX_COUNT], dtype=np.int64)
+        firsts = np.array([*(max(0, min(first, MAX_COUNT)) for _, first in self._rewinds), MAX_COUNT], dtype=np.int64)
         lowest_later = np.minimum.accumulate(firsts[::-1])[::-1]
         return lowest_later[np.searchsorted(places, lines, side="right")]
 
@@ -267,6 +291,6 @@ def _is_repeated(event: Event, first_repeated: int) -> bool:
     return event["kind"] in NUMBERED and isinstance(step, int) and step >= first_repeated
 
 
-def _number(value: float | str | None) -> float:
+def _number(value: Any) -> float:
     found = number(value)
     return np.nan if found is None else found

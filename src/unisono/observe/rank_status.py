@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -66,15 +66,17 @@ def _status(path: Path) -> RankStatus | None:
     )
 
 
-def _from_the_end(path: Path) -> list[Event]:
-    """The events in the last part of a file, the newest first."""
+def _from_the_end(path: Path) -> Iterator[Event]:
+    """The events in the last part of a file, the newest first; each is decoded when it is asked for."""
     try:
         file = open_events(path)
     except FileNotFoundError:
-        return []
+        return
     with file:
         start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
         file.seek(start)
         lines = file.read(_TAIL_BYTES).split(b"\n")
-    events = map(decode_event, reversed(lines[1:] if start else lines))
-    return [event for event in events if event is not None]
+    for line in reversed(lines[1:] if start else lines):
+        event = decode_event(line)
+        if event is not None:
+            yield event

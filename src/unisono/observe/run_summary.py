@@ -11,7 +11,7 @@ import numpy as np
 
 from unisono.observe.events import Event, number
 from unisono.observe.goodput import CATEGORIES, Goodput
-from unisono.observe.history import Floats, RankHistory
+from unisono.observe.history import Counts, Floats, RankHistory
 from unisono.observe.meters import PHASES
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
@@ -40,7 +40,7 @@ class RunSummary:
         peak_bytes: Largest memory in use, in bytes.
         wall_s: Seconds of all attempts, without the time between them.
         time_frac: Share of each phase in the wall time of the logged steps, from 0 to 1.
-        losses: (step, train loss) of every logged step, without steps that were repeated after a crash.
+        losses: Train loss of every logged step, without steps that were repeated after a crash [steps].
         links: Entries of the last ``links`` event, one for each connection.
         goodput: Where the wall time of all attempts went; None where it is not known. ``summarise`` leaves it out.
     """
@@ -61,7 +61,7 @@ class RunSummary:
     peak_bytes: float | None
     wall_s: float
     time_frac: Mapping[str, float]
-    losses: Sequence[tuple[int, float]]
+    losses: Floats
     links: Sequence[Mapping[str, Any]]
     goodput: Goodput | None = None
 
@@ -75,7 +75,7 @@ def summarise(history: RankHistory) -> RunSummary:
     """Summarise the history of one rank, over all attempts."""
     events = history.all_events
     evals = [event for event in history.events if event["kind"] == "eval"]
-    losses = history.points("train/loss")
+    _, losses = history.points("train/loss")
     reached = [*history.steps[-1:].tolist(), *(_int(event.get("step")) for event in evals)]
     reached += [_int(_last_of(events, kind, "step")) for kind in ("resumed", "run_end")]
     return RunSummary(
@@ -84,17 +84,17 @@ def summarise(history: RankHistory) -> RunSummary:
         steps_total=_count(_last(history, "steps_total")) or _int(_last_of(events, "run_start", "steps_total")),
         attempts=max(history.attempt_s, default=0),
         skipped_steps=_skipped(history),
-        train_loss=losses[-1][1] if losses else None,
+        train_loss=float(losses[-1]) if len(losses) else None,
         eval_metrics=eval_metrics(evals[-1]) if evals else {},
         unit=history.unit,
         tokens_total=_last(history, "train/tokens_total"),
-        tokens_per_s=_median(history, "perf/tokens_per_s"),
-        tokens_per_s_device=_median(history, "perf/tokens_per_s_device"),
-        step_s=_median(history, "perf/step_s"),
+        tokens_per_s=median(history, "perf/tokens_per_s"),
+        tokens_per_s_device=median(history, "perf/tokens_per_s_device"),
+        step_s=median(history, "perf/step_s"),
         utilization=_utilization(history),
-        peak_bytes=_largest(history, "mem/peak_bytes"),
+        peak_bytes=largest(history, "mem/peak_bytes"),
         wall_s=sum(history.attempt_s.values()),
-        time_frac=_time_frac(history),
+        time_frac=time_frac(history),
         losses=losses,
         links=_last_of(events, "links", "links") or (),
     )
@@ -134,29 +134,35 @@ def _state(history: RankHistory) -> str:
 
 def _skipped(history: RankHistory) -> int:
     counted = sum(event["kind"] == "skipped_step" for event in history.events)
-    return max(counted, _count(_largest(history, "train/skipped_steps")) or 0)
+    return max(counted, _count(largest(history, "train/skipped_steps")) or 0)
 
 
 def _utilization(history: RankHistory) -> tuple[str, float] | None:
     for name in ("mfu", "matmul_ceiling_frac"):
-        value = _median(history, f"perf/{name}")
+        value = median(history, f"perf/{name}")
         if value is not None:
             return name, value
     return None
 
 
-def _time_frac(history: RankHistory) -> dict[str, float]:
+def time_frac(history: RankHistory) -> dict[str, float]:
     """Mean share of each phase over the logged windows, weighted by step time if known."""
-    names = (*PHASES, "other")
-    shares = np.stack([history.columns[f"time/{name}_frac"] for name in names])  # [phases, steps]
-    is_known = np.isfinite(shares)
-    timed = is_known.any(axis=0)
+    shares = {name: history.columns[f"time/{name}_frac"] for name in (*PHASES, "other")}
+    timed = np.zeros(len(history.steps), bool)
+    for values in shares.values():
+        timed |= np.isfinite(values)
     if not timed.any():
         return {}
-    step_s = history.columns["perf/step_s"]
-    weights = np.where(step_s > 0, step_s, 1.0) * timed  # NaN is not above 0
-    means = np.where(is_known, shares, 0.0) @ weights / weights.sum()
-    return {name: float(means[row]) for row, name in enumerate(names) if is_known[row].any()}
+    step_s = history.columns["perf/step_s"][timed]
+    weights = np.where((step_s > 0) & np.isfinite(step_s), step_s, 1.0)  # NaN is not above 0
+    means: dict[str, float] = {}
+    with np.errstate(over="ignore", invalid="ignore"):  # of values that no run has
+        total = weights.sum()
+        for name, values in shares.items():
+            is_known = np.isfinite(values[timed])
+            if is_known.any():
+                means[name] = float(values[timed][is_known] @ weights[is_known] / total)
+    return {name: mean for name, mean in means.items() if math.isfinite(mean)}
 
 
 def _last_of(events: Sequence[Event], kind: str, field: str) -> Any:
@@ -182,47 +188,47 @@ def _last(history: RankHistory, field: str) -> float | None:
     return float(values[0]) if np.isfinite(values).any() else None
 
 
-def _largest(history: RankHistory, field: str) -> float | None:
+def largest(history: RankHistory, field: str) -> float | None:
     values = _finite(history, field)
     return float(values.max()) if len(values) else None
 
 
-def _median(history: RankHistory, field: str) -> float | None:
+def median(history: RankHistory, field: str) -> float | None:
     values = _finite(history, field)
     return float(np.median(values)) if len(values) else None
 
 
-def decimate(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, float]]:
-    """Thin out a curve to about ``limit`` points without losing spikes.
+def decimate(values: Floats, limit: int) -> Counts:
+    """The places of about ``limit`` values that show a curve without losing spikes, ascending.
 
-    Keeps the first, lowest, highest and first non-finite point of each stretch, and the last point of the curve.
+    Keeps the first, lowest, highest and first non-finite value of each stretch, and the last value of the curve.
     """
-    if len(points) <= limit:
-        return list(points)
+    count = len(values)
+    if count <= limit:
+        return np.arange(count)
     stretches = max(1, (limit - 1) // 4)
-    selected: list[tuple[int, float]] = []
+    chosen = [0, count - 1]
     for i in range(stretches):
-        stretch = points[i * len(points) // stretches : (i + 1) * len(points) // stretches]
-        finite = [point for point in stretch if math.isfinite(point[1])]
-        broken = [point for point in stretch if not math.isfinite(point[1])]
-        chosen = {stretch[0], *broken[:1]}
-        if finite:
-            chosen |= {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])}
-        selected += [point for point in stretch if point in chosen]
-    if selected[-1] != points[-1]:
-        selected.append(points[-1])
-    return selected
+        begin = i * count // stretches
+        stretch = values[begin : (i + 1) * count // stretches]
+        is_finite = np.isfinite(stretch)
+        chosen.append(begin)
+        if not is_finite.all():
+            chosen.append(begin + int(is_finite.argmin()))
+        if is_finite.any():
+            chosen.append(begin + int(np.where(is_finite, stretch, np.inf).argmin()))
+            chosen.append(begin + int(np.where(is_finite, stretch, -np.inf).argmax()))
+    return np.unique(chosen)
 
 
-def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
+def sparkline(values: Sequence[float] | Floats, width: int, *, ascii_only: bool = False) -> str:
     """Draw ``values`` in at most ``width`` characters, each a mean of neighbours; ``!`` marks a non-finite mean."""
-    if not values or width < 1:
+    count = len(values)
+    if not count or width < 1:
         return ""
-    columns = min(width, len(values))
-    means: list[float] = []
-    for i in range(columns):
-        stretch = values[i * len(values) // columns : (i + 1) * len(values) // columns]
-        means.append(sum(stretch) / len(stretch))
+    columns, numbers = min(width, count), np.asarray(values, dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        means = [float(numbers[i * count // columns : (i + 1) * count // columns].mean()) for i in range(columns)]
     finite = [mean for mean in means if math.isfinite(mean)]
     blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS
     low, high = min(finite, default=0.0), max(finite, default=0.0)

@@ -12,9 +12,9 @@ import numpy as np
 from unisono.diagnose import RunFacts
 from unisono.diagnose.figures import is_timed, lower_medians
 from unisono.diagnose.run_facts import COMPUTE_PHASES
-from unisono.observe.events import ENVELOPE, Event, number
+from unisono.observe.events import ENVELOPE, Event, event_step, number
 from unisono.observe.formatting import percent
-from unisono.observe.history import RankHistory
+from unisono.observe.history import Counts, Floats, RankHistory
 from unisono.observe.run_summary import RunSummary, decimate, eval_metrics
 
 POINTS: Final = 1000  # per curve
@@ -75,28 +75,32 @@ def _layout(title: str, y_title: str, restarts: Sequence[int] = (), **more: Any)
     }
 
 
-def _line(name: str, points: Sequence[tuple[int, float]], **more: Any) -> dict[str, Any]:
-    drawn = decimate(points, POINTS)
+def _line(name: str, points: tuple[Counts, Floats], **more: Any) -> dict[str, Any]:
+    steps, values = points
+    drawn = decimate(values, POINTS)
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(drawn) < 3 else "lines",
         "name": re.sub(r"[^\w/.\- ]", "_", name),  # plotly reads some markup in names
-        "x": [step for step, _ in drawn],
-        "y": [float(f"{value:.5g}") if math.isfinite(value) else None for _, value in drawn],
+        "x": steps[drawn].tolist(),
+        "y": [_finite(float(f"{value:.5g}")) for value in values[drawn].tolist()],
         **more,
     }
 
 
+def _finite(value: float) -> float | None:
+    """The value, or None for a gap: JSON has no other numbers, and rounding makes an infinity of the largest."""
+    return value if math.isfinite(value) else None
+
+
 def curves_of(history: RankHistory) -> Iterator[dict[str, Any]]:
     """Loss, metrics, values that the script logged, learning rate, norm and speed over steps."""
-    restarts = [
-        event["step"] for event in history.events if event["kind"] == "resumed" and isinstance(event.get("step"), int)
-    ]
+    resumed = (event_step(event) for event in history.events if event["kind"] == "resumed")
+    restarts = [step for step in resumed if step is not None]
     evals = [event for event in history.events if event["kind"] == "eval"]
     metrics = sorted({name for event in evals for name in eval_metrics(event)})
-    losses = (
-        [_line("train loss", points, line={"color": "#1f6feb"})] if (points := history.points("train/loss")) else []
-    )
+    points = history.points("train/loss")
+    losses = [_line("train loss", points, line={"color": "#1f6feb"})] if len(points[0]) else []
     if "loss" in metrics:
         shown = {"mode": "lines+markers", "line": {"color": "#cf222e"}}
         losses.append(_line("eval loss", _points(evals, "eval/loss"), **shown))
@@ -113,8 +117,11 @@ def curves_of(history: RankHistory) -> Iterator[dict[str, Any]]:
         line = _line(name, _points(logged, name), mode="lines+markers")
         yield {"id": f"log{index}", "data": [line], "layout": _layout(line["name"], "", restarts)}
     for index, (title, unit, series) in enumerate(_STEP_CURVES):
-        curves = [(name, points) for name, field in series if (points := history.points(field))]
-        if len(curves) == 2 and curves[0][1] == curves[1][1]:  # one device: its rate is the rate of all
+        found = [(name, history.points(field)) for name, field in series]
+        curves = [(name, points) for name, points in found if len(points[0])]
+        if len(curves) == 2 and all(
+            map(np.array_equal, curves[0][1], curves[1][1])
+        ):  # one device: its rate is that of all
             curves = curves[:1]
         if curves:
             unit = f"{history.unit}/s" if title == "Throughput" else unit
@@ -122,12 +129,11 @@ def curves_of(history: RankHistory) -> Iterator[dict[str, Any]]:
             yield {"id": f"curve{index}", "data": data, "layout": _layout(title, unit, restarts)}
 
 
-def _points(events: Sequence[Event], field: str) -> list[tuple[int, float]]:
-    return [
-        (event["step"], value)
-        for event in events
-        if isinstance(event.get("step"), int) and (value := number(event.get(field))) is not None
-    ]
+def _points(events: Sequence[Event], field: str) -> tuple[Counts, Floats]:
+    """Step and value of the events that have a number in ``field``."""
+    found = [(event_step(event), number(event.get(field))) for event in events]
+    points = [(step, value) for step, value in found if step is not None and value is not None]
+    return np.array([step for step, _ in points], np.int64), np.array([value for _, value in points], np.float64)
 
 
 def time_chart(summary: RunSummary) -> dict[str, Any] | None:
@@ -138,7 +144,7 @@ def time_chart(summary: RunSummary) -> dict[str, Any] | None:
             "type": "bar",
             "orientation": "h",
             "name": re.sub(r"[^\w ]", "_", name).replace("_", " "),
-            "x": [round(100 * frac, 2)],
+            "x": [round(min(100 * frac, 100.0), 2)],
             "y": ["step"],
             "text": [percent(frac) if frac >= 0.03 else ""],
             "textposition": "inside",
@@ -174,7 +180,7 @@ def rank_map(facts: RunFacts) -> dict[str, Any] | None:
     relative = means / np.maximum(lower_medians(means), 1e-12)
     chart = {
         "type": "heatmap",
-        "z": [[round(float(value), 2) for value in row] for row in relative],
+        "z": [[_finite(round(value, 2)) for value in row] for row in relative.tolist()],
         "x": [int(steps[part[-1]]) for part in stretches],
         "y": [f"rank {rank}" for rank in facts.rank_numbers],
         "zmin": 0.5,

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 
 from unisono.diagnose import Finding, RunFacts, diagnose
@@ -42,13 +43,14 @@ from unisono.report.rank_sections import (
 )
 from unisono.report.section import Section
 from unisono.report.tables import (
-    MAX_HAPPENINGS,
     caption,
     figures_of,
-    happenings_of,
+    happening,
+    newest,
     rank_row,
     sections_of,
     settings_of,
+    shown_events,
     time_clause,
     warnings_of,
 )
@@ -102,10 +104,8 @@ def make_report(run_dir: Path) -> Report:
     page = render(
         history,
         facts,
-        rows=ranks.rows,
-        warnings=ranks.warnings,
+        ranks,
         goodput=None if goodput is None else goodput_section(goodput),
-        rank_sections=_rank_sections(facts, ranks.events),
         parent=parent_section(history, run_dir),
     )
     target = run_dir / "report.html"
@@ -123,38 +123,38 @@ class _Ranks:
     """What the page shows of each rank, taken while their histories pass by: they are not kept."""
 
     def __init__(self) -> None:
-        self.rows: list[list[str]] = []
-        self.warnings: list[Event] = []  # of other ranks than 0
+        self.count = 0  # of ranks that have steps
+        self.rows: list[list[str]] = []  # of the first of them
+        self.num_happenings = 0
+        self.happenings: list[Event] = []  # the newest
         self.goodput = GoodputLedger()
         self.events = RankEvents()
 
     def seen(self, history: RankHistory) -> RankHistory:
         """The history itself."""
-        if row := rank_row(history):
-            self.rows.append(row)
-        self.warnings += warnings_of(history) if history.rank else []
+        if len(history.steps):
+            self.count += 1
+            if len(self.rows) < _MAX_RANK_ROWS:
+                self.rows.append(rank_row(history))
+        if shown := warnings_of(history) if history.rank else shown_events(history):
+            self.num_happenings += len(shown)
+            self.happenings = newest([*self.happenings, *shown])
         self.goodput.add(history)
         self.events.add(history)
         return history
 
 
 def render(
-    history: RankHistory,
-    facts: RunFacts,
-    *,
-    rows: Sequence[list[str]],
-    warnings: Sequence[Event],
-    goodput: Section | None,
-    rank_sections: Sequence[Section],
-    parent: Section | None,
+    history: RankHistory, facts: RunFacts, shown: _Ranks, *, goodput: Section | None, parent: Section | None
 ) -> str:
     """Render the HTML page from the history of rank 0, the facts of all ranks, and what is shown of them."""
     summary = summarise(history)
     start, sample = _last(history.events, "run_start"), _last(history.events, "sample")
-    curves, shares, ranks = list(curves_of(history)), time_chart(summary), rank_map(facts)
+    with np.errstate(over="ignore", invalid="ignore"):  # figures of a damaged file may be of any size
+        curves, shares, ranks = list(curves_of(history)), time_chart(summary), rank_map(facts)
     charts = [*([shares] if shares else []), *curves, *([ranks] if ranks else [])]
+    rank_sections = _rank_sections(facts, shown.events)
     charts += [chart for section in (*([goodput] if goodput else []), *rank_sections) for chart in section.charts]
-    happenings = sorted(happenings_of(history, warnings), key=lambda row: cast(float, row["t"]))
     plotly = files("unisono.report").joinpath(_PLOTLY).read_bytes()
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     return environment.from_string(PAGE).render(
@@ -168,10 +168,10 @@ def render(
         rank_map=ranks["id"] if ranks else None,
         sample=printable(str(sample.get("text", "")), newlines=True),
         sample_caption=caption(sample),
-        happenings=happenings[-MAX_HAPPENINGS:],
-        happenings_left_out=max(0, len(happenings) - MAX_HAPPENINGS),
-        ranks=rows[:_MAX_RANK_ROWS] if len(rows) > 1 else [],
-        ranks_left_out=max(0, len(rows) - _MAX_RANK_ROWS),
+        happenings=list(map(happening, shown.happenings)),
+        happenings_left_out=shown.num_happenings - len(shown.happenings),
+        ranks=shown.rows if shown.count > 1 else [],
+        ranks_left_out=shown.count - len(shown.rows),
         goodput=goodput,
         rank_sections=rank_sections,
         parent=parent,

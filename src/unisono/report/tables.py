@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, cast
@@ -11,11 +12,19 @@ from typing import Any, Final, cast
 from unisono.observe.events import ENVELOPE, SERIES, Event, number
 from unisono.observe.formatting import event_message, percent
 from unisono.observe.history import RankHistory
-from unisono.observe.run_summary import RunSummary, duration, format_gib, short_number, short_time, summarise
+from unisono.observe.run_summary import (
+    RunSummary,
+    duration,
+    format_gib,
+    largest,
+    median,
+    short_number,
+    short_time,
+    time_frac,
+)
 from unisono.sanitize import printable
 
 MAX_HAPPENINGS: Final = 500  # rows of the event table
-_MAX_TIME_S: Final = 1e11  # since 1970, that a calendar has
 _QUIET_KINDS: Final = frozenset(
     {*SERIES, "sample", "log_text", "log_image", "histograms", "gradient_stats", "tap", "system", "links"}
 )
@@ -88,21 +97,47 @@ def caption(sample: Event) -> str:
     return "; ".join(parts)
 
 
-def happenings_of(history: RankHistory, warnings: Sequence[Event]) -> Iterator[dict[str, Any]]:
-    """Rows of the event table: all events of rank 0 besides steps, and the ``warnings`` of other ranks."""
-    for event in [*(event for event in history.events if event["kind"] not in _QUIET_KINDS), *warnings]:
-        said, at_s = event_message(event), number(event.get("t"))
-        if at_s is None or not 0 <= at_s < _MAX_TIME_S:
-            continue  # nobody can say when it was
-        yield {
-            "t": at_s,
-            "time": datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S"),
-            "attempt": event.get("attempt"),
-            "rank": event.get("rank"),
-            "kind": printable(event["kind"]),
-            "text": said.text if said is not None else _facts(event),
-            "warning": event["kind"] in _WARNING_KINDS,
-        }
+def shown_events(history: RankHistory) -> list[Event]:
+    """Events of rank 0 for the event table: all but series, samples and statistics."""
+    return [event for event in history.events if event["kind"] not in _QUIET_KINDS]
+
+
+def newest(events: Iterable[Event]) -> list[Event]:
+    """The last events that the event table has room for, by time."""
+    return sorted(events, key=_time_s)[-MAX_HAPPENINGS:]
+
+
+def happening(event: Event) -> dict[str, Any]:
+    """A row of the event table."""
+    return {
+        "time": _time(event),
+        "attempt": _written(event.get("attempt", "")),
+        "rank": _written(event.get("rank", "")),
+        "kind": printable(event["kind"]),
+        "text": _text(event),
+        "warning": event["kind"] in _WARNING_KINDS,
+    }
+
+
+def _time_s(event: Event) -> float:
+    """Seconds since 1970; 0 where the event does not say."""
+    at_s = number(event.get("t"))
+    return at_s if at_s is not None and math.isfinite(at_s) else 0.0
+
+
+def _time(event: Event) -> str:
+    try:
+        return datetime.fromtimestamp(_time_s(event), UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):  # in a year that has no date
+        return "?"
+
+
+def _text(event: Event) -> str:
+    try:
+        said = event_message(event)
+    except Exception:  # it has fields of other types than those that unisono writes: they are shown as they are
+        said = None
+    return _facts(event) if said is None else said.text
 
 
 def _facts(event: Event) -> str:
@@ -113,22 +148,20 @@ def _facts(event: Event) -> str:
 
 
 def warnings_of(history: RankHistory) -> list[Event]:
-    """The last warnings of a rank."""
-    return [event for event in history.events if event["kind"] in _WARNING_KINDS][-MAX_HAPPENINGS:]
+    """The warnings of a rank."""
+    return [event for event in history.events if event["kind"] in _WARNING_KINDS]
 
 
 def rank_row(history: RankHistory) -> list[str]:
-    """Rank, steps, median step, shares of waiting, and memory; empty for a rank without steps."""
-    if not len(history.steps):
-        return []
-    summary = summarise(history)
+    """Rank, steps, median step, shares of waiting, and memory."""
+    step_s, shares, peak_bytes = median(history, "perf/step_s"), time_frac(history), largest(history, "mem/peak_bytes")
     return [
         str(history.rank),
         str(len(history.steps)),
-        "" if summary.step_s is None else short_time(summary.step_s),
-        percent(summary.time_frac.get("data_wait", 0.0)),
-        percent(summary.time_frac.get("comm_exposed", 0.0)),
-        "" if summary.peak_bytes is None else format_gib(summary.peak_bytes),
+        "" if step_s is None else short_time(step_s),
+        percent(shares.get("data_wait", 0.0)),
+        percent(shares.get("comm_exposed", 0.0)),
+        "" if peak_bytes is None else format_gib(peak_bytes),
     ]
 
 
@@ -145,8 +178,8 @@ def sections_of(start: Event) -> Iterator[dict[str, Any]]:
 
 
 def settings_of(start: Event) -> Iterator[dict[str, Any]]:
-    origins = cast("Mapping[str, str]", start.get("origins") or {})
-    for key, value in _leaves(cast("Mapping[str, Any]", start.get("config") or {})):
+    origins = _mapping(start.get("origins"))
+    for key, value in _leaves(_mapping(start.get("config"))):
         origin = printable(str(origins.get(key, "")))
         yield {"key": key, "value": _written(value), "origin": origin, "changed": origin not in ("", "default")}
 
@@ -158,6 +191,10 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from _leaves(cast("dict[str, Any]", item), f"{key}.")
         else:
             yield key, item
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
 
 def _written(value: Any) -> str:
