@@ -7,7 +7,7 @@ other's ``config.toml``: as the overlay of a diagnosis does, or any file whose `
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -87,7 +87,8 @@ def _start_of(folder: Path) -> Event | None:
         if untrusted_reason(path):  # another user's run does not choose which files are read
             return None
         with open_events(path) as file:
-            events = (decode_event(line) for line in islice(event_lines(file), _MAX_LINES))
+            lines = chain.from_iterable(lines for lines, _ in event_lines(file))
+            events = map(decode_event, islice(lines, _MAX_LINES))
             return next((event for event in events if event is not None and event["kind"] == "run_start"), None)
     except (OSError, ValueError, ConfigError):
         return None
