@@ -27,7 +27,7 @@ PAGES = [
 ]
 
 # folders of a user's run or job, which the repository does not have
-OF_A_RUN = ("runs", "checkpoints", "export", "media")
+OF_A_RUN = ("runs", "checkpoints", "export", "logs", "media")
 # names of earlier options that pages also use for something else
 ALSO_OTHER_WORDS = {"gradients", "sample", "servers", "weights"}
 

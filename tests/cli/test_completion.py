@@ -28,7 +28,7 @@ def test_an_unknown_shell_is_refused(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
-        (["unisono", "comp"], ["completion"]),
+        (["unisono", "comp"], ["compare", "completion"]),
         (["unisono", "data", "ver"], ["verify"]),
         (["unisono", "data", "bench", "--sec"], ["--seconds"]),
     ],

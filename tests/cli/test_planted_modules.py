@@ -287,6 +287,9 @@ def test_one_function_makes_the_command_lines_of_our_own_processes() -> None:
         # the name of a module and of a fact in a record
         "config/help_text.py": ["python"],
         "train/setup.py": ["python"],
+        # a fact of a host, and texts
+        "doctor/nodes.py": ["sys.executable"],
+        "doctor/reachability.py": ["sys.executable"] * 2,
         "data/convert/pack/worker.py": ["python -c 'from MODULE import FUNCTION' says whether it can be found"],
         "dist/interpreter.py": ["sys.executable"] * 2,
         "launch/script_hook/sitecustomize.py": ["sys.executable"],
@@ -303,6 +306,9 @@ def test_every_place_that_starts_a_process_is_known() -> None:
         "data/image/restart_markers.py": 1,
         "data/loading/subprocess_map.py": 1,
         "dist/dmlc.py": 1,
+        "doctor/child.py": 1,
+        "doctor/ranks.py": 1,
+        "doctor/reachability.py": 2,
         "doctor/storage.py": 1,
         "kvstore/bench/processes.py": 1,
         "kvstore/server/child_servers.py": 1,

@@ -578,7 +578,7 @@ def test_the_page_has_all_rules() -> None:
     source = "".join(path.read_text() for path in sorted((root / "src/unisono/diagnose").glob("*_rules.py")))
     table = (root / "docs/diagnosis.md").read_text().partition("## Rules\n")[2].partition("## Rules of your own")[0]
     assert re.findall("^\\| `([A-Z]+[0-9]+)` ", table, re.MULTILINE) == sorted(
-        set(re.findall('id="([A-Z]+[0-9]+)"', source)), key=table.index
+        set(re.findall('(?:id=| {8})"([A-Z]+[0-9]+)"', source)), key=table.index
     )
 
 

@@ -88,7 +88,7 @@ def as_float(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        return math.copysign(math.inf, value)
+        return math.inf if value > 0 else -math.inf
 
 
 def read(content: bytes) -> RankHistory:

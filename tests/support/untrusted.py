@@ -214,7 +214,7 @@ def _events(path: Path) -> Iterable[Any]:
     next_attempt(path)
     events, history = read_events(path), read_history(path)
     assert events.notes() == history.notes
-    return [*events.events, *history.events, *history.columns["train/loss"].tolist()]
+    return [*events.events, *history.events, *history.points("train/loss")[1].tolist()]
 
 
 def _strategy(path: Path) -> Iterable[Any]:

@@ -74,6 +74,7 @@ ALWAYS = [
     "observe.trackers",
     "observe.report",
     "observe.monitor_every_s",
+    "observe.profile_steps",
     "observe.taps",
     "observe.replay_nonfinite",
     "launch.num_processes",

@@ -66,7 +66,7 @@ def stale_updates(facts: RunFacts) -> Iterator[Finding]:
     lags, noise = training.lags[known], noise[known]
     if len(lags) < _MIN_WINDOWS or np.ptp(lags) < 1.0 or np.ptp(noise) == 0:
         return
-    correlation = float(np.corrcoef(_places(lags), _places(noise))[0, 1])
+    correlation = float(np.corrcoef(_places(lags.round()), _places(noise))[0, 1])
     low, high = noise[lags <= np.median(lags)], noise[lags > np.median(lags)]
     if correlation < _MIN_CORRELATION or not len(high) or np.median(high) < 1.5 * np.median(low):
         return
@@ -103,5 +103,6 @@ def _noise(steps: Any, losses: Floats, ends: Any) -> Floats:
 
 
 def _places(values: Floats) -> Floats:
-    """The place of each value among the sorted ones."""
-    return np.argsort(np.argsort(values, kind="stable"), kind="stable").astype(np.float64)
+    """The place of each value among the sorted ones; equal values have the mean of theirs."""
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[which]

@@ -208,7 +208,14 @@ def add_to_calibration(
 ) -> None:
     """Add figures to the file at ``path``, in place of earlier ones of the same keys. It is replaced atomically.
 
-    Raises OSError where it cannot be written.
+    Args:
+        path: The calibration file.
+        matmul: Rates of matrix products by the device's name.
+        links: Rates between ranks.
+        storage: Rates of folders.
+
+    Raises:
+        OSError: It cannot be written.
     """
     make_folder(path.parent)
     with file_lock(path.with_name(f".{path.name}.lock")):  # hosts with one home folder add theirs at the same time

@@ -37,6 +37,7 @@ def probe_all_reduce(
     """Time sums over all ranks.
 
     Args:
+        world: The ranks.
         reduce: Sums a flat fp32 tensor over the ranks, in place, and returns once that is done or launched.
         transport: What ``reduce`` sends over, for the result.
         hosts: Names of the hosts of the job.
@@ -82,6 +83,13 @@ def probe_pairs(
 
     Pairs without a common rank exchange at the same time, as in a tournament: n ranks need n - 1 rounds. With more than 64 ranks
     only the pairs of the first 63 rounds are measured.
+
+    Args:
+        world: The ranks.
+        transport: What messages are sent over, for the result.
+        hosts: Names of the hosts of the job.
+        device: Where the tensors are.
+        nbytes: Bytes of a message.
     """
     mine: list[tuple[int, int, float, float]] = []
     tensor = torch.zeros(nbytes // 4, device=device)

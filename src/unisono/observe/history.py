@@ -192,7 +192,7 @@ class _History:
 
     def _add_event(self, place: int, line: bytes) -> Any:
         """Add a line that is no step as the decoder expects it; returns the step if it is one nevertheless."""
-        if line.startswith(_HISTOGRAMS_PREFIX) and line.endswith(b"}\n"):
+        if line.startswith(_HISTOGRAMS_PREFIX) and line.endswith(b"}"):
             return None
         event = decode_event(line)
         if event is None:
@@ -263,7 +263,9 @@ class _History:
     def _first_repeated(self, lines: Counts) -> Counts:
         """For each of ``lines`` the first step that a later line went back to; a number above all steps if none did."""
         places = np.array([line for line, _ in self._rewinds], dtype=np.int64)
-        firsts = np.array([*(max(0, min(first, MAX_COUNT)) for _, first in self._rewinds), MAX_COUNT], dtype=np.int64)
+        firsts = np.array(
+            [*(max(-MAX_COUNT, min(first, MAX_COUNT)) for _, first in self._rewinds), MAX_COUNT], dtype=np.int64
+        )
         lowest_later = np.minimum.accumulate(firsts[::-1])[::-1]
         return lowest_later[np.searchsorted(places, lines, side="right")]
 
@@ -288,7 +290,7 @@ class _History:
 
 def _is_repeated(event: Event, first_repeated: int) -> bool:
     step = event.get("step")
-    return event["kind"] in NUMBERED and isinstance(step, int) and step >= first_repeated
+    return event["kind"] in NUMBERED and isinstance(step, int) and max(step, -MAX_COUNT) >= first_repeated
 
 
 def _number(value: Any) -> float:

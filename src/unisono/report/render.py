@@ -11,12 +11,13 @@ import base64
 import gzip
 import hashlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import jinja2
 import numpy as np
@@ -180,7 +181,9 @@ def render(
         conventions=printable(str(start.get("flops_convention", ""))),
         # Markup: the only values that are not escaped
         plotly=Markup(base64.b64encode(plotly).decode()),
-        charts=Markup(base64.b64encode(gzip.compress(json.dumps(charts, allow_nan=False).encode(), mtime=0)).decode()),
+        charts=Markup(
+            base64.b64encode(gzip.compress(json.dumps(_with_gaps(charts), allow_nan=False).encode(), mtime=0)).decode()
+        ),
         draw_script=Markup(DRAW_SCRIPT),
         script_sources=Markup(f"{_script_hash(gzip.decompress(plotly).decode())} {_script_hash(DRAW_SCRIPT)}"),
     )
@@ -196,6 +199,17 @@ def _shown(finding: Finding) -> dict[str, Any]:
         "advice": finding.advice,
         "settings": printable(settings),
     }
+
+
+def _with_gaps(value: Any) -> Any:
+    """The value with None for numbers that JSON does not have: charts show them as gaps."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _with_gaps(each) for key, each in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_gaps(each) for each in cast("Sequence[Any]", value)]
+    return value
 
 
 def _last(events: Sequence[Event], kind: str) -> Event:
