@@ -28,7 +28,6 @@ PACKAGES = (
     "unisono.checkpoint",
     "unisono.storage",
     "unisono.observe",
-    "unisono.observe.sinks",
     "unisono.interop",
     "unisono.launch",
     "unisono.diagnose",

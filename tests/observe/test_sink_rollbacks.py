@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from unisono.observe.events import EventLog, next_attempt, read_events
 from unisono.observe.history import read_history
-from unisono.observe.sinks import Trackers
+from unisono.observe.sinks.trackers import Trackers
 from unisono.observe.tracked import FirstValues
 
 SRC = Path(__file__).parents[2] / "src"

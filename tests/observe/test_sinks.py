@@ -17,7 +17,9 @@ from procs import listening
 
 from unisono.errors import ConfigError, ExtraError
 from unisono.observe.events import Event, EventLog, next_attempt, read_events
-from unisono.observe.sinks import Background, CsvSink, TensorBoardSink, Trackers
+from unisono.observe.sinks.csv_file import CsvSink
+from unisono.observe.sinks.tensorboard_file import TensorBoardSink
+from unisono.observe.sinks.trackers import Background, Trackers
 from unisono.observe.tracked import event_metrics
 
 SRC = Path(__file__).parents[2] / "src"
@@ -140,7 +142,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 from unisono.observe.events import EventLog
-from unisono.observe.sinks import Trackers
+from unisono.observe.sinks.trackers import Trackers
 folder, tracker = Path(sys.argv[1]), sys.argv[2]
 heard = []
 log = EventLog(folder / "e.jsonl", rank=0, run_id="r", attempt=1)
@@ -424,7 +426,7 @@ WANDB = """
 import sys
 from pathlib import Path
 from unisono.observe.events import EventLog, next_attempt
-from unisono.observe.sinks import Trackers
+from unisono.observe.sinks.trackers import Trackers
 run_dir = Path(sys.argv[1])
 for first, last in ((1, 5), (4, 8)):
     path = run_dir / "e.jsonl"
@@ -463,7 +465,7 @@ from pathlib import Path
 import psutil
 from procs import listening
 from unisono.observe.events import EventLog
-from unisono.observe.sinks import Trackers
+from unisono.observe.sinks.trackers import Trackers
 run_dir = Path(sys.argv[1])
 with EventLog(run_dir / "e.jsonl", rank=0, run_id="demo/1", attempt=0) as log, Trackers(log, ["wandb"], run_dir):
     log.emit("step", step=1, **{"train/loss": 1.0})

@@ -14,6 +14,6 @@ from .meters import TimeSplit as TimeSplit
 from .options import ObserveOptions as ObserveOptions
 from .run_summary import RunSummary as RunSummary
 from .run_summary import summarise as summarise
-from .sinks import Sink as Sink
-from .sinks import Trackers as Trackers
+from .sinks.trackers import Sink as Sink
+from .sinks.trackers import Trackers as Trackers
 from .tracked import event_metrics as event_metrics

@@ -17,7 +17,7 @@ from unisono.observe.goodput import GoodputLedger, launch_spans
 from unisono.observe.history import read_history
 from unisono.observe.options import ObserveOptions
 from unisono.observe.run_summary import summarise
-from unisono.observe.sinks import Trackers
+from unisono.observe.sinks.trackers import Trackers
 from unisono.report import write_report
 from unisono.storage.files import os_reason
 

@@ -8,7 +8,3 @@ detaches a sink that fails, and training continues.
 After any number of restarts each built-in sink has one value of a name at a step. CSV and TensorBoard can take values back: of a
 step that is made again they have the newest. W&B and MLflow cannot: they keep the first.
 """
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
