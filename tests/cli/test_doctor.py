@@ -88,6 +88,7 @@ def write_config(desk: Desk, folder: Path, **changes: str) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_own_data_that_are_missing_are_the_second_rung(desk: Desk, tmp_path: Path) -> None:
     config = write_config(desk, tmp_path / "own", **{"data.corpus": str(tmp_path / "absent")})
     done = doctor(desk, "--ladder", str(config))
@@ -172,6 +173,7 @@ def test_the_bench_stores_what_it_measures(desk: Desk, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
+@pytest.mark.full
 def test_hosts_over_ssh(desk: Desk, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with serve(tmp_path_factory.mktemp("sshd")) as sshd:
         hosts = tmp_path / "hosts"

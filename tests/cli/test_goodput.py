@@ -38,6 +38,7 @@ def ledger_of(desk: Desk, run_dir: Path, *settings: str, fault: str, ranks: int)
     return found
 
 
+@pytest.mark.full
 def test_a_kill_in_the_middle_of_a_checkpoint(desk: Desk, tmp_path: Path) -> None:
     """The checkpoint of step 8 is never complete: the run goes on from step 4."""
     run_dir = tmp_path / "run"
