@@ -210,4 +210,5 @@ PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "launching.md": launching,
     "plans.md": small_run,
     "profile.md": profile,
+    "trackers.md": small_run,
 }
