@@ -24,7 +24,7 @@ from typing import Any
 from unisono.observe.console import Console
 from unisono.observe.events import EventLog, read_events
 from unisono.observe.meters import PHASES, StepTimers
-from unisono.observe.sinks import Trackers
+from unisono.observe.sinks.trackers import Trackers
 
 STEP: dict[str, Any] = {
     "steps_total": 100_000,

@@ -13,7 +13,7 @@ from benchmarks.workload import run_config
 
 from unisono.dist import JobSpec, join_world
 from unisono.observe.console import Console
-from unisono.observe.sinks import Trackers
+from unisono.observe.sinks.trackers import Trackers
 from unisono.train.build import build_data, build_trainer
 from unisono.train.setup import open_events, resolve_plan
 
