@@ -146,9 +146,9 @@ def found(
 )
 def test_a_fault_is_found(pool: Pool, tmp_path: Path, fault: str, ranks: int, rank: int | None, code: str) -> None:
     findings = found(pool, tmp_path, fault, ranks=ranks, rank=rank)
-    assert code in findings, findings
+    assert next(iter(findings)) == code, findings
     assert findings[code].ranks == (() if rank is None else (rank,))
-    assert findings[code].cost_frac > 0.1  # other processes may make the whole step longer
+    assert findings[code].cost_frac > 0.3
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_fault_is_found(pool: Pool, tmp_path: Path, fault: str, ranks: int, ra
 def test_the_axis_that_steps_wait_for(pool: Pool, tmp_path: Path, group: str, plan: dict[str, Any], axis: str) -> None:
     finding = found(pool, tmp_path, group, **plan)["COMM01"]
     assert finding.title == f"steps wait for communication along {axis}"
-    assert finding.cost_frac > 0.1
+    assert finding.cost_frac > 0.3
 
 
 def test_more_micro_batches_shorten_the_bubble(pool: Pool, tmp_path: Path) -> None:

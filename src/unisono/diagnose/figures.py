@@ -61,11 +61,16 @@ def severity_of(share: float, warning: float, critical: float) -> Severity | Non
     return "critical" if share >= critical else "warning" if share >= warning else None
 
 
-def milliseconds(facts: RunFacts, share: float) -> str:
-    """A share of the time of a step, in milliseconds."""
+def step_s(facts: RunFacts) -> float:
+    """Mean seconds of a step, from the readings of the lowest rank."""
     rank: RankFacts = facts.ranks[0]
     steps = int(rank.steps[-1] - rank.steps[0]) / max(1, len(rank.steps) - 1)  # in a reading
-    return f"{1000 * share * float(rank.wall_s.mean()) / max(1.0, steps):.3g} ms"
+    return float(rank.wall_s.mean()) / max(1.0, steps)
+
+
+def milliseconds(facts: RunFacts, share: float) -> str:
+    """A share of the time of a step, in milliseconds."""
+    return f"{1000 * share * step_s(facts):.3g} ms"
 
 
 def chosen_ranks(facts: RunFacts, chosen: NDArray[np.bool_]) -> tuple[int, ...]:

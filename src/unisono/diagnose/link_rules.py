@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
-from unisono.diagnose.figures import is_timed, least_wait, milliseconds, severity_of
+from unisono.diagnose.figures import is_timed, least_wait, milliseconds, severity_of, step_s
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.run_facts import LinkTraffic, RunFacts
 
@@ -34,7 +32,7 @@ def slow_link(facts: RunFacts) -> Iterator[Finding]:
     if not links or share <= 0:
         return
     link = min(links, key=lambda link: link.measured_bytes_per_s)
-    expected = _seconds(link) / _step_s(facts)  # share of the time of a step
+    expected = _seconds(link) / step_s(facts)  # share of the time of a step
     lost = 1.0 - expected / share
     severity = severity_of(lost, 0.2, 0.4)
     cost = share - expected
@@ -60,10 +58,3 @@ def slow_link(facts: RunFacts) -> Iterator[Finding]:
 def _seconds(link: LinkTraffic) -> float:
     """Seconds that the traffic of a step takes at the measured rate."""
     return link.sent_bytes / link.steps / link.measured_bytes_per_s
-
-
-def _step_s(facts: RunFacts) -> float:
-    """Seconds of a step, from the readings of the lowest rank."""
-    first = facts.ranks[0]
-    steps = int(first.steps[-1] - first.steps[0]) / max(1, len(first.steps) - 1)  # in a reading
-    return float(np.mean(first.wall_s)) / max(1.0, steps)

@@ -460,7 +460,7 @@ def test_a_stop_says_what_is_kept(many: Path, tmp_path: Path, number: signal.Sig
     process = start(many, tmp_path / "x.rec", "--shards", "24", "--workers", "1", stderr=subprocess.PIPE)
     wait_for(tmp_path / "x.rec.part/all-00002.json", process)
     process.send_signal(number)
-    _, said = process.communicate(timeout=300)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == code
     part = tmp_path / "x.rec.part"
     assert said.decode().splitlines() == [
@@ -568,7 +568,7 @@ def test_a_worker_that_dies_is_named(many: Path, tmp_path: Path) -> None:
     for child in psutil.Process(process.pid).children():
         os.kill(child.pid, signal.SIGKILL)
     process.send_signal(signal.SIGCONT)
-    _, said = process.communicate(timeout=300)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert b"its packing process ended with exit code -9" in said
     assert b"finished shards are kept and not made again" in said
