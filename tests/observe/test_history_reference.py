@@ -187,6 +187,25 @@ def test_long_files_are_read_alike(change: Callable[[int, bytes], bytes]) -> Non
     assert_same(b"\n".join(lines) + b"\n")
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        b'"other":"\xff"',
+        b'"oth\xffer":1',
+        b'"other":' + b"9" * 4301,
+        b'"train/loss":' + b"9" * 4301,
+        b'"other":"\\q"',
+        b'"other":01',
+    ],
+    ids=["UTF-8", "name", "digits", "known field", "escape", "leading zero"],
+)
+def test_a_step_with_a_damaged_field_that_nobody_reads_is_left_out(other: bytes) -> None:
+    first, second, third = usual(3)
+    content = b"\n".join([first, second[:-1] + b"," + other + b"}", third]) + b"\n"
+    assert_same(content)
+    assert read(content).notes == ("rank00000.jsonl: left out 1 incomplete line(s) (2): a write was cut short",)
+
+
 def test_a_line_longer_than_any_event_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "MAX_EVENT_BYTES", 200)
     monkeypatch.setattr(events_module, "_BLOCK_BYTES", 64)

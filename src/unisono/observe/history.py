@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import struct
+import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,7 @@ _Step: Any = msgspec.defstruct(
     gc=False,
 )
 _decode_step: Final = msgspec.json.Decoder(_Step).decode
+_MAX_DIGITS: Final = sys.int_info.default_max_str_digits  # of an integer that Python reads from a text
 _pack: Final = struct.Struct(f"{len(_KEYS)}d").pack
 
 Floats = NDArray[np.float64]
@@ -131,10 +133,13 @@ def read_history(path: Path) -> RankHistory:
     return history.finish(path)
 
 
-def _decode_steps(lines: Iterable[bytes]) -> tuple[list[Any], bool]:
+def _decode_steps(lines: Sequence[bytes]) -> tuple[list[Any], bool]:
     """The step of each line, and whether all are steps; None for a line that is none, or one with values of other types."""
     steps: list[Any] = []
     are_all = True
+    # The decoder skips fields that a step does not have without a look at their encoding or at the length of an integer.
+    if not _is_utf8(b"\n".join(lines)) or max(map(len, lines)) > _MAX_DIGITS:
+        lines = [line if _is_utf8(line) and len(line) <= _MAX_DIGITS else b"" for line in lines]
     decoded = map(_decode_step, lines)
     while True:
         try:
@@ -144,6 +149,16 @@ def _decode_steps(lines: Iterable[bytes]) -> tuple[list[Any], bool]:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             steps.append(None)
             are_all = False
+
+
+def _is_utf8(text: bytes) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class _History:
