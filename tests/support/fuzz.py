@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_files as files
+import fuzz_runs as runs
 import numpy as np
 import xxhash
 from source_files import write_arrow_folder
@@ -392,6 +393,14 @@ FORMATS: dict[str, Format] = {
         reader="header", file="a.safetensors", make=_header, mutated=("a.safetensors",), text=True, reseal=_reseal_header
     ),
     "events": Format(reader="events", file="rank00000.jsonl", make=_events, mutated=("rank00000.jsonl",), text=True),
+    "run_folder": Format(
+        reader="run_folder", file="run", make=runs.run_folder, text=True,
+        mutated=(
+            "run/events/rank00000.jsonl", "run/events/rank00001.jsonl", "run/profile/step-00000003/rank-0.json",
+            "run/logs/stacks-rank-0.json", "run/logs/stacks-rank-1.json", "run/launch.json", "calibration.json",
+        ),
+    ),
+    "trace": Format(reader="trace", file="trace.json", make=runs.trace, mutated=("trace.json",), text=True),
     "toml": Format(reader="toml", file="config.toml", make=_toml, mutated=("config.toml",), text=True),
     "tokenizer": Format(reader="tokenizer", file="tokenizer.json", make=_tokenizer, mutated=("tokenizer.json",), text=True),
     "strategy": Format(reader="strategy", file="plan.json", make=_strategy, mutated=("plan.json",), text=True),

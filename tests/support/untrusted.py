@@ -217,6 +217,40 @@ def _events(path: Path) -> Iterable[Any]:
     return [*events.events, *history.events, *history.points("train/loss")[1].tolist()]
 
 
+def _findings(facts: Any) -> list[Any]:
+    """As ``diagnose``, without the search for rules of other packages, which takes longer than all of it."""
+    import numpy as np
+
+    from unisono.diagnose.rules import RULES
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        return [finding.to_json() for rule in RULES for finding in rule(facts)]
+
+
+def _run_folder(path: Path) -> Iterable[Any]:
+    """What all readers of a run's folder say of it, the page of its report aside."""
+    from unisono.compare import compare_runs, read_figures
+    from unisono.diagnose import read_run
+    from unisono.measure.calibration import read_calibration
+    from unisono.observe.goodput import read_goodput
+    from unisono.observe.rank_status import rank_statuses
+
+    facts = read_run(path)
+    yield _findings(facts)
+    figures = read_figures(path)
+    yield [str(compare_runs(figures, figures)), str(read_goodput(path)), str(rank_statuses(path))]
+    yield [str(read_calibration(path.parent / "calibration.json")), str(facts.ending)]
+
+
+def _trace(path: Path) -> Iterable[Any]:
+    from unisono.diagnose import read_trace_facts
+    from unisono.profile.text import profile_text
+
+    facts = read_trace_facts(path)
+    yield _findings(facts)
+    yield list(profile_text(facts.profiles))
+
+
 def _strategy(path: Path) -> Iterable[Any]:
     from unisono.errors import PlanError
     from unisono.plan.plan import Plan, load_fields
@@ -389,6 +423,8 @@ READERS: dict[str, Callable[..., Iterable[Any]]] = {
     "checkpoint": _checkpoint,
     "header": _header,
     "events": _events,
+    "run_folder": _run_folder,
+    "trace": _trace,
     "strategy": _strategy,
     "arrow": _arrow,
     "toml": _toml,

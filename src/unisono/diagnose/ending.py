@@ -66,7 +66,7 @@ def _recorded(path: Path, since_s: float) -> tuple[bool, Ending | None]:
 
     return True, Ending(
         kind=str(fields.get("kind", "")),
-        ranks=tuple(int(rank) for rank in texts("ranks") if rank.isdigit()),
+        ranks=tuple(int(rank) for rank in texts("ranks") if rank.isdecimal() and len(rank) < 10),
         sentence=str(fields.get("sentence", "")),
         evidence=texts("evidence"),
         words=str(fields.get("words", "")),

@@ -88,7 +88,7 @@ def read_stuck(folder: Path, restart_count: int, *, since_s: float = 0.0) -> dic
     for path in paths:
         number = path.name.removeprefix("stuck-rank-").partition(".")[0]
         try:
-            if not number.isdigit() or path.stat().st_mtime < since_s:
+            if not number.isdecimal() or path.stat().st_mtime < since_s:
                 continue
             with open_regular(path) as file:
                 text = file.read(_MAX_STUCK_BYTES).decode(errors="replace")

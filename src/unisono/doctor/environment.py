@@ -87,7 +87,7 @@ def _threads(environ: Mapping[str, str]) -> Check:
     set_to = {name: environ[name] for name in _THREADS if name in environ}
     cores, cure = len(allowed_cores()), ""
     for name, value in set_to.items():
-        if not value.isdigit() or int(value) == 0:
+        if not value.isdecimal() or int(value) == 0:
             cure = f"{name} is a number of threads, at least 1: unset it, and the launcher divides the cores"
         elif int(value) > cores:
             cure = f"{name} is more than the {cores} cores: unset it, and the launcher divides the cores"

@@ -8,6 +8,7 @@ all-gather's output, of reduce-scatter's and all-to-all's input.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -38,6 +39,8 @@ _KINDS: Final = {
     "scatter": "scatter",
     "barrier": "barrier",
 }
+# sums through shared memory, which no backend reports: kind, axis, ranks, bytes
+_OF_SHARED_MEMORY: Final = re.compile(re.escape(COLLECTIVE_PREFIX) + r"(\S+) (\S+) ([0-9]{1,9}) ([0-9]{1,18})")
 _GROUP_AXES: Final = {"cp": "cp", "tp": "tp", "ep": "ep", "pp": "pp", "shard": "dp", "data": "dp", "experts": "dp"}
 
 
@@ -81,17 +84,17 @@ def placed_collectives(
         for event in trace.collectives
         if event.duration_us > 0
     ]
-    # sums through shared memory, which no backend reports: "unisono collective KIND AXIS RANKS BYTES"
     for at in np.flatnonzero(trace.named(lambda name: name.startswith(COLLECTIVE_PREFIX))).tolist():
-        words = trace.names[trace.name[at]][len(COLLECTIVE_PREFIX) :].split(" ")
-        if trace.kind[at] != ANNOTATION or len(words) != 4 or not (words[2].isdigit() and words[3].isdigit()):
+        words = _OF_SHARED_MEMORY.fullmatch(trace.names[trace.name[at]])
+        if trace.kind[at] != ANNOTATION or words is None:
             continue
+        name, axis, ranks, num_bytes = words.groups()
         placed.append(
             PlacedCollective(
-                name=words[0],
-                axis=words[1],
-                group_size=int(words[2]),
-                num_bytes=int(words[3]),
+                name=name,
+                axis=axis,
+                group_size=int(ranks),
+                num_bytes=int(num_bytes),
                 start_us=float(trace.start_us[at]),
                 end_us=float(trace.end_us[at]),
                 can_overlap=False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from unisono.profile.host_events import HostEvents, PythonFrames
 from unisono.profile.intervals import Counts, Floats
 from unisono.profile.rank_profile import KernelTime, MatrixProduct, OperatorTime, Pattern, SyncPoint
-from unisono.profile.trace_file import KERNEL, OPERATOR, RUNTIME, Trace
+from unisono.profile.trace_file import KERNEL, OPERATOR, RUNTIME, Trace, json_list
 
 MAX_ROWS: Final = 50
 _MAX_PRODUCTS: Final = 20
@@ -141,7 +140,7 @@ def product_table(
         if shape < 0:
             continue
         if shape not in parsed:
-            parsed[shape] = _json_list(trace.shapes[shape])
+            parsed[shape] = json_list(trace.shapes[shape])
         sizes = _product_sizes(parsed[shape], _PRODUCTS[name])
         if sizes is not None:
             entry = found.setdefault((name, *sizes), [0, 0.0])
@@ -152,14 +151,6 @@ def product_table(
         for (name, batch, m, k, n), (calls, total) in found.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.total_s)[:_MAX_PRODUCTS])
-
-
-def _json_list(text: str) -> list[Any]:
-    try:
-        value: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    return cast("list[Any]", value) if isinstance(value, list) else []
 
 
 def _product_sizes(dims: list[Any], first: int) -> tuple[int, int, int, int] | None:

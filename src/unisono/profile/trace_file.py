@@ -333,11 +333,11 @@ def _meta(head: bytes) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", meta) if isinstance(meta, dict) else {}
 
 
-def _json_list(text: bytes) -> list[Any]:
+def json_list(text: str | bytes) -> list[Any]:
     """The list that a JSON text is; empty for any other text."""
     try:
-        value: Any = json.loads(text or b"[]")
-    except RecursionError:
+        value: Any = json.loads(text)
+    except (ValueError, RecursionError):
         return []
     return cast("list[Any]", value) if isinstance(value, list) else []
 
@@ -421,7 +421,7 @@ class _Columns:
         )
 
     def _add_gloo(self, event: _Event, args: _Args) -> None:
-        dims, types = _json_list(bytes(args.dims)), _json_list(bytes(args.types))
+        dims, types = json_list(bytes(args.dims)), json_list(bytes(args.types))
         sizes = [num_elements(dim) for dim in dims if isinstance(dim, list) and all(isinstance(n, int) for n in dim)]
         self._collectives.append(
             CollectiveEvent(
@@ -443,7 +443,7 @@ class _Columns:
         return Trace(
             meta=meta,
             names=list(self._names),
-            shapes=[json.dumps(_json_list(shape)) for shape in self._shapes],
+            shapes=[json.dumps(json_list(shape)) for shape in self._shapes],
             threads=list(self._threads),
             kind=np.array(self._kind, np.uint8),
             name=np.array(self._name, np.int32),
