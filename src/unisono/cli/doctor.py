@@ -156,7 +156,7 @@ def _climb(config: str, printed: _Printed) -> dict[str, Any]:
             does = "fails" if report.verdict == "failed" else "is slow"
             printed.note(f"the first rung that {does}: {first}, {report.check.title}")
     if first is None:
-        printed.note("all rungs are well")
+        printed.note("all rungs passed")
     return {"first": first}
 
 
@@ -178,9 +178,7 @@ def _check_unused(options: dict[str, Any]) -> None:
         (len(modes) > 1, " with ".join(modes), "each of them is an examination of its own", "one of them"),
         (
             ranks and modes not in (["--nodes"], ["--bench"], ["--smoke"]),
-            f"--processes {modes[0] if modes else 'without another option'}".replace(
-                "--processes --", "--processes with --"
-            ),
+            f"--processes {f'with {modes[0]}' if modes else 'without another option'}",
             "it is the number of ranks of --nodes, --bench and --smoke; a configuration has launch.num_processes",
             "leave it out",
         ),

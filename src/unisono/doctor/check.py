@@ -17,7 +17,7 @@ class Check:
         title: What is checked.
         status: ``ok``, ``warning`` (slow or fragile) or ``failure`` (a run will not work).
         evidence: What was seen.
-        cure: What to do; empty where all is well.
+        cure: What to do; empty if the status is ``ok``.
     """
 
     code: str
@@ -32,6 +32,6 @@ class Check:
 
 
 def judged(code: str, title: str, evidence: str, *, warning: str = "", failure: str = "") -> Check:
-    """A check whose cure is ``failure``, else ``warning``, else none as all is well."""
+    """A check whose cure is ``failure``, else ``warning``; with neither the status is ``ok``."""
     status: Status = "failure" if failure else "warning" if warning else "ok"
     return Check(code=code, title=title, status=status, evidence=evidence, cure=failure or warning)

@@ -72,7 +72,7 @@ class Rung:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RungReport:
-    """What a rung said: its check, whether it was tried, and whether it failed, was slow, or was well."""
+    """What a rung said: its check, whether it was tried, and whether it failed, was slow, or passed."""
 
     check: Check
     verdict: Literal["ok", "slow", "failed", "left out"]
@@ -251,7 +251,7 @@ def _failed(rung: Rung, outcome: TrainOutcome) -> Check:
     if not trouble.startswith("attempt "):  # what the survivors of a lost rank advise is for a run that goes on
         tries = [line.removeprefix("  try:").strip() for line in trouble.splitlines() if line.startswith("  try:")]
         cure = next(iter(tries), "")
-    return judged(rung.code, rung.title, trouble, failure=cure or "what it says; all rungs before this one were well")
+    return judged(rung.code, rung.title, trouble, failure=cure or "see the error; all earlier rungs passed")
 
 
 def _judged(
@@ -262,12 +262,12 @@ def _judged(
     before: tuple[Rung, float] | None,
     diagnose: Callable[[Path], Sequence[CostlyFinding]],
 ) -> tuple[Check, bool]:
-    """The check of a rung that has ended well, and whether it is slow.
+    """The check of a rung whose training has finished, and whether it is slow.
 
     ``step_s`` is the time of a step of ``samples`` samples, ``before`` the rung before this one and its seconds for a sample.
     """
     if step_s is None:
-        return judged(rung.code, rung.title, f"well, in {outcome.took_s:.0f} s"), False
+        return judged(rung.code, rung.title, f"passed in {outcome.took_s:.0f} s"), False
     evidence = f"{_time(step_s)} a step of {samples} samples"
     slow: list[str] = []
     cures: list[str] = []
@@ -275,7 +275,7 @@ def _judged(
         expected_s = samples * before[1] / _speedup(rung, before[0])
         evidence += f", {_time(expected_s)} expected from {before[0].code}"
         if step_s > factor * expected_s and step_s - expected_s > _NOISE_S:
-            slow.append(f"{step_s / expected_s:.2g} times as long as expected, at most {factor:g} is well")
+            slow.append(f"{step_s / expected_s:.2g} times as long as expected, the limit is {factor:g}")
             cures.append(_CURES[rung.code])
     # of a model that computes next to nothing all else is a large share
     if rung.code in ("RUNG03", "RUNG04", "RUNG05"):

@@ -103,8 +103,7 @@ def _status_parts(event: Fields) -> Iterator[tuple[int, str]]:
         epochs = value("epochs_total")
         yield 7, f"epoch {epoch:.0f}" + (f"/{epochs:.0f}" if epochs is not None else "")
     if (loss := value("train/loss")) is not None:
-        highest = value("train/loss_max")
-        yield 2, f"loss {loss:.4g}" + (f" (max {highest:.3g})" if highest is not None else "")
+        yield 2, f"loss {loss:.4g}"
     if (lr := value("train/lr")) is not None:
         yield 6, f"lr {lr:.2e}"
     if (norm := value("train/grad_norm")) is not None:
