@@ -15,6 +15,7 @@ from unisono.observe.options import ObserveOptions
 from unisono.profile import RankProfile, newest_profiles, read_profiles, recorder
 from unisono.profile.rank_profile import MERGED_FILE, profile_folder
 from unisono.profile.window import request_path, write_request
+from unisono.report import write_report
 
 
 def train(world: Any, run_dir: str, **changes: Any) -> dict[str, Any]:
@@ -112,6 +113,25 @@ def test_two_ranks_record_the_same_steps_on_one_clock(pool: Pool, tmp_path: Path
     (event,) = events(run, "profile")
     assert (event["step"], event["first_step"], event["merged_ranks"]) == (5, 4, 2)
     assert "error" not in event
+
+
+def test_the_schedule_of_a_pipeline(pool: Pool, tmp_path: Path) -> None:
+    """The timeline of a step has every pass of every micro-batch, and a stage computes what another has computed before."""
+    run = tmp_path / "run"
+    pool.run(train, str(run), pp=2, micro_batch=2, global_batch=8)
+    first, last = newest_profiles(run)[0]
+    passes = {
+        profile.rank: {
+            kind: [profile.began_s + span.start_s for span in profile.spans if span.name == kind]
+            for kind in ("forward", "backward")
+        }
+        for profile in (first, last)
+    }
+    assert {kind: len(found) for kind, found in passes[0].items()} == {"forward": 4, "backward": 4}
+    assert {kind: len(found) for kind, found in passes[1].items()} == {"forward": 4, "backward": 4}
+    assert all(one < other for one, other in zip(passes[0]["forward"], passes[1]["forward"], strict=True))
+    assert all(one > other for one, other in zip(passes[0]["backward"], passes[1]["backward"], strict=True))
+    assert 'id="timeline"' in write_report(run).read_text()
 
 
 def test_a_request_while_the_run_goes_on(pool: Pool, tmp_path: Path) -> None:

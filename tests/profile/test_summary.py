@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,18 @@ def test_own_time_of_nested_operators(tmp_path: Path) -> None:
     assert profile.operators[0].shapes == ("[[6], [8, 4], [4, 6]]", "[[6], [9, 4], [4, 6]]")
     assert [(p.m, p.k, p.n, p.calls) for p in profile.products] == [(8, 4, 6, 1), (9, 4, 6, 1)]
     assert profile.num_steps == 0
+
+
+def test_passes_through_the_phases_of_the_first_step(tmp_path: Path) -> None:
+    trace = TraceBuilder(baseTimeNanoseconds=5_000_000_000).step(7, 100, 100).step(8, 200, 100)
+    trace.span("unisono phase bubble", 110, 80).span("unisono phase forward", 120, 20)
+    trace.span("unisono phase forward", 150, 10).span("unisono phase forward", 210, 20)
+    trace.span("unisono phase h2d", 130, 20, tid=2)
+    run = replace(facts(), clock=Clock(offset_s=2.0, base_ns=5_000_000_000))
+    profile = summarise_trace(trace.read(tmp_path), run)
+    spans = [(span.name, round(1e6 * span.start_s), round(1e6 * span.wall_s)) for span in profile.spans]
+    assert spans == [("bubble", 10, 80), ("forward", 20, 20), ("forward", 50, 10)]
+    assert profile.began_s == pytest.approx(3.0001, abs=1e-9)
 
 
 def test_only_steps_count(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,19 @@ from report_pages import CHROMIUM, charts, in_browser, words
 from tools import missing
 
 from unisono.observe.events import encode, events_path
+from unisono.profile import RankProfile
+from unisono.profile.rank_profile import (
+    MEMORY_CATEGORIES,
+    Clock,
+    MemoryProfile,
+    OperatorTime,
+    PhaseSpan,
+    PhaseTime,
+    StepTime,
+    SyncPoint,
+    profile_folder,
+    read_profile,
+)
 from unisono.report import write_report
 from unisono.report.render import make_report
 
@@ -120,6 +136,83 @@ def test_goodput(tmp_path: Path) -> None:
     assert bars["useful"]["y"] == ["attempt 1", "attempt 2"]
 
 
+def add_profiles(run_dir: Path, *, name: str = "aten::mm", planned: int = 300 << 20) -> None:
+    """Profiles of two pipeline stages, whose second begins 5 ms after the first and whose clock is 2 s ahead."""
+    for rank in range(2):
+        offset_s = 2.0 * rank
+        spans = [("bubble", 0.0, 0.04), ("forward", 0.001, 0.01), ("backward", 0.02, 0.015), ("optimizer", 0.04, 0.005)]
+        profile = RankProfile(
+            rank=rank,
+            world_size=2,
+            num_steps=2,
+            wall_s=0.1,
+            steps=(StepTime(step=5, start_s=0.0, wall_s=0.05), StepTime(step=6, start_s=0.05, wall_s=0.05)),
+            began_s=T0 + 0.005 * rank,
+            phases=(PhaseTime(name="forward", calls=2, total_s=0.02),),
+            spans=tuple(PhaseSpan(name=phase, start_s=start, wall_s=wall) for phase, start, wall in spans),
+            operators=(OperatorTime(name=name, calls=4, total_s=0.03, self_s=0.02),),
+            memory=MemoryProfile(
+                peak_bytes=500 << 20,
+                at_peak=dict.fromkeys(MEMORY_CATEGORIES, 100 << 20),
+                planned={"parameters": planned},
+                timeline=((0.0, 1e8, 0.0, 2e8, 0.0, 1e7), (0.01, 1e8, 1e8, 2e8, 3e8, 1e7)),
+            ),
+            clock=Clock(offset_s=offset_s),
+        )
+        folder = profile_folder(run_dir, 5)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank-{rank}.json").write_bytes(profile.to_bytes())
+
+
+def test_the_last_profile(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    add_profiles(tmp_path)
+    page = write_report(tmp_path).read_text()
+    timeline = charts(page)["timeline"]["data"]
+    assert [bar["name"] for bar in timeline] == ["bubble", "forward", "backward", "optimizer"]  # drawn below the passes
+    assert (timeline[1]["y"], timeline[1]["x"]) == (["rank 0", "rank 1"], [10.0, 10.0])
+    assert timeline[1]["base"] == pytest.approx([1.0, 6.0], abs=1e-3)  # of a clock in seconds since 1970
+    assert "<h2>Timeline of step 5</h2>" in page
+    areas = {area["name"]: area["y"] for area in charts(page)["profile-memory"]["data"]}
+    assert list(areas) == [
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "other",
+        "planned without activations",
+    ]
+    assert areas["activations"] == [0.0, pytest.approx(3e8 / 2**20, rel=1e-4)]
+    assert areas["planned without activations"] == [300.0, 300.0]
+    table = rows(page, "Profile")
+    assert ["forward", "20.00", "20.0%"] in table
+    assert ["aten::mm", "4", "20.00", "30.00", ""] in table
+    assert "Steps 5 to 6 of rank 0" in words(page)
+
+
+def test_the_report_has_findings_of_the_profile_and_of_the_ending(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    add_profiles(tmp_path)
+    assert "SYNC01" not in write_report(tmp_path).read_text()
+    path = profile_folder(tmp_path, 5) / "rank-0.json"
+    profile = read_profile(path)
+    sync = SyncPoint(kind="item", phase="forward", calls=90, total_s=0.01, source="train.py:3")
+    path.write_bytes(replace(profile, syncs=(sync,)).to_bytes())
+    cause = {
+        "kind": "out_of_memory",
+        "ranks": [1],
+        "sentence": "rank 1 was killed",
+        "evidence": [],
+        "words": "out of memory",
+    }
+    attempts = [{"attempt": 0, "cause": cause}]
+    (tmp_path / "launch.json").write_text(json.dumps({"attempt": 0, "attempts": attempts}))
+    os.utime(tmp_path / "launch.json", (T0 + 1e6,) * 2)
+    page = write_report(tmp_path).read_text()
+    assert "SYNC01" in page
+    assert "EXIT01" in page
+
+
 def test_a_run_of_one_rank_has_the_sections_that_say_something(tmp_path: Path) -> None:
     stream = Stream(tmp_path)
     stream.start(0.0, loads_s=1.0)
@@ -211,12 +304,14 @@ def test_another_user_s_run_is_no_parent(tmp_path: Path) -> None:
 )
 def test_sections_in_a_browser(tmp_path: Path) -> None:
     """Every chart draws, and a name of a peer stays text."""
-    path = write_report(make_run(tmp_path / "run", evil=EVIL))
+    run_dir = make_run(tmp_path / "run", evil=EVIL)
+    add_profiles(run_dir, name=EVIL)
+    path = write_report(run_dir)
     assert path.stat().st_size < 1 << 20
     page, complaints = in_browser(path, tmp_path / "profile")
     assert complaints == []
     drawn = charts(path.read_text())
-    assert {"steps", "stages", "memory", "links", "goodput"} <= drawn.keys()
+    assert {"steps", "stages", "memory", "links", "goodput", "timeline", "profile-memory"} <= drawn.keys()
     assert f'data-drawn="{len(drawn)}"' in page
     for name in drawn:
         assert re.search(rf'<div id="{name}"[^>]*js-plotly-plot', page), name

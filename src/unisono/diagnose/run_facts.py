@@ -234,6 +234,11 @@ def read_run(run_dir: Path) -> RunFacts:
             consequence="nothing was diagnosed",
             nearest="give the folder of a run (run.dir), or start one: unisono train; or the file of a profiler's trace",
         )
+    return with_profiles_and_ending(facts, run_dir)
+
+
+def with_profiles_and_ending(facts: RunFacts, run_dir: Path) -> RunFacts:
+    """``facts`` with what lies in ``run_dir`` beside its events: the last profile, and why the run failed or stands still."""
     profiles, notes = newest_profiles(run_dir)
     ending = read_ending(run_dir, since_s=facts.moved_s)
     return replace(facts, profiles=profiles, ending=ending, notes=(*facts.notes, *notes))

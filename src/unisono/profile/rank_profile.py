@@ -41,6 +41,15 @@ class PhaseTime:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseSpan:
+    """One pass through a phase, such as the forward pass of one micro-batch: its begin after that of the step, and its length."""
+
+    name: str
+    start_s: float
+    wall_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorTime:
     """Calls of one operator.
 
@@ -238,7 +247,9 @@ class RankProfile:
         num_steps: Steps in it; 0 where it has no marks of steps.
         wall_s: Time of these steps, or of the whole trace.
         steps: The steps.
+        began_s: When the first of them began, by rank 0's clock, in seconds since 1970.
         phases: Phases of the training thread.
+        spans: Phases of that thread in the first step, by begin, those that contain others first; up to 400.
         operators: The operators with most time of their own, up to 50.
         kernels: The kernels with most time, up to 50.
         products: The matrix products with most time, up to 20.
@@ -265,7 +276,9 @@ class RankProfile:
     num_steps: int = 0
     wall_s: float = 0.0
     steps: tuple[StepTime, ...] = ()
+    began_s: float = 0.0
     phases: tuple[PhaseTime, ...] = ()
+    spans: tuple[PhaseSpan, ...] = ()
     operators: tuple[OperatorTime, ...] = ()
     kernels: tuple[KernelTime, ...] = ()
     products: tuple[MatrixProduct, ...] = ()

@@ -34,6 +34,7 @@ from unisono.profile.rank_profile import (
     Clock,
     CompileCounts,
     LaunchTime,
+    PhaseSpan,
     PhaseTime,
     RankProfile,
     StepTime,
@@ -44,6 +45,7 @@ from unisono.profile.trace_file import ANNOTATION, KERNEL, OPERATOR, PYTHON, Tra
 SHORT_US: Final = 10.0  # an operator or kernel below it costs as much to call as to run
 _BRIDGE_US: Final = 200.0  # on the CPU, Python between two operators computes too: shorter gaps are no waiting
 _WAITING: Final = ("data_wait", "bubble", "ckpt_stall", "eval")
+_MAX_SPANS: Final = 400
 _COMPILES: Final = "_compile.compile_inner"
 
 
@@ -103,6 +105,7 @@ def summarise_trace(trace: Trace, run: RunFactsOfWindow | None = None) -> RankPr
     waits = _joined(waiting, idle, union(trace.start_us[marks], trace.end_us[marks]))
     again_us = subtree_sums(host, device.launched_us) if len(kernels) else trace.duration_us[host.place]
     num_steps = len(steps) if is_numbered else _optimizer_steps(trace, host, within)
+    clock = Clock(base_ns=_count(trace.meta.get("baseTimeNanoseconds"))) if run is None else run.clock
     return RankProfile(
         rank=run.rank if run is not None else _count(distributed.get("rank")),
         world_size=world_size,
@@ -115,7 +118,9 @@ def summarise_trace(trace: Trace, run: RunFactsOfWindow | None = None) -> RankPr
             StepTime(step=number, start_s=(start - begin_us) / 1e6, wall_s=(end - start) / 1e6)
             for number, start, end in steps
         ),
+        began_s=clock.base_ns / 1e9 + begin_us / 1e6 - clock.offset_s,
         phases=_phase_table(trace, host, within, (end_us - begin_us)),
+        spans=_phase_spans(trace, host, *steps[0][1:]) if steps else (),
         operators=operator_table(trace, host, device, within),
         kernels=kernel_table(trace, kernels),
         products=product_table(trace, host, device, within),
@@ -129,7 +134,7 @@ def summarise_trace(trace: Trace, run: RunFactsOfWindow | None = None) -> RankPr
         recompute_s=float(again_us[host.is_recompute & within].sum()) / 1e6,
         patterns=patterns(trace, host, device, within),
         memory=memory_profile(trace, host, begin_us, end_us, None if run is None else run.held),
-        clock=Clock(base_ns=_count(trace.meta.get("baseTimeNanoseconds"))) if run is None else run.clock,
+        clock=clock,
         has_stacks=run.has_stacks if run is not None else bool((trace.kind == PYTHON).any()),
         notes=(
             *(run.notes if run is not None else ()),
@@ -226,6 +231,21 @@ def _phase_table(trace: Trace, host: HostEvents, within: NDArray[np.bool_], wind
     ]
     rest = window_us / 1e6 - sum(row.total_s for row in rows)
     return (*sorted(rows, key=lambda row: -row.total_s), PhaseTime(name="other", calls=0, total_s=max(0.0, rest)))
+
+
+def _phase_spans(trace: Trace, host: HostEvents, begin_us: float, end_us: float) -> tuple[PhaseSpan, ...]:
+    """The passes through phases of the training thread that begin in the given time."""
+    starts = trace.start_us[host.place]
+    ours = trace.named(lambda name: name.startswith(PHASE_PREFIX))[host.place] & (trace.kind[host.place] == ANNOTATION)
+    ours &= (trace.thread[host.place] == host.main_thread) & (starts >= begin_us) & (starts < end_us)
+    return tuple(
+        PhaseSpan(
+            name=host.phases[int(host.phase[at])],
+            start_s=float(starts[at] - begin_us) / 1e6,
+            wall_s=float(trace.duration_us[host.place[at]]) / 1e6,
+        )
+        for at in np.flatnonzero(ours)[:_MAX_SPANS].tolist()
+    )
 
 
 def _foreign_phases(

@@ -1,8 +1,9 @@
-"""A profile as text."""
+"""The tables of a profile, and a profile as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from unisono.profile.rank_profile import MEMORY_CATEGORIES, RankProfile
 
@@ -10,12 +11,19 @@ _ROWS = 12
 _NAME = 60
 
 
+@dataclass(frozen=True, slots=True)
+class ProfileTable:
+    """Cells as text; the first column names what its row is of."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
 def profile_text(profiles: Sequence[RankProfile]) -> Iterator[str]:
     """The tables of the first rank, and the times of all."""
     if not profiles:
         return
     profile = profiles[0]
-    wall = profile.wall_s or 1.0
     steps = profile.steps
     yield (
         f"steps {steps[0].step} to {steps[-1].step}, {len(profiles)} "
@@ -28,77 +36,79 @@ def profile_text(profiles: Sequence[RankProfile]) -> Iterator[str]:
         clock = f"{1e3 * other.clock.offset_s:+.3f} ms ± {1e3 * other.clock.error_s:.3f}"
         yield f"  rank {other.rank}: {each} ms a step; clock {clock}"
     yield from (f"note: {note}" for other in profiles for note in other.notes)
-    yield from _table(
-        "phase (rank 0)",
-        ("ms", "%"),
-        [(p.name, f"{1e3 * p.total_s:.2f}", f"{p.total_s / wall:.1%}") for p in profile.phases],
-    )
-    device = bool(profile.kernels)
-    yield from _table(
-        "operator",
-        ("calls", "self ms", "total ms", *(("device ms",) if device else ()), "shapes"),
-        [
-            (
-                op.name[:_NAME],
-                str(op.calls),
-                f"{1e3 * op.self_s:.2f}",
-                f"{1e3 * op.total_s:.2f}",
-                *((f"{1e3 * op.device_s:.2f}",) if device else ()),
-                op.shapes[0][:_NAME] if op.shapes else "",
-            )
-            for op in profile.operators[:_ROWS]
-        ],
-    )
-    yield from _table(
-        "kernel",
-        ("calls", "ms"),
-        [(k.name[:_NAME], str(k.calls), f"{1e3 * k.total_s:.2f}") for k in profile.kernels[:_ROWS]],
-    )
-    yield from _table(
-        "collective",
-        ("axis", "ranks", "calls", "MiB", "ms", "bus GB/s"),
-        [
-            (
-                c.name,
-                c.axis,
-                str(c.group_size or "?"),
-                str(c.calls),
-                f"{c.num_bytes / 2**20:.3g}",
-                f"{1e3 * c.total_s:.2f}",
-                f"{c.bus_bytes_per_s / 1e9:.3g}",
-            )
-            for c in profile.collectives[:_ROWS]
-        ],
-    )
-    yield from _table(
-        "overlap",
-        ("ms", "exposed ms"),
-        [(o.axis, f"{1e3 * o.total_s:.2f}", f"{1e3 * o.exposed_s:.2f}") for o in profile.overlaps],
-    )
-    yield from _table(
-        "reads from tensors",
-        ("phase", "calls", "ms", "source"),
-        [(s.kind, s.phase, str(s.calls), f"{1e3 * s.total_s:.2f}", s.source or "?") for s in profile.syncs[:_ROWS]],
-    )
-    yield from _memory(profile)
-    yield from _counts(profile)
-
-
-def _memory(profile: RankProfile) -> Iterator[str]:
+    for table in profile_tables(profile):
+        yield from _aligned(table)
     memory = profile.memory
-    rows = [
-        (
-            name,
-            f"{memory.at_peak[name] / 2**20:.2f}",
-            f"{memory.planned[name] / 2**20:.2f}" if name in memory.planned else "",
-        )
-        for name in MEMORY_CATEGORIES
-        if name in memory.at_peak
-    ]
-    yield from _table("memory at its peak", ("MiB", "planned MiB"), rows)
     if memory.peak_bytes:
         limit = f" of {memory.limit_bytes / 2**30:.3g} GiB" if memory.limit_bytes else ""
         yield f"peak {memory.peak_bytes / 2**20:.1f} MiB of tensors{limit}"
+    yield from _counts(profile)
+
+
+def profile_tables(profile: RankProfile) -> Iterator[ProfileTable]:
+    """Phases, operators, kernels, collectives, reads from tensors and memory of one rank; those that have rows."""
+    wall = profile.wall_s or 1.0
+    device = bool(profile.kernels)
+    tables = (
+        ProfileTable(
+            (f"phase (rank {profile.rank})", "ms", "%"),
+            [(p.name, f"{1e3 * p.total_s:.2f}", f"{p.total_s / wall:.1%}") for p in profile.phases],
+        ),
+        ProfileTable(
+            ("operator", "calls", "self ms", "total ms", *(("device ms",) if device else ()), "shapes"),
+            [
+                (
+                    op.name[:_NAME],
+                    str(op.calls),
+                    f"{1e3 * op.self_s:.2f}",
+                    f"{1e3 * op.total_s:.2f}",
+                    *((f"{1e3 * op.device_s:.2f}",) if device else ()),
+                    op.shapes[0][:_NAME] if op.shapes else "",
+                )
+                for op in profile.operators[:_ROWS]
+            ],
+        ),
+        ProfileTable(
+            ("kernel", "calls", "ms"),
+            [(k.name[:_NAME], str(k.calls), f"{1e3 * k.total_s:.2f}") for k in profile.kernels[:_ROWS]],
+        ),
+        ProfileTable(
+            ("collective", "axis", "ranks", "calls", "MiB", "ms", "bus GB/s"),
+            [
+                (
+                    c.name,
+                    c.axis,
+                    str(c.group_size or "?"),
+                    str(c.calls),
+                    f"{c.num_bytes / 2**20:.3g}",
+                    f"{1e3 * c.total_s:.2f}",
+                    f"{c.bus_bytes_per_s / 1e9:.3g}",
+                )
+                for c in profile.collectives[:_ROWS]
+            ],
+        ),
+        ProfileTable(
+            ("overlap", "ms", "exposed ms"),
+            [(o.axis, f"{1e3 * o.total_s:.2f}", f"{1e3 * o.exposed_s:.2f}") for o in profile.overlaps],
+        ),
+        ProfileTable(
+            ("reads from tensors", "phase", "calls", "ms", "source"),
+            [(s.kind, s.phase, str(s.calls), f"{1e3 * s.total_s:.2f}", s.source or "?") for s in profile.syncs[:_ROWS]],
+        ),
+        ProfileTable(
+            ("memory at its peak", "MiB", "planned MiB"),
+            [
+                (
+                    name,
+                    f"{profile.memory.at_peak[name] / 2**20:.2f}",
+                    f"{profile.memory.planned[name] / 2**20:.2f}" if name in profile.memory.planned else "",
+                )
+                for name in MEMORY_CATEGORIES
+                if name in profile.memory.at_peak
+            ],
+        ),
+    )
+    return (table for table in tables if table.rows)
 
 
 def _counts(profile: RankProfile) -> Iterator[str]:
@@ -116,14 +126,12 @@ def _counts(profile: RankProfile) -> Iterator[str]:
         yield f"{pattern.kind} by single operators: {pattern.calls} times, {1e3 * pattern.total_s:.2f} ms"
 
 
-def _table(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    if not rows:
-        return
-    cells = [(title, *heads), *rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+def _aligned(table: ProfileTable) -> Iterator[str]:
+    cells = [table.head, *table.rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(table.head))]
     yield ""
     for row in cells:
         first, *others = row
         text = "  ".join(text.rjust(width) for text, width in zip(others[:-1], widths[1:-1], strict=True))
-        last = others[-1] if heads[-1] in ("shapes", "source") else others[-1].rjust(widths[-1])
+        last = others[-1] if table.head[-1] in ("shapes", "source") else others[-1].rjust(widths[-1])
         yield f"{first.ljust(widths[0])}  {text}{'  ' if text else ''}{last}".rstrip()

@@ -24,7 +24,7 @@ import numpy as np
 from markupsafe import Markup
 
 from unisono.diagnose import Finding, RunFacts, diagnose
-from unisono.diagnose.run_facts import facts_of
+from unisono.diagnose.run_facts import facts_of, with_profiles_and_ending
 from unisono.errors import DataError
 from unisono.observe.events import Event, events_path
 from unisono.observe.formatting import run_verdict
@@ -35,6 +35,7 @@ from unisono.report.charts import curves_of, rank_map, time_chart
 from unisono.report.goodput_section import goodput_section
 from unisono.report.page import DRAW_SCRIPT, PAGE
 from unisono.report.parent_section import parent_section
+from unisono.report.profile_sections import profile_sections
 from unisono.report.rank_sections import (
     RankEvents,
     communication_section,
@@ -101,6 +102,7 @@ def make_report(run_dir: Path) -> Report:
     ranks = _Ranks()
     others = (other for other in sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")) if other != path)
     facts = facts_of(ranks.seen(each) for each in chain([history], map(read_history, others)))
+    facts = with_profiles_and_ending(facts, run_dir)
     goodput = ranks.goodput.result(launch_spans(run_dir))
     page = render(
         history,
@@ -116,7 +118,7 @@ def make_report(run_dir: Path) -> Report:
 
 def _rank_sections(facts: RunFacts, events: RankEvents) -> list[Section]:
     sections = [step_section(facts) if len(facts.ranks) > 1 else None, pipeline_section(facts)]
-    sections += [communication_section(facts, events), memory_section(facts, events)]
+    sections += [communication_section(facts, events), memory_section(facts, events), *profile_sections(facts.profiles)]
     return [section for section in sections if section is not None]
 
 
