@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from attempts import T0, Stream
-from report_pages import CHROMIUM, charts, in_browser, words
+from PIL import Image
+from report_pages import CHROMIUM, PHONE_PX, charts, in_browser, page_width, picture, words
 from tools import missing
 
 from unisono.observe.events import encode, events_path
@@ -316,3 +317,19 @@ def test_sections_in_a_browser(tmp_path: Path) -> None:
     for name in drawn:
         assert re.search(rf'<div id="{name}"[^>]*js-plotly-plot', page), name
     assert EVIL not in page
+
+
+@pytest.mark.skipif(
+    CHROMIUM is None and bool(missing("chromium")),
+    reason="no chromium on this machine: the report is NOT tested in a browser",
+)
+def test_a_page_fits_a_phone_and_is_dark_where_the_reader_wants_it(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    add_profiles(run_dir)
+    path = write_report(run_dir)
+    assert page_width(path, tmp_path, width=PHONE_PX) == PHONE_PX
+    corners: list[tuple[int, ...]] = []
+    for dark in (False, True):
+        picture(path, tmp_path / "page.png", tmp_path, width=1000, height=600, dark=dark)
+        corners.append(Image.open(tmp_path / "page.png").convert("RGB").getpixel((5, 5)))
+    assert corners == [(255, 255, 255), (13, 17, 23)]

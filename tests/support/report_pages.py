@@ -1,4 +1,9 @@
-"""What a report shows: its text, its charts, and the page that a headless browser makes of it."""
+"""What a report shows: its text, its charts, and the page that a headless browser makes of it.
+
+    python tests/support/report_pages.py RUN_DIR docs/pictures
+
+takes the pictures of the documentation of the report of a run.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,8 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +43,66 @@ def charts(page: str) -> dict[str, Any]:
     return {chart["id"]: chart for chart in read}
 
 
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000")
+PHONE_PX = 390
+
+
 def in_browser(path: Path, profile: Path) -> tuple[str, list[str]]:
     """The page after its scripts ran, and what the browser complained about."""
-    assert CHROMIUM is not None
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=8000"]
-    done = subprocess.run(
-        [CHROMIUM, *flags, f"--user-data-dir={profile}", "--dump-dom", path.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = _chromium(profile, "--enable-logging=stderr", "--dump-dom", path.as_uri())
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def _chromium(profile: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    assert CHROMIUM is not None
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def picture(path: Path, target: Path, folder: Path, *, width: int, height: int, dark: bool = False) -> None:
+    """Write a picture of the top of a page to ``target``. ``folder``: for files of the browser."""
+    frame = folder / "frame.html"  # no window is narrower than 500 pixels
+    style = f"width:{width}px;height:{height}px;border:0"
+    frame.write_text(
+        f'<body style="margin:0"><iframe src="{path.absolute().as_uri()}" style="{style}"></iframe></body>'
+    )
+    colours = ["--force-dark-mode"] if dark else []
+    size = f"--window-size={max(500, width)},{height}"
+    _chromium(folder / "browser", *colours, size, f"--screenshot={target}", frame.as_uri())
+
+
+def page_width(path: Path, folder: Path, *, width: int) -> int:
+    """Pixels that a page takes from side to side in a window of ``width``: more than that where it has to be scrolled."""
+    told = "<script>setTimeout(() => parent.postMessage(document.documentElement.scrollWidth, '*'), 3000)</script>"
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", path.read_text(), count=1, flags=re.DOTALL)
+    (folder / "page.html").write_text(page + told)
+    (folder / "frame.html").write_text(
+        f"<body><iframe src='page.html' style='width:{width}px;height:900px;border:0'></iframe>"
+        "<script>addEventListener('message', told => document.body.dataset.width = told.data)</script></body>"
+    )
+    found = re.search(
+        r'data-width="(\d+)"', _chromium(folder / "browser", "--dump-dom", (folder / "frame.html").as_uri()).stdout
+    )
+    assert found is not None
+    return int(found[1])
+
+
+def _main(run_dir: str, target: str) -> None:
+    from PIL import Image
+
+    folder = Path(target)
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = {
+        "report-light": {"width": 1100, "height": 3400},
+        "report-dark": {"width": 1100, "height": 3400, "dark": True},
+        "report-phone": {"width": PHONE_PX, "height": 1700},
+    }
+    for name, size in shown.items():
+        with tempfile.TemporaryDirectory() as own:
+            picture(Path(run_dir, "report.html"), Path(own, "whole.png"), Path(own), **size)
+            image = Image.open(Path(own, "whole.png")).convert("RGB").crop((0, 0, size["width"], size["height"]))
+            image.quantize(48).save(folder / f"{name}.png", optimize=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
