@@ -92,16 +92,12 @@ def _main(run_dir: str, target: str) -> None:
 
     folder = Path(target)
     folder.mkdir(parents=True, exist_ok=True)
-    shown = {
-        "report-light": {"width": 1100, "height": 3400},
-        "report-dark": {"width": 1100, "height": 3400, "dark": True},
-        "report-phone": {"width": PHONE_PX, "height": 1700},
-    }
-    for name, size in shown.items():
+    for name, width, height in (("light", 1100, 3400), ("dark", 1100, 3400), ("phone", PHONE_PX, 1700)):
         with tempfile.TemporaryDirectory() as own:
-            picture(Path(run_dir, "report.html"), Path(own, "whole.png"), Path(own), **size)
-            image = Image.open(Path(own, "whole.png")).convert("RGB").crop((0, 0, size["width"], size["height"]))
-            image.quantize(48).save(folder / f"{name}.png", optimize=True)
+            whole = Path(own, "whole.png")
+            picture(Path(run_dir, "report.html"), whole, Path(own), width=width, height=height, dark=name == "dark")
+            image = Image.open(whole).convert("RGB").crop((0, 0, width, height))
+            image.quantize(48).save(folder / f"report-{name}.png", optimize=True)
 
 
 if __name__ == "__main__":
