@@ -328,7 +328,7 @@ def test_a_page_fits_a_phone_and_is_dark_where_the_reader_wants_it(tmp_path: Pat
     add_profiles(run_dir)
     path = write_report(run_dir)
     assert page_width(path, tmp_path, width=PHONE_PX) == PHONE_PX
-    corners: list[tuple[int, ...]] = []
+    corners: list[object] = []
     for dark in (False, True):
         picture(path, tmp_path / "page.png", tmp_path, width=1000, height=600, dark=dark)
         corners.append(Image.open(tmp_path / "page.png").convert("RGB").getpixel((5, 5)))
