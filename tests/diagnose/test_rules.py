@@ -70,6 +70,28 @@ def test_a_data_bound_run_gets_more_workers(
     assert (finding.patch, finding.expected_gain) == (patch, pytest.approx(gain))
 
 
+@pytest.mark.parametrize(
+    ("work_s", "first", "advice"),
+    [
+        (
+            {"read": 0.06, "transform": 0.02, "collate": 0.001},
+            "reading 60 ms, transforms 20 ms, collating 1 ms",
+            "data pack",
+        ),
+        ({"transform": 0.03}, "transforms 30 ms", "cheaper transforms"),
+        ({"collate": 0.03, "read": 0.01}, "collating 30 ms, reading 10 ms", "collate_fn"),
+    ],
+)
+def test_a_data_bound_run_names_the_longest_stage(
+    tmp_path: Path, work_s: Mapping[str, float], first: str, advice: str
+) -> None:
+    fields = {f"time/loader_{stage}_s": seconds for stage, seconds in work_s.items()}
+    times = {**COMPUTE, "data_wait": 0.025}
+    finding = only(tmp_path, lambda rank, step: times, ranks=1, settings={"loader.worker_kind": "auto"}, fields=fields)
+    assert finding.evidence[1] == f"the loader's work on it: {first}"
+    assert advice in finding.advice
+
+
 def test_one_rank_waits_for_data_and_the_network_is_not_blamed(tmp_path: Path) -> None:
     finding = only(tmp_path, together({0: COMPUTE, 1: {**COMPUTE, "data_wait": 0.025}, 2: COMPUTE}), ranks=3)
     assert (finding.id, finding.ranks, finding.severity) == ("DATA02", (1,), "critical")

@@ -63,8 +63,9 @@ def make_run(run_dir: Path, *, ranks: int = 4, evil: str = "", **start: Any) -> 
                 stream.now_s += window_s
                 shares = {f"time/{name}_frac": seconds / window_s for name, seconds in phases.items()}
                 shares |= {"time/comm_exposed_frac": 0.03 / window_s, "time/other_frac": 0.0, "time/window_s": window_s}
+                loading = {"time/loader_read_s": 0.03, "time/loader_transform_s": 0.05, "time/loader_collate_s": 0.0}
                 memory = {"mem/peak_bytes": (6 + rank) * 2**30, "mem/limit_bytes": 80 * 2**30}
-                stream.emit("step", step=step, **shares, **memory, **{"train/loss": 1.0 / step})
+                stream.emit("step", step=step, **shares, **memory, **loading, **{"train/loss": 1.0 / step})
             links = [
                 {"peer": f"host{peer}{evil}", "sent_bytes": 2**20 * (rank + 1), "received_bytes": 2**21}
                 for peer in range(2)
@@ -96,6 +97,16 @@ def test_the_stages_of_a_pipeline(tmp_path: Path) -> None:
     assert bars["bubble"] == pytest.approx([100 * 0.05 / 0.41, 100 * 0.1 / 0.46], rel=1e-3)
     assert rows(page, "Pipeline stages")[1][:4] == ["stage 0 (2 ranks)", "24.4%", "48.8%", "12.2%"]
     assert "Schedule 1f1b." in words(page)
+
+
+def test_the_stages_of_loading(tmp_path: Path) -> None:
+    page = write_report(make_run(tmp_path)).read_text()
+    bars = {bar["name"]: bar["x"] for bar in charts(page)["loading"]["data"]}
+    assert bars == {"read": [30.0] * 4, "transform": [50.0] * 4}
+    assert rows(page, "Loading data")[:2] == [
+        ["", "read", "transform", "collate", "waited"],
+        ["rank 0", "30 ms", "50 ms", "0 ms", "20 ms"],
+    ]
 
 
 def test_memory_and_plan(tmp_path: Path) -> None:
@@ -312,7 +323,7 @@ def test_sections_in_a_browser(tmp_path: Path) -> None:
     page, complaints = in_browser(path, tmp_path / "profile")
     assert complaints == []
     drawn = charts(path.read_text())
-    assert {"steps", "stages", "memory", "links", "goodput", "timeline", "profile-memory"} <= drawn.keys()
+    assert {"steps", "loading", "stages", "memory", "links", "goodput", "timeline", "profile-memory"} <= drawn.keys()
     assert f'data-drawn="{len(drawn)}"' in page
     for name in drawn:
         assert re.search(rf'<div id="{name}"[^>]*js-plotly-plot', page), name

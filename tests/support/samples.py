@@ -106,3 +106,23 @@ class Unloadable(Rows):
 
 def _fail(why: str) -> object:
     raise FileNotFoundError(why)
+
+
+class SlowRows(Rows):
+    """Rows that take 20 ms to read."""
+
+    def read(self, indices: np.ndarray) -> Batch:
+        time.sleep(0.02)
+        return super().read(indices)
+
+
+def slow_transform(sample: Batch, rng: np.random.Generator) -> Batch:
+    """Takes 20 ms."""
+    time.sleep(0.02)
+    return sample
+
+
+def slow_collate(samples: list[Batch]) -> Batch:
+    """Takes 20 ms."""
+    time.sleep(0.02)
+    return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}

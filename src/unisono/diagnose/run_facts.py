@@ -30,6 +30,8 @@ ALL_PHASES: Final = (*PHASES, "other")
 COMPUTE_PHASES: Final = tuple(
     phase for phase in ALL_PHASES if phase not in ("data_wait", "bubble", "comm_exposed", "ckpt_stall", "eval")
 )
+# stages of the work of loader workers
+LOADER_STAGES: Final = ("read", "transform", "collate")
 # parts of comm_exposed; 0 in events of earlier releases
 COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)
 _WARM_UP_READINGS: Final = 2
@@ -98,6 +100,7 @@ class RankFacts:
         memory_bytes: Memory in use at each reading, in bytes; 0 where not known [readings].
         skipped: Steps that the guard skipped.
         gc_s: Seconds of each reading in which Python collected garbage, which are part of its phases [readings].
+        loader_s: Seconds that loader workers spent on its batches, by stage of ``LOADER_STAGES`` [readings].
         peak_reserved_bytes: Most that the allocator of the device held, in bytes; 0 on the CPU.
         num_alloc_retries: Allocations that succeeded only after the allocator gave back its free blocks.
         links: Traffic with each peer.
@@ -114,6 +117,7 @@ class RankFacts:
     memory_bytes: Floats = field(default_factory=lambda: np.zeros(0))
     skipped: tuple[SkippedStep, ...] = ()
     gc_s: Floats = field(default_factory=lambda: np.zeros(0))
+    loader_s: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
     peak_reserved_bytes: float = 0.0
     num_alloc_retries: int = 0
     links: tuple[LinkTraffic, ...] = ()
@@ -329,6 +333,10 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         limit_bytes=float(limits[~np.isnan(limits)][-1]) if (~np.isnan(limits)).any() else 0.0,
         memory_bytes=_zeros_for_none(column("mem/now_bytes", kept)),
         gc_s=_shares_in_s(column("time/gc_frac", kept), wall_s),
+        loader_s={
+            stage: np.clip(_zeros_for_none(column(f"time/loader_{stage}_s", kept)), 0.0, _MAX_S)
+            for stage in LOADER_STAGES
+        },
         peak_reserved_bytes=float(np.max(_zeros_for_none(column("mem/peak_reserved_bytes", rows)), initial=0.0)),
         num_alloc_retries=int(np.max(_zeros_for_none(column("mem/alloc_retries", rows)), initial=0.0)),
         skipped=tuple(

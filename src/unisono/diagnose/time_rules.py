@@ -30,7 +30,7 @@ from unisono.diagnose.figures import (
     shares_of,
 )
 from unisono.diagnose.finding import Finding
-from unisono.diagnose.run_facts import COMPUTE_PHASES, Floats, RunFacts
+from unisono.diagnose.run_facts import COMPUTE_PHASES, LOADER_STAGES, Floats, RunFacts
 from unisono.diagnose.server_rules import busiest_server
 from unisono.observe.meters import COMM_AXES
 
@@ -53,6 +53,14 @@ _PHASE_WORDS: Final = {
 }
 
 
+_STAGE_NAMES: Final = {"read": "reading", "transform": "transforms", "collate": "collating"}
+_CHEAPER: Final = {
+    "read": "data packed before the run (unisono data pack), a faster disk, or data.cache_gib for slow storage",
+    "transform": "cheaper transforms, or data that is transformed before the run",
+    "collate": "a cheaper collate_fn, or samples of one size, which are stacked",
+}
+
+
 def data_bound(facts: RunFacts) -> Iterator[Finding]:
     """DATA01: all ranks wait for data. DATA02: one rank waits longer than the others."""
     if not is_timed(facts):
@@ -69,6 +77,7 @@ def data_bound(facts: RunFacts) -> Iterator[Finding]:
             confidence=0.9,
             evidence=(
                 f"each step waits {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)} for its batch{_of_ranks(shares)}",
+                *_loader_work(facts),
                 *setting_text(facts, "loader.num_workers"),
             ),
             advice=advice,
@@ -94,6 +103,24 @@ def data_bound(facts: RunFacts) -> Iterator[Finding]:
         )
 
 
+def _loader_work(facts: RunFacts) -> Iterator[str]:
+    """What the workers of the loader spend on a batch, by stage, the mean over ranks; nothing where it is not known."""
+    total = _stage_shares(facts)
+    if total:
+        stages = ", ".join(f"{_STAGE_NAMES[stage]} {milliseconds(facts, share)}" for stage, share in total.items())
+        yield f"the loader's work on it: {stages}"
+
+
+def _stage_shares(facts: RunFacts) -> dict[str, float]:
+    """Time of the loader's workers in each stage over the time of a step, most first; empty where none is known."""
+    ranks = [rank for rank in facts.ranks if rank.loader_s and rank.wall_s.sum() > 0]
+    shares = {
+        stage: float(np.mean([rank.loader_s[stage].sum() / rank.wall_s.sum() for rank in ranks])) if ranks else 0.0
+        for stage in LOADER_STAGES
+    }
+    return {stage: share for stage, share in sorted(shares.items(), key=lambda item: -item[1]) if share > 0}
+
+
 def _loader_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, str]:
     """Settings that hide the wait, the share of a step's time that they save, and advice."""
     workers = facts.settings.get("loader.num_workers")
@@ -111,14 +138,15 @@ def _loader_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, 
         return (
             {"loader.num_workers": max(workers + 1, min(wanted, 8 * workers))},
             cost * 0.9,
-            "more workers, if the host has idle cores; else cheaper transforms, or data packed before the run",
+            f"more workers, if the host has idle cores; else {_cheaper(facts)}",
         )
-    return (
-        {},
-        0.0,
-        "the number of workers is tuned already: pack the data before the run (unisono data pack), use cheaper transforms, or "
-        "move the files to a faster disk",
-    )
+    return {}, 0.0, f"the number of workers is tuned already: {_cheaper(facts)}"
+
+
+def _cheaper(facts: RunFacts) -> str:
+    """How to make the longest stage of the loader's work shorter."""
+    stage = next(iter(_stage_shares(facts)), "")
+    return _CHEAPER.get(stage, f"{_CHEAPER['transform']}; or {_CHEAPER['read']}")
 
 
 def copy_bound(facts: RunFacts) -> Iterator[Finding]:

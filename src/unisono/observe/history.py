@@ -42,6 +42,7 @@ STEP_FIELDS: Final = (
     *("time/window_s", *(f"time/{phase}_frac" for phase in (*PHASES, "other"))),
     *(f"time/comm_exposed_{axis}_frac" for axis in COMM_AXES),
     "time/gc_frac",
+    *("time/loader_read_s", "time/loader_transform_s", "time/loader_collate_s"),
     *("mem/now_bytes", "mem/peak_bytes", "mem/limit_bytes", "mem/peak_reserved_bytes", "mem/alloc_retries"),
 )
 # of these NaN is a value; other fields are in the last step of each reading alone

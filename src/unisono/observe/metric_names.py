@@ -83,6 +83,13 @@ METRIC_NAMES: Final[tuple[MetricName, ...]] = (
         *((f"time/{phase}_frac", "1", _PHASE_MEANINGS[phase]) for phase in (*PHASES, "other")),
         *((f"time/comm_exposed_{axis}_frac", "1", f"of `comm_exposed`, {_AXIS_MEANINGS[axis]}") for axis in COMM_AXES),
         ("time/gc_frac", "1", "of these phases, Python's garbage collections"),
+        (
+            "time/loader_read_s",
+            "s",
+            "time of loader workers in the data set since the reading before: reading, and decoding in it",
+        ),
+        ("time/loader_transform_s", "s", "their time in transforms"),
+        ("time/loader_collate_s", "s", "their time in making batches of samples"),
         ("mem/now_bytes", "bytes", "memory in use on the device; on a CPU, anonymous memory of the process"),
         ("mem/peak_bytes", "bytes", "largest memory in use so far; on a CPU, of the process"),
         ("mem/peak_reserved_bytes", "bytes", "most that the allocator of an accelerator has held"),

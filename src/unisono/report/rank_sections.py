@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 import numpy as np
 
 from unisono.diagnose import RankFacts, RunFacts
-from unisono.diagnose.run_facts import ALL_PHASES, COMM_PHASES
+from unisono.diagnose.run_facts import ALL_PHASES, COMM_PHASES, LOADER_STAGES
 from unisono.observe.events import Event, number
 from unisono.observe.formatting import percent
 from unisono.observe.history import Floats, RankHistory
@@ -20,6 +20,7 @@ from unisono.report.section import Section, Table
 from unisono.sanitize import printable
 
 _HELD: Final = ("parameters", "gradients", "optimizer")
+_STAGE_COLOURS: Final = {"read": "#1f6feb", "transform": "#d29922", "collate": "#8250df"}
 _MEMORY_COLOURS: Final = {
     "parameters": "#1f6feb",
     "gradients": "#4c9be8",
@@ -112,8 +113,13 @@ def step_section(facts: RunFacts) -> Section | None:
 
 def _step_s(rank: RankFacts, phase: str) -> float:
     """Seconds of a phase in one step."""
+    return _per_step(rank, rank.phase_s[phase])
+
+
+def _per_step(rank: RankFacts, seconds: Floats) -> float:
+    """The mean over steps of ``seconds`` [readings]."""
     steps = float(rank.steps[-1] - rank.steps[0]) / (len(rank.steps) - 1)  # in a reading
-    return float(rank.phase_s[phase].mean()) / max(1.0, steps)
+    return float(seconds.mean()) / max(1.0, steps)
 
 
 def _shown(ranks: Sequence[RankFacts]) -> tuple[list[RankFacts], int]:
@@ -174,6 +180,32 @@ def memory_section(facts: RunFacts, events: RankEvents) -> Section | None:
         note=note + _of_ranks(left_out),
         charts=[chart],
         tables=[Table(head=head, rows=rows)],
+    )
+
+
+def loading_section(facts: RunFacts) -> Section | None:
+    """What the loader's workers do for a step, by stage, and how long the rank waits for them; None where it is not known."""
+    ranks = [rank for rank in facts.ranks if len(rank.steps) > 1 and any(each.any() for each in rank.loader_s.values())]
+    if not ranks:
+        return None
+    shown, left_out = _shown(ranks)
+    names = [f"rank {rank.rank}" for rank in shown]
+    work = {stage: [1000 * _per_step(rank, rank.loader_s[stage]) for rank in shown] for stage in LOADER_STAGES}
+    waits = [1000 * _step_s(rank, "data_wait") for rank in shown]
+    chart = stacked_bars("loading", names, work, x_title="ms of work for a step", unit="ms", colours=_STAGE_COLOURS)
+    rows = [
+        [name, *(short_time(work[stage][place] / 1000) for stage in LOADER_STAGES), short_time(waits[place] / 1000)]
+        for place, name in enumerate(names)
+    ]
+    note = (
+        "Work of the loader's workers, several of which may be busy at the same time: the data set's reading and decoding, "
+        "transforms, and making batches. A rank waits for what they have not done when it needs a batch."
+    )
+    return Section(
+        title="Loading data",
+        note=note + _of_ranks(left_out),
+        charts=[chart],
+        tables=[Table(head=("", *LOADER_STAGES, "waited"), rows=rows)],
     )
 
 

@@ -39,6 +39,7 @@ from unisono.report.profile_sections import profile_sections
 from unisono.report.rank_sections import (
     RankEvents,
     communication_section,
+    loading_section,
     memory_section,
     pipeline_section,
     step_section,
@@ -117,7 +118,7 @@ def make_report(run_dir: Path) -> Report:
 
 
 def _rank_sections(facts: RunFacts, events: RankEvents) -> list[Section]:
-    sections = [step_section(facts) if len(facts.ranks) > 1 else None, pipeline_section(facts)]
+    sections = [step_section(facts) if len(facts.ranks) > 1 else None, loading_section(facts), pipeline_section(facts)]
     sections += [communication_section(facts, events), memory_section(facts, events), *profile_sections(facts.profiles)]
     return [section for section in sections if section is not None]
 

@@ -107,6 +107,7 @@ class StepRunner:
         """Make one step of ``batch``. Raises NumericsError where too many steps in a row were skipped."""
         began_s, compiling = time.monotonic(), self.metrics_reader.compiling
         self.metrics_reader.profiling |= self.profiler.is_recording
+        self.metrics_reader.loading.add(batch.stages)
         if self.metrics_reader.searches is not None:
             self.metrics_reader.searches.remember(batch)
         with counting_exposed_time(self.timers):

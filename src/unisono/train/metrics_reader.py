@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from unisono.data.loading.batch_builder import StageTimes
 from unisono.errors import NumericsError
 from unisono.measure.ceiling import PeakFlops
 from unisono.measure.flops import utilization
@@ -56,6 +57,7 @@ class MetricsReader:
     profiling: bool = False  # the next reading contains a step that was profiled
     stop_requested: bool = False
     profile_requested: bool = False
+    loading: StageTimes = field(default_factory=StageTimes)  # work on the batches of the steps since the last reading
     _pending: list[Step] = field(default_factory=list[Step])
     _skips_in_a_row: int = 0
     _last: tuple[Step, list[float]] | None = None  # the last step that was read, and its statistics
@@ -83,6 +85,8 @@ class MetricsReader:
         measured = split.fields() | self._measured()
         if split.wall_s > 0:
             measured["time/gc_frac"] = garbage_s / split.wall_s
+        measured |= self.loading.fields()
+        self.loading = StageTimes()
         if self.comm_stats is not None:
             self.comm_stats.add(steps[-1].index, len(steps), split.seconds["comm_exposed"])
         for step, row in zip(steps, rows, strict=True):

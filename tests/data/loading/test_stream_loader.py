@@ -131,3 +131,15 @@ def test_a_trainer_resumes_a_stream_exactly(tmp_path: Path) -> None:
     assert second["digest"] == whole["digest"]
     with pytest.raises(DataError, match="they would have no effect"):
         tiny.complete(tmp_path / "other", steps=2, data=TokenStream(), last_batch="drop")
+
+
+def test_the_time_of_each_stage_is_known() -> None:
+    def slow(sample: Any, rng: np.random.Generator) -> Any:
+        time.sleep(0.02)
+        return sample
+
+    loader = StreamLoader(Lines(8), seed=0, global_batch=4, micro_batch=2, transform=slow)
+    for batch in loader.iterate(0, 2):
+        assert batch.stages.transform_s >= 0.08
+        assert batch.stages.read_s > 0
+        assert batch.stages.collate_s > 0

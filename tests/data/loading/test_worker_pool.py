@@ -680,3 +680,28 @@ def test_threads_that_cannot_be_started_leave_none_behind(monkeypatch: pytest.Mo
     assert caught.value.problems[0].given == "5 workers (limited): can't start new thread after 3"
     assert len(started) == 3
     assert not any(thread.is_alive() for thread in started)
+
+
+# --- times of stages ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("thread", 0), ("thread", 2), ("process", 1)])
+@pytest.mark.parametrize(
+    ("given", "least_s"),
+    [
+        ({}, (0.04, 0.0, 0.0)),
+        ({"transform": samples.slow_transform}, (0.04, 0.08, 0.0)),
+        ({"transform": samples.slow_transform, "collate_fn": samples.slow_collate}, (0.04, 0.08, 0.04)),
+    ],
+    ids=["read", "transform", "collate"],
+)
+def test_the_time_of_each_stage_is_known(
+    kind: Any, workers: int, given: dict[str, Any], least_s: tuple[float, ...]
+) -> None:
+    """A step of two micro-batches of two samples: each is read at once, and transformed sample by sample."""
+    options = LoaderOptions(num_workers=workers, worker_kind=kind)
+    with Loader(samples.SlowRows(8), seed=1, global_batch=4, micro_batch=2, options=options, **given) as loading:
+        for batch in loading.iterate(0, 2):
+            stages = batch.stages
+            found = stages.read_s, stages.transform_s, stages.collate_s
+            assert all(value >= least for value, least in zip(found, least_s, strict=True)), found

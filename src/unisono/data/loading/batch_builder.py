@@ -6,8 +6,9 @@ one is replaced by another sample with loss weight 0, by a rule that gives the s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -88,12 +89,42 @@ class ThreadProgress:
         self.sample = sample
 
 
+@dataclass(slots=True)
+class StageTimes:
+    """Seconds of a worker's work on batches, by stage.
+
+    Attributes:
+        read_s: In the data set: reading, and what it does itself, such as decoding; stacking too, where nothing comes between.
+        transform_s: In transforms of samples, pairs and batches.
+        collate_s: In making a batch of its samples.
+    """
+
+    read_s: float = 0.0
+    transform_s: float = 0.0
+    collate_s: float = 0.0
+
+    def add(self, other: StageTimes) -> None:
+        """Add the seconds of ``other``."""
+        self.read_s += other.read_s
+        self.transform_s += other.transform_s
+        self.collate_s += other.collate_s
+
+    def fields(self) -> dict[str, float]:
+        """The seconds under their names in events."""
+        return {
+            "time/loader_read_s": self.read_s,
+            "time/loader_transform_s": self.transform_s,
+            "time/loader_collate_s": self.collate_s,
+        }
+
+
 @dataclass(kw_only=True, slots=True)  # not frozen: that doubles the time of making one
 class BuiltBatch:
-    """Arrays with first dim ``num_rows``, and the ids of the samples that could not be read."""
+    """Arrays with first dim ``num_rows``, the ids of the samples that could not be read, and how long each stage took."""
 
     arrays: Batch
     skipped_ids: list[int]
+    stages: StageTimes = field(default_factory=StageTimes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,17 +169,25 @@ class BatchBuilder:
             return BuiltBatch(arrays={}, skipped_ids=[])
         bad: dict[int, Exception] = {}
         progress.mark(int(spec.sample_ids[0]))
+        stages = StageTimes()
+        begin_s = time.perf_counter()
         if self.transform is None and self.pair_transform is None and self.collate_fn is None:
             batch = self._read_together(spec, bad, progress)
+            stages.read_s = time.perf_counter() - begin_s
         else:
-            samples = self._samples(spec, bad, progress)
+            samples = self._samples(spec, bad, progress, stages)
             if self.pair_transform is not None:
                 samples = self._transform_pairs(self.pair_transform, samples, spec, progress)
+            collating_s = time.perf_counter()
+            stages.transform_s = collating_s - begin_s - stages.read_s
             batch = _name_step(spec, lambda: self._collate(samples[: spec.num_rows], spec.sample_ids.tolist()))
+            stages.collate_s = time.perf_counter() - collating_s
+        begin_s = time.perf_counter()
         two_phase = self._two_phase
         for transform in (None if two_phase is None else two_phase.transform_batch, self.batch_transform):
             if transform is not None:
                 batch = _name_step(spec, lambda f=transform, batch=batch: check_batch(f(batch), spec.num_rows))
+        stages.transform_s += time.perf_counter() - begin_s
         own_ids = spec.sample_ids[: spec.num_rows]
         bad_rows = np.flatnonzero(np.isin(own_ids, list(bad))) if bad else _NO_ROWS
         if self.adds_weights:
@@ -157,13 +196,13 @@ class BatchBuilder:
             if "weights" in batch:
                 check_batch({"weights": batch["weights"]}, spec.num_rows)
             batch["weights"] = _masked_weights(batch.get("weights"), without_weight)
-        return BuiltBatch(arrays=batch, skipped_ids=own_ids[bad_rows].tolist())
+        return BuiltBatch(arrays=batch, skipped_ids=own_ids[bad_rows].tolist(), stages=stages)
 
     def _read_together(self, spec: MicroBatchSpec, bad: dict[int, Exception], progress: ProgressMarker) -> Batch:
         try:
             return check_batch(self.dataset.read(spec.sample_ids), spec.sample_ids.size)
         except Exception as error:
-            samples = self._samples(spec, bad, progress)
+            samples = self._samples(spec, bad, progress, StageTimes())
             if not bad:
                 raise unreadable_error(spec, None, error) from error
         return _name_step(spec, lambda: collate(samples, spec.sample_ids.tolist()))
@@ -174,11 +213,15 @@ class BatchBuilder:
     def _read_raw(self, indices: Ids) -> list[Any]:
         return read_samples(self.dataset, indices) if self.collate_fn is None else read_items(self.dataset, indices)
 
-    def _samples(self, spec: MicroBatchSpec, bad: dict[int, Exception], progress: ProgressMarker) -> list[Batch]:
+    def _samples(
+        self, spec: MicroBatchSpec, bad: dict[int, Exception], progress: ProgressMarker, stages: StageTimes
+    ) -> list[Batch]:
+        begin_s = time.perf_counter()
         try:
             raw = self._read_raw(spec.sample_ids)
         except Exception:  # some sample is bad: read each by itself to find it
             raw = None
+        stages.read_s = time.perf_counter() - begin_s
         samples: list[Batch] = []
         rngs = sample_generators(self.seed, spec.occurrences, spec.sample_ids)
         for row, (sample, rng) in enumerate(zip(spec.sample_ids.tolist(), rngs, strict=True)):

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from unisono.data.loading.batch_builder import (
     BuiltBatch,
     MicroBatchSpec,
     PairTransform,
+    StageTimes,
     ThreadProgress,
     Transform,
     check_held_out_samples,
@@ -49,7 +50,7 @@ from unisono.errors import DataError
 from unisono.storage.limits import MAX_STEP_SAMPLES
 
 Tensors = dict[str, torch.Tensor]
-_Delivered = tuple[Tensors, list[int]]  # and the ids of skipped samples
+_Delivered = tuple[Tensors, list[int], StageTimes]  # and the ids of skipped samples
 _Job = Job[MicroBatchSpec, _Delivered]
 _Pool = WorkerPool[MicroBatchSpec, _Delivered]
 
@@ -70,6 +71,7 @@ class StepBatch:
             none.
         wait_s: Seconds the consumer waited for this batch.
         skipped_ids: Samples of this rank that could not be read and have weight 0.
+        stages: Seconds that whoever built it, a worker or this thread, spent in each stage.
     """
 
     step: int
@@ -79,6 +81,7 @@ class StepBatch:
     micro_batches: list[Tensors]
     wait_s: float
     skipped_ids: list[int]
+    stages: StageTimes = field(default_factory=StageTimes)
 
     def __repr__(self) -> str:
         names = ", ".join(self.micro_batches[0]) if self.micro_batches else "none"
@@ -337,7 +340,10 @@ class Loader:
     def _step_batch(self, batch_shard: int, stride: int, delivered: list[_Delivered], wait_s: float) -> StepBatch:
         step = batch_shard // self._world_size
         sample_ids = self._specs.samples(batch_shard, stride).own_ids
-        skipped = [sample for _, ids in delivered for sample in ids]
+        skipped = [sample for _, ids, _ in delivered for sample in ids]
+        stages = StageTimes()
+        for _, _, each in delivered:
+            stages.add(each)
         self._delivered += len(sample_ids)
         self._skipped += len(skipped)
         if self._skipped > self.options.max_bad_sample_frac * max(self._delivered, _MIN_JUDGED_SAMPLES):
@@ -352,9 +358,10 @@ class Loader:
             epoch=self.schedule.epoch(step),
             batch_shard=batch_shard,
             sample_ids=sample_ids,
-            micro_batches=[tensors for tensors, _ in delivered],
+            micro_batches=[tensors for tensors, _, _ in delivered],
             wait_s=wait_s,
             skipped_ids=skipped,
+            stages=stages,
         )
 
 
@@ -502,11 +509,11 @@ def needs_pinned_memory(device: torch.device | None) -> bool:
 
 
 def to_tensors(built: BuiltBatch, *, pin: bool) -> _Delivered:
-    """The arrays of a built micro-batch as tensors, and the ids of its skipped samples."""
+    """The arrays of a built micro-batch as tensors, the ids of its skipped samples, and the times of its stages."""
     tensors = {name: _tensor(name, array) for name, array in built.arrays.items()}
     if pin:
         tensors = {name: map_leaves(torch.Tensor.pin_memory, tensor) for name, tensor in tensors.items()}
-    return tensors, built.skipped_ids
+    return tensors, built.skipped_ids, built.stages
 
 
 def _tensor(name: str, array: Any) -> Any:

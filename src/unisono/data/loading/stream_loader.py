@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from unisono.data.dataset import CollateFn, apply_collate, check_sample, collate
-from unisono.data.loading.batch_builder import BuiltBatch, Transform
+from unisono.data.loading.batch_builder import BuiltBatch, StageTimes, Transform
 from unisono.data.loading.loader import StepBatch, needs_pinned_memory, to_tensors
 from unisono.data.loading.micro_batch_specs import rank_range
 from unisono.data.loading.worker_pool import FunctionWorker, WorkerPool
@@ -111,7 +111,7 @@ class StreamLoader:
     def _batches(self, start_step: int, stop_step: int) -> Iterator[StepBatch]:
         items = self._items_from(start_step * self._global_batch)
         for step in range(start_step, stop_step):
-            begin = time.perf_counter()
+            begin, stages = time.perf_counter(), StageTimes()
             share: list[tuple[int, int, Any]] = []
             epoch = 0
             try:
@@ -120,8 +120,9 @@ class StreamLoader:
                         epoch = item[0]
                     if slot in self._share:
                         share.append(item)
+                stages.read_s = time.perf_counter() - begin
                 starts = range(0, len(share), self._micro_batch)
-                micro_batches = [self._micro_batch_of(share[low : low + self._micro_batch]) for low in starts]
+                micro_batches = [self._micro_batch_of(share[low : low + self._micro_batch], stages) for low in starts]
             except DataError:
                 raise
             except Exception as error:
@@ -139,19 +140,23 @@ class StreamLoader:
                 micro_batches=micro_batches,
                 wait_s=time.perf_counter() - begin,
                 skipped_ids=[],
+                stages=stages,
             )
 
-    def _micro_batch_of(self, items: list[tuple[int, int, Any]]) -> dict[str, torch.Tensor]:
+    def _micro_batch_of(self, items: list[tuple[int, int, Any]], stages: StageTimes) -> dict[str, torch.Tensor]:
+        begin_s = time.perf_counter()
         samples = [item for _, _, item in items]
         if self._collate_fn is None or self._transform is not None:
             samples = [check_sample(sample) for sample in samples]
         if self._transform is not None:
             rngs = [sample_generator(self._seed, epoch, number) for epoch, number, _ in items]
             samples = [check_sample(self._transform(sample, rng)) for sample, rng in zip(samples, rngs, strict=True)]
+        collating_s = time.perf_counter()
         if self._collate_fn is not None:
             batch = apply_collate(self._collate_fn, samples)
         else:
             batch = collate(samples, [number for _, number, _ in items])
+        stages.add(StageTimes(transform_s=collating_s - begin_s, collate_s=time.perf_counter() - collating_s))
         return to_tensors(BuiltBatch(arrays=batch, skipped_ids=[]), pin=self._pin)[0]
 
     def _items_from(self, first: int) -> Iterator[tuple[int, int, Any]]:

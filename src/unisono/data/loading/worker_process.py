@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.config.python_file import PythonFile, execute_again, executed_files
-from unisono.data.loading.batch_builder import BatchBuilder, BuiltBatch, MicroBatchSpec, not_numbers_error
+from unisono.data.loading.batch_builder import BatchBuilder, BuiltBatch, MicroBatchSpec, StageTimes, not_numbers_error
 from unisono.data.loading.subprocess_map import serve_requests
 from unisono.data.loading.worker_pool import PoolWorker
 from unisono.data.loading.worker_start import (
@@ -106,7 +106,8 @@ class ProcessWorker(PoolWorker[MicroBatchSpec, Delivered]):
         for dtype, shape, offset in answer["arrays"]:
             count = int(np.prod(shape, dtype=np.int64))
             arrays.append(np.frombuffer(self._map, dtype, count, offset).reshape(shape).copy())  # the child reuses it
-        return BuiltBatch(arrays=decode(answer["batch"], arrays.__getitem__), skipped_ids=answer["skipped"])
+        batch = decode(answer["batch"], arrays.__getitem__)
+        return BuiltBatch(arrays=batch, skipped_ids=answer["skipped"], stages=StageTimes(*answer["stages"]))
 
     def _start(self) -> WorkerChild:
         def adopt(child: WorkerChild) -> None:
@@ -264,7 +265,8 @@ class _BatchServer:
             self._map = mmap.mmap(self._memory, total)
         for (dtype, shape, offset), array in zip(table, arrays, strict=True):
             np.frombuffer(self._map, dtype, array.size, offset).reshape(shape)[...] = array
-        return {"batch": batch, "arrays": table, "bytes": total, "skipped": built.skipped_ids}
+        stages = [built.stages.read_s, built.stages.transform_s, built.stages.collate_s]
+        return {"batch": batch, "arrays": table, "bytes": total, "skipped": built.skipped_ids, "stages": stages}
 
 
 class _SharedProgress:
