@@ -244,7 +244,7 @@ def _entries(values: Any, kind: type[T]) -> tuple[T, ...]:
 
 
 def _entry(value: Any, kind: type[T]) -> T | None:
-    with contextlib.suppress(msgspec.ValidationError):
+    with contextlib.suppress(msgspec.ValidationError, UnicodeEncodeError):  # the latter for half of a surrogate pair
         return msgspec.convert(value, kind)
     return None
 
