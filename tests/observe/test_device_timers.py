@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from unisono.data.loading.loader import StepBatch, prefetch_to_device
 from unisono.observe.meters import COMM_AXES, PHASES, EventMarks, StepTimers, TimeSplit
-from unisono.parallel.timed_collectives import counting_exposed_time, exposed
+from unisono.parallel.timed_collectives import count_in_backward, counting_exposed_time, exposed
 from unisono.train.setup import step_timers
 
 
@@ -85,6 +87,58 @@ def test_a_collective_inside_a_pass_is_exposed_by_its_axis() -> None:
     split = timers.take()
     assert ms(split) == {"forward": 9, "comm_exposed": 3}
     assert split.comm_exposed_s["dp"] == 0.003
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_a_collective_of_a_backward_pass_on_a_thread_of_its_own(is_announced: bool) -> None:
+    """torch runs the nodes of an accelerator on a thread that it starts; here ``backward`` is called from another one."""
+    device = FakeDevice(launch_ms=0)
+    timers = timers_of(device)
+    timers.start()
+    weight = torch.ones(2, requires_grad=True)
+
+    def reduce(gradient: torch.Tensor) -> None:
+        with exposed(None):
+            device.launch(3)
+
+    with counting_exposed_time(timers):
+        scaled = weight * 2
+        scaled.register_hook(reduce)
+        loss = scaled.sum()
+        if is_announced:
+            count_in_backward(loss)
+        with timers.phase("backward"):
+            device.launch(5)
+            in_a_thread(loss.backward)
+    device.current.synchronize()
+    assert ms(timers.take()) == ({"backward": 5, "comm_exposed": 3} if is_announced else {"backward": 8})
+    # what the thread does later belongs to nobody
+    assert weight.grad is not None
+    reduce(weight.grad)
+    device.current.synchronize()
+    assert ms(timers.take()) == {"other": 3}
+
+
+def in_a_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_a_thread_of_a_backward_pass_counts_no_longer_once_the_step_is_over() -> None:
+    device = FakeDevice(launch_ms=0)
+    timers = timers_of(device)
+    timers.start()
+    weight = torch.ones(2, requires_grad=True)
+    with ThreadPoolExecutor(1) as pool:  # one thread, which keeps what the hook has set
+        with counting_exposed_time(timers):
+            loss = (weight * 2).sum()
+            count_in_backward(loss)
+            pool.submit(loss.backward).result()
+        for _ in range(2):
+            pool.submit(lambda: exposed(None).__enter__()).result()
+    assert timers.take().seconds["comm_exposed"] == 0
+    assert timers._current is timers._phases["other"]
 
 
 def test_waiting_for_data_counts_where_the_device_has_nothing_to_do() -> None:

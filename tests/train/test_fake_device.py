@@ -20,6 +20,7 @@ from unisono.device.health import DeviceHealth
 from unisono.models.gpt import GPT
 from unisono.observe.events import events_path, read_events
 from unisono.observe.history import read_history
+from unisono.observe.meters import PHASES
 from unisono.train.assembly import ACCELERATOR_READ_STEPS
 
 
@@ -63,10 +64,7 @@ def test_the_split_of_a_run_is_that_of_its_device(tmp_path: Path, device: FakeDe
         assert event["mem/peak_bytes"] == 2 * GIB
 
 
-SPLIT = {
-    f"time/{phase}_frac"
-    for phase in ("data_wait", "h2d", "forward", "backward", "bubble", "comm_exposed", "optimizer", "ckpt_stall")
-} | {"time/eval_frac", "time/other_frac"}
+SPLIT = {f"time/{phase}_frac" for phase in (*PHASES, "other")}
 
 
 def test_between_two_readings_the_host_does_not_wait_for_the_device(tmp_path: Path, device: FakeDevice) -> None:
