@@ -465,3 +465,58 @@ def test_no_permission_lets_others_or_a_group_write() -> None:
         "import os\nos.chmod(p, 0o700)",
     ):
         assert not finds(wide_permissions, text), text
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+VENDORS = ("cuda", "xpu", "mps", "npu", "hpu", "mtia")
+OF_DEVICES = {
+    *("torch.accelerator", "torch.version.cuda", "torch.version.hip", "torch.version.xpu"),
+    *(f"torch.{vendor}" for vendor in VENDORS),
+    *(f"torch.backends.{library}" for library in ("cuda", "cudnn", "mps", "miopen")),
+    *("torch.Event", "torch.Stream", "pynvml", "torch_npu"),
+}
+
+
+def uses_of_a_vendor(source: Source) -> Found:
+    """Names of a vendor's backend, its device type, and modules of torch that are looked up by a device type."""
+    for node, name in source.imports():
+        if is_in(name, OF_DEVICES):
+            yield node, name
+    for call, name in source.calls():
+        if name == "getattr" and call.args and source.full_name(call.args[0]) == "torch":
+            looked_up = ast.unparse(call.args[1])
+            if looked_up.endswith((".type", "device")) or "device_type" in looked_up:
+                yield call, ast.unparse(call)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and is_in(source.full_name(node), OF_DEVICES):
+            yield node, source.full_name(node)
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"cuda(:\d+)?", node.value)
+        ):
+            yield node, repr(node.value)
+
+
+ADAPTERS = {
+    "src/unisono/device/torch_adapters.py",
+    "src/unisono/device/health.py",  # pynvml, NVIDIA's bindings, which only it loads
+}
+
+
+def test_devices_are_used_through_their_adapter_alone() -> None:
+    results = found(uses_of_a_vendor, PACKAGE)
+    assert set(results) == ADAPTERS, results
+    for text in (
+        "import torch\ntorch.cuda.synchronize()",
+        "import torch as t\nn = t.accelerator.device_count()",
+        "from torch import cuda",
+        "import torch\ntorch.device('cuda')",
+        "import torch\ntorch.device('cuda:1')",
+        "import torch\ngetattr(torch, device.type).get_rng_state()",
+        "import torch\ngetattr(torch, device_type)",
+        "import torch\ntorch.backends.cudnn.benchmark = True",
+        "import torch\ntorch.Stream(device=device)",
+        "import importlib\nimportlib.import_module('pynvml')",
+    ):
+        assert finds(uses_of_a_vendor, text), text
+    assert not finds(uses_of_a_vendor, "import torch\ngetattr(torch, dtype)\nx = 'cudaStreamSynchronize'")

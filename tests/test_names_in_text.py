@@ -32,7 +32,10 @@ PAGES = [
 # spelled like modules: groups of entry points, a key of click's context, and what two tests make up
 OTHER_NAMES = {
     *(f"unisono.{group}" for group in ("objectives", "datasets", "transforms", "metrics", "sinks", "codecs", "rules")),
-    *(f"unisono.{group}" for group in ("collate_fns", "optimizers", "schedules", "callbacks", "device_readers")),
+    *(
+        f"unisono.{group}"
+        for group in ("collate_fns", "optimizers", "schedules", "callbacks", "device_readers", "devices")
+    ),
     "unisono.log_level",
     "unisono.gone.rst",
     "unisono.example",

@@ -53,7 +53,7 @@ def test_every_number_of_a_run_is_in_the_table(pool: Pool, tmp_path: Path) -> No
     pool.run(emitting, str(tmp_path / "run"), ranks=2)
     events = tiny.events(tmp_path / "run")
     with EventLog(tmp_path / "system.jsonl", rank=0, run_id="r", attempt=1) as log:
-        monitor = SystemMonitor(log, every_s=0.05, step=lambda: 1, with_host=True, device=None)
+        monitor = SystemMonitor(log, every_s=0.05, step=lambda: 1, with_host=True, readers={})
         while not (tmp_path / "system.jsonl").stat().st_size:
             torch.zeros(1000).sum()
         monitor.close()

@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from fake_device import FakeDevice, in_place_of_the_cpu
 from procs import wait_until
 
 from unisono.observe import system_monitor
 from unisono.observe.events import Event, EventLog, read_events
-from unisono.observe.system_monitor import SystemMonitor
+from unisono.observe.system_monitor import SystemMonitor, device_readers
 
 
 def sampled(folder: Path, count: int = 1, **options: Any) -> list[Event]:
     path = folder / "events.jsonl"
     with EventLog(path, rank=0, run_id="r", attempt=1) as log:
-        monitor = SystemMonitor(log, step=lambda: 7, **{"every_s": 0.3, "with_host": True, "device": None, **options})
+        monitor = SystemMonitor(log, step=lambda: 7, **{"every_s": 0.3, "with_host": True, "readers": {}, **options})
         end = time.thread_time() + 0.4
         while time.thread_time() < end:
             pass
@@ -66,16 +68,16 @@ def test_devices_are_read_by_other_packages_too(
     monkeypatch.setattr(
         system_monitor, "entry_points", lambda group: entries if group == "unisono.device_readers" else []
     )
-    with caplog.at_level(logging.WARNING):
-        events = sampled(tmp_path, 2, device=3)
+    device = FakeDevice(health=ImportError("no bindings"))
+    with caplog.at_level(logging.WARNING), in_place_of_the_cpu(device):
+        readers = device_readers(torch.device("cpu", 3))
+        assert list(readers) == ["cpu", "good", "bad"]
+        events = sampled(tmp_path, 2, readers=readers)
     assert {event["sys/device_util_frac"] for event in events} == {3.5}
     assert caplog.text.count("device reader bad is left out: OSError: no such device") == 1
-    assert caplog.text.count("device reader nvml is left out") == 1  # no such device here
+    assert caplog.text.count("device reader cpu is left out: ImportError: no bindings") == 1
 
 
-@pytest.mark.gpu
-def test_figures_of_a_device() -> None:
-    figures = system_monitor.nvml_figures(0)
-    assert 0 <= figures["util_frac"] <= 1
-    assert figures["power_w"] > 1
-    assert figures["memory_bytes"] > 0
+def test_the_cpu_is_no_device_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system_monitor, "entry_points", lambda group: pytest.fail("it was looked for readers"))
+    assert device_readers(torch.device("cpu")) == {}

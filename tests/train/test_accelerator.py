@@ -12,6 +12,8 @@ import pytest
 import tiny
 import torch
 
+from unisono.observe.meters import PHASES
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here"),
@@ -47,6 +49,34 @@ def test_no_host_synchronisation_between_readings(tmp_path: Path) -> None:
                 next(steps)
         finally:
             backend.set_sync_debug_mode("default")
+
+
+def test_the_split_is_that_of_the_device_and_not_of_launches(tmp_path: Path) -> None:
+    """A forward pass of long kernels, which the host launches in no time."""
+    model, count = tiny.model(), 40
+
+    def work(module: object, inputs: object) -> None:
+        matrix = torch.ones(4096, 4096, device=next(model.parameters()).device)
+        for _ in range(count):
+            matrix = torch.mm(matrix, matrix)
+
+    model.register_forward_pre_hook(work)
+    tiny.complete(tmp_path / "run", steps=20, device="auto", network=model, num_workers=0)
+    begin, end = (torch.Event(device=torch.accelerator.current_accelerator(), enable_timing=True) for _ in range(2))
+    stream = torch.accelerator.current_stream()
+    begin.record(stream)
+    for _ in range(10):
+        work(None, None)
+    end.record(stream)
+    torch.accelerator.synchronize()
+    expected_s = begin.elapsed_time(end) / 1e3
+    (read,) = (event for event in tiny.events(tmp_path / "run") if event["kind"] == "step" and event["step"] == 20)
+    assert read["time/forward_frac"] * read["time/window_s"] > 0.8 * expected_s
+    shares = [value for name, value in read.items() if name in SPLIT]
+    assert sum(shares) == pytest.approx(1)
+
+
+SPLIT = {f"time/{phase}_frac" for phase in (*PHASES, "other")}
 
 
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="one device here")

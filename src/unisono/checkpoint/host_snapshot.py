@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unisono.checkpoint.shard_assignment import ShardFileLayout
+from unisono.device.adapter import DeviceEvent
+from unisono.device.torch_adapters import adapter_of
 
 Bytes = NDArray[np.uint8]
 
@@ -83,8 +85,9 @@ def _array(tensor: Tensor) -> Bytes:
     return cast(Bytes, tensor.numpy())
 
 
-def _event(device: torch.device) -> torch.Event:
+def _event(device: torch.device) -> DeviceEvent:
     """An event recorded on the device's current stream."""
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
+    adapter, index = adapter_of(device)
+    assert adapter.streams is not None
+    event: DeviceEvent = adapter.streams.current(index).record_event()
     return event

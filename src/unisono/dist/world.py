@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from unisono import errors
+from unisono.device.torch_adapters import adapter_for
 from unisono.dist import flight_recorder
 from unisono.dist.address import address_of, interface_of, require_private_ranks
 from unisono.dist.dmlc import take_role
@@ -401,7 +402,8 @@ def _check_announced(*sizes: torch.Tensor) -> None:
 def _backend(job: JobSpec, device_type: str) -> str:
     if device_type == "cpu":
         return "gloo"
-    count = torch.accelerator.device_count()
+    adapter = adapter_for(device_type)
+    count = adapter.count()
     if job.local_rank >= count:
         raise LaunchError(
             given=f"local rank {job.local_rank} wants {device_type}:{job.local_rank}, this host shows {count}",
@@ -410,7 +412,7 @@ def _backend(job: JobSpec, device_type: str) -> str:
             nearest=f"start {max(count, 1)} processes on this host, or train on the cpu",
         )
     # host tensors (JSON, barriers) have a separate backend, so control traffic never waits for a stream
-    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+    return f"cpu:gloo,{device_type}:{adapter.collective_backend()}"
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from unisono.device.torch_adapters import present_adapter
 from unisono.dist import JobSpec, World
 from unisono.doctor.check import Check, judged
 from unisono.doctor.storage import nearest_folder
@@ -47,10 +48,11 @@ _SLOWER: Final = (
 
 def find_device(job: JobSpec) -> torch.device:
     """The accelerator of a rank, or the CPU where there is not one for each rank of the host."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if kind is None or torch.accelerator.device_count() < job.local_world:
+    adapter = present_adapter()
+    if adapter.name == "cpu" or adapter.count() < job.local_world:
         return torch.device("cpu")
-    return torch.device(kind.type, job.local_rank)
+    adapter.set_current(job.local_rank)
+    return torch.device(adapter.name, job.local_rank)
 
 
 def bench(

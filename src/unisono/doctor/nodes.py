@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 import xxhash
@@ -130,6 +130,8 @@ def version_facts(run_dir: Path) -> Facts:
     """Versions, the interpreter, the code of unisono, and the configuration in ``run_dir``."""
     import torch
 
+    from unisono.device.torch_adapters import library_versions, toolkit
+
     package = Path(__file__).parents[1]
     code = xxhash.xxh3_64()
     for path in sorted(package.rglob("*.py")):
@@ -140,17 +142,13 @@ def version_facts(run_dir: Path) -> Facts:
         "Python": platform.python_version(),
         "interpreter": sys.executable,
         "torch": torch.__version__,
-        "CUDA or ROCm": str(torch.version.cuda or torch.version.hip),
+        "CUDA or ROCm": toolkit(),
         "unisono": _version("unisono"),
         "code of unisono": code.hexdigest(),
         "numpy": _version("numpy"),
         "driver": driver_version() or "none",
     }
-    nccl: Any = getattr(torch.cuda, "nccl", None)
-    with suppress(Exception):  # no NCCL in this build
-        facts["NCCL"] = ".".join(map(str, nccl.version()))
-    if torch.backends.cudnn.is_available():
-        facts["cuDNN"] = str(torch.backends.cudnn.version())
+    facts |= library_versions()
     try:
         facts[f"{run_dir / RUN_FILE}"] = file_digest(run_dir / RUN_FILE)
     except OSError:
@@ -167,16 +165,14 @@ def _version(package: str) -> str:
 
 def device_facts() -> Facts:
     """Number, names and memory of the accelerators of a host."""
-    import torch
+    from unisono.device.torch_adapters import present_adapter
 
-    if not torch.accelerator.is_available():
+    adapter = present_adapter()
+    if adapter.name == "cpu":
         return {"devices": "the CPU alone", "processor": platform.machine()}
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    backend: Any = getattr(torch, kind.type)
-    count = torch.accelerator.device_count()
-    names = [str(backend.get_device_name(index)) for index in range(count)]
-    memory = [f"{backend.mem_get_info(index)[1] / _GIB:.3g}" for index in range(count)]
+    count = adapter.count()
+    names = [adapter.device_name(index) for index in range(count)]
+    memory = [f"{told.limit_bytes / _GIB:.3g}" for index in range(count) if (told := adapter.memory(index)) is not None]
     return {
         "number of devices": str(count),
         "devices": ", ".join(dict.fromkeys(names)),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from unisono.doctor.check import Check, judged
 from unisono.launch.resources import accelerator_files, allowed_cores
@@ -37,14 +37,14 @@ def check_topology() -> Iterator[Check]:
     """TOPO01 to TOPO03; the last two for accelerators."""
     links: list[PciLink] = []
     if accelerator_files():
-        import torch
+        from unisono.device.torch_adapters import present_adapter
 
-        if torch.cuda.is_available():
-            count = torch.cuda.device_count()
-            links = [pci_link(_address(torch.cuda.get_device_properties(index))) for index in range(count)]
-            yield _peers(
-                [[torch.cuda.can_device_access_peer(i, j) for j in range(count) if i != j] for i in range(count)]
-            )
+        adapter = present_adapter()
+        count = 0 if adapter.name == "cpu" else adapter.count()
+        links = [pci_link(adapter.pci_address(index)) for index in range(count)]
+        if count and adapter.reaches is not None:
+            yield _peers([[adapter.reaches(i, j) for j in range(count) if i != j] for i in range(count)])
+        if count:
             yield lanes(links)
     yield numa(Counter(core.node for core in allowed_cores()), links)
 
@@ -83,12 +83,6 @@ def _peers(reaches: Sequence[Sequence[bool]]) -> Check:
         evidence = f"not {', '.join(missing[:_SHOWN])}{', …' if len(missing) > _SHOWN else ''}"
     cure = "ranks of tp on devices that reach each other (CUDA_VISIBLE_DEVICES); ACS off in the BIOS; nvidia-smi topo -p2p r"
     return judged("TOPO03", "peer access of devices", evidence, warning=cure if missing else "")
-
-
-def _address(properties: Any) -> str:
-    """The PCI address of a device from its properties, which older releases of torch do not have."""
-    domain, bus, device = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
-    return "" if None in (domain, bus, device) else f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def pci_link(address: str, folder: Path = _PCI) -> PciLink:

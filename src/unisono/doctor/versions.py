@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import platform
 import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from unisono.device.health import nvidia_driver_version
 from unisono.doctor.check import Check, judged
 
 # packages with compiled parts that fit one release of torch
@@ -30,10 +30,11 @@ def check_versions() -> Iterator[Check]:
     """VER01 to VER03."""
     import torch
 
-    cuda: str | None = torch.version.cuda
-    built = f"CUDA {cuda}" if cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU"
+    from unisono.device.torch_adapters import cuda_release, toolkit
+
+    cuda = cuda_release()
     yield judged(
-        "VER01", "Python and torch", f"Python {platform.python_version()}, torch {torch.__version__} for {built}"
+        "VER01", "Python and torch", f"Python {platform.python_version()}, torch {torch.__version__} for {toolkit()}"
     )
     yield _companions(torch.__version__)
     if driver := driver_version():
@@ -96,12 +97,7 @@ def driver_version() -> str:
         found = None
     if found is not None:
         return found.group(1)
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        return str(Version(str(nvml.nvmlSystemGetDriverVersion())))
-    except Exception:  # each binding and driver has errors of its own
-        return ""
+    return nvidia_driver_version()
 
 
 def install_command(driver: str) -> str:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from unisono.device.torch_adapters import present_adapter
 from unisono.dist import World, agree, job_from_environ, join_world
 from unisono.dist.dmlc import take_role
 from unisono.dist.jobspec import idle_role
@@ -567,8 +568,7 @@ def _launched_world(kind: str) -> World:
         return World.alone(job)
     if kind == "dist_async":
         return World(job)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return join_world(job, device_type="cpu" if device is None else device.type, timeout_s=_COLLECTIVE_S)
+    return join_world(job, device_type=present_adapter().name, timeout_s=_COLLECTIVE_S)
 
 
 def _no_store(kind: str, given: str, rule: str, nearest: str) -> ConfigError:

@@ -215,7 +215,10 @@ def count_accelerators() -> int:
     """
     if not accelerator_files():
         return 0
-    question = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
+    question = (
+        "from unisono.device.torch_adapters import present_adapter as present; "
+        "print(0 if present().name == 'cpu' else present().count())"
+    )
     answer = subprocess.run(code_command(question), capture_output=True, text=True, check=False)
     last = answer.stdout.strip().splitlines()[-1:]
     return int(last[0]) if answer.returncode == 0 and last and last[0].isdigit() else 0

@@ -112,11 +112,10 @@ def device_name(device: torch.device) -> str:
     """Name of the device from its backend; the model name of a CPU."""
     if device.type == "cpu":
         return _cpu_name()
-    import torch
+    from unisono.device.torch_adapters import adapter_of
 
-    backend = getattr(torch, device.type, None)
-    naming = getattr(backend, "get_device_name", None)
-    return str(naming(device)) if callable(naming) else device.type
+    adapter, index = adapter_of(device)
+    return adapter.device_name(index)
 
 
 def _cpu_name() -> str:
@@ -191,7 +190,7 @@ def time_matmul(device: torch.device, dtype: torch.dtype, *, budget_s: float = 1
 
 
 def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        import torch
+    from unisono.device.torch_adapters import adapter_of
 
-        torch.accelerator.synchronize(device)
+    adapter, index = adapter_of(device)
+    adapter.synchronize(index)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
+from unisono.device.torch_adapters import adapter_of
 from unisono.dist import World
 from unisono.measure.calibration import LinkRate
 
@@ -200,6 +201,5 @@ def _middle(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        accelerator: Any = torch.accelerator
-        accelerator.synchronize(device)
+    adapter, index = adapter_of(device)
+    adapter.synchronize(index)

@@ -1,8 +1,8 @@
 """Step timers and throughput meters. Needs the standard library only.
 
 ``StepTimers`` splits wall time into phases that add up to it exactly. ``RateMeter`` computes tokens per second and an ETA
-from finished steps, without first steps, compilation, evaluation and checkpoints. Both take an injected clock. Neither reads
-device clocks: on an accelerator, which runs behind the host, a phase's time is that of its launches.
+from finished steps, without first steps, compilation, evaluation and checkpoints. Both take an injected clock. On an accelerator,
+which runs behind the host, ``StepTimers`` takes the device's time by ``EventMarks``: that of the host would be that of launches.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from unisono.device.adapter import DeviceEvent, DeviceStream
+
 PHASES: Final = (
     *("data_wait", "h2d", "forward", "backward", "bubble", "comm_exposed"),
     *("optimizer", "ckpt_stall", "eval"),
@@ -22,6 +24,7 @@ PHASES: Final = (
 # of exposed communication: data ranks (replicated and sharded), context, tensor, expert and pipeline parallelism
 COMM_AXES: Final = ("dp", "cp", "tp", "ep", "pp")
 _NS_PER_S: Final = 1_000_000_000
+_NS_PER_MS: Final = 1_000_000
 
 
 class _Phase:
@@ -40,21 +43,69 @@ class _Phase:
         self._leave()
 
 
+class EventMarks:
+    """Ends of phases as events in a device's stream, whose times are read once the device has come to them.
+
+    A phase lasts from when the device comes to its beginning to when it comes to its end: the work that the host launched in it,
+    and the time in which the device had none. Nothing here waits for the device, and events are used again.
+
+    Args:
+        new_event: Makes an event that takes times.
+        stream: Returns the stream that the training thread computes on; asked at each ``restart``.
+    """
+
+    __slots__ = ("_free", "_last", "_new_event", "_pending", "_stream", "_stream_of")
+
+    def __init__(self, new_event: Callable[[], DeviceEvent], stream: Callable[[], DeviceStream]) -> None:
+        self._new_event, self._stream_of = new_event, stream
+        self._free: list[DeviceEvent] = []
+        self._pending: deque[tuple[_Phase, DeviceEvent]] = deque()
+        self._stream = stream()
+        self._last = self._record()
+
+    def restart(self) -> None:
+        """Forget what is not read yet; time counts from here on."""
+        self._free += [self._last, *(event for _, event in self._pending)]
+        self._pending.clear()
+        self._stream = self._stream_of()
+        self._last = self._record()
+
+    def end(self, phase: _Phase) -> None:
+        """Put the end of ``phase`` behind the work that is launched now; the next phase begins there."""
+        if not self._free:
+            self.read()  # rather than make more events than are on their way
+        self._pending.append((phase, self._record()))
+
+    def read(self) -> None:
+        """Add the times to phases whose ends the device has come to."""
+        while self._pending and self._pending[0][1].query():
+            phase, event = self._pending.popleft()
+            phase.elapsed_ns += round(self._last.elapsed_time(event) * _NS_PER_MS)
+            self._free.append(self._last)
+            self._last = event
+
+    def _record(self) -> DeviceEvent:
+        event = self._free.pop() if self._free else self._new_event()
+        event.record(self._stream)
+        return event
+
+
 class StepTimers:
-    """Host timers of one training thread: ``with timers.phase("forward"): ...``.
+    """Timers of one training thread: ``with timers.phase("forward"): ...``.
 
     Exactly one phase runs at a time: entering an inner phase pauses the outer one, and time outside all phases counts as
     ``other``. The phases therefore add up to wall time to the nanosecond. Not thread-safe. ``phase`` raises ``KeyError`` for a
     name outside ``PHASES``, ``comm_exposed`` for one outside ``COMM_AXES``.
 
     Args:
-        clock: Monotonic clock in nanoseconds.
+        clock: Monotonic clock of the host in nanoseconds.
+        marks: Takes the time of a device instead.
     """
 
-    __slots__ = ("_clock", "_comm", "_current", "_mark_ns", "_outer", "_phases", "comm_exposed", "phase")
+    __slots__ = ("_clock", "_comm", "_current", "_mark_ns", "_marks", "_outer", "_phases", "comm_exposed", "phase")
 
-    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns, *, marks: EventMarks | None = None) -> None:
+        self._clock, self._marks = clock, marks
         self._phases = {name: _Phase(self._enter, self._leave) for name in (*PHASES, "other") if name != "comm_exposed"}
         self._comm = {axis: _Phase(self._enter, self._leave) for axis in COMM_AXES}
         self._current = self._phases["other"]
@@ -89,14 +140,30 @@ class StepTimers:
         self._switch(self._outer.pop())
 
     def _switch(self, phase: _Phase) -> None:
-        now = self._clock()
-        self._current.elapsed_ns += now - self._mark_ns
-        self._mark_ns = now
+        if self._marks is not None:
+            self._marks.end(self._current)
+        else:
+            now = self._clock()
+            self._current.elapsed_ns += now - self._mark_ns
+            self._mark_ns = now
         self._current = phase
 
+    def start(self) -> None:
+        """Begin the first window here: earlier time belongs to none."""
+        if self._marks is not None:
+            self._marks.restart()
+        self._mark_ns = self._clock()
+        for phase in (*self._phases.values(), *self._comm.values()):
+            phase.elapsed_ns = 0
+
     def take(self) -> TimeSplit:
-        """Return the times since the last ``take`` or construction, and start the next window. Allowed inside a phase."""
+        """Return the times since the last ``take`` or ``start``, and begin the next window. Allowed inside a phase.
+
+        On a device, what it has not come to yet is part of the next window.
+        """
         self._switch(self._current)
+        if self._marks is not None:
+            self._marks.read()
         comm_exposed_s = {axis: _taken_s(phase) for axis, phase in self._comm.items()}
         seconds = {name: _taken_s(phase) for name, phase in self._phases.items()}
         seconds["comm_exposed"] = sum(comm_exposed_s.values())

@@ -79,7 +79,11 @@ METRIC_NAMES: Final[tuple[MetricName, ...]] = (
             "1",
             "the same divided by the measured matrix product, where no data sheet is known",
         ),
-        ("time/window_s", "s", "wall time since the reading before; the fractions below are of it"),
+        (
+            "time/window_s",
+            "s",
+            "time since the reading before, of an accelerator by its own clock; the fractions below are of it",
+        ),
         *((f"time/{phase}_frac", "1", _PHASE_MEANINGS[phase]) for phase in (*PHASES, "other")),
         *((f"time/comm_exposed_{axis}_frac", "1", f"of `comm_exposed`, {_AXIS_MEANINGS[axis]}") for axis in COMM_AXES),
         ("time/gc_frac", "1", "of these phases, Python's garbage collections"),

@@ -1,26 +1,30 @@
 """Load of the host, of this process and of its device, sampled by a thread while a run goes on, as ``system`` events.
 
-All figures are means over the time since the sample before. Other vendors' devices are read by functions of other packages.
+Figures of the host and the process are means over the time since the sample before. A device is read by its adapter, and by
+functions of other packages.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import entry_points
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import psutil
 
 from unisono.observe.events import EventLog
 
+if TYPE_CHECKING:
+    import torch
+
 # An entry point of this group is a function of a device's index that returns figures by name, such as {"util_frac": 0.9}, or
 # raises where there is no such device.
 READER_GROUP: Final = "unisono.device_readers"
-DeviceReader = Callable[[int], Mapping[str, float]]
+DeviceReader = Callable[[], Mapping[str, float]]
 _LOG: Final = logging.getLogger("unisono.observe")
 
 
@@ -32,14 +36,20 @@ class SystemMonitor:
         every_s: Seconds between samples.
         step: Returns the number of finished steps, a field of the event.
         with_host: Whether the figures of the host are sampled too, which one rank of it does.
-        device: Index of the accelerator of this rank; None on the CPU.
+        readers: Functions that return figures of this rank's device by name, by their own names (``device_readers``).
     """
 
     def __init__(
-        self, events: EventLog, *, every_s: float, step: Callable[[], int], with_host: bool, device: int | None
+        self,
+        events: EventLog,
+        *,
+        every_s: float,
+        step: Callable[[], int],
+        with_host: bool,
+        readers: Mapping[str, DeviceReader],
     ) -> None:
         self._events, self._every_s, self._step, self._with_host = events, every_s, step, with_host
-        self._device, self._readers = device, _device_readers(device)
+        self._readers = dict(readers)
         self._process = psutil.Process()
         self._stop = threading.Event()
         self._before = self._counters()
@@ -98,7 +108,7 @@ class SystemMonitor:
         found: dict[str, float] = {}
         for name, reader in list(self._readers.items()):
             try:
-                values = reader(self._device or 0)
+                values = reader()
                 found |= {f"sys/device_{key}": float(value) for key, value in values.items()}
             except Exception as error:
                 _LOG.warning("device reader %s is left out: %s: %s", name, type(error).__name__, error)
@@ -106,32 +116,17 @@ class SystemMonitor:
         return found
 
 
-def _device_readers(device: int | None) -> dict[str, DeviceReader]:
-    """Readers that have something to say of the device."""
-    if device is None:
+def device_readers(device: torch.device) -> dict[str, DeviceReader]:
+    """Readers of an accelerator by name: of its adapter, and of other packages. Of the CPU none: the host's figures are its."""
+    from unisono.device.torch_adapters import adapter_of  # imports torch, which watching a run does without
+
+    adapter, index = adapter_of(device)
+    if adapter.streams is None:
         return {}
-    readers: dict[str, DeviceReader] = {"nvml": nvml_figures}
+    readers: dict[str, DeviceReader] = {adapter.name: lambda: adapter.health(index).figures()}
     for entry in entry_points(group=READER_GROUP):
         try:
-            readers[entry.name] = entry.load()
+            readers[entry.name] = partial(entry.load(), index)
         except Exception as error:
             _LOG.warning("device reader %s cannot be imported: %s: %s", entry.name, type(error).__name__, error)
     return readers
-
-
-def nvml_figures(index: int) -> dict[str, float]:
-    """Figures of an NVIDIA device: use, power [W], temperature [°C], clock [Hz], memory [bytes], whether it is throttled."""
-    nvml: Any = importlib.import_module("pynvml")
-    nvml.nvmlInit()
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-    slow = nvml.nvmlClocksThrottleReasonSwThermalSlowdown | nvml.nvmlClocksThrottleReasonHwSlowdown
-    return {
-        "util_frac": nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-        "power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-        "temperature_c": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-        "clock_hz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6,
-        "memory_bytes": memory.used,
-        "throttled": float(bool(reasons & slow)),
-    }

@@ -1,8 +1,9 @@
 """torch's collectives that a pass waits for, timed by the mesh axis of their group.
 
-The time in them is exposed communication: the host computes nothing meanwhile. It is counted inside ``counting_exposed_time``,
-where the calling thread has entered it. It is not counted in compiled graphs, which the compiler traces, on threads that torch
-starts for the backward pass of an accelerator, and for collectives that DTensor issues.
+The time in them is exposed communication: what computes waits for it. It is counted inside ``counting_exposed_time``, on the
+thread that has entered it, and on the one that torch runs a backward pass on, if ``count_in_backward`` was called for it. It is
+not counted in compiled graphs, which the compiler traces, for collectives that DTensor issues, and on an accelerator for those
+of FSDP2, which runs them on streams of its own.
 """
 
 from __future__ import annotations
@@ -31,22 +32,49 @@ _AXES: Final = {
     "ep": "ep",
     "pp": "pp",
 }  # all other groups reduce over data ranks, or gather for them
-_timers: ContextVar[StepTimers | None] = ContextVar("timers", default=None)
+
+
+@dataclass(slots=True)
+class _Counting:
+    """The timers that count; None once the context is left, also for threads that still hold this value."""
+
+    timers: StepTimers | None
+
+
+_counting: ContextVar[_Counting | None] = ContextVar("counting", default=None)
 
 
 @contextmanager
 def counting_exposed_time(timers: StepTimers) -> Generator[None]:
     """Inside, the time that this thread spends in the functions below is exposed communication of ``timers``."""
-    token = _timers.set(timers)
+    counting = _Counting(timers)
+    token = _counting.set(counting)
     try:
         yield
     finally:
-        _timers.reset(token)
+        counting.timers = None
+        _counting.reset(token)
+
+
+def count_in_backward(result: Tensor) -> None:
+    """Count in the backward pass from ``result`` too, which torch runs on a thread of its own if ``result`` is on an accelerator.
+
+    The thread that calls ``backward`` waits for that one: of the two, one at a time uses the timers.
+    """
+    counting = _counting.get()
+    if counting is None or result.grad_fn is None:
+        return
+
+    def enter(gradients: Sequence[Tensor]) -> None:
+        _counting.set(counting)
+
+    result.grad_fn.register_prehook(enter)
 
 
 def exposed(group: ProcessGroup | None) -> AbstractContextManager[Any]:
     """The context of waiting for ``group``, of all ranks if None."""
-    timers = None if torch.compiler.is_compiling() else _timers.get()
+    counting = None if torch.compiler.is_compiling() else _counting.get()
+    timers = None if counting is None else counting.timers
     if timers is None:
         return nullcontext()
     name = "" if group is None else group.group_desc

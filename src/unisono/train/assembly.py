@@ -19,6 +19,7 @@ from unisono.checkpoint import CheckpointOptions
 from unisono.data.dataset import Dataset
 from unisono.data.loading.loader import Loader, StepBatch, to_device
 from unisono.data.loading.stream_loader import StreamLoader
+from unisono.device.torch_adapters import adapter_for, adapter_of
 from unisono.dist import StopNotice, World, agree
 from unisono.errors import ConfigError
 from unisono.kvstore import GradientSync, KVStore
@@ -31,7 +32,7 @@ from unisono.optim import ScheduleOptions
 from unisono.optim.run_optimizer import check_frozen_until
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.deferred_init import DeferredModel, allocate_shards, deferred_init, materialize
-from unisono.parallel.device import device_memory, set_backend
+from unisono.parallel.device import set_backend
 from unisono.parallel.expert import expert_parameters
 from unisono.parallel.memory_ledger import MemoryLedger, build_ledger, check_ledger
 from unisono.parallel.mesh import ParallelDims
@@ -403,7 +404,8 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
     with_histograms = (
         bool(options.gradient_stats_every_steps) and parts.world.all_gather_json(given.shows_histograms)[0]
     )
-    memory = device_memory(parts.device)
+    adapter, index = adapter_of(parts.device)
+    memory = adapter.memory(index)
     profiler = StepProfiler(
         run_dir=given.run_dir,
         world=parts.world,
@@ -514,7 +516,7 @@ def _build_metrics_reader(
         timers=parts.timers,
         garbage_timer=GarbageTimer(),
         rates=rates,
-        every=1 if parts.device.type == "cpu" else ACCELERATOR_READ_STEPS,
+        every=1 if adapter_for(parts.device.type).streams is None else ACCELERATOR_READ_STEPS,
         steps_total=given.options.steps,
         epochs_total=loader.schedule.epoch(given.options.steps - 1) + 1 if isinstance(loader, Loader) else None,
         max_skips=given.options.max_skips,

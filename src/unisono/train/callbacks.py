@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from unisono.device.torch_adapters import adapter_of
 from unisono.errors import ConfigError
 from unisono.parallel.fsdp import reshard
 from unisono.train.settings import function_name
@@ -69,10 +70,8 @@ def restored(model: nn.Module) -> Generator[None]:
     modes = {module: module.training for module in model.modules()}
     python, numpy = random.getstate(), np.random.get_state()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with torch.random.fork_rng(
-        devices=[] if device.type == "cpu" else [device],
-        device_type="cuda" if device.type == "cpu" else device.type,
-    ):
+    adapter, index = adapter_of(device)
+    with adapter.fork_random(index):
         try:
             yield
         finally:

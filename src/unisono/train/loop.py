@@ -81,7 +81,7 @@ class StepRunner:
                 fix=f"train.steps above {step} to continue, or another run.dir for a new run",
             )
         self.rates.start()
-        self.timers.take()
+        self.timers.start()
 
     @contextmanager
     def garbage_collection(self) -> Generator[Callable[[int], None]]:
@@ -141,7 +141,10 @@ class SyncLoop:
         runner = self.runner
         state, checkpoints = runner.state, runner.checkpoints
         runner.begin()
-        batches = prefetch_to_device(self.loader.iterate(state.step, runner.options.steps), runner.device)
+        timers = runner.timers
+        batches = prefetch_to_device(
+            self.loader.iterate(state.step, runner.options.steps), runner.device, lambda: timers.phase("h2d")
+        )
         try:
             with runner.garbage_collection() as collect_garbage:
                 while not (self.stopped_early or self.preempted):

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from unisono.data.loading.batch_builder import StageTimes
+from unisono.device.torch_adapters import adapter_of
 from unisono.errors import NumericsError
 from unisono.measure.ceiling import PeakFlops
 from unisono.measure.flops import utilization
 from unisono.observe.events import EventLog
 from unisono.observe.meters import GarbageTimer, RateMeter, StepTimers
 from unisono.observe.monitor import anonymous_memory_bytes, peak_rss_bytes
-from unisono.parallel.device import device_memory
 from unisono.parallel.sharding import ShardedParameters
 from unisono.train.comm_stats import CommStats
 from unisono.train.histograms import histograms
@@ -73,6 +73,11 @@ class MetricsReader:
         if not self._pending:
             return
         steps, self._pending = self._pending, []
+        adapter, index = adapter_of(self.device)
+        if adapter.streams is not None:
+            adapter.streams.current(
+                index
+            ).synchronize()  # as the next line does; now the device has come to all marks too
         rows: list[list[float]] = torch.stack([step.stats for step in steps]).tolist()
         counted = (
             self.samples_per_step * len(steps) if self.samples_per_step else round(sum(row[COUNTED] for row in rows))
@@ -178,7 +183,8 @@ class MetricsReader:
             if self.peak is not None:
                 speed = rates.tokens_per_s_device
                 fields |= utilization(tokens_per_s_device=speed, flops_per_token=self.flops_per_token, peak=self.peak)
-        memory = device_memory(self.device)
+        adapter, index = adapter_of(self.device)
+        memory = adapter.memory(index)
         if memory is None:
             fields["mem/now_bytes"] = anonymous_memory_bytes()
             fields["mem/peak_bytes"] = peak_rss_bytes()

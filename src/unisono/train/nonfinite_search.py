@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from unisono.data.loading.loader import StepBatch
+from unisono.device.torch_adapters import adapter_for
 from unisono.errors import CommError
 from unisono.observe.events import EventLog
 from unisono.observe.meters import StepTimers
@@ -63,7 +64,8 @@ class NonfiniteSearch:
 
     def remember(self, batch: StepBatch) -> None:
         """Take the batch of a step that is about to be made, and the states of the generators. Does not wait for the device."""
-        accelerator = None if self.device.type == "cpu" else getattr(torch, self.device.type).get_rng_state()
+        random = adapter_for(self.device.type).random
+        accelerator = None if random is None else random.state()
         self._newest, self._generators[batch.step] = batch, (torch.get_rng_state(), accelerator)
 
     def forget(self) -> None:
@@ -158,8 +160,9 @@ class NonfiniteSearch:
             made.state.step = batch.step  # a forward pass may read it
             states, accelerator = self._generators[batch.step]
             torch.set_rng_state(states)
-            if accelerator is not None:
-                getattr(torch, self.device.type).set_rng_state(accelerator)
+            random = adapter_for(self.device.type).random
+            if random is not None and accelerator is not None:
+                random.set_state(accelerator)
             try:
                 with watch.watching(model):
                     # FSDP2 reduces in its backward pass, and must know which is the last; others would begin to send

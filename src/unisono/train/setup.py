@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from unisono.checkpoint import list_checkpoints
 from unisono.data.dataset import Dataset, read_samples
 from unisono.data.options import default_cache_dir
+from unisono.device.torch_adapters import adapter_for, adapter_of
 from unisono.dist import JobSpec, World, agree, job_from_environ, join_world, record_failure, rendezvous
 from unisono.dist.dmlc import take_role
 from unisono.dist.job_store import JobStore
@@ -30,6 +31,7 @@ from unisono.kvstore import KVStore, create_kvstore
 from unisono.measure.calibration import CALIBRATION_FILE
 from unisono.measure.ceiling import PeakFlops, peak_flops
 from unisono.observe.events import EventLog, events_path, next_attempt
+from unisono.observe.meters import EventMarks, StepTimers
 from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.device import COMPUTE_DTYPES, computes_bf16, find_device
@@ -64,6 +66,14 @@ def resolve_plan(plan: Plan | PlanOptions, job: JobSpec) -> tuple[torch.device, 
     device = find_device(with_strategy_file(plan)[0].device, job.local_rank)
     native_bf16 = computes_bf16(device)
     return device, derive_plan(plan, world_size=job.world_size, device=device.type, native_bf16=native_bf16)
+
+
+def step_timers(device: torch.device) -> StepTimers:
+    """The timers of this rank's steps: of the device where it works behind the host, else of the host."""
+    adapter, index = adapter_of(device)
+    if adapter.streams is None:
+        return StepTimers()
+    return StepTimers(marks=EventMarks(adapter.streams.new_event, partial(adapter.streams.current, index)))
 
 
 def launched_job() -> JobSpec:
@@ -169,11 +179,11 @@ def report_failure(events: EventLog, run_dir: Path, job: JobSpec, error: BaseExc
 
 def backend_notices(plan: Plan, model: nn.Module, *, native_bf16: bool) -> Iterator[dict[str, str]]:
     """Settings that have no effect, or a cost, on this device or model, as fields of ``notice`` events."""
-    device = plan.mesh.device
+    device, adapter = plan.mesh.device, adapter_for(plan.mesh.device)
     has_4d = any(parameter.dim() == 4 for parameter in model.parameters())
     inert = {
-        "tf32": (plan.backend.tf32 and device != "cuda", f"device {device} has no TF32 products"),
-        "autotune": (plan.backend.autotune and device != "cuda", "only CUDA kernels are chosen by timing"),
+        "tf32": (plan.backend.tf32 and not adapter.has_tf32, f"device {device} has no TF32 products"),
+        "autotune": (plan.backend.autotune and not adapter.has_tf32, "no kernels of this device are chosen by timing"),
         "channels_last": (plan.backend.channels_last and not has_4d, "the model has no 4-D parameters"),
     }
     for name, (is_inert, why) in inert.items():

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint import CheckpointReader
+from unisono.device.torch_adapters import present_adapter
 from unisono.errors import CheckpointError
 from unisono.optim.learning_rate import LearningRates
 from unisono.optim.run_optimizer import RunOptimizer
@@ -255,9 +256,9 @@ def generator_states(rank: int) -> dict[str, Tensor]:
     states = {"torch": torch.get_rng_state(), "python": _to_bytes(random.getstate())}
     name, keys, *rest = np.random.get_state(legacy=True)
     states["numpy"] = _to_bytes([name, np.asarray(keys).tolist(), *rest])
-    accelerator = _accelerator_rng()
+    accelerator = present_adapter().random
     if accelerator is not None:
-        states["accelerator"] = accelerator.get_rng_state()
+        states["accelerator"] = accelerator.state()
     return {f"rng/rank-{rank:05d}/{kind}": state for kind, state in states.items()}
 
 
@@ -277,9 +278,9 @@ def restore_generators(reader: CheckpointReader, *, rank: int, seed: int, step: 
         random.setstate((version, tuple(keys), gauss))
         name, numbers, *rest = _from_bytes(reader.tensor(f"{prefix}numpy"))
         np.random.set_state((name, np.asarray(numbers, dtype=np.uint32), *rest))
-        accelerator = _accelerator_rng()
+        accelerator = present_adapter().random
         if accelerator is not None and f"{prefix}accelerator" in set(reader.names()):
-            accelerator.set_rng_state(reader.tensor(f"{prefix}accelerator"))
+            accelerator.set_state(reader.tensor(f"{prefix}accelerator"))
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
             given=f"{reader.path}: {prefix}*, which is no state of random generators ({error})",
@@ -359,14 +360,6 @@ def _trained_name(path: str) -> str | None:
     if path.startswith("optim/"):
         return path.split("/", 2)[2]
     return path.removeprefix("ema/") if path.startswith("ema/") else None
-
-
-def _accelerator_rng() -> Any:
-    """The accelerator's module (torch.<type>), or None on a CPU-only machine."""
-    if not torch.accelerator.is_available():
-        return None
-    device = torch.accelerator.current_accelerator()
-    return None if device is None else getattr(torch, device.type)
 
 
 def _to_bytes(value: Iterable[Any]) -> Tensor:

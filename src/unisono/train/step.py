@@ -34,6 +34,7 @@ from unisono.parallel.context import ContextParallel
 from unisono.parallel.device import autocast
 from unisono.parallel.pipeline.executor import PipelineExecutor
 from unisono.parallel.sharding import GradGroups
+from unisono.parallel.timed_collectives import count_in_backward
 from unisono.plan.plan import Plan
 from unisono.train.named_losses import NamedLosses
 from unisono.train.objectives import Batch, Objective, counted_labels
@@ -269,6 +270,7 @@ class ForwardBackward:
                 if number == len(micro_batches):
                     sync.prepare_last_backward()
                 with timers.phase("backward"), self.world.explain_collective_errors("backward pass"):
+                    count_in_backward(value)
                     value.backward()
             fault_point("backward", step)
 

@@ -29,10 +29,9 @@ from unisono.dist.watchdog import Watchdog
 from unisono.errors import ConfigError
 from unisono.observe.events import EventLog
 from unisono.observe.formatting import RunEndFacts
-from unisono.observe.meters import StepTimers
 from unisono.observe.options import HISTOGRAM_SINKS, ObserveOptions
 from unisono.observe.own_values import log_image, log_text, log_value
-from unisono.observe.system_monitor import SystemMonitor
+from unisono.observe.system_monitor import SystemMonitor, device_readers
 from unisono.optim import OptimOptions, ScheduleOptions
 from unisono.optim.learning_rate import SchedulerFactory
 from unisono.optim.run_optimizer import GivenOptimizer
@@ -73,6 +72,7 @@ from unisono.train.setup import (
     open_events,
     report_failure,
     resolve_plan,
+    step_timers,
 )
 from unisono.train.state import seed_generators
 from unisono.train.step import Step
@@ -360,7 +360,7 @@ class Trainer:
             ledger=ledger,
             state=self.state,
             sync=self._sync,
-            timers=StepTimers(),
+            timers=step_timers(device),
             profile_steps=self._observe.profile_steps,
         )
         self._loop = build_loop(parts, self._resources)
@@ -371,7 +371,7 @@ class Trainer:
                 every_s=self._observe.monitor_every_s,
                 step=lambda: self.state.step,
                 with_host=world.job.local_rank == 0,
-                device=None if device.type == "cpu" else device.index,
+                readers=device_readers(device),
             )
             self._resources.append(monitor)
         logs = self.run_dir / LOGS_FOLDER

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -46,6 +46,8 @@ from unisono.data.options import LoaderOptions
 from unisono.data.order.permutation import Permutation
 from unisono.data.order.samplers import SampleOrder, SequentialOrder, ShuffledOrder
 from unisono.data.order.step_schedule import StepSchedule
+from unisono.device.adapter import DeviceEvent
+from unisono.device.torch_adapters import adapter_of
 from unisono.errors import DataError
 from unisono.storage.limits import MAX_STEP_SAMPLES
 
@@ -469,38 +471,44 @@ def to_device(micro_batch: Mapping[str, torch.Tensor], device: torch.device) -> 
 
 
 def prefetch_to_device(
-    batches: Generator[StepBatch, None, None], device: torch.device
+    batches: Generator[StepBatch, None, None],
+    device: torch.device,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Generator[StepBatch, None, None]:
     """``batches`` with their tensors on ``device``, copied on a side stream while the previous batch is in use.
 
-    Reads one batch ahead. The copy is asynchronous if the loader pinned the batch. On a CPU the batches are unchanged.
+    Reads one batch ahead. The copy is asynchronous if the loader pinned the batch. On a CPU the batches are unchanged. Inside
+    ``waiting()``, the stream that computes is made to wait for the copy.
     """
+    adapter, index = adapter_of(device)
     with closing(batches):
-        if device.type == "cpu":
+        if adapter.streams is None:
             yield from batches
             return
-        side = torch.Stream(device=device)
-        next_batch: tuple[StepBatch, torch.Event] | None = None
+        side, current = adapter.streams.new(index), adapter.streams.current(index)
+        next_batch: tuple[StepBatch, DeviceEvent] | None = None
         for batch in batches:
             with side:
                 parts = [to_device(part, device) for part in batch.micro_batches]
             copied = replace(batch, micro_batches=parts), side.record_event()
             if next_batch is not None:
-                yield _after_copy(*next_batch, device)
+                with waiting():
+                    _wait_for_copy(*next_batch, current)
+                yield next_batch[0]
             next_batch = copied
         if next_batch is not None:
-            yield _after_copy(*next_batch, device)
+            with waiting():
+                _wait_for_copy(*next_batch, current)
+            yield next_batch[0]
 
 
-def _after_copy(batch: StepBatch, copied: torch.Event, device: torch.device) -> StepBatch:
-    """Make the current stream wait for the batch's copy, and return the batch."""
-    current = torch.accelerator.current_stream(device)
+def _wait_for_copy(batch: StepBatch, copied: DeviceEvent, current: Any) -> None:
+    """Make the stream ``current`` wait for the batch's copy."""
     current.wait_event(copied)
     for part in batch.micro_batches:
         for _, tensor in leaves(part, ""):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
                 tensor.record_stream(current)  # the side stream must not reuse its memory before this stream is done
-    return batch
 
 
 def needs_pinned_memory(device: torch.device | None) -> bool:

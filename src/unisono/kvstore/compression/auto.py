@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from unisono.device.torch_adapters import adapter_of
 from unisono.dist import World
 from unisono.errors import ConfigError
 from unisono.kvstore.compression.codec import Codec
@@ -174,5 +175,5 @@ def _quickest(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    adapter, index = adapter_of(device)
+    adapter.synchronize(index)

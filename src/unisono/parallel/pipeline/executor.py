@@ -21,6 +21,7 @@ from unisono.errors import PlanError
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.stages import PipelineStages
 from unisono.parallel.pipeline.weight_gradients import PendingGradients, WeightGradients
+from unisono.parallel.timed_collectives import count_in_backward
 from unisono.plan.pipeline_schedule import Action, forward_order, schedule_order, stage_index
 
 Micro = Mapping[str, Tensor]
@@ -187,6 +188,7 @@ class PipelineExecutor:
         received, output = self._activations.pop(action[1:])
         if output.requires_grad:  # a first stage may have no trained parameter
             with around, self._world.explain_collective_errors("backward pass"):
+                count_in_backward(output)
                 torch.autograd.backward(output, gradient)
         if received is not None:
             self._send(action, received.grad if received.grad is not None else torch.zeros_like(received))
