@@ -113,7 +113,9 @@ class Injector:
         if self._flip.kind == "moment":
             member = self._run.state.optimizer.members[0]
             entries = member.state[self._parameter]
-            name = sorted(name for name, entry in entries.items() if entry.shape == self._parameter.shape)[self._flip.pick % 2]
+            name = sorted(name for name, entry in entries.items() if entry.shape == self._parameter.shape)[
+                self._flip.pick % 2
+            ]
             tensor, self.target = entries[name], f"optim/{name}/{self._name}"
         flip_bit(tensor, self._flip.pick, self._flip.bit)
 

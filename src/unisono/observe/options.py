@@ -56,7 +56,7 @@ class ObserveOptions:
     )
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
-        """Trackers that are unknown or listed twice, steps to profile that are none, and taps with a wrong cadence, by field name."""
+        """Trackers that are unknown or listed twice, steps to profile that are none, taps with a wrong cadence, by field name."""
         if self.profile_steps:
             try:
                 parse_profile_steps(self.profile_steps)
@@ -122,7 +122,9 @@ def parse_tap(text: str) -> tuple[str, int]:
     found = _TAP.fullmatch(text)
     every_steps = int(found[2] or TAP_EVERY_STEPS) if found is not None else 0
     if found is None or not every_steps:
-        raise ValueError("it is a pattern of modules, with @N behind it or not, N being the steps from one tap to the next")
+        raise ValueError(
+            "it is a pattern of modules, with @N behind it or not, N being the steps from one tap to the next"
+        )
     return found[1], every_steps
 
 

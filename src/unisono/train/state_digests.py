@@ -111,9 +111,13 @@ class StateDigests:
         }
         if not unequal:
             return []
-        suspects = {path: v for ranks, paths in of_group.items() if json.dumps(ranks) in unequal for path, v in paths.items()}
+        suspects = {
+            path: v for ranks, paths in of_group.items() if json.dumps(ranks) in unequal for path, v in paths.items()
+        }
         tables: list[dict[str, int]] = self._world.all_gather_json(suspects)
-        holders: list[dict[str, list[int]]] = self._world.all_gather_json({path: self._holders[path] for path in suspects})
+        holders: list[dict[str, list[int]]] = self._world.all_gather_json(
+            {path: self._holders[path] for path in suspects}
+        )
         found: dict[tuple[str, tuple[int, ...]], Difference] = {}
         for path, ranks in ((path, tuple(ranks)) for each in holders for path, ranks in each.items()):
             difference = _difference(path, ranks, [tables[rank][path] for rank in ranks])

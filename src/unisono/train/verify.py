@@ -255,7 +255,11 @@ class StepVerifier:
         ranks = tuple(rank for rank, begin in begins.items() if begin[:3] == earliest)
         is_certain = len(ranks) == 1
         names = [name for _, _, name in differences]
-        doubt = "" if is_deterministic else "; torch.use_deterministic_algorithms(True) would rule out kernels that add in any order"
+        doubt = (
+            ""
+            if is_deterministic
+            else "; torch.use_deterministic_algorithms(True) would rule out kernels that add in any order"
+        )
         return Corruption(
             source="memory" if phases[phase] == "before" else "compute",
             ranks=ranks,
@@ -281,7 +285,11 @@ class StepVerifier:
                 tensor=paths[0],
                 is_certain=certain[ranks],
                 evidence=f"ranks hold copies of {len(paths)} tensor(s) that are not equal"
-                + ("; most copies agree" if certain[ranks] else ", and no majority of the copies agrees: one of them is wrong"),
+                + (
+                    "; most copies agree"
+                    if certain[ranks]
+                    else ", and no majority of the copies agrees: one of them is wrong"
+                ),
                 tensors=tuple(paths[:_MAX_NAMES]),
             )
             for ranks, paths in by_ranks.items()
