@@ -1,4 +1,4 @@
-"""Flips of single bits in a live training run: in weights and moments at rest or during a step, in gradients and in activations."""
+"""Flips of single bits in a live training run: in weights and moments, at rest or during a step, gradients and activations."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@
     the step once more       from a copy of the state: every digest of both must be equal     compute
     end                      compare digests over the ranks that hold equal parts             replica
 
-Where two computations differ there is a third. Two that are equal say which one is wrong. Three different ones say that the model is
-not deterministic: a notice tells, and steps of this attempt are computed once. Where an accelerator may use kernels that are not
-deterministic, five are made, of which four must be equal.
+Where two computations differ there is a third. Two that are equal say which one is wrong. Three different ones say that the model
+is not deterministic: a notice tells, and steps of this attempt are computed once. Where an accelerator may use kernels that are
+not deterministic, five are made, of which four must be equal.
 
 A finding ends the run with CorruptionError on all ranks, before the state is saved: no step is saved that was not compared.
 """
@@ -246,7 +246,7 @@ class StepVerifier:
         first: list[list[Any]] = []
         if differences:
             place, phase, name = differences[0]
-            # a wrong output spreads to later stages, a wrong gradient to earlier ones; loss and gradients of a layer are of one rank
+            # a wrong output spreads to later stages, a wrong gradient to earlier ones
             stage_order = self.stage if phase in ("before", "forward", "loss") else -self.stage
             first = [[phases.index(phase), stage_order, place, name]]
         answers: list[list[list[Any]]] = self._gather(first)
@@ -265,8 +265,8 @@ class StepVerifier:
             ranks=ranks,
             tensor=str(begins[ranks[0]][3]),
             is_certain=is_certain,
-            evidence=f"of {'three' if is_deterministic else 'five'} computations of the step number {number + 1} has other bits than "
-            f"the others, first in: {_PHASES[phases[phase]]}{doubt}",
+            evidence=f"of {'three' if is_deterministic else 'five'} computations of the step number {number + 1} has other bits "
+            f"than the others, first in: {_PHASES[phases[phase]]}{doubt}",
             tensors=tuple(names[:_MAX_NAMES]),
         )
 
@@ -305,7 +305,7 @@ class StepVerifier:
                 what=f"a step that was computed {count} times from one state gave different bits, and no one result stands out",
                 why="the model, the objective or a kernel is not deterministic, or a device fails often",
                 cost="steps are not computed again in this attempt: the state is compared over time and over ranks alone",
-                fix="torch.use_deterministic_algorithms(True), and no random numbers of generators other than torch's, Python's and numpy's",
+                fix="torch.use_deterministic_algorithms(True), and no generators but torch's, Python's and numpy's own ones",
             )
 
     def _require_none(self, step: int, found: Sequence[Corruption]) -> None:
