@@ -69,9 +69,10 @@ class Corruption:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """One computation of the step; ``values`` are the digests of ``names``, pairs of phase and name."""
+    """One computation of the step: digests ``values`` of ``names``, pairs of phase and name; ``after`` are those of the state."""
 
     step: Step
+    after: dict[str, Tensor]
     names: list[tuple[str, str]]
     values: list[int]
 
@@ -158,9 +159,8 @@ class StepVerifier:
             if rewind is not None and not found:
                 computed.append(self._compute_again(batch, rewind))
                 found = self._of_repeats(batch, rewind, computed)
-            digests = self.digests.take()
-            self._require_none(state.step, found or self._of_copies(digests))
-            self.digests.note(digests)
+            self._require_none(state.step, found or self._of_copies(computed[-1].after))
+            self.digests.note(computed[-1].after)
         self._verified_step = state.step
         last = computed[-1].step
         if last is not first.step and not computed[-1].is_equal(first):  # the state is that of the last one
@@ -189,8 +189,9 @@ class StepVerifier:
             step = replace(made, observe_gradients=observe_gradients).run(batch)
         trace.add("loss", "loss", step.stats[RANK_LOSS])
         trace.add("sums", "loss and norm", step.stats[: COUNTED + 1])
-        trace.add_digests("after", self.digests.take())
-        return _Computed(step, trace.names, trace.values())
+        after = self.digests.take()
+        trace.add_digests("after", after)
+        return _Computed(step, after, trace.names, trace.values())
 
     def _compute_again(self, batch: StepBatch, rewind: Rewind) -> _Computed:
         """Make the step from the state before it. Nothing of it is reported."""
