@@ -271,6 +271,12 @@ BENCHMARKS = (
             Row("healthy {0}: findings", "healthy/*", figures.num_findings, aim=at_most(0)),
             Row("steps with accounting / without, {0}: wall", "overhead/*/wall", aim=at_most(1.01)),
             Row("steps with accounting / without, {0}: CPU time", "overhead/*/cpu", aim=at_most(1.01)),
+            Row("a step that is computed twice / another, {0}: CPU time", "verification/*/single/cpu"),
+            Row(
+                "steps of which each 300th is computed twice / others, {0}: CPU time",
+                "verification/*/at_cadence/cpu",
+                aim=at_most(1.01),
+            ),
         ),
     ),
     Benchmark(

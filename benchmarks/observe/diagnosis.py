@@ -9,6 +9,8 @@ gains     Runs with a cause, and the same with the settings that diagnosis propo
 healthy   Runs of a GPT, a BERT and a ResNet on one and two processes, in which nothing is wrong: findings.
 overhead  Steps with accounting and without it, in blocks that alternate in one process, and in two with collectives inside
           layers.
+verification  Steps that are computed twice (observe.verify_every_steps) and others, in such blocks of one step; and what that
+          costs at a cadence of EVERY_STEPS.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from unisono.train.setup import open_events, resolve_plan
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_RUN = ROOT.joinpath(*["benchmarks", "observe", "slow_run"]).with_suffix(".py")
 WARM_UP_STEPS = 10
+EVERY_STEPS = 300  # from one verified step to the next
 SAMPLES = 8
 COMMON: Mapping[str, Any] = {
     "plan.device": "cpu",
@@ -286,7 +289,37 @@ def measure_overhead(settings: Settings, blocks: int, folder: Path, world: World
     }
 
 
-def overhead(blocks: int) -> dict[str, Any]:
+def measure_verification(settings: Settings, blocks: int, folder: Path, world: World) -> dict[str, Any]:
+    """Time of a verified step / another, and of steps at the cadence / without."""
+    # a cadence that never comes: the blocks choose
+    settings = {**settings, "observe.verify_every_steps": 10**9}
+    with _trainer(settings, 2 * blocks + 20, folder, world) as trainer:
+        verifier: Any = trainer._loop.runner.verifier
+        verifier.is_due = lambda step: False
+        steps = iter(trainer)
+        for _ in range(10):
+            next(steps)
+
+        def verified() -> None:
+            verifier.digests.note(verifier.digests.take())  # at the end of the step before, in a run
+            verifier.is_due = lambda step: step == trainer.state.step + 1
+            next(steps)
+            verifier.is_due = lambda step: False
+
+        times = alternate(verified, lambda: next(steps), blocks, 1)
+    measured: dict[str, Any] = {"single": {}, "at_cadence": {}}
+    for column, clock in enumerate(("wall", "cpu")):
+        mine, other = times["mine"][:, column], times["other"][:, column]
+        measured["single"][clock] = ratio(mine.tolist(), other.tolist())
+        spread_out = other + (mine - other) / EVERY_STEPS
+        measured["at_cadence"][clock] = ratio(spread_out.tolist(), other.tolist())
+    return measured
+
+
+MEASURES = {"overhead": measure_overhead, "verification": measure_verification}
+
+
+def on_ranks(part: str, blocks: int) -> dict[str, Any]:
     """By case, as rank 0 measured it."""
     result: dict[str, Any] = {}
     for name, (processes, _) in OVERHEAD.items():
@@ -296,6 +329,7 @@ def overhead(blocks: int) -> dict[str, Any]:
                 "-m",
                 "benchmarks.observe.diagnosis",
                 "--rank-of",
+                part,
                 name,
                 "--blocks",
                 str(blocks),
@@ -304,16 +338,16 @@ def overhead(blocks: int) -> dict[str, Any]:
             ]
             subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, check=True)
             result[name] = json.loads(Path(folder, "result.json").read_text())
-        print(f"overhead: {name}", file=sys.stderr)
+        print(f"{part}: {name}", file=sys.stderr)
     return result
 
 
-def overhead_of_rank(name: str, blocks: int, folder: Path) -> None:
-    """One rank of ``overhead``; rank 0 writes the result."""
+def on_rank(part: str, name: str, blocks: int, folder: Path) -> None:
+    """One rank of ``on_ranks``; rank 0 writes the result."""
     _, settings = OVERHEAD[name]
     world = join_world(job_from_environ(os.environ), device_type="cpu", timeout_s=300)
     try:
-        measured = measure_overhead(settings, blocks, folder / "run", world)
+        measured = MEASURES[part](settings, blocks, folder / "run", world)
         if world.rank == 0:
             (folder / "result.json").write_text(json.dumps(measured))
     finally:
@@ -326,18 +360,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=60, help="of a run")
     parser.add_argument("--blocks", type=int, default=40, help="of each side, for the overhead")
-    parser.add_argument("--only", choices=("costs", "gains", "healthy", "overhead"))
-    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=("costs", "gains", "healthy", *MEASURES))
+    parser.add_argument("--rank-of", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of is not None:
-        overhead_of_rank(arguments.rank_of, arguments.blocks, arguments.folder)
+        on_rank(*arguments.rank_of, arguments.blocks, arguments.folder)
         return
     parts: Mapping[str, Callable[[], dict[str, Any]]] = {
         "costs": lambda: costs(arguments.rounds, arguments.steps),
         "gains": lambda: gains(arguments.rounds, arguments.steps),
         "healthy": lambda: healthy(max(1, arguments.rounds // 2), arguments.steps),
-        "overhead": lambda: overhead(arguments.blocks),
+        **{part: lambda part=part: on_ranks(part, arguments.blocks) for part in MEASURES},
     }
     print(json.dumps({name: part() for name, part in parts.items() if arguments.only in (None, name)}, indent=1))
 

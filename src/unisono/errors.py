@@ -119,6 +119,12 @@ class NumericsError(UnisonoError):
     """Training cannot go on: too many steps in a row had non-finite values."""
 
 
+class CorruptionError(UnisonoError):
+    """Bits of the training state changed, or a step gave other bits than before. ``ranks`` are those it may have happened on."""
+
+    ranks: tuple[int, ...] = ()
+
+
 class CommError(UnisonoError):
     """Ranks lost each other, or disagree."""
 

@@ -224,13 +224,13 @@ def test_the_layer_that_is_no_number(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_units_that_are_dead(pool: Pool, tmp_path: Path) -> None:
-    observe = replace(tiny.QUIET, taps=("**.up",), tap_every_steps=4)
+    observe = replace(tiny.QUIET, taps=("**.up@4",))
     finding = found(pool, tmp_path, "inactive", observe=observe)["NUM06"]
     assert finding.evidence[0].endswith("100% of blocks.1.ffn.up")
 
 
 def test_a_learning_rate_that_is_too_low(pool: Pool, tmp_path: Path) -> None:
-    observe = replace(tiny.QUIET, taps=("blocks.*",), tap_every_steps=4)
+    observe = replace(tiny.QUIET, taps=("blocks.*@4",))
     finding = found(pool, tmp_path, "none", ranks=1, lr=1e-9, observe=observe)["NUM07"]
     assert finding.title == "the learning rate is too low for the weights"
 

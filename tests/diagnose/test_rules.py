@@ -367,12 +367,56 @@ def test_taps_of_skipped_steps_do_not_count(tmp_path: Path) -> None:
         {"kind": "nonfinite", "step": 5, "reproduced": True, "samples": {"a": 1}, "layer": 3},
         {"kind": "nonfinite", "step": None, "reproduced": True},
         {"kind": "nonfinite", "step": 5, "reproduced": "yes"},
+        {"kind": "corruption", "step": None, "source": "memory", "ranks": [0]},
+        {"kind": "corruption", "step": 5, "source": 3, "ranks": [0]},
     ],
 )
 def test_events_of_others_are_no_trouble(tmp_path: Path, event: dict[str, Any]) -> None:
     assert (
         findings(tmp_path, lambda rank, step: COMPUTE, extra=lambda rank, step: [event] if step % 5 == 0 else []) == []
     )
+
+
+def corrupt(**changes: Any) -> Any:
+    """Rank 0 has written of silent corruption in step 7."""
+    event = {
+        "kind": "corruption",
+        "source": "memory",
+        "ranks": [1],
+        "hosts": ["node-b"],
+        "tensor": "model/a",
+        "certain": True,
+    }
+    event |= {"evidence": "its bits changed", **changes}
+    return lambda rank, step: [event] if (rank, step) == (0, 7) else []
+
+
+def test_silent_corruption(tmp_path: Path) -> None:
+    finding = only(tmp_path, lambda rank, step: COMPUTE, extra=corrupt())
+    assert (finding.id, finding.ranks, finding.severity) == ("SDC01", (1,), "critical")
+    assert finding.evidence == ("step 7, memory, model/a: its bits changed",)
+    assert "test memory and devices of node-b" in finding.advice
+
+
+def test_corruption_of_one_of_two_copies(tmp_path: Path) -> None:
+    finding = only(tmp_path, lambda rank, step: COMPUTE, extra=corrupt(ranks=[1, 0], certain=False, source="replica"))
+    assert (finding.ranks, finding.confidence) == ((0, 1), 0.7)
+    assert finding.title == "silent corruption on one of several ranks"
+    assert "three replicas" in finding.advice
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"ranks": "all", "hosts": 3, "tensor": None, "evidence": []},
+        {"ranks": [-1, "x", 1 << 70, True, None], "hosts": [None, {}, ["a"]], "certain": "yes"},
+        {"tensor": "x" * 10**5, "ranks": list(range(5000))},
+    ],
+)
+def test_a_corruption_event_of_another_form_does_no_harm(tmp_path: Path, damage: dict[str, Any]) -> None:
+    finding = only(tmp_path, lambda rank, step: COMPUTE, extra=corrupt(**damage))
+    assert finding.id == "SDC01"
+    assert all(len(text) < 2000 for text in finding.evidence)
 
 
 def skip(loss: Any, **origin: Any) -> Any:

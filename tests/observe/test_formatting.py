@@ -213,6 +213,16 @@ def test_key_value_line_has_units_in_its_names() -> None:
             "stopped early at step 4: no eval loss below 1.25 in 3 evaluations",
         ),
         (
+            {"kind": "corruption", "step": 4, "ranks": [1], "tensor": "model/a", "evidence": "its bits changed"},
+            "warning",
+            "step 4: silent corruption in model/a of rank 1: its bits changed",
+        ),
+        (
+            {"kind": "corruption", "step": 4, "ranks": 7},
+            "warning",
+            "step 4: silent corruption in ? of rank ?: ?",
+        ),
+        (
             {"kind": "run_end", "step": 4, "reason": "failed", "error": "NumericsError", "message": "20 steps\n rule"},
             "warning",
             "the run failed at step 4: NumericsError: 20 steps",

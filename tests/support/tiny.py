@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from flips import Flip, Injector
 from plan_edit import changed, is_plan_field
 
 from unisono import (
@@ -139,12 +141,17 @@ def main(arguments: str) -> int:
     given = json.loads(arguments)
     first_bad = given.pop("poison_from", None)
     hoard_from, group = given.pop("hoard_from", (None, ""))
+    flip, flips_again = given.pop("flip", None), given.pop("flips_again", False)
+    if "verify_every_steps" in given:
+        given["observe"] = replace(QUIET, verify_every_steps=given.pop("verify_every_steps"))
     slow_disk(given.pop("fsync_s", 0.0))
     losses: list[float] = []
     samples: list[list[int]] = []
     if first_bad is not None:
         given["data"] = PoisonedFrom(first_bad)
     with trainer(given.pop("run_dir"), **given) as run:
+        if flip is not None and (flips_again or os.environ["UNISONO_RESTART_COUNT"] == "0"):
+            Injector(run, Flip(**flip))
         for step in run:
             losses.append(step.loss)
             samples.append(step.sample_ids.tolist())

@@ -77,6 +77,7 @@ ALWAYS = [
     "observe.profile_steps",
     "observe.taps",
     "observe.replay_nonfinite",
+    "observe.verify_every_steps",
     "launch.num_processes",
     "launch.num_threads",
     "launch.allocator",
@@ -189,7 +190,6 @@ CASES: dict[str, tuple[str, list[str], list[str], int]] = {
     "schedule.step_factor": ("0.5", [], ["schedule.kind=step"], 1),
     "train.early_stop_patience": ("2", ["train.eval_every_steps=0"], [], 1),
     "train.loss_scale": ("16", ["plan.precision=fp32"], ["plan.precision=fp16"], 1),
-    "observe.tap_every_steps": ("5", [], ["observe.taps=['blocks.*']"], 1),
     "checkpoint.keep_every_steps": ("10", ["checkpoint.every_steps=0"], [], 1),
 }
 OF_SERVERS = {

@@ -20,6 +20,7 @@ from unisono import ObserveOptions
 from unisono.data.order.permutation import Permutation
 from unisono.dist import JobSpec, World
 from unisono.errors import ConfigError
+from unisono.observe.options import parse_tap
 from unisono.optim import OptimOptions
 from unisono.train import taps as taps_module
 
@@ -298,12 +299,28 @@ def test_a_skipped_step_says_so(tmp_path: Path) -> None:
 
 
 def test_taps_of_the_configuration(tmp_path: Path) -> None:
-    observe = ObserveOptions(console="off", trackers=(), report=False, taps=("blocks.1", "norm"), tap_every_steps=2)
-    tiny.complete(tmp_path / "run", steps=4, observe=observe)
+    observe = ObserveOptions(console="off", trackers=(), report=False, taps=("blocks.1@2", "norm@3", "blocks.0"))
+    tiny.complete(tmp_path / "run", steps=6, observe=observe)
     found = events(tmp_path / "run")
-    assert [event["step"] for event in found] == [2, 4]
-    assert list(found[0]["modules"]) == ["blocks.1", "norm"]
-    assert all(name.startswith(("blocks.1.", "norm.")) for name in found[0]["parameters"])
+    assert [(event["step"], list(event["modules"])) for event in found] == [
+        (2, ["blocks.1"]),
+        (3, ["norm"]),
+        (4, ["blocks.1"]),
+        (6, ["blocks.1", "norm"]),
+    ]
+    assert all(name.startswith("blocks.1.") for name in found[0]["parameters"])
+
+
+@pytest.mark.parametrize("tap", ["blocks.*@", "blocks.*@0", "@20", "blocks.*@20@5", "blocks.*@-1", ""])
+def test_a_cadence_that_is_none(tmp_path: Path, tap: str) -> None:
+    observe = ObserveOptions(console="off", trackers=(), report=False, taps=(tap,))
+    with pytest.raises(ConfigError, match="with @N behind it or not"):
+        tiny.trainer(tmp_path / "run", observe=observe)
+
+
+def test_a_tap_without_a_cadence_is_every_hundred_steps() -> None:
+    assert parse_tap("blocks.*") == ("blocks.*", 100)
+    assert parse_tap("**.up@7") == ("**.up", 7)
 
 
 def test_many_modules_are_written_as_several_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,12 @@ def mismatched_collectives(facts: RunFacts) -> Iterator[Finding]:
 def failed_attempt(facts: RunFacts) -> Iterator[Finding]:
     """EXIT01: the last attempt failed of another cause, as its launcher recorded it."""
     ending = facts.ending
-    if ending is not None and ending.kind not in ("hang", "collective_mismatch"):
+    told = any(rank.corruptions for rank in facts.ranks)  # SDC01 says more
+    if (
+        ending is not None
+        and ending.kind not in ("hang", "collective_mismatch")
+        and not (told and ending.kind == "corruption")
+    ):
         yield Finding(
             id="EXIT01",
             title=f"the last attempt failed: {ending.words or ending.kind}",

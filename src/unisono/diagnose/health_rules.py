@@ -11,6 +11,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from unisono.diagnose.corruption_facts import CorruptionFact
 from unisono.diagnose.figures import listed, named_ranks
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.run_facts import Floats, RunFacts, SkippedStep, TrainingFacts
@@ -89,6 +90,33 @@ def _mending(origin: NonfiniteOrigin) -> str:
 def _sample_text(rank: int, step: SkippedStep) -> str:
     samples = f"; its samples are {listed(step.sample_ids)}" if step.sample_ids else ""
     return f"step {step.step}: the losses of rank {rank} alone sum to {step.rank_loss}{samples}"
+
+
+def silent_corruption(facts: RunFacts) -> Iterator[Finding]:
+    """SDC01: bits of the state changed, or a step gave other bits than before."""
+    by_ranks: dict[tuple[int, ...], list[CorruptionFact]] = {}
+    for rank in facts.ranks:
+        for fact in rank.corruptions:
+            by_ranks.setdefault(fact.ranks, []).append(fact)
+    for ranks, found in by_ranks.items():
+        is_certain = any(fact.is_certain for fact in found)
+        hosts = ", ".join(list(dict.fromkeys(host for fact in found for host in fact.hosts))[:5]) or "their hosts"
+        test = f"test memory and devices of {hosts}, and leave out what fails or what is named again"
+        yield Finding(
+            id="SDC01",
+            title="silent corruption" + ("" if is_certain else " on one of several ranks"),
+            severity="critical",
+            cost_frac=0.0,
+            confidence=0.95 if is_certain else 0.7,
+            ranks=ranks,
+            evidence=tuple(
+                f"step {fact.step}, {fact.source}, {fact.tensor or 'a tensor'}: {fact.evidence}" for fact in found[-3:]
+            ),
+            advice="the same command continues from the newest checkpoint, which was compared before it was committed; "
+            + (
+                test if is_certain else f"{test}; a lower observe.verify_every_steps, or three replicas, would name one"
+            ),
+        )
 
 
 def loss_spikes(facts: RunFacts) -> Iterator[Finding]:

@@ -27,6 +27,7 @@ RULES: Final[Sequence[Rule]] = (
     ending_rules.missing_rank,
     ending_rules.mismatched_collectives,
     ending_rules.failed_attempt,
+    health_rules.silent_corruption,
     time_rules.data_bound,
     time_rules.copy_bound,
     time_rules.exposed_communication,

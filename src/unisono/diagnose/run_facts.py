@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.diagnose.corruption_facts import CorruptionFact, read_corruptions
 from unisono.diagnose.ending import Ending, read_ending
 from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps
 from unisono.errors import DataError
@@ -105,6 +106,7 @@ class RankFacts:
         num_alloc_retries: Allocations that succeeded only after the allocator gave back its free blocks.
         links: Traffic with each peer.
         origins: First non-finite tensors of skipped steps, on this rank.
+        corruptions: What this rank has written of silent corruption, in all attempts: its host may be used again.
     """
 
     rank: int
@@ -122,6 +124,7 @@ class RankFacts:
     num_alloc_retries: int = 0
     links: tuple[LinkTraffic, ...] = ()
     origins: tuple[NonfiniteOrigin, ...] = ()
+    corruptions: tuple[CorruptionFact, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -344,6 +347,7 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         ),
         links=_links(events),
         origins=read_origins(events),
+        corruptions=read_corruptions(history.all_events),
     )
 
 

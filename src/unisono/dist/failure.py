@@ -18,7 +18,7 @@ from typing import Any
 
 from unisono.dist.jobspec import JobSpec
 from unisono.dist.rank_dump import has_collectives, write_dump
-from unisono.errors import UnisonoError
+from unisono.errors import CorruptionError, UnisonoError
 from unisono.sanitize import redact_text
 from unisono.storage.directory import make_folder
 from unisono.storage.files import PRIVATE_MODE, write_atomically
@@ -41,6 +41,7 @@ class Failure:
         checkpoint: Name of the run's newest committed checkpoint; empty without one.
         cause: What kind of error it is (``error_cause``); empty in records of earlier releases.
         absent: Ranks that a collective's error says have ended, are stopped, or wait in no collective.
+        blamed: Ranks that the error says it comes from, where they are not this one alone.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Failure:
     checkpoint: str = ""
     cause: str = ""
     absent: tuple[int, ...] = ()
+    blamed: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The record as it is stored and sent."""
@@ -64,7 +66,8 @@ class Failure:
     def from_json(record: Mapping[str, Any]) -> Failure:
         """The inverse of ``to_json``. Raises TypeError or ValueError for anything else."""
         fields = {"restart_count" if name == "epoch" else name: value for name, value in dict(record).items()}
-        fields["absent"] = tuple(int(rank) for rank in fields.get("absent", ()))
+        for name in ("absent", "blamed"):
+            fields[name] = tuple(int(rank) for rank in fields.get(name, ()))
         return Failure(**fields)
 
     def same_as(self, other: Failure) -> bool:
@@ -84,7 +87,7 @@ class Failure:
 
     @property
     def may_pass(self) -> bool:
-        """Whether a restart may help without a change: the network, a peer or the disk failed, not the program."""
+        """Whether a restart may help without a change: the network, a peer, the disk or a bit failed, not the program."""
         return self.type in _PASSING
 
 
@@ -94,7 +97,7 @@ TRACEBACKS = "UNISONO_TRACEBACKS"
 # by class name, which is what a record holds; a missing file or permission is not among them
 _PASSING = frozenset(
     {
-        *("CommError", "OSError", "TimeoutError", "InterruptedError", "BlockingIOError"),
+        *("CommError", "CorruptionError", "OSError", "TimeoutError", "InterruptedError", "BlockingIOError"),
         *("ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError"),
         *("BrokenPipeError", "EOFError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError"),
     }
@@ -106,6 +109,7 @@ _CAUSES = {
     "MemoryError": "out_of_memory",
     "OutOfMemoryError": "out_of_memory",
     "NumericsError": "numerics",
+    "CorruptionError": "corruption",
     "CommError": "communication",
     **dict.fromkeys(("DistBackendError", "DistNetworkError", "DistStoreError", "DistError"), "communication"),
     **dict.fromkeys(("ConfigError", "PlanError", "ExtraError", "LaunchError"), "configuration"),
@@ -121,7 +125,7 @@ _TRANSPORTS = ("gloo/", "NCCL", "ProcessGroup")
 
 def error_cause(error: BaseException) -> str:
     """What kind of error it is, with its causes: ``out_of_memory``, ``disk_full``, ``communication``, ``configuration``,
-    ``bad_data``, ``checkpoint``, ``numerics``, ``io`` or, for any other, ``program``."""
+    ``bad_data``, ``checkpoint``, ``numerics``, ``corruption``, ``io`` or, for any other, ``program``."""
     chain: list[BaseException] = []
     each: BaseException | None = error
     while each is not None and len(chain) < 20:
@@ -198,6 +202,7 @@ def record_failure(
         checkpoint=checkpoint,
         cause=(cause := error_cause(error)),
         absent=absent_ranks(str(error)) if cause == "communication" else (),
+        blamed=error.ranks if isinstance(error, CorruptionError) else (),
     )
     make_folder(folder)
     path = folder / f"failure-rank-{job.rank}.json"

@@ -8,6 +8,7 @@ hang              a rank has not entered the collective in which the others wait
 collective_mismatch  ranks issued different collectives
 peer_left         a rank ended while others waited for it, and left no error
 communication     a collective failed, and no rank is known to be at fault
+corruption        a rank's bits changed, or its computation gave other bits than before
 configuration, bad_data, checkpoint, numerics, io, program   the error that the first rank raised
 exit              an exit code, and nothing else
 """
@@ -47,6 +48,7 @@ _WORDS: Final = {
     "bad_data": "bad data",
     "checkpoint": "a checkpoint that cannot be used",
     "numerics": "bad numerics",
+    "corruption": "silent corruption",
     "io": "a failed read or write",
     "program": "an error of the program",
     "exit": "an exit code",
@@ -57,6 +59,7 @@ _ADVICE: Final = {
     "hang": "the place named above: a branch, a read or a lock that one rank alone waits in",
     "collective_mismatch": "the code before that collective: a branch or a shape that depends on the rank",
     "peer_left": "why that rank ended: an exit, or a loop with fewer steps than the others'",
+    "corruption": "the memory and the devices of that host, and leave it out where it comes back",
 }
 
 
@@ -151,7 +154,7 @@ def _of_error(failure: Failure) -> Cause:
     first = failure.message.partition("\n")[0]
     return Cause(
         kind=failure.cause,
-        ranks=(failure.rank,),
+        ranks=failure.blamed or (failure.rank,),
         sentence=f"rank {failure.rank} failed {failure.where}: {failure.type}: {first}",
         evidence=tuple(_last_place(failure.traceback)),
     )

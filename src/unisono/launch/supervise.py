@@ -157,6 +157,11 @@ def _verdict(history: Sequence[Attempt], options: LaunchOptions) -> tuple[int | 
         print_message(f"{why}; the newest checkpoint is kept")
         return 1, why
     cause = attempt.cause()
+    if cause is not None and cause.kind == "corruption":
+        return (
+            None,
+            f"{cause.words}: the newest checkpoint was compared before it was committed, and the run continues from it",
+        )
     return None, "it may pass" if cause is None else f"{cause.words}: it may pass"
 
 

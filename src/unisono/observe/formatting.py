@@ -320,6 +320,13 @@ def _nonfinite(event: Fields) -> str | None:
     )
 
 
+def _corruption(event: Fields) -> str:
+    ranks = event.get("ranks")
+    shown = ", ".join(map(str, cast("list[object]", ranks)[:8])) if isinstance(ranks, list) else "?"
+    place = f"{event.get('tensor', '?')} of rank {shown}"
+    return f"step {event.get('step', '?')}: silent corruption in {place}: {event.get('evidence', '?')}"
+
+
 def _data_skipped(event: Fields) -> str:
     samples = cast("list[object]", event.get("samples") or [])
     shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
@@ -379,6 +386,7 @@ _MESSAGES: Final[Mapping[str, tuple[str, Callable[[Fields], str | None]]]] = {
     "checkpoint_quarantined": ("warning", _quarantined),
     "skipped_step": ("warning", _skipped),
     "nonfinite": ("warning", _nonfinite),
+    "corruption": ("warning", _corruption),
     "data_skipped": ("warning", _data_skipped),
     "preempt": ("warning", _preempt),
     "early_stop": ("info", _early_stop),

@@ -10,12 +10,14 @@ from typing import Final, Literal
 
 from unisono.config import option
 from unisono.config.fields import options_repr
-from unisono.errors import Problem, inert_problem, nearest_name
+from unisono.errors import Problem, nearest_name
 
 SINK_GROUP: Final = "unisono.sinks"
 BUILT_IN_SINKS: Final = ("csv", "tensorboard", "wandb", "mlflow")
 HISTOGRAM_SINKS: Final = frozenset({"tensorboard", "wandb"})  # show the event ``histograms``
 MAX_PROFILE_STEPS: Final = 100  # a trace of more would be of no use, and too large to be read
+TAP_EVERY_STEPS: Final = 100  # where a pattern has no cadence of its own
+_TAP: Final = re.compile(r"([^@]+)(?:@([0-9]{1,15}))?")
 _PROFILE_STEPS: Final = re.compile(r"([0-9]{1,15}):([0-9]{1,15})(\+stacks)?")
 
 
@@ -43,16 +45,18 @@ class ObserveOptions:
 
     taps: tuple[str, ...] = option(
         (),
-        "Patterns of modules whose outputs, gradients and parameters are summarised: blocks.*, **.relu; empty = none.",
+        "Patterns of modules whose outputs, gradients and parameters are summarised, every 100 steps: blocks.*, **.relu; "
+        "blocks.*@20 every 20; empty = none.",
     )
-    tap_every_steps: int = option(100, "Steps between taps.", applies_with="observe.taps", ge=1)
+    verify_every_steps: int = option(
+        0, "Steps from one that is computed twice, to find silent corruption, to the next; 0 = off.", ge=0
+    )
     replay_nonfinite: bool = option(
         True, "Compute a step with a non-finite loss or gradient once more to find the first layer and operator."
     )
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
-        """Trackers that are unknown or listed twice, steps to profile that are none, and a cadence of taps without taps, by field
-        name."""
+        """Trackers that are unknown or listed twice, steps to profile that are none, taps with a wrong cadence, by field name."""
         if self.profile_steps:
             try:
                 parse_profile_steps(self.profile_steps)
@@ -66,15 +70,19 @@ class ObserveOptions:
                         nearest="observe.profile_steps='100:103', or with Python's stacks '100:103+stacks'",
                     ),
                 )
-        if self.tap_every_steps != 100 and not self.taps:
-            yield (
-                "tap_every_steps",
-                inert_problem(
-                    f"tap_every_steps {self.tap_every_steps} without taps",
-                    "it is the cadence of observe.taps, which names no module",
-                    "observe.taps=['blocks.*'], or leave observe.tap_every_steps out",
-                ),
-            )
+        for tap in self.taps:
+            try:
+                parse_tap(tap)
+            except ValueError as error:
+                yield (
+                    "taps",
+                    Problem(
+                        given=f"tap {tap!r}",
+                        rule=str(error),
+                        consequence="it would observe nothing",
+                        nearest="observe.taps=['blocks.*'], or every 20 steps ['blocks.*@20']",
+                    ),
+                )
         for name, count in Counter(self.trackers).items():
             if count > 1:
                 yield (
@@ -107,6 +115,17 @@ def parse_profile_steps(text: str) -> tuple[int, int, bool]:
     if not 2 <= first < end <= first + MAX_PROFILE_STEPS:
         raise ValueError(f"A is 2 or more, as step 1 warms up, and B is 1 to {MAX_PROFILE_STEPS} more")
     return first, end, found[3] is not None
+
+
+def parse_tap(text: str) -> tuple[str, int]:
+    """Pattern of modules, and the steps from one tap to the next. Raises ValueError with the rule that is broken."""
+    found = _TAP.fullmatch(text)
+    every_steps = int(found[2] or TAP_EVERY_STEPS) if found is not None else 0
+    if found is None or not every_steps:
+        raise ValueError(
+            "it is a pattern of modules, with @N behind it or not, N being the steps from one tap to the next"
+        )
+    return found[1], every_steps
 
 
 def sink_plugins() -> set[str]:

@@ -35,6 +35,7 @@ _WARNING_KINDS: Final = frozenset(
         "checkpoint_quarantined",
         "skipped_step",
         "nonfinite",
+        "corruption",
         "sink_failed",
         "events_lost",
         "preempt",

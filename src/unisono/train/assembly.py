@@ -27,7 +27,7 @@ from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog
 from unisono.observe.meters import GarbageTimer, RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
-from unisono.observe.options import ObserveOptions
+from unisono.observe.options import ObserveOptions, parse_tap
 from unisono.optim import ScheduleOptions
 from unisono.optim.run_optimizer import check_frozen_until
 from unisono.parallel.context import ContextParallel
@@ -63,14 +63,16 @@ from unisono.train.named_losses import NamedLosses
 from unisono.train.nonfinite_search import NonfiniteSearch
 from unisono.train.objectives import Objective, check_objective
 from unisono.train.optimizers import OptimizerSetup
-from unisono.train.options import TrainOptions
+from unisono.train.options import TrainOptions, is_due
 from unisono.train.profiling import StepProfiler
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
 from unisono.train.settings import count_modules, run_settings
 from unisono.train.setup import build_kvstore, count_tokens, find_peak, throughput_unit
 from unisono.train.state import StageTensors, TrainState
+from unisono.train.state_digests import StateDigests
 from unisono.train.step import Batch, ForwardBackward, TrainStep, input_selector
 from unisono.train.taps import Taps, TapTarget
+from unisono.train.verify import StepVerifier
 
 # steps between two readings of loss, norm and flags; on the CPU there is nothing to wait for
 ACCELERATOR_READ_STEPS = 10
@@ -467,6 +469,7 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
         options=options,
         device=parts.device,
         stop_notice=parts.stop_notice,
+        verifier=_build_verifier(parts, train_step, checkpoints, rates),
         callbacks=given.callbacks,
     )
 
@@ -483,8 +486,9 @@ def _build_taps(parts: RunParts, *, ranks_diverge: bool) -> Taps:
         updates_here=parts.plan.sync.kind != "dist_async",
     )
     taps = Taps(target, parts.events)
-    if observe.taps:
-        taps.add(observe.taps, observe.tap_every_steps)
+    for tap in observe.taps:
+        pattern, every_steps = parse_tap(tap)
+        taps.add((pattern,), every_steps)
     return taps
 
 
@@ -504,6 +508,33 @@ def _build_search(parts: RunParts, train_step: TrainStep) -> NonfiniteSearch | N
         load=load if isinstance(loader, Loader) else None,  # a stream would have to be read from its start
         events=parts.events,
         device=parts.device,
+    )
+
+
+def _build_verifier(
+    parts: RunParts, train_step: TrainStep, checkpoints: RunCheckpoints, rates: RateMeter
+) -> StepVerifier | None:
+    """The verification of steps; None where it is off. Raises ConfigError where a step cannot be computed again."""
+    every, last = parts.inputs.observe.verify_every_steps, parts.inputs.options.steps
+    if not every:
+        return None
+    if parts.state.sync_state is not None or parts.plan.sync.kind == "dist_async":
+        kind, codec = parts.plan.sync.kind, parts.plan.sync.compression
+        raise ConfigError(
+            given=f"observe.verify_every_steps {every} with plan.sync {kind!r} and compression {codec!r}",
+            rule="a step is computed again from a copy of its state, all of which is on this rank and equal on its replicas",
+            consequence="servers, averages or residuals of a codec would take the step twice; nothing was started",
+            nearest="observe.verify_every_steps=0, or plan.sync=dist_sync without compression",
+        )
+    world = train_step.forward_backward.world
+    return StepVerifier(
+        train_step=train_step,
+        digests=StateDigests(parts.state, world, parts.device),
+        is_due=lambda step: is_due(every, step) or checkpoints.is_due(step) or step == last,
+        rates=rates,
+        events=parts.events,
+        device=parts.device,
+        stage=parts.built.dims.rank_along("pp"),
     )
 
 

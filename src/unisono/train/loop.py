@@ -28,6 +28,7 @@ from unisono.train.profiling import StepProfiler
 from unisono.train.run_checkpoints import RunCheckpoints
 from unisono.train.state import TrainState
 from unisono.train.step import Step, TrainStep
+from unisono.train.verify import StepVerifier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +62,7 @@ class StepRunner:
     options: TrainOptions
     device: torch.device
     stop_notice: StopNotice | None
+    verifier: StepVerifier | None
     callbacks: Sequence[Every] = ()
 
     def begin(self) -> None:
@@ -104,14 +106,14 @@ class StepRunner:
         return batch
 
     def run(self, batch: StepBatch) -> Step:
-        """Make one step of ``batch``. Raises NumericsError where too many steps in a row were skipped."""
+        """Make one step of ``batch``. Raises NumericsError where too many steps in a row were skipped, and CorruptionError."""
         began_s, compiling = time.monotonic(), self.metrics_reader.compiling
         self.metrics_reader.profiling |= self.profiler.is_recording
         self.metrics_reader.loading.add(batch.stages)
         if self.metrics_reader.searches is not None:
             self.metrics_reader.searches.remember(batch)
         with counting_exposed_time(self.timers):
-            step = self.train_step.run(batch)
+            step = (self.verifier or self.train_step).run(batch)
         self.metrics_reader.add(step)
         if compiling:
             self.events.emit("compiled", step=step.index, first_step_s=time.monotonic() - began_s)
@@ -173,11 +175,14 @@ class SyncLoop:
     def save(self, *, wait: bool) -> None:
         """Save the state of the last finished step; with ``wait`` until it is committed and uploaded.
 
-        A collective. Raises CheckpointError.
+        A collective. Raises CheckpointError, and CorruptionError for a state that must not be saved.
         """
-        self.runner.checkpoints.save(score=self.runner.evaluator.current_loss)
+        runner = self.runner
+        if runner.verifier is not None and runner.checkpoints.saved_step != runner.state.step:
+            runner.verifier.before_save()
+        runner.checkpoints.save(score=runner.evaluator.current_loss)
         if wait:
-            self.runner.checkpoints.wait()
+            runner.checkpoints.wait()
 
     @property
     def preempted(self) -> bool:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from unisono.data.loading.loader import StepBatch
-from unisono.device.torch_adapters import adapter_for
 from unisono.errors import CommError
 from unisono.observe.events import EventLog
 from unisono.observe.meters import StepTimers
@@ -30,6 +29,7 @@ from unisono.train.callbacks import restored
 from unisono.train.named_losses import sum_losses
 from unisono.train.objectives import Batch
 from unisono.train.operator_watch import NonfiniteTensor, OperatorWatch
+from unisono.train.replay import GeneratorStates
 from unisono.train.step import Step, TrainStep
 
 _MAX_SAMPLES: Final = 64  # in an event
@@ -58,15 +58,13 @@ class NonfiniteSearch:
     events: EventLog
     device: torch.device
     _newest: StepBatch | None = None
-    _generators: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict[int, Any])
+    _generators: dict[int, GeneratorStates] = field(default_factory=dict[int, GeneratorStates])
     _num_steps: int = 0
     _failed: bool = False
 
     def remember(self, batch: StepBatch) -> None:
         """Take the batch of a step that is about to be made, and the states of the generators. Does not wait for the device."""
-        random = adapter_for(self.device.type).random
-        accelerator = None if random is None else random.state()
-        self._newest, self._generators[batch.step] = batch, (torch.get_rng_state(), accelerator)
+        self._newest, self._generators[batch.step] = batch, GeneratorStates.now(self.device)
 
     def forget(self) -> None:
         """All steps so far were read."""
@@ -158,11 +156,7 @@ class NonfiniteSearch:
             made.without_gradients(made.state.optimizer.frozen(batch.step)),
         ):
             made.state.step = batch.step  # a forward pass may read it
-            states, accelerator = self._generators[batch.step]
-            torch.set_rng_state(states)
-            random = adapter_for(self.device.type).random
-            if random is not None and accelerator is not None:
-                random.set_state(accelerator)
+            self._generators[batch.step].restore(self.device)
             try:
                 with watch.watching(model):
                     # FSDP2 reduces in its backward pass, and must know which is the last; others would begin to send

@@ -147,10 +147,11 @@ class TrainState:
         """State of the gradient synchronisation on this rank, by path."""
         if self.sync_state is None:
             return {}
-        tensors = self.sync_state.rank_state() | (self._diverged_state() if self.sync_state.params_diverge else {})
+        tensors = self.sync_state.rank_state() | (self.own_state() if self.sync_state.params_diverge else {})
         return {f"sync/rank-{rank:05d}/{name}": tensor for name, tensor in tensors.items()}
 
-    def _diverged_state(self) -> dict[str, Tensor]:
+    def own_state(self) -> dict[str, Tensor]:
+        """The live tensors of this rank that a step changes: ``local_state`` and statistics, by checkpoint path."""
         return self.local_state() | self._step_statistics()
 
     def meta(self) -> dict[str, Any]:
@@ -202,7 +203,7 @@ class TrainState:
         saved_names = {name.removeprefix(prefix): name for name in rank_local if name.startswith(prefix)}
         if self.sync_state is None:
             return [f"{len(rank_local)} rank-local tensors are not used"] if rank_local else []
-        diverged = self._diverged_state() if self.sync_state.params_diverge else {}
+        diverged = self.own_state() if self.sync_state.params_diverge else {}
         if not saved_names or not diverged.keys() <= saved_names.keys():
             self.sync_state.load_rank_state(None)
             return [f"no rank-local state for rank {rank}: using the global state"]

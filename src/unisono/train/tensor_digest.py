@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _RUN: Final = 1 << 16  # elements that are weighted at once: their 512 KiB stay in a processor's cache
+_DEVICE_RUN: Final = 1 << 22  # on an accelerator, where the launch of a kernel takes as long as reading a MiB
 _FACTOR: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed integer
 
 
@@ -30,15 +31,17 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     flat = local.contiguous().view(-1)
     integers = flat.view(_INTEGERS[flat.element_size()])
     weights = _weights(flat.device)
-    digest = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for run, part in enumerate(integers.split(_RUN)):
-        digest += _dot(part.to(torch.int64), weights[: part.numel()]) * _odd(run + _RUN)
+    length = len(weights)
+    digest = _dot(integers[:length].to(torch.int64), weights[: len(integers)])
+    for run in range(1, -(-len(integers) // length)):
+        part = integers[run * length : (run + 1) * length]
+        digest = digest + _dot(part.to(torch.int64), weights[: len(part)]) * _odd(run + length)
     return digest
 
 
 @lru_cache(maxsize=8)
 def _weights(device: torch.device) -> Tensor:
-    return (torch.arange(_RUN, device=device) * _FACTOR) | 1
+    return (torch.arange(_RUN if device.type == "cpu" else _DEVICE_RUN, device=device) * _FACTOR) | 1
 
 
 def _dot(values: Tensor, weights: Tensor) -> Tensor:
