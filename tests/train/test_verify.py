@@ -117,6 +117,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp": (2, {"pp": 2, "micro_batch": 2}),
     "zbv": (2, {"pp": 2, "schedule": "zbv", "micro_batch": 2}),
     "recompute": (2, {"dp_shard": 2, "recompute": "full"}),
+    "compile": (1, {"compile": "model", "micro_batch": 2}),
     "fp16": (1, {"precision": "fp16", "loss_scale": 16.0}),
 }
 QUICK = {"alone", "dp", "dp_shard", "zero1", "tp", "pp"}
@@ -146,6 +147,19 @@ def test_a_verified_run_has_the_bits_and_events_of_another(pool: Pool, tmp_path:
         for counts in kinds:  # they come with the time
             counts.pop("system", None)
         assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("layout", ["dp_shard", "tp", "pp"])
+def test_the_rank_that_computes_wrongly_where_ranks_share_a_model(pool: Pool, tmp_path: Path, layout: str) -> None:
+    flips = [Flip(kind="activation", when="forward", step=2, rank=1, pick=pick, bit=21) for pick in (5, 12, 18)]
+    changes = {"micro_batch": 2, "sizes": SIZES, **LAYOUTS[layout][1]}
+    every = pool.run(several, str(tmp_path), flips, changes, ranks=2)
+    targets = [outcome["target"] for outcome in every[1]]
+    assert any(targets)  # a stage has no calls of the layers of others
+    for number, target in enumerate(targets):
+        for outcomes in every if target else []:
+            assert outcomes[number]["ranks"] == [1], outcomes[number]
+            assert f"{target!r} of rank 1" in outcomes[number]["error"]
 
 
 def train_own_optimizer(world: World, run_dir: str, every: int) -> dict[str, Any]:

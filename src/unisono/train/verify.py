@@ -34,13 +34,14 @@ from unisono.train.state_digests import StateDigests
 from unisono.train.step import COUNTED, RANK_LOSS, STOP, Step, TrainStep
 from unisono.train.step_trace import StepTrace
 
-# phases of a step in the order in which a wrong value spreads, with what is said of them; from "sums" on ranks share values
+# phases of a step in the order in which a wrong value spreads, with what is said of them
 _PHASES: Final = {
     "before": "the state that it began with",
     "forward": "forward pass",
     "loss": "loss of the rank's samples",
     "backward": "backward pass",
-    "sums": "gradients and statistics, summed over ranks",
+    "sums": "gradients, summed over ranks",
+    "statistics": "loss, norm and counts of the step",
     "after": "the state after the update",
 }
 _MAX_NAMES: Final = 20  # of tensors in an event
@@ -188,7 +189,7 @@ class StepVerifier:
         with trace:
             step = replace(made, observe_gradients=observe_gradients).run(batch)
         trace.add("loss", "loss", step.stats[RANK_LOSS])
-        trace.add("sums", "loss and norm", step.stats[: COUNTED + 1])
+        trace.add("statistics", "loss and norm", step.stats[: COUNTED + 1])
         after = self.digests.take()
         trace.add_digests("after", after)
         return _Computed(step, after, trace.names, trace.values())
@@ -216,7 +217,7 @@ class StepVerifier:
                 ranks=(rank,),
                 tensor=paths[0],
                 is_certain=True,
-                evidence=f"its bits changed {when}, and no operation has written to it",
+                evidence=f"its bits changed {when}, and no operation that torch counts has written to it",
                 tensors=tuple(paths),
             )
             for rank, paths in enumerate(answers)
@@ -232,11 +233,11 @@ class StepVerifier:
         while len(computed) < count:
             computed.append(self._compute_again(batch, rewind))
         kinds = [next(n for n, other in enumerate(computed) if one.is_equal(other)) for one in computed]
-        groups = Counter(zip(*self._gather(kinds), strict=True))  # the kind of each computation on all ranks
+        rows = list(zip(*self._gather(kinds), strict=True))  # the kind of each computation on all ranks
+        groups = Counter(rows)
         if sorted(groups.values()) != [1, count - 1]:
             self._give_up_repeats(count)
             return []
-        rows = list(zip(*self._gather(kinds), strict=True))
         odd = next(n for n, row in enumerate(rows) if groups[row] == 1)
         return [self._outlier(computed[odd], computed[odd - 1], odd, is_deterministic=is_deterministic)]
 
@@ -246,16 +247,15 @@ class StepVerifier:
         differences = [] if odd.is_equal(other) else odd.differences(other)
         first: list[list[Any]] = []
         if differences:
-            place, phase, name = differences[0]
+            place, phase, _ = differences[0]
             # a wrong output spreads to later stages, a wrong gradient to earlier ones
-            stage_order = self.stage if phase in ("before", "forward", "loss") else -self.stage
-            first = [[phases.index(phase), stage_order, place, name]]
+            stage_order = {"forward": self.stage, "backward": -self.stage}.get(phase, 0)
+            first = [[phases.index(phase), stage_order, place, [name for _, _, name in differences[:_MAX_NAMES]]]]
         answers: list[list[list[Any]]] = self._gather(first)
         begins = {rank: tuple(answer[0]) for rank, answer in enumerate(answers) if answer}
         phase, *_ = earliest = min(begin[:3] for begin in begins.values())
         ranks = tuple(rank for rank, begin in begins.items() if begin[:3] == earliest)
-        is_certain = len(ranks) == 1
-        names = [name for _, _, name in differences]
+        names: list[str] = begins[ranks[0]][3]
         doubt = (
             ""
             if is_deterministic
@@ -264,11 +264,11 @@ class StepVerifier:
         return Corruption(
             source="memory" if phases[phase] == "before" else "compute",
             ranks=ranks,
-            tensor=str(begins[ranks[0]][3]),
-            is_certain=is_certain,
+            tensor=names[0],
+            is_certain=len(ranks) == 1,
             evidence=f"of {'three' if is_deterministic else 'five'} computations of the step number {number + 1} has other bits "
             f"than the others, first in: {_PHASES[phases[phase]]}{doubt}",
-            tensors=tuple(names[:_MAX_NAMES]),
+            tensors=tuple(names),
         )
 
     def _of_copies(self, digests: dict[str, Tensor]) -> list[Corruption]:
