@@ -64,6 +64,7 @@ from unisono.train.objectives import Objective, check_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions
 from unisono.train.profiling import StepProfiler
+from unisono.train.replay import build_recorder
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
 from unisono.train.settings import count_modules, run_settings
 from unisono.train.setup import build_kvstore, count_tokens, find_peak, throughput_unit
@@ -466,6 +467,7 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
         device=parts.device,
         stop_notice=parts.stop_notice,
         callbacks=given.callbacks,
+        recorder=build_recorder(parts),
     )
 
 
