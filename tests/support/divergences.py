@@ -143,12 +143,20 @@ def falls_but_once(step: int) -> float:
     return falls(step) * (1.001 if step == 1 else 1.0)
 
 
+def higher_at_first(step: int) -> float:
+    """The same but in the first step."""
+    return falls(step) * (1.001 if step == 0 else 1.0)
+
+
 OBJECTIVES: dict[str, Objective] = {"sum": next_token, "mean": mean_loss, "halved": halved_loss}
-RATES: dict[str, Callable[[int], float]] = {"falls": falls, "once": falls_but_once}
+RATES: dict[str, Callable[[int], float]] = {"falls": falls, "once": falls_but_once, "first": higher_at_first}
 
 
 def trainer(run_dir: str, plant: dict[str, Any], world: World | None = None) -> Trainer:
     """A run with a planted divergence; without any for an empty ``plant``."""
+    if "tiny" in plant:
+        sizes = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
+        return tiny.trainer(run_dir, world=world, steps=STEPS, sizes=sizes, every_steps=1, keep_last=9, **plant["tiny"])
     data = Spoilt(*plant["spoilt"]) if "spoilt" in plant else tiny.RaggedTokens()
     optim = {"lr": 1e-2, "weight_decay": 0.1, "clip_norm": 0.1, **plant.get("optim", {})}
     return Trainer(
@@ -162,6 +170,7 @@ def trainer(run_dir: str, plant: dict[str, Any], world: World | None = None) -> 
         checkpoint=CheckpointOptions(every_steps=plant.get("every", 1), keep_last=9),
         run_dir=run_dir,
         seed=plant.get("seed", 0),
+        resume=plant.get("start", "auto"),
         observe=tiny.QUIET,
         world=world,
     )
@@ -174,6 +183,9 @@ def spoil(run: Trainer, plant: dict[str, Any]) -> None:
     if "gradient" in plant:
         layer = dict(run.model.named_modules())[plant["gradient"]]
         layer.register_forward_hook(lambda _layer, _args, out: out.register_hook(lambda g: g * 1.001) and None)
+    layers = dict(run.model.named_modules())
+    if plant.get("fault") in layers:  # a stage of a pipeline has some alone
+        layers[plant["fault"]].register_forward_hook(lambda _layer, _args, out: out * 1.01)
     if "spoilt_rank" in plant and run.world.rank == plant["spoilt_rank"]:
         dict(run.model.named_modules())["down"].register_forward_hook(lambda _layer, _args, out: out * 1.5)
     if "left_out" in plant:
@@ -235,7 +247,7 @@ def find(folder: Path, pool: Pool, plants: dict[Path, tuple[dict[str, Any], int]
             pool.run(replayed, str(run.run_dir), plant, str(file), ranks=count)
 
     scratch = folder / "scratch"
-    scratch.mkdir()
+    scratch.mkdir(parents=True)
     before = {run_dir: _files(run_dir) for run_dir in plants}
     found = find_first_difference(*plants, replay=replay, scratch=scratch)
     assert before == {run_dir: _files(run_dir) for run_dir in plants}

@@ -30,6 +30,9 @@ def divergence_lines(found: FirstDifference) -> Iterator[str]:
         yield from _divergence(found.divergence)
     elif found.verdict == "identical":
         yield "no divergence" + ("" if found.is_rounded else ": checkpoints of the same steps have the same bits too")
+    elif found.is_rounded:
+        yield "no divergence beyond rounding in the replayed steps, and the histories differ by more: rounding that has"
+        yield "grown over many steps, a device, code or data that have changed since, or an operation that is not deterministic"
     else:
         yield "no divergence in the replays, which the histories have: it came from a device, from code or data that have changed"
         yield "since, or from an operation that is not deterministic"

@@ -343,7 +343,8 @@ class _Recording(TorchDispatchMode):
         size = part.numel() * part.element_size()
         if size > _TENSOR_BYTES or self._written + size > _VALUES_BYTES:
             return -1, ""
-        begin, array = self._written, part.cpu().contiguous().numpy()
+        # a copy: FSDP2 resizes storages, and those that numpy has seen cannot be
+        begin, array = self._written, part.clone().cpu().contiguous().numpy()
         self._values.write(array.tobytes())
         self._written += size
         return begin, array.dtype.str
