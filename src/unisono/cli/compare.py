@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import click
 
-from unisono.cli.common import every_verb, print_result
+from unisono.cli.common import every_verb, is_python_trusted, print_result, trusts_python
 
 
 @click.command("compare")
@@ -16,6 +19,23 @@ from unisono.cli.common import every_verb, print_result
 @click.option("--max-delta", multiple=True, metavar="NAME=X", help="Fail if the figure minus that of A is above X.")
 @click.option("--min-delta", multiple=True, metavar="NAME=X", help="Fail if the figure minus that of A is below X.")
 @click.option("--full", is_flag=True, help="Also figures that hardly count.")
+@click.option(
+    "--first-difference", "finds_first", is_flag=True, help="Replay A and B to find the first tensor that differs."
+)
+@click.option(
+    "--script",
+    "scripts",
+    multiple=True,
+    metavar="'FILE ARGUMENTS'",
+    help="With --first-difference, for runs of Python scripts: the command that made them; twice for one each.",
+)
+@click.option(
+    "--timeout-s",
+    default=600.0,
+    type=click.FloatRange(min=0),
+    help="With --first-difference, most seconds of one replay.",
+)
+@trusts_python
 @every_verb
 def command(
     run_dirs: tuple[str, ...],
@@ -24,6 +44,9 @@ def command(
     max_delta: tuple[str, ...],
     min_delta: tuple[str, ...],
     full: bool,
+    finds_first: bool,
+    scripts: tuple[str, ...],
+    timeout_s: float,
     as_json: bool,
 ) -> None:
     """Compare runs with the first of them: losses, speed, memory, time, settings.
@@ -31,6 +54,13 @@ def command(
     The runs may be finished, killed or still under way. Exit code 1 tells that a limit is broken, or could not be judged:
     unisono compare runs/main runs/mine --max-ratio perf/step_s=1.05 --max-delta train/loss=0.01
     """
+    limit_texts = (max_ratio, min_ratio, max_delta, min_delta)
+    if finds_first:
+        if any(limit_texts) or full:
+            raise click.UsageError("--first-difference takes no limits and no --full")
+        raise SystemExit(_find_first(run_dirs, scripts, timeout_s=timeout_s, as_json=as_json))
+    if scripts:
+        raise click.UsageError("--script is for --first-difference")
     from unisono.compare import broken_limits, compare_runs, read_figures
     from unisono.compare.limits import KINDS, read_limits
     from unisono.compare.table import table
@@ -38,7 +68,7 @@ def command(
     base, *others = run_dirs
     if not others:
         raise click.UsageError(f"one run, {base}: a comparison needs two or more")
-    texts = dict(zip(KINDS, (max_ratio, min_ratio, max_delta, min_delta), strict=True))
+    texts = dict(zip(KINDS, limit_texts, strict=True))
     limits = [limit for kind, given in texts.items() for limit in read_limits(kind, given)]
     first = read_figures(Path(base))
     comparisons = [compare_runs(first, read_figures(Path(run_dir))) for run_dir in others]
@@ -54,3 +84,26 @@ def command(
     kept = [f"{len(limits)} {'limit' if len(limits) == 1 else 'limits'} kept"] if limits and not broken else []
     print_result(as_json, result, [*table(comparisons, is_full=full), *([""] if limits else []), *told, *kept])
     raise SystemExit(1 if broken else 0)
+
+
+def _find_first(run_dirs: Sequence[str], scripts: Sequence[str], *, timeout_s: float, as_json: bool) -> int:
+    """Show the first tensor in which two runs differ; the exit code."""
+    if len(run_dirs) != 2 or len(scripts) > 2:
+        raise click.UsageError("--first-difference takes two runs, and --script at most twice")
+    from unisono.compare.divergence_text import divergence_lines
+    from unisono.compare.first_difference import find_first_difference
+    from unisono.compare.replay_child import replay_as_child
+    from unisono.compare.replayable import ReplayableRun
+    from unisono.compare.step_record import ReplayRequest
+
+    a, b = Path(run_dirs[0]), Path(run_dirs[1])
+    script_of = dict(zip((a, b), (*scripts, *scripts)[:2], strict=False))
+    start = partial(replay_as_child, flags=["--trust-python"] if is_python_trusted() else [], timeout_s=timeout_s)
+
+    def replay(run: ReplayableRun, request: ReplayRequest) -> None:
+        start(run, request, script=script_of.get(run.run_dir))
+
+    with tempfile.TemporaryDirectory(prefix="unisono-compare-", ignore_cleanup_errors=True) as scratch:
+        found = find_first_difference(a, b, replay=replay, scratch=Path(scratch))
+    print_result(as_json, found.to_json(), divergence_lines(found))
+    return 0 if found.verdict == "identical" else 1

@@ -1,4 +1,4 @@
-"""Runs side by side, from their events: speed, memory, losses, settings. Imports no torch."""
+"""Runs side by side, from their events: speed, memory, losses, settings, without torch; and where they diverge first."""
 
 import lazy_loader
 

@@ -3,6 +3,9 @@ from .comparison import Row as Row
 from .comparison import compare_runs as compare_runs
 from .differences import Difference as Difference
 from .differences import differences as differences
+from .divergence import Divergence as Divergence
+from .first_difference import FirstDifference as FirstDifference
+from .first_difference import find_first_difference as find_first_difference
 from .limits import Broken as Broken
 from .limits import Limit as Limit
 from .limits import broken_limits as broken_limits

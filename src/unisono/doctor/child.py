@@ -86,13 +86,20 @@ class TrainOutcome:
 
 def train_child(run_dir: Path, arguments: Sequence[str], *, timeout_s: float) -> TrainOutcome:
     """Run ``unisono train`` with ``arguments`` in the folder ``run_dir``, for at most ``timeout_s`` seconds."""
+    return run_child(run_dir, module_command("unisono", "train", *arguments), timeout_s=timeout_s)
+
+
+def run_child(
+    run_dir: Path, command: Sequence[str], *, timeout_s: float, variables: Mapping[str, str] | None = None
+) -> TrainOutcome:
+    """Run a command that trains in the folder ``run_dir``, for at most ``timeout_s`` seconds, with more environment variables."""
     environ = {name: value for name, value in os.environ.items() if not foreign_variable(name)}
     began_s = time.monotonic()
     code: int | None = None
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         process = subprocess.Popen(
-            module_command("unisono", "train", *arguments),
-            env={**environ, "PYTHONPATH": module_path()},
+            list(command),
+            env={**environ, "PYTHONPATH": module_path(), **(variables or {})},
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=subprocess.STDOUT,

@@ -65,6 +65,7 @@ from unisono.train.objectives import Objective, check_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions, is_due
 from unisono.train.profiling import StepProfiler
+from unisono.train.replay import build_recorder
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
 from unisono.train.settings import count_modules, run_settings
 from unisono.train.setup import build_kvstore, count_tokens, find_peak, throughput_unit
@@ -471,6 +472,7 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
         stop_notice=parts.stop_notice,
         verifier=_build_verifier(parts, train_step, checkpoints, rates),
         callbacks=given.callbacks,
+        recorder=build_recorder(parts),
     )
 
 

@@ -28,6 +28,7 @@ from unisono.train.profiling import StepProfiler
 from unisono.train.run_checkpoints import RunCheckpoints
 from unisono.train.state import TrainState
 from unisono.train.step import Step, TrainStep
+from unisono.train.step_recorder import StepRecorder
 from unisono.train.verify import StepVerifier
 
 
@@ -64,6 +65,7 @@ class StepRunner:
     stop_notice: StopNotice | None
     verifier: StepVerifier | None
     callbacks: Sequence[Every] = ()
+    recorder: StepRecorder | None = None
 
     def begin(self) -> None:
         """Start to measure the speed of steps; emit a notice if all of them are made already."""
@@ -113,7 +115,10 @@ class StepRunner:
         if self.metrics_reader.searches is not None:
             self.metrics_reader.searches.remember(batch)
         with counting_exposed_time(self.timers):
-            step = (self.verifier or self.train_step).run(batch)
+            if self.recorder is not None:
+                step = self.recorder.run(self.train_step, batch)
+            else:
+                step = (self.verifier or self.train_step).run(batch)
         self.metrics_reader.add(step)
         if compiling:
             self.events.emit("compiled", step=step.index, first_step_s=time.monotonic() - began_s)

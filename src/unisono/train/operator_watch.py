@@ -1,27 +1,21 @@
 """Finds the first operator of a forward and backward pass whose result is not finite though its inputs are.
 
-This module alone uses, of torch outside of its documented interface (tested with torch 2.13.0): ``TorchDispatchMode``, which sees
-every operator, also those of the backward pass; the sequence numbers of autograd nodes, by which a backward operator is
-attributed to the module whose forward pass created its node; and the schema of an operator, which says whether it writes to its
-inputs.
-
-Every operator is checked on the host, so that a watched pass takes several times as long as another.
+``TorchDispatchMode``, which is outside of torch's documented interface (tested with torch 2.13.0), sees every operator, also in
+the backward pass. Every operator is checked on the host, so that a watched pass takes several times as long as another.
 """
-
-# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from unisono.train.operator_places import ModuleCall, OperatorPlaces, leaves, local, writes_to_inputs
 
 _FINITE, _INFINITE, _NAN = range(3)
 _VALUES: Final = ("finite", "inf", "nan")
@@ -56,31 +50,12 @@ class NonfiniteTensor:
         return bool(self.operator or self.tensor)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
-    """A call of a module.
-
-    Attributes:
-        path: Name of the module.
-        first: Number of suspects before it.
-        start: The next autograd sequence number when it began.
-        is_finite: Whether its arguments are finite.
-    """
-
-    path: str
-    first: int
-    start: int
-    is_finite: bool
-
-
 @dataclass(frozen=True, slots=True)
-class _Span:
-    """The sequence numbers of the autograd nodes that a call of a module created."""
+class _Start:
+    """The beginning of a module's call: the number of suspects before it, and whether its arguments are finite."""
 
-    path: str
-    start: int
-    stop: int
-    micro_batch: int
+    first: int
+    is_finite: bool
 
 
 class OperatorWatch(TorchDispatchMode):
@@ -98,9 +73,8 @@ class OperatorWatch(TorchDispatchMode):
         self._module: NonfiniteTensor | None = None
         self._suspects: list[NonfiniteTensor] = []
         self._in_backward: list[NonfiniteTensor] = []
-        self._calls: list[_Call] = []
-        self._spans: list[_Span] = []
-        self._micro_batch, self._num_rows, self._lengths = 0, 0, frozenset[int]()
+        self._places = OperatorPlaces(self._entering, self._leaving)
+        self._num_rows, self._lengths = 0, frozenset[int]()
 
     @property
     def found(self) -> NonfiniteTensor | None:
@@ -111,16 +85,8 @@ class OperatorWatch(TorchDispatchMode):
     @contextmanager
     def watching(self, model: nn.Module) -> Generator[None]:
         """Inside, operators and the modules of ``model`` are watched."""
-        hooks: list[Any] = []
-        for path, module in model.named_modules():
-            hooks.append(module.register_forward_pre_hook(self._entering(path), prepend=True, with_kwargs=True))
-            hooks.append(module.register_forward_hook(self._leaving(path)))
-        try:
-            with self:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with self._places.following(model), self:
+            yield
 
     # --- what is known before the passes, and between them ----------------------------------------------------------------
 
@@ -147,7 +113,7 @@ class OperatorWatch(TorchDispatchMode):
     def begin_micro_batch(self, number: int, micro_batch: Mapping[str, Any]) -> None:
         """The next operators are of this micro-batch."""
         entries = [entry for entry in micro_batch.values() if isinstance(entry, Tensor) and entry.dim()]
-        self._micro_batch, self._num_rows = number, max((len(entry) for entry in entries), default=0)
+        self._places.micro_batch, self._num_rows = number, max((len(entry) for entry in entries), default=0)
         self._lengths = frozenset(entry.shape[1] for entry in entries if entry.dim() > 1)
 
     def check_loss(self, loss: Tensor) -> None:
@@ -157,7 +123,9 @@ class OperatorWatch(TorchDispatchMode):
                 self._origin = self._suspects[0]
         else:
             self._origin, self._module = (
-                None if one is not None and (one.where, one.micro_batch) == ("forward", self._micro_batch) else one
+                None
+                if one is not None and (one.where, one.micro_batch) == ("forward", self._places.micro_batch)
+                else one
                 for one in (self._origin, self._module)
             )
         self._suspects.clear()
@@ -169,100 +137,72 @@ class OperatorWatch(TorchDispatchMode):
         name = str(func)
         if self._origin is not None or func.namespace in _MOVING or "empty" in name:
             return func(*args, **kwargs)
-        before = _worst(_leaves((args, kwargs))) if func._schema.is_mutable else None
+        before = _worst(leaves((args, kwargs))) if writes_to_inputs(func) else None
         result = func(*args, **kwargs)
-        node: Any = torch._C._current_autograd_node()  # None in a forward pass
-        made = list(_leaves(result))
-        level = _worst(made if node is not None else made[:1])  # others of a forward operator are statistics
-        if level and level > (_worst(_leaves((args, kwargs))) if before is None else before):
+        is_backward = self._places.is_backward
+        made = list(leaves(result))
+        level = _worst(made if is_backward else made[:1])  # others of a forward operator are statistics
+        if level and level > (_worst(leaves((args, kwargs))) if before is None else before):
             bad = next(tensor for tensor in made if isinstance(tensor, Tensor) and _level(tensor) == level)
-            self._suspect(name, bad, level, node)
+            self._suspect(name, bad, level, is_backward=is_backward)
         return result
 
-    def _suspect(self, operator: str, tensor: Tensor, level: int, node: Any) -> None:
-        value = _VALUES[level]
-        if node is None:
-            rows = self._rows_of(tensor)
-            layer = self._calls[-1].path if self._calls else ""
-            where = "forward" if self._calls else "loss"
+    def _suspect(self, operator: str, tensor: Tensor, level: int, *, is_backward: bool) -> None:
+        call = self._places.current()
+        value, layer = _VALUES[level], "" if call is None else call.path
+        if not is_backward:
             self._suspects.append(
                 NonfiniteTensor(
-                    where=where, layer=layer, operator=operator, value=value, micro_batch=self._micro_batch, rows=rows
+                    where="loss" if call is None else "forward",
+                    layer=layer,
+                    operator=operator,
+                    value=value,
+                    micro_batch=self._places.micro_batch,
+                    rows=self._rows_of(tensor),
                 )
             )
             return
-        number = node._sequence_nr()
-        around = [span for span in self._spans if span.start <= number < span.stop]
-        span = max(around, key=lambda span: span.start, default=_Span("", 0, 0, self._micro_batch))
-        rows = self._rows_of(tensor) if tensor.dim() > 2 else ()  # gradients of parameters have no rows
         self._in_backward.append(
             NonfiniteTensor(
                 where="backward",
-                layer=span.path,
+                layer=layer,
                 operator=operator,
                 value=value,
-                micro_batch=span.micro_batch,
-                rows=rows,
+                micro_batch=self._places.micro_batch if call is None else call.micro_batch,
+                rows=self._rows_of(tensor) if tensor.dim() > 2 else (),  # gradients of parameters have no rows
             )
         )
 
     def _rows_of(self, tensor: Tensor) -> tuple[int, ...]:
         """The rows of the micro-batch with non-finite elements, where ``tensor`` [B, …] or [B · T, …] has them."""
-        local = _local(tensor)
-        if not local.dim() or not self._num_rows:
+        part = local(tensor)
+        if not part.dim() or not self._num_rows:
             return ()
-        if len(local) == self._num_rows or len(local) in {self._num_rows * length for length in self._lengths}:
-            return _bad_rows(local, self._num_rows)
+        if len(part) == self._num_rows or len(part) in {self._num_rows * length for length in self._lengths}:
+            return _bad_rows(part, self._num_rows)
         return ()
 
-    def _entering(self, path: str) -> Callable[..., None]:
-        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not path:
-                self._calls.clear()  # the last call may have ended early, as a pipeline stage does
-            start, first = torch.autograd._get_sequence_nr(), len(self._suspects)
-            is_finite = not _worst(_leaves((args, kwargs)))
-            self._calls.append(_Call(path=path, first=first, start=start, is_finite=is_finite))
+    def _entering(self, _call: ModuleCall, args: Any, kwargs: Any) -> _Start:
+        return _Start(len(self._suspects), is_finite=not _worst(leaves((args, kwargs))))
 
-        return enter
-
-    def _leaving(self, path: str) -> Callable[..., None]:
-        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-            while self._calls and self._calls[-1].path != path:
-                self._calls.pop()
-            if not self._calls:
-                return
-            call = self._calls.pop()
-            stop = torch.autograd._get_sequence_nr()
-            self._spans.append(_Span(path, call.start, stop, self._micro_batch))
-            if self._origin is not None:
-                return
-            inside = self._suspects[call.first :]
-            bad = next((t for t in _leaves(output) if isinstance(t, Tensor) and _level(t.detach())), None)
-            if bad is None:
-                del self._suspects[call.first :]
-            elif inside:
-                self._origin = inside[0] if inside[0].rows else replace(inside[0], rows=self._rows_of(bad.detach()))
-            elif call.is_finite and self._module is None:
-                self._module = NonfiniteTensor(
-                    where="forward",
-                    layer=path,
-                    value=_VALUES[_level(bad.detach())],
-                    micro_batch=self._micro_batch,
-                    rows=self._rows_of(bad.detach()),
-                )
-
-        return leave
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Tensors and plain numbers in tuples, lists and mappings."""
-    if isinstance(value, Mapping):
-        value = list(cast("Mapping[Any, Any]", value).values())
-    if isinstance(value, tuple | list):
-        for item in cast("Sequence[Any]", value):
-            yield from _leaves(item)
-    elif isinstance(value, Tensor | float):
-        yield value
+    def _leaving(self, call: ModuleCall, output: Any) -> None:
+        if self._origin is not None:
+            return
+        start: _Start = call.note
+        inside = self._suspects[start.first :]
+        bad = next((t for t in leaves(output) if isinstance(t, Tensor) and _level(t.detach())), None)
+        if bad is None:
+            del self._suspects[start.first :]
+        elif inside:
+            self._origin = inside[0] if inside[0].rows else replace(inside[0], rows=self._rows_of(bad.detach()))
+        elif start.is_finite and self._module is None:
+            self._module = NonfiniteTensor(
+                where="forward",
+                layer=call.path,
+                value=_VALUES[_level(bad.detach())],
+                micro_batch=call.micro_batch,
+                rows=self._rows_of(bad.detach()),
+            )
 
 
 def _worst(values: Iterable[Any]) -> int:
@@ -272,17 +212,13 @@ def _worst(values: Iterable[Any]) -> int:
 def _level(value: Tensor | float) -> int:
     if not isinstance(value, Tensor):
         return _NAN if math.isnan(value) else _INFINITE if math.isinf(value) else _FINITE
-    tensor = _local(value)
+    tensor = local(value)
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel() or tensor.is_meta:
         return _FINITE
     tensor = tensor.float() if tensor.dtype.itemsize == 1 else tensor
     if bool(tensor.isfinite().all()):
         return _FINITE
     return _NAN if bool(tensor.isnan().any()) else _INFINITE
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _bad_rows(tensor: Tensor, num_rows: int) -> tuple[int, ...]:

@@ -1,88 +1,74 @@
-"""What computing a step again needs: the random generators, and the whole state of the run, as they were before it."""
+"""A run that is replayed for a comparison: in a folder of its own, quiet, and ended after the steps to be recorded.
+
+``UNISONO_REPLAY`` names the request (``compare.step_record``); the first ``Trainer`` of the process follows it.
+"""
 
 from __future__ import annotations
 
-import random
-from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from torch import Tensor
+from unisono.compare.step_record import request_of
+from unisono.errors import PlanError
+from unisono.observe.options import ObserveOptions
+from unisono.optim import ScheduleOptions
+from unisono.train.code_record import RunCode
+from unisono.train.step_recorder import StepRecorder, describe_modules
 
-from unisono.device.torch_adapters import adapter_for
-from unisono.parallel.fsdp import reshard
-from unisono.train.state import TrainState
+if TYPE_CHECKING:
+    from unisono.train.assembly import RunInputs, RunParts
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GeneratorStates:
-    """States of the random generators of this process.
+def inputs_of_replay(given: RunInputs) -> RunInputs:
+    """What a run was given, for its replay: another folder, the checkpoint to begin with, and nothing that goes elsewhere.
 
-    Attributes:
-        host: State of torch's generator of the host.
-        accelerator: State of the device's generator; None on the CPU.
-        python: State of Python's generator.
-        numpy: State of numpy's generator.
+    Unchanged where the process is started for no replay.
     """
+    request = request_of(os.environ)
+    if request is None:
+        return given
+    return replace(
+        given,
+        run_dir=Path(request.run_dir),
+        resume=request.resume or "auto",
+        checkpoint=replace(given.checkpoint, every_steps=0, upload_to=""),
+        observe=ObserveOptions(console="off", trackers=(), report=False, monitor_every_s=0.0, replay_nonfinite=False),
+        callbacks=(),
+        shows_histograms=False,
+    )
 
-    host: Tensor
-    accelerator: Tensor | None
-    python: Any
-    numpy: Any
 
-    @staticmethod
-    def now(device: torch.device) -> GeneratorStates:
-        """The states as they are. Does not wait for the device."""
-        own = adapter_for(device.type).random
-        return GeneratorStates(
-            host=torch.get_rng_state(),
-            accelerator=None if own is None else own.state(),
-            python=random.getstate(),
-            numpy=np.random.get_state(),
+def build_recorder(parts: RunParts) -> StepRecorder | None:
+    """What makes and records the steps of a replay; None where the process is started for none.
+
+    Raises PlanError for ``dist_async``, whose steps depend on the times of others.
+    """
+    request = request_of(os.environ)
+    if request is None:
+        return None
+    if parts.plan.sync.kind == "dist_async":
+        raise PlanError(
+            given="a replay of a run with plan.sync 'dist_async'",
+            rule="a replay repeats the steps of a run bit for bit, and asynchronous steps depend on when others arrive",
+            consequence="nothing was replayed",
+            nearest="a run with plan.sync 'dist_sync'",
         )
-
-    def restore(self, device: torch.device) -> None:
-        """Set the generators to these states."""
-        torch.set_rng_state(self.host)
-        own = adapter_for(device.type).random
-        if own is not None and self.accelerator is not None:
-            own.set_state(self.accelerator)
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-
-
-class Rewind:
-    """The state of a run before a step, to which ``back`` returns.
-
-    It has parameters, buffers, optimizer state, averages, statistics, the schedule and the generators: all that a step changes,
-    but for what a model or an objective keeps in plain Python. Copies of tensors are in host memory.
-    """
-
-    def __init__(self, state: TrainState, device: torch.device) -> None:
-        self._state, self._device = state, device
-        self._step, self._schedule = state.step, deepcopy(state.learning_rates.state())
-        self._generators = GeneratorStates.now(device)
-        tensors = [*state.own_state().values(), *(buffer.detach() for buffer in state.model.buffers())]
-        self._copies = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
-        # an optimizer may create state in its first step, or replace a tensor
-        self._entries = [
-            {parameter: dict(entries) for parameter, entries in member.state.items()}
-            for member in state.optimizer.members
-        ]
-
-    @torch.no_grad()
-    def back(self) -> None:
-        """Restore the state; may be called several times."""
-        state = self._state
-        for member, entries in zip(state.optimizer.members, self._entries, strict=True):
-            member.state.clear()
-            for parameter, values in entries.items():
-                member.state[parameter] = dict(values)
-        for tensor, value in self._copies:
-            tensor.copy_(value)
-        reshard(state.model)
-        state.step = self._step
-        state.learning_rates.load_state(deepcopy(self._schedule))
-        self._generators.restore(self._device)
+    given, schedule = parts.inputs, parts.inputs.optim.used_schedule
+    functions = {"objective": given.given_objective, **given.input.functions}
+    if not isinstance(schedule, ScheduleOptions):
+        functions["schedule"] = schedule
+    plan = parts.plan
+    return StepRecorder(
+        request=request,
+        dims=parts.built.dims,
+        modules=describe_modules(parts.built.model),
+        code=RunCode(functions, parts.built.record).start["parts"],
+        settings={
+            "clip_norm": repr(given.optim.norm_limit),
+            "plan.reduction": plan.sync.reduction,
+            "train.spike_sigmas": repr(given.options.spike_sigmas),
+            "train.ema_decay": repr(given.options.ema_decay),
+        },
+    )

@@ -61,6 +61,7 @@ from unisono.train.objectives import MEAN_LOSS_NOTICE, Batch, Objective, as_obje
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions, folder_problem
 from unisono.train.outputs import RunOutputs
+from unisono.train.replay import inputs_of_replay
 from unisono.train.run_checkpoints import best_before
 from unisono.train.run_record import sequence_length, write_run_record
 from unisono.train.setup import (
@@ -233,11 +234,10 @@ class Trainer:
             provenance=redact(provenance or {}),
             shows_histograms=observe is not None and not HISTOGRAM_SINKS.isdisjoint(observe.trackers),
         )
+        self._inputs = inputs_of_replay(self._inputs)
         self.data, self.eval_data = source.data, self._inputs.eval_data
         self.options, self.run_dir = self._inputs.options, self._inputs.run_dir
-        self._given_world = world
-        self._given_events = events
-        self._observe = self._inputs.observe
+        self._given_world, self._given_events = world, events
         self._outputs: RunOutputs | None = None
         self._is_open = self._ended = False
         self._resources: list[Any] = []  # to be closed in this order
@@ -294,7 +294,7 @@ class Trainer:
             options=self.options,
             checkpoint=inputs.checkpoint,
             loader=inputs.input.options,
-            observe=self._observe,
+            observe=self._inputs.observe,
         )
 
     def _open_world(self) -> None:
@@ -304,7 +304,7 @@ class Trainer:
         self.world = self._given_world or init_distributed(self.plan, job, self.device.type, COLLECTIVE_TIMEOUT_S)
         self.events = self._given_events or open_events(self.run_dir, self.world)
         if self._given_events is None and self.world.job.rank == 0:
-            self._outputs = RunOutputs(self.events, self._observe, self.run_dir)
+            self._outputs = RunOutputs(self.events, self._inputs.observe, self.run_dir)
         # the local launcher tells of a Ctrl-C for all its ranks
         notice = StopNotice.shared(announce=self.world.rank == 0 and self.world.job.source != "unisono")
         self._stop_notice = notice if threading.current_thread() is threading.main_thread() else None
@@ -361,14 +361,14 @@ class Trainer:
             state=self.state,
             sync=self._sync,
             timers=step_timers(device),
-            profile_steps=self._observe.profile_steps,
+            profile_steps=self._inputs.observe.profile_steps,
         )
         self._loop = build_loop(parts, self._resources)
         self._resources.insert(0, self._loop.runner.profiler)
-        if self._observe.monitor_every_s:
+        if self._inputs.observe.monitor_every_s:
             monitor = SystemMonitor(
                 events,
-                every_s=self._observe.monitor_every_s,
+                every_s=self._inputs.observe.monitor_every_s,
                 step=lambda: self.state.step,
                 with_host=world.job.local_rank == 0,
                 readers=device_readers(device),

@@ -29,7 +29,7 @@ from unisono.errors import CorruptionError
 from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter, StepTimers
 from unisono.sanitize import listed
-from unisono.train.replay import Rewind
+from unisono.train.rewind import Rewind
 from unisono.train.state_digests import StateDigests
 from unisono.train.step import COUNTED, RANK_LOSS, STOP, Step, TrainStep
 from unisono.train.step_trace import StepTrace

@@ -1,0 +1,310 @@
+"""Where two runs diverge first: step, phase, layer, operator and tensor, found by replaying a step or two of both.
+
+The histories tell the first step whose loss or gradient norm differs, checkpoints narrow it down, and both runs are replayed from
+the newest checkpoint in which they do not differ yet. Neither folder changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from unisono.compare.alignment import first_divergence
+from unisono.compare.differences import Difference, differences
+from unisono.compare.divergence import Divergence
+from unisono.compare.replayable import ReplayableRun, no_common_start, read_run, state_divergence
+from unisono.compare.step_record import START, Replay, ReplayRequest, StepRecord, read_records, read_replays
+from unisono.compare.whole_tensors import first_whole_divergence, layout_of
+from unisono.errors import CheckpointError, DataError
+from unisono.storage.directory import make_folder
+
+MAX_RECORDED: Final = 2  # steps of each run that are recorded at once
+_UNIT: Final = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4}
+_LOSS_ROUNDINGS: Final = 64.0  # of a step's loss, which grows with the root of the number of steps
+_NORM_ROUNDINGS: Final = 16 * _LOSS_ROUNDINGS
+
+Replayer = Callable[[ReplayableRun, ReplayRequest], None]
+Verdict = Literal["identical", "diverged", "not reproduced"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstDifference:
+    """What a search has found.
+
+    Attributes:
+        a: Folder of the first run.
+        b: Folder of the second.
+        verdict: ``identical``; ``diverged``; ``not reproduced``: the histories differ, and the replays do not.
+        common_steps: Number of steps that both histories have.
+        history_step: The first step whose loss or gradient norm differs; None where none does.
+        divergence: The first tensor that differs.
+        replayed_steps: Steps of each run that were replayed and recorded.
+        run_up_steps: Steps of each run that were made before them without a record.
+        is_rounded: Whether the layouts differ, so that values were compared up to rounding.
+        settings: Options that differ.
+        notes: What was not compared, and what does not fit.
+    """
+
+    a: Path
+    b: Path
+    verdict: Verdict
+    common_steps: int
+    history_step: int | None = None
+    divergence: Divergence | None = None
+    replayed_steps: int = 0
+    run_up_steps: int = 0
+    is_rounded: bool = False
+    settings: tuple[Difference, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as JSON types."""
+        return {
+            "a": str(self.a),
+            "b": str(self.b),
+            "verdict": self.verdict,
+            "common_steps": self.common_steps,
+            "history_step": self.history_step,
+            "divergence": None if self.divergence is None else self.divergence.to_json(),
+            "replayed_steps": self.replayed_steps,
+            "run_up_steps": self.run_up_steps,
+            "is_rounded": self.is_rounded,
+            "settings": [{"key": each.key, "a": each.a, "b": each.b} for each in self.settings],
+            "notes": list(self.notes),
+        }
+
+
+def find_first_difference(a: Path, b: Path, *, replay: Replayer, scratch: Path) -> FirstDifference:
+    """Find where two runs diverge first.
+
+    Args:
+        a: Folder of the first run.
+        b: Folder of the second.
+        replay: Replays steps of a run, and leaves their records.
+        scratch: An empty folder for replays, outside of both runs.
+
+    Raises:
+        DataError: A folder has no run, the runs have no step in common, or a replay left no records.
+        CheckpointError: They cannot be started at the same step.
+        ConfigError: A replay failed, or events cannot be read.
+    """
+    return _Search(read_run(a), read_run(b), replay, scratch).result()
+
+
+@dataclass(slots=True)
+class _Search:
+    a: ReplayableRun
+    b: ReplayableRun
+    replay: Replayer
+    scratch: Path
+    _notes: list[str] = field(default_factory=list[str])
+    _num_passes: int = 0
+    _recorded: int = 0
+    _run_up: int = 0
+
+    def result(self) -> FirstDifference:
+        common = np.intersect1d(self.a.steps, self.b.steps)
+        if not len(common):
+            raise DataError(
+                given=f"{self.a.run_dir} has the steps {_span(self.a)}, {self.b.run_dir} {_span(self.b)}",
+                rule="runs are compared step by step",
+                consequence="nothing was compared",
+                nearest="runs that have steps in common",
+            )
+        is_rounded = self.a.layout != self.b.layout or self.a.world != self.b.world
+        settings = tuple(differences(self.a.settings, self.b.settings))
+        if is_rounded:
+            names = [name for name in self.a.layout if self.a.layout[name] != self.b.layout.get(name)]
+            shown = ", ".join(f"{name} {self.a.layout[name]} and {self.b.layout.get(name)}" for name in names)
+            self._notes.append(f"the layouts differ ({shown}): values are compared up to rounding")
+        step = self._first_step(common.tolist(), is_rounded=is_rounded)
+        divergence = self._rounded(step) if is_rounded else self._exact(step)
+        verdict: Verdict = "diverged" if divergence is not None else "identical" if step is None else "not reproduced"
+        return FirstDifference(
+            a=self.a.run_dir,
+            b=self.b.run_dir,
+            verdict=verdict,
+            common_steps=len(common),
+            history_step=step,
+            divergence=divergence,
+            replayed_steps=self._recorded,
+            run_up_steps=self._run_up,
+            is_rounded=is_rounded,
+            settings=settings,
+            notes=tuple(dict.fromkeys(self._notes)),
+        )
+
+    def _first_step(self, steps: Sequence[int], *, is_rounded: bool) -> int | None:
+        """The first step whose figures differ."""
+        unit = max(_UNIT.get(str(run.layout.get("precision.compute")), _UNIT["fp32"]) for run in (self.a, self.b))
+        for step in steps:
+            for x, y, roundings in zip(
+                self.a.figures(step), self.b.figures(step), (_LOSS_ROUNDINGS, _NORM_ROUNDINGS), strict=True
+            ):
+                if x == y or (math.isnan(x) and math.isnan(y)):
+                    continue
+                if is_rounded and abs(x - y) <= roundings * unit * math.sqrt(step) * max(abs(x), abs(y)):
+                    continue
+                return step
+        return None
+
+    # --- runs of one layout -----------------------------------------------------------------------------------------
+
+    def _exact(self, step: int | None) -> Divergence | None:
+        """The first divergence of bits, which is not after ``step``."""
+        end = step if step is not None else int(min(self.a.steps.max(), self.b.steps.max())) + 1
+        common = sorted(at for at in self.a.starts.keys() & self.b.starts.keys() if at < end)
+        if not common:
+            if step is None:
+                return None
+            raise no_common_start(self.a, self.b, end)
+        changed: Divergence | None = None
+        start = common[0]
+        for at in reversed(common):
+            found = self._state(at)
+            if found is None:
+                start = at
+                break
+            end, changed = at, found
+        if changed is not None and end <= start:  # they differ in the first checkpoint of both already
+            self._notes.append(
+                f"the checkpoints of step {start} differ, and there are none of earlier steps in both runs"
+            )
+            return changed
+        if step is None and changed is None:
+            return None
+        if (found := self._replayed(start, end)) is not None:
+            return found
+        if changed is not None:
+            self._notes.append(
+                f"the replays of both runs are the same up to step {end}, and their checkpoints of that step are not: "
+                "a checkpoint was changed, or the run had another state"
+            )
+        return changed
+
+    def _state(self, step: int) -> Divergence | None:
+        a, b = self.a.starts[step], self.b.starts[step]
+        if a is None or b is None:
+            return None  # replayed from the seed, which shows what differs
+        return state_divergence(step, a, b)
+
+    def _replayed(self, start: int, end: int) -> Divergence | None:
+        """The first divergence in the steps after ``start`` up to ``end``."""
+        record = range(max(start + 1, end - MAX_RECORDED + 1), end + 1)
+        folders = self._run_both(start, record)
+        found = self._compared(record, folders)
+        if found is None or found.phase != START or found.step != record[0] or start + 1 == record[0]:
+            return found
+        # they differ before the first step with a record: the digests of their states tell in which
+        states = [[replay.states for replay in read_replays(folder)] for folder in folders]
+        earlier = next(
+            (
+                step
+                for step in range(start + 1, record[0])
+                if any(x.get(step) != y.get(step) for x, y in zip(*states, strict=True))
+            ),
+            None,
+        )
+        if earlier is None:
+            return found
+        again = range(earlier, earlier + 1)
+        return self._compared(again, self._run_both(start, again)) or found
+
+    def _compared(self, steps: Sequence[int], folders: tuple[Path, Path]) -> Divergence | None:
+        for step in steps:
+            records = [read_records(folder, step) for folder in folders]
+            self._require(records, step)
+            if (found := first_divergence(records[0], records[1], folders)) is not None:
+                return found
+        return None
+
+    # --- runs of other layouts --------------------------------------------------------------------------------------
+
+    def _rounded(self, step: int | None) -> Divergence | None:
+        """The first divergence beyond rounding, from the same state where the runs have the same order of samples."""
+        if step is None:
+            return None
+        own = [sorted(at for at in run.starts if at < step) for run in (self.a, self.b)]
+        same_order = self.a.order == self.b.order
+        common = sorted(set(own[0]) & set(own[1])) if not same_order or not own[0] else own[0]
+        if not common:
+            raise no_common_start(self.a, self.b, step)
+        start = common[-1]
+        if same_order and self.a.starts[start] is not None:
+            self.b = replace(self.b, starts={**self.b.starts, start: self.a.starts[start]})
+            self._notes.append(f"both were replayed from the checkpoint of step {start} of A")
+        record = range(max(start + 1, step - MAX_RECORDED + 1), step + 1)
+        folders = self._run_both(start, record)
+        for number in record:
+            records = [read_records(folder, number) for folder in folders]
+            self._require(records, number)
+            if layout_of(records[0][0]) == layout_of(records[1][0]):
+                return first_divergence(records[0], records[1], folders)
+            found, notes = first_whole_divergence(records[0], records[1], folders)
+            self._notes += notes
+            if found is not None:
+                return found
+        return None
+
+    # --- replays ----------------------------------------------------------------------------------------------------
+
+    def _run_both(self, start: int, record: Sequence[int]) -> tuple[Path, Path]:
+        """Replay both runs; the folders of their records."""
+        self._num_passes += 1
+        folders: list[Path] = []
+        for letter, run in (("a", self.a), ("b", self.b)):
+            place = self.scratch / f"{letter}{self._num_passes}"
+            records = place / "records"
+            make_folder(records)
+            checkpoint = run.starts[start]
+            request = ReplayRequest(
+                run_dir=str(place / "run"),
+                resume="" if checkpoint is None else str(checkpoint.absolute()),
+                folder=str(records),
+                record=tuple(record),
+                last=record[-1],
+            )
+            if run.sync == "dist_async":
+                raise CheckpointError(
+                    given=f"{run.run_dir}, a run with plan.sync 'dist_async'",
+                    rule="a replay repeats steps bit for bit, and asynchronous ones depend on when others arrive",
+                    consequence="nothing was replayed",
+                    nearest="runs with plan.sync 'dist_sync'",
+                )
+            self.replay(run, request)
+            folders.append(records)
+            replays = read_replays(records)
+            if replays:
+                self._check(letter.upper(), run, replays[0])
+        self._recorded += len(record)
+        self._run_up += record[0] - start - 1
+        return folders[0], folders[1]
+
+    def _check(self, letter: str, run: ReplayableRun, replay: Replay) -> None:
+        """Note where a replay does not repeat the history of its run."""
+        for step, loss in sorted(replay.losses.items()):
+            then, _ = run.figures(step)
+            if loss is not None and not math.isnan(then) and loss != then:
+                self._notes.append(
+                    f"the replay of {letter} does not repeat the run: the loss of step {step} was {then!r} and is {loss!r}; "
+                    "its code, data, packages or machine may differ from those of the run, or it is not deterministic"
+                )
+                return
+
+    def _require(self, records: Sequence[Sequence[StepRecord]], step: int) -> None:
+        if not records[0] or not records[1] or len(records[0]) != self.a.world or len(records[1]) != self.b.world:
+            raise DataError(
+                given=f"the replays left records of step {step} of {len(records[0])} and {len(records[1])} ranks",
+                rule=f"the runs have {self.a.world} and {self.b.world} ranks, and each leaves one",
+                consequence="nothing was compared",
+                nearest="the messages of the replays, with -v",
+            )
+
+
+def _span(run: ReplayableRun) -> str:
+    return f"{run.steps.min()} to {run.steps.max()}"
