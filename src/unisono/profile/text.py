@@ -81,6 +81,11 @@ def profile_text(profiles: Sequence[RankProfile]) -> Iterator[str]:
         [(s.kind, s.phase, str(s.calls), f"{1e3 * s.total_s:.2f}", s.source or "?") for s in profile.syncs[:_ROWS]],
     )
     yield from _memory(profile)
+    yield from _table(
+        "memory that stays",
+        ("phase", "MiB a step", "source"),
+        [(g.kind, g.phase, f"{g.bytes_per_step / 2**20:.3g}", g.source) for g in profile.grows[:_ROWS]],
+    )
     yield from _counts(profile)
 
 
