@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from unisono.diagnose.figures import MAX_SAMPLES, is_timed, milliseconds, plan_group
+from unisono.diagnose.figures import is_timed, larger_micro_batches, milliseconds, plan_group
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.run_facts import RankFacts, RunFacts
 
@@ -61,13 +61,19 @@ def _room_left(facts: RunFacts) -> Iterator[Finding]:
     used = max(max(rank.peak_bytes, shared) / rank.limit_bytes for rank in limited)
     if used >= _LITTLE_MEMORY:
         return
-    micro_batch, larger = plan_group(facts, "batch").get("micro_batch"), _larger_micro_batch(facts, limited)
+
+    def share_of(factor: int) -> float:
+        return max(_peak_bytes(rank, factor, limited) / rank.limit_bytes for rank in limited)
+
+    factor = max(larger_micro_batches(facts, lambda factor: share_of(factor) <= _FULL_MEMORY), default=1)
     patch: dict[str, Any] = {}
     evidence = [f"{used:.0%} of the memory is in use"]
-    if isinstance(micro_batch, int) and larger > micro_batch:
-        patch = {"plan.micro_batch": larger}
-        share = max(_peak_bytes(rank, larger / micro_batch, limited) / rank.limit_bytes for rank in limited)
-        evidence.append(f"with {larger} samples in place of {micro_batch} it would be {share:.0%}")
+    if factor > 1:
+        micro_batch: int = plan_group(facts, "batch")["micro_batch"]
+        patch = {"plan.micro_batch": factor * micro_batch}
+        evidence.append(
+            f"with {factor * micro_batch} samples in place of {micro_batch} it would be {share_of(factor):.0%}"
+        )
     recomputes = plan_group(facts, "recompute").get("mode", "none") != "none"
     yield Finding(
         id="MEM04",
@@ -77,7 +83,7 @@ def _room_left(facts: RunFacts) -> Iterator[Finding]:
         confidence=0.5,
         evidence=tuple(evidence),
         advice=(
-            f"plan.micro_batch={larger}: fewer and larger operators"
+            f"plan.micro_batch={patch['plan.micro_batch']}: fewer and larger operators"
             if patch
             else "a larger plan.global_batch, which gives each micro-batch more samples (and the run fewer, larger steps)"
         )
@@ -86,24 +92,7 @@ def _room_left(facts: RunFacts) -> Iterator[Finding]:
     )
 
 
-def _larger_micro_batch(facts: RunFacts, ranks: Sequence[RankFacts]) -> int:
-    """The largest micro-batch of which a step has a whole number, and which leaves some memory; 0 if there is none."""
-    batch = plan_group(facts, "batch")
-    micro_batch, passes = batch.get("micro_batch"), batch.get("accumulation")
-    if not isinstance(micro_batch, int) or not isinstance(passes, int) or not 0 < micro_batch * passes < MAX_SAMPLES:
-        return 0
-    if plan_group(facts, "mesh").get("pp", 1) != 1:
-        return 0  # fewer micro-batches make a longer bubble
-    fits = [
-        factor
-        for factor in range(2, passes + 1)
-        if passes % factor == 0
-        and all(_peak_bytes(rank, factor, ranks) <= _FULL_MEMORY * rank.limit_bytes for rank in ranks)
-    ]
-    return max(fits, default=0) * micro_batch
-
-
-def _peak_bytes(rank: RankFacts, factor: float, ranks: Sequence[RankFacts]) -> float:
+def _peak_bytes(rank: RankFacts, factor: int, ranks: Sequence[RankFacts]) -> float:
     """Bytes in use with micro-batches ``factor`` times as large: what the plan has the rank hold stays, all else grows with them.
 
     That is an upper bound, as the interpreter and libraries do not grow.

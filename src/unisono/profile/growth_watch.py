@@ -16,8 +16,10 @@ import gc
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, cast
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +30,7 @@ from unisono.profile.sync_watch import calling_line
 MIN_STEPS: Final = 3  # what is allocated in one step of fewer may be a buffer that is made once
 _MIN_BYTES: Final = 1024  # a step: statistics that are read every few steps are smaller
 _MAX_LINES: Final = 20
-_MAX_FRAMES: Final = 10  # of the stack of an object
+_MAX_FRAMES: Final = 6  # of the stack of an object
 _PACKAGES: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "<")
 _OWN: Final = ("/unisono/profile/", "/tracemalloc.py", "/torch/profiler/", "/torch/autograd/profiler")
 
@@ -54,14 +56,15 @@ class GrowthWatch(TorchDispatchMode):
         self._phase = phase
         self._step = 0
         self._made: dict[int, _Made] = {}  # by address of the storage, which is not given to another while it is noted
-        self._first: tracemalloc.Snapshot | None = None
+        self._objects: list[Mapping[str, int]] = []  # bytes by line, after each step but the last
         self._owns_trace = False
 
     def __enter__(self) -> GrowthWatch:
+        super().__enter__()
+        torch.empty(0)  # the first operator in such a mode imports torch's compiler
         self._owns_trace = not tracemalloc.is_tracing()
         if self._owns_trace:
             tracemalloc.start(_MAX_FRAMES)
-        super().__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -86,8 +89,8 @@ class GrowthWatch(TorchDispatchMode):
         """The next operators are of another step."""
         self._forget()
         self._step += 1
-        if self._step == 2:
-            self._first = _snapshot()
+        if self._step > 1:
+            self._objects.append(_bytes_by_line())
 
     def _forget(self) -> None:
         self._made = {address: made for address, made in self._made.items() if not made.storage.expired()}
@@ -117,26 +120,30 @@ class GrowthWatch(TorchDispatchMode):
                 yield GrowingAllocation(kind="tensor", source=source, phase=phase, bytes_per_step=per_step)
 
     def _growing_objects(self) -> Iterator[GrowingAllocation]:
-        if self._first is None:
-            return
-        steps = self._step - 1
-        by_line: dict[str, float] = {}
-        for change in _snapshot().compare_to(self._first, "traceback"):
-            source = _line_of_user(change.traceback)
-            by_line[source] = by_line.get(source, 0.0) + change.size_diff / steps
-        for source, per_step in by_line.items():
-            if per_step >= _MIN_BYTES:
+        after = [*self._objects, _bytes_by_line()]
+        for source, num_bytes in after[-1].items():
+            sizes = [each.get(source, 0) for each in after]
+            per_step = (num_bytes - sizes[0]) / (len(sizes) - 1)
+            # a cache that is filled grows in some steps
+            if per_step >= _MIN_BYTES and all(later > earlier for earlier, later in pairwise(sizes)):
                 yield GrowingAllocation(kind="object", source=source, phase="", bytes_per_step=per_step)
 
 
-def _snapshot() -> tracemalloc.Snapshot:
-    own = [tracemalloc.Filter(inclusive=False, filename_pattern=f"*{part}*", all_frames=True) for part in _OWN]
-    return tracemalloc.take_snapshot().filter_traces(own)
+def _bytes_by_line() -> dict[str, int]:
+    """Bytes of Python's objects by line, without those that a profile itself needs."""
+    sizes: dict[str, int] = {}
+    # a filter would look at every object; there are few stacks
+    for found in tracemalloc.take_snapshot().statistics("traceback"):
+        if source := _line_of_user(found.traceback):
+            sizes[source] = sizes.get(source, 0) + found.size
+    return sizes
 
 
 def _line_of_user(stack: tracemalloc.Traceback) -> str:
-    """The innermost line that is not of an installed package; the innermost of all where all are."""
+    """The innermost line outside of installed packages, or of all where all are; empty for what a profile or torch needs."""
     frames = list(reversed(stack))  # a traceback begins with the outermost frame
+    if "/torch/" in frames[0].filename or any(part in frame.filename for frame in frames for part in _OWN):
+        return ""
     frame = next((frame for frame in frames if not any(part in frame.filename for part in _PACKAGES)), frames[0])
     return f"{frame.filename}:{frame.lineno}"
 
