@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 
 import pytest
 from commands import Desk, Outcome
+
+from unisono.checkpoint.writer import SaveWriter
 
 pytestmark = pytest.mark.full
 
@@ -165,13 +166,13 @@ def test_settings_remove_the_finding(
 
 def test_saves_in_the_background_remove_the_stall(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.py").write_text(ROWS + PAUSE)
-    fsync = os.fsync
+    prepare = SaveWriter._prepare  # pyright: ignore[reportPrivateUsage]
 
-    def slow(fd: int) -> None:
+    def slow(writer: Any, save: Any) -> Any:
         time.sleep(0.3)
-        fsync(fd)
+        return prepare(writer, save)
 
-    monkeypatch.setattr(os, "fsync", slow)
+    monkeypatch.setattr(SaveWriter, "_prepare", slow)
     settings = {"train.steps": 33, "checkpoint.every_steps": 8, "checkpoint.asynchronous": "false"}
     before, _, after = before_and_after(desk.here, desk, tmp_path, "CKPT01", **RUN | settings)
     assert before["cost_frac"] > 0.3
