@@ -5,6 +5,8 @@ Injected faults take at least 30 % of a step. Costs and thresholds are tested ex
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -18,10 +20,13 @@ import tiny
 import torch
 from pool import Pool
 
+from unisono.data.options import default_cache_dir
 from unisono.diagnose import Finding, diagnose, read_run
+from unisono.measure.calibration import CALIBRATION_FILE, SHARED_MEMORY, LinkRate, add_to_calibration
+from unisono.measure.ceiling import PeakFlops
 from unisono.observe.monitor import peak_rss_bytes
 from unisono.parallel import timed_collectives
-from unisono.train import assembly
+from unisono.train import assembly, setup
 from unisono.train.run_checkpoints import RunCheckpoints
 
 SLEEP_S = 0.08
@@ -60,6 +65,22 @@ def train(world: Any, run_dir: str, fault: str, rank: int | None, plan: dict[str
     with pytest.MonkeyPatch.context() as patch:
         if "memory" in fault:
             patch.setattr(assembly, "host_memory_limit_bytes", lambda: int(1.02 * peak_rss_bytes()))
+        if "call" in fault:  # all samples in one call make nine tenths of the rate of a product
+            peak = PeakFlops(value=1e9, kind="measured", name="a device")
+            patch.setattr(setup, "peak_flops", lambda *_, **options: peak)
+            options |= {"flops_per_token": 0.9 * peak.value * SLEEP_S / 2 / (8 * 7.5)}
+        if "slower link" in fault:  # than it was measured to be
+            patch.setenv("XDG_CACHE_HOME", f"{run_dir}-cache")
+            rate = LinkRate(
+                operation="all_reduce",
+                transport=SHARED_MEMORY,
+                ranks=2,
+                hosts=(socket.gethostname(),),
+                nbytes=1 << 16,
+                seconds=1e-3,
+                spread_frac=0.01,
+            )
+            add_to_calibration(default_cache_dir(os.environ) / CALIBRATION_FILE, links=[rate])
         if "save" in fault:
             patch.setattr(RunCheckpoints, "save", slowly(RunCheckpoints.save))
         with tiny.trainer(run_dir, world=world, **options) as run:
@@ -82,7 +103,12 @@ def train(world: Any, run_dir: str, fault: str, rank: int | None, plan: dict[str
                 )
             if "leak" in fault and here:
                 kept: list[Any] = []
-                run.model.register_forward_pre_hook(lambda *_: kept.append(torch.ones(2**19)))  # 2 MiB
+                run.model.register_forward_pre_hook(lambda *_: kept.append(torch.ones(2**19)))  # 2 MiB: THE LEAK
+            if "uneven" in fault:
+                for block in run.model.blocks:  # of which each stage runs its own
+                    block.ffn.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S / 4))
+            if "call" in fault:  # each takes time, however many samples it has
+                run.model.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S / 2))
             if "garbage" in fault and here:
                 heap = [[] for _ in range(10**6)]  # what each full collection walks through
                 run.model.register_forward_pre_hook(lambda *_: make_garbage(heap))
@@ -128,7 +154,7 @@ def slow_group(patch: pytest.MonkeyPatch, name: str) -> None:
 def found(
     pool: Pool, folder: Path, fault: str, *, ranks: int = 2, rank: int | None = None, **plan: Any
 ) -> dict[str, Finding]:
-    pool.run(train, str(folder / "run"), fault, rank, plan, ranks=ranks)
+    pool.run(train, str(folder / "run"), fault, rank, plan, ranks=ranks, timeout_s=180.0, comm_timeout_s=120.0)
     return {finding.id: finding for finding in diagnose(read_run(folder / "run"))}
 
 
@@ -149,6 +175,13 @@ def test_a_fault_is_found(pool: Pool, tmp_path: Path, fault: str, ranks: int, ra
     assert next(iter(findings)) == code, findings
     assert findings[code].ranks == (() if rank is None else (rank,))
     assert findings[code].cost_frac > 0.3
+
+
+def test_a_link_that_has_become_slower(pool: Pool, tmp_path: Path) -> None:
+    findings = found(pool, tmp_path, "slower link")
+    assert (findings["COMM03"].severity, findings["COMM03"].ranks) == ("critical", ())
+    assert findings["COMM03"].title == f"the link is slower than it was: {SHARED_MEMORY}"
+    assert findings["COMM03"].cost_frac > 0.3
 
 
 @pytest.mark.parametrize(
@@ -183,6 +216,38 @@ def test_memory_that_grows(pool: Pool, tmp_path: Path) -> None:
     finding = found(pool, tmp_path, "leak", rank=1, steps=240)["MEM03"]
     assert (finding.ranks, finding.severity) == ((1,), "critical")
     assert 1 < float(finding.evidence[0].split(" by ")[1].split()[0]) < 3  # MiB a step
+    assert "unisono profile RUN_DIR --now" in finding.evidence[2]
+
+
+@pytest.mark.full
+def test_the_line_whose_memory_grows(pool: Pool, tmp_path: Path) -> None:
+    observe = replace(tiny.QUIET, profile_steps="4:7+stacks")
+    finding = found(pool, tmp_path, "leak", rank=1, steps=240, observe=observe)["MEM03"]
+    line = next(
+        n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# 2 MiB: THE LEAK")
+    )
+    assert finding.ranks == (1,)
+    assert finding.evidence[2].endswith(f" of {__file__}:{line} stay: 2 MiB a step")
+
+
+def test_memory_that_is_left_for_larger_micro_batches(pool: Pool, tmp_path: Path) -> None:
+    given = {"ranks": 1, "micro_batch": 1, "global_batch": 8}
+    before = found(pool, tmp_path / "before", "call", **given)
+    assert "UTIL01" in before
+    assert before["MEM04"].patch == {"plan.micro_batch": 8}
+    after = found(pool, tmp_path / "after", "call", **given | {"micro_batch": 8})
+    assert not {"UTIL01", "MEM04"} & set(after)
+
+
+def test_stages_of_different_length(pool: Pool, tmp_path: Path) -> None:
+    plan = {"pp": 2, "micro_batch": 1, "sizes": {"num_layers": 4}, "layers_per_stage": (3, 1)}
+    findings = found(pool, tmp_path, "uneven", **plan)
+    assert "BAL01" in findings, findings
+    finding = findings["BAL01"]
+    assert finding.ranks == (0,)
+    assert finding.cost_frac > 0.3
+    assert "the forward pass" in finding.evidence[1]
+    assert "layers of its stage" in finding.advice
 
 
 def test_a_layer_that_is_dead(pool: Pool, tmp_path: Path) -> None:

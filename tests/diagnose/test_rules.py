@@ -14,6 +14,8 @@ import pytest
 from event_streams import SETTINGS, write_events
 
 from unisono.diagnose import Finding, diagnose, read_run
+from unisono.profile import RankProfile
+from unisono.profile.rank_profile import GrowingAllocation, profile_folder
 
 COMPUTE = {"forward": 0.02, "backward": 0.04, "optimizer": 0.01, "other": 0.005}
 
@@ -96,6 +98,35 @@ def test_one_rank_waits_for_data_and_the_network_is_not_blamed(tmp_path: Path) -
     finding = only(tmp_path, together({0: COMPUTE, 1: {**COMPUTE, "data_wait": 0.025}, 2: COMPUTE}), ranks=3)
     assert (finding.id, finding.ranks, finding.severity) == ("DATA02", (1,), "critical")
     assert finding.cost_frac == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("rates", "evidence", "advice"),
+    [
+        (
+            (2e12, 1e12, 2e12),
+            "measured 1 and 2 TFLOP/s on the nodes of ranks 1 and 0: that node was as slow",
+            "another node",
+        ),
+        (
+            (2e12, 1.9e12, 2e12),
+            "measured 1.9 and 2 TFLOP/s on the nodes of ranks 1 and 0: the node itself is not",
+            "look at",
+        ),
+        ((2e12, None, 2e12), None, "look at that host"),
+        ((2e12, float("nan"), 2e12), None, "look at that host"),
+        ((2e12, "fast", 2e12), None, "look at that host"),
+    ],
+)
+def test_a_slow_rank_and_what_its_node_was_measured_to_do(
+    tmp_path: Path, rates: tuple[Any, ...], evidence: str | None, advice: str
+) -> None:
+    work = {rank: {**COMPUTE, "forward": 0.095 if rank == 1 else 0.02} for rank in range(3)}  # twice as long
+    finding = only(tmp_path, together(work), ranks=3, start_of=lambda rank: {"baseline_flops_per_s": rates[rank]})
+    assert (finding.id, finding.ranks) == ("BAL01", (1,))
+    assert len(finding.evidence) == 3 + (evidence is not None)
+    assert evidence is None or evidence in finding.evidence[3]
+    assert finding.advice.startswith(advice)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -213,6 +244,43 @@ def series(**columns: Any) -> Any:
     return lambda rank, step: {f"train/{name}": values[step - 1] for name, values in columns.items()}
 
 
+@pytest.mark.parametrize(
+    ("stacks", "grows", "texts"),
+    [
+        (False, (), ("unisono profile RUN_DIR --now --steps 5 --stacks",)),
+        (True, (), ("in the 3 profiled steps no line's tensors, arrays or objects stayed",)),
+        (
+            True,
+            (
+                ("tensor", "own.py:7", "forward", 1.5),
+                ("object", "own.py:9", "", 0.5),
+                ("tensor", "x.py:1", "other", 0.1),
+            ),
+            ("tensors (forward) of own.py:7 stay: 1.5 MiB a step", "objects of own.py:9 stay: 0.5 MiB a step"),
+        ),
+    ],
+)
+def test_lines_whose_memory_grows(tmp_path: Path, stacks: bool, grows: Any, texts: tuple[str, ...]) -> None:
+    def memory(rank: int, step: int) -> dict[str, float]:
+        return {"mem/now_bytes": 8 * GIB + 2 * 2**20 * step * rank, "mem/limit_bytes": 32 * GIB}
+
+    lines = tuple(
+        GrowingAllocation(kind=kind, source=source, phase=phase, bytes_per_step=mib * 2**20)
+        for kind, source, phase, mib in grows
+    )
+    run = write_events(tmp_path, lambda rank, step: COMPUTE, steps=300, fields_of=memory)
+    for rank in (0, 1):
+        path = profile_folder(run, 5) / f"rank-{rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        seen = lines if rank else ()
+        made = RankProfile(rank=rank, num_steps=3, wall_s=1.0, has_stacks=stacks, grows=seen)
+        path.write_bytes(made.to_bytes())
+    (finding,) = diagnose(read_run(run))
+    assert finding.id == "MEM03"
+    assert len(finding.evidence) == 2 + len(texts)
+    assert all(text in line for text, line in zip(texts, finding.evidence[2:], strict=True))
+
+
 def noisy(count: int, level: float = 2.0) -> list[float]:
     return (level + 0.1 * np.random.default_rng(0).standard_normal(count)).tolist()
 
@@ -229,6 +297,17 @@ def test_losses_that_jump(tmp_path: Path, at: tuple[int, ...], severity: str | N
         assert found[0].patch == {"train.spike_sigmas": 8.0}
         assert f"{len(at)} of 200 steps: {at[0]}" in found[0].evidence[0]
         assert "9, the 50 steps before it 2" in found[0].evidence[1]
+
+
+def test_a_step_that_the_guard_skipped_is_no_jump(tmp_path: Path) -> None:
+    losses = noisy(200)
+    losses[119] = losses[149] = 9.0
+
+    def skipped(rank: int, step: int) -> list[dict[str, Any]]:
+        return [{"kind": "skipped_step", "loss": 9.0, "grad_norm": 1.0, "samples": []}] if step == 120 else []
+
+    finding = only(tmp_path, lambda rank, step: COMPUTE, steps=200, fields_of=series(loss=losses), extra=skipped)
+    assert (finding.id, finding.evidence[0]) == ("NUM02", "1 of 199 steps: 150")
 
 
 def test_a_falling_loss_does_not_jump(tmp_path: Path) -> None:
@@ -293,6 +372,23 @@ def test_overfitting(tmp_path: Path, evals: tuple[float, ...], train_falls: bool
     if severity:
         assert found[0].patch == {"train.early_stop_patience": 3}
         assert "eval loss 2.5 at step 20" in found[0].evidence[0]
+
+
+@pytest.mark.parametrize(("patience", "ids"), [(0, ["NUM05"]), (1, ["NUM05"]), (2, []), (3, [])])
+def test_a_run_that_stops_by_itself_is_no_overfitting(tmp_path: Path, patience: int, ids: list[str]) -> None:
+    evals = (3.0, 2.5, 2.6, 2.8)
+
+    def evaluations(rank: int, step: int) -> list[dict[str, Any]]:
+        return [{"kind": "eval", "eval/loss": evals[step // 10 - 1]}] if step % 10 == 0 else []
+
+    found = findings(
+        tmp_path,
+        lambda rank, step: COMPUTE,
+        fields_of=series(loss=[3 - step / 50 for step in range(1, 41)]),
+        extra=evaluations,
+        settings={**SETTINGS, "train.early_stop_patience": patience},
+    )
+    assert [one.id for one in found] == ids
 
 
 def tap(step: int, *, dead: Mapping[str, float], updates: Mapping[str, float], skipped: bool = False) -> dict[str, Any]:

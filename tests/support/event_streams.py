@@ -28,9 +28,12 @@ def write_events(
     fields_of: Callable[[int, int], Mapping[str, Any]] = lambda rank, step: {},
     windows: bool = True,
     began_s: float = 0.0,
+    start: Mapping[str, Any] | None = None,
+    start_of: Callable[[int], Mapping[str, Any]] = lambda rank: {},
 ) -> Path:
     """Write the events of ``ranks`` ranks, read ``every`` steps. ``extra``: events before that of a step. ``fields`` are added to
-    each step, and ``fields_of(rank, step)``. ``windows=False`` leaves out ``time/window_s``, as earlier releases did."""
+    each step, and ``fields_of(rank, step)``. ``windows=False`` leaves out ``time/window_s``, as earlier releases did.
+    ``start`` and ``start_of(rank)``: more fields of ``run_start``."""
     for rank in range(ranks):
         path = events_path(run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,6 +45,8 @@ def write_events(
                 **envelope,
                 "config": dict(settings),
                 "plan": plan or {"sync": {"kind": "dist_sync"}},
+                **(start or {}),
+                **start_of(rank),
             }
         ]
         now_s, window = 0.0, dict.fromkeys(ALL_PHASES, 0.0)

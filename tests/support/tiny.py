@@ -75,7 +75,11 @@ def model(**changes: Any) -> GPT:
 def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, **changes: Any) -> Trainer:
     """A trainer of the tiny run; ``changes`` go to the options that have a field of that name."""
     data = changes.pop("data", None) or RaggedTokens()
-    extra = {name: changes.pop(name) for name in ("resume", "eval_data", "metrics", "transform") if name in changes}
+    extra = {
+        name: changes.pop(name)
+        for name in ("resume", "eval_data", "metrics", "transform", "flops_per_token")
+        if name in changes
+    }
 
     def take(cls: Any, **defaults: Any) -> Any:
         names = set(cls.__dataclass_fields__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
@@ -92,6 +92,20 @@ def plan_group(facts: RunFacts, name: str) -> dict[str, Any]:
     """A group of the plan, such as ``batch``; empty where the run's plan has none."""
     group = facts.plan.get(name)
     return cast("dict[str, Any]", group) if isinstance(group, dict) else {}
+
+
+def larger_micro_batches(facts: RunFacts, fits: Callable[[int], bool]) -> tuple[int, ...]:
+    """By which factors the micro-batch can grow, ascending: a step has a whole number of them then, and ``fits(factor)``.
+
+    Empty with pipelines, where fewer micro-batches make a longer bubble.
+    """
+    batch = plan_group(facts, "batch")
+    micro_batch, passes = batch.get("micro_batch"), batch.get("accumulation")
+    if not isinstance(micro_batch, int) or not isinstance(passes, int) or not 0 < micro_batch * passes < MAX_SAMPLES:
+        return ()
+    if plan_group(facts, "mesh").get("pp", 1) != 1:
+        return ()
+    return tuple(factor for factor in range(2, passes + 1) if passes % factor == 0 and fits(factor))
 
 
 def listed(numbers: Iterable[int], count: int = 5) -> str:

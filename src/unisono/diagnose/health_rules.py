@@ -121,7 +121,9 @@ def silent_corruption(facts: RunFacts) -> Iterator[Finding]:
 
 def loss_spikes(facts: RunFacts) -> Iterator[Finding]:
     """NUM02: steps whose loss is far above those before it."""
-    losses, steps = facts.training.losses, facts.training.steps
+    skipped = np.array(sorted({step.step for rank in facts.ranks for step in rank.skipped}), dtype=np.int64)
+    trained = ~np.isin(facts.training.steps, skipped)  # a step that the guard has skipped did no harm
+    losses, steps = facts.training.losses[trained], facts.training.steps[trained]
     if len(losses) <= _SPIKE_WINDOW:
         return
     spikes, middle = _spikes(losses)
@@ -248,6 +250,8 @@ def overfitting(facts: RunFacts) -> Iterator[Finding]:
     if best > len(losses) - 3 or rise < 0.02 or not since[1] < since[0]:
         return
     patience = facts.settings.get("train.early_stop_patience")
+    if isinstance(patience, int) and len(losses) - 1 - best <= patience:
+        return  # the run stops by itself
     yield Finding(
         id="NUM05",
         title="the model learns its training data by heart",

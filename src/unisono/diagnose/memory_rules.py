@@ -15,6 +15,7 @@ from unisono.diagnose.figures import (
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.run_facts import RankFacts, RunFacts
 
+_LINE_FRAC: Final = 0.1  # of the growth, for a line to be named
 _CREEP_STEPS: Final = 200  # over fewer, caches that fill look like memory that grows
 
 
@@ -108,10 +109,24 @@ def memory_creep(facts: RunFacts) -> Iterator[Finding]:
         evidence=(
             f"rank {worst.rank} grows by {per_step / 2**20:.3g} MiB a step, steadily over {_span(worst)} steps",
             f"its {worst.limit_bytes / 2**30:.3g} GiB would be full after {left_steps:,.0f} more steps",
+            *_growing_lines(facts, worst.rank, per_step),
         ),
         advice="look for what is kept from step to step: a list of losses or outputs with their graphs (keep .item() or "
         ".detach()), and caches in transforms, data sets and callbacks",
     )
+
+
+def _growing_lines(facts: RunFacts, rank: int, per_step: float) -> Iterator[str]:
+    """The lines whose allocations a profile of the rank with stacks has seen to stay, or how to find them."""
+    profile = next((profile for profile in facts.profiles if profile.rank == rank and profile.has_stacks), None)
+    lines = [] if profile is None else [line for line in profile.grows if line.bytes_per_step >= _LINE_FRAC * per_step]
+    for line in lines[:3]:
+        what = f"tensors ({line.phase})" if line.kind == "tensor" else "objects"
+        yield f"{what} of {line.source} stay: {line.bytes_per_step / 2**20:.3g} MiB a step"
+    if not lines and profile is not None:
+        yield f"in the {profile.num_steps} profiled steps no line's tensors, arrays or objects stayed: more steps may show it"
+    elif not lines:
+        yield "a profile names the line that allocates it: unisono profile RUN_DIR --now --steps 5 --stacks"
 
 
 def _growth(rank: RankFacts) -> float:

@@ -18,6 +18,7 @@ from unisono.diagnose import (
     tap_rules,
     time_rules,
     trace_rules,
+    use_rules,
 )
 from unisono.diagnose.finding import Finding, Rule
 from unisono.diagnose.run_facts import RunFacts
@@ -65,6 +66,7 @@ def diagnose(facts: RunFacts) -> list[Finding]:
     """All findings of all rules, the most costly first."""
     with np.errstate(over="ignore", invalid="ignore"):  # figures of a damaged file may be of any size
         findings = [finding for rule in (*RULES, *_plugged_rules()) for finding in rule(facts)]
+        findings += list(use_rules.low_use(facts, findings))
     return sorted(findings, key=lambda finding: (-finding.cost_frac, finding.severity != "critical", finding.id))
 
 

@@ -38,6 +38,7 @@ COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)
 _WARM_UP_READINGS: Final = 2
 _MAX_BYTES: Final = 1e18
 _MAX_S: Final = 1e12
+_MAX_FLOPS_PER_S: Final = 1e24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +108,11 @@ class RankFacts:
         links: Traffic with each peer.
         origins: First non-finite tensors of skipped steps, on this rank.
         corruptions: What this rank has written of silent corruption, in all attempts: its host may be used again.
+        device: ``cpu``, or type and number of the accelerator; empty if not known.
+        held_bytes: Parameters, gradients and optimizer state that the plan has the rank hold; 0 if not known.
+        baseline_flops_per_s: Rate of products that ``unisono doctor --bench`` measured on the rank's node; 0 if nothing.
+        ceiling_frac: Model FLOP/s over the measured rate of a product, in the median reading; 0 if not known.
+        mfu: The same over the data sheet; 0 if not known.
     """
 
     rank: int
@@ -125,6 +131,11 @@ class RankFacts:
     links: tuple[LinkTraffic, ...] = ()
     origins: tuple[NonfiniteOrigin, ...] = ()
     corruptions: tuple[CorruptionFact, ...] = ()
+    device: str = ""
+    held_bytes: float = 0.0
+    baseline_flops_per_s: float = 0.0
+    ceiling_frac: float = 0.0
+    mfu: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,6 +335,7 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
     for window in profiled:
         keep &= (steps < window.start) | (steps >= window.stop)
     kept, wall_s = readings[keep], wall_s[keep]
+    start = next((event for event in events if event["kind"] == "run_start"), {})
     return RankFacts(
         rank=rank,
         steps=history.steps[kept],
@@ -348,7 +360,28 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         links=_links(events),
         origins=read_origins(events),
         corruptions=read_corruptions(history.all_events),
+        device=str(start.get("device") or ""),
+        held_bytes=sum(_bytes(value) for value in _mapping(start.get("held_bytes")).values()),
+        baseline_flops_per_s=_rate(start.get("baseline_flops_per_s")),
+        ceiling_frac=_median(column("perf/matmul_ceiling_frac", kept)),
+        mfu=_median(column("perf/mfu", kept)),
     )
+
+
+def _bytes(value: Any) -> float:
+    found = number(value)
+    return found if found is not None and 0 <= found < _MAX_BYTES else 0.0
+
+
+def _rate(value: Any) -> float:
+    found = number(value)
+    return found if found is not None and 0 < found < _MAX_FLOPS_PER_S else 0.0
+
+
+def _median(values: Floats) -> float:
+    """Of the positive ones; 0 without one."""
+    known = values[np.isfinite(values) & (values > 0)]
+    return float(np.median(known)) if len(known) else 0.0
 
 
 def _links(events: Sequence[Event]) -> tuple[LinkTraffic, ...]:

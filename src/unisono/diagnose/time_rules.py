@@ -35,6 +35,7 @@ from unisono.diagnose.server_rules import busiest_server
 from unisono.observe.meters import COMM_AXES
 
 _STEADY_FRAC: Final = 0.7  # of the readings in which a rank is slower than the others, for it to be called slow
+_SAME_FRAC: Final = 0.1  # by which two shares may differ, and be taken for the same
 _BUBBLE: Final = (0.15, 0.30)  # warning, critical
 _COMM_ADVICE: Final = {
     "dp": "more samples per rank and step (plan.global_batch) make fewer exchanges of the same size; plan.compression makes "
@@ -280,6 +281,7 @@ def stragglers(facts: RunFacts) -> Iterator[Finding]:
     phase = max(extra, key=lambda name: extra[name])
     ranks = chosen_ranks(facts, is_slow)
     cost = float(excess[worst] / facts.wall_s().mean(axis=0).sum())
+    measured, advice = _baselines(facts, worst, int(totals.argmin()), float(scores[worst]))
     yield Finding(
         id="BAL01",
         title=f"{named_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} slower than the others",
@@ -292,10 +294,29 @@ def stragglers(facts: RunFacts) -> Iterator[Finding]:
             "fastest rank",
             f"{milliseconds(facts, cost)} of {milliseconds(facts, 1.0)} per step, most of it in {_PHASE_WORDS.get(phase, phase)}",
             f"it is slower than the others in {slow_in[worst]:.0%} of the readings",
+            *measured,
         ),
-        advice="look at that host: clocks and throttling, other processes, cores of the rank; with a pipeline, at the layers of "
-        "its stage",
+        advice=advice,
     )
+
+
+def _baselines(facts: RunFacts, slow: int, fast: int, score: float) -> tuple[tuple[str, ...], str]:
+    """How the rows ``slow`` and ``fast`` compare by what ``unisono doctor --bench`` had measured on their nodes, and advice."""
+    now = (
+        "look at that host: clocks and throttling, other processes, cores of the rank; with a pipeline, at the layers of its "
+        "stage"
+    )
+    rates = [facts.ranks[row].baseline_flops_per_s for row in (slow, fast)]
+    if not all(rates):
+        return (), now
+    ratio, text = rates[0] / rates[1], " and ".join(f"{rate / 1e12:.3g}" for rate in rates)
+    measured = f"unisono doctor --bench measured {text} TFLOP/s on the nodes of ranks {{}} and {{}}"
+    measured = measured.format(facts.rank_numbers[slow], facts.rank_numbers[fast])
+    if ratio <= score + _SAME_FRAC:
+        return (
+            f"{measured}: that node was as slow before",
+        ), "another node for that rank, or one of the same kind for all"
+    return (f"{measured}: the node itself is not that slow",), now
 
 
 def own_slowdown(facts: RunFacts) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from unisono.diagnose.figures import MAX_SAMPLES, lower_median, plan_group, severity_of
+from unisono.diagnose.figures import larger_micro_batches, lower_median, plan_group, severity_of
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.run_facts import RunFacts
 from unisono.profile.rank_profile import Overlap, RankProfile, SyncPoint
@@ -104,7 +104,7 @@ def launch_bound(facts: RunFacts) -> Iterator[Finding]:
     if (severity := severity_of(cost, *(_LAUNCH_DEVICE if on_device else _LAUNCH_CPU))) is None:
         return
     steps = max(1, profiles[0].num_steps)
-    patch, gain = _fewer_calls(facts, profiles, cost)
+    patch, gain = _fewer_calls(facts, profiles, cost, (_LAUNCH_DEVICE if on_device else _LAUNCH_CPU)[0])
     yield Finding(
         id="LAUNCH01",
         title="steps are bound by the calls of small operators",
@@ -132,19 +132,24 @@ def launch_bound(facts: RunFacts) -> Iterator[Finding]:
     )
 
 
-def _fewer_calls(facts: RunFacts, profiles: Sequence[RankProfile], cost: float) -> tuple[dict[str, Any], float]:
-    """A micro-batch of twice the size where a step has several and the memory allows it; the share of time that it saves."""
-    batch = plan_group(facts, "batch")
-    micro_batch, passes = batch.get("micro_batch"), batch.get("accumulation")
-    if not isinstance(micro_batch, int) or not isinstance(passes, int) or not 0 < micro_batch < MAX_SAMPLES:
+def _fewer_calls(
+    facts: RunFacts, profiles: Sequence[RankProfile], cost: float, warning: float
+) -> tuple[dict[str, Any], float]:
+    """A larger micro-batch where a step has several and the memory allows it; the share of time that it saves.
+
+    Calls become fewer by its factor, and the work stays: the smallest factor that leaves no warning, else the largest.
+    """
+
+    def fits(factor: int) -> bool:
+        memory = [profile.memory for profile in profiles]
+        grown = [m.peak_bytes + (factor - 1) * m.at_peak.get("activations", 0) for m in memory]
+        return all(0 < size <= 0.85 * m.limit_bytes for size, m in zip(grown, memory, strict=True))
+
+    factors = larger_micro_batches(facts, fits)
+    if not factors:
         return {}, 0.0
-    if passes < 2 or passes % 2 or plan_group(facts, "mesh").get("pp", 1) != 1:
-        return {}, 0.0
-    for profile in profiles:
-        grown = profile.memory.peak_bytes + profile.memory.at_peak.get("activations", 0)
-        if not profile.memory.limit_bytes or grown > 0.85 * profile.memory.limit_bytes:
-            return {}, 0.0
-    return {"plan.micro_batch": 2 * micro_batch}, cost / 2
+    factor = next((f for f in factors if cost / f / (1 - cost + cost / f) < 0.75 * warning), factors[-1])
+    return {"plan.micro_batch": factor * plan_group(facts, "batch")["micro_batch"]}, cost * (1 - 1 / factor)
 
 
 def synchronisations(facts: RunFacts) -> Iterator[Finding]:

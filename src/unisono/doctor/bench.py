@@ -34,7 +34,7 @@ from unisono.measure.calibration import (
     add_to_calibration,
     read_calibration,
 )
-from unisono.measure.ceiling import QUIET_SPREAD_FRAC, matmul_key, time_matmul
+from unisono.measure.ceiling import QUIET_SPREAD_FRAC, baseline_dtype, matmul_key, time_matmul
 from unisono.measure.links import SIZES, probe_all_reduce, probe_pairs
 from unisono.measure.storage import probe_storage
 from unisono.storage.files import os_reason
@@ -82,7 +82,7 @@ def bench(
     checks = [*_sum_checks(links, known, cure), *checks]
     checks += [*troubles, *([_storage_check(storage, known, cure)] if storage else [])]
     checks.append(_peer_check(peers, hosts))
-    name, key = matmul_key(device, _dtype(device))
+    name, key = matmul_key(device, baseline_dtype(device))
     before = known.matmul.get(key)
     ratio = own.tflops / before.tflops if before is not None else None
     evidence = f"{own.tflops:.3g} TFLOP/s ({name}){_scatter(own.spread_frac)}{_than_before(ratio)}"
@@ -173,14 +173,10 @@ def _storage(world: World, folder: Path, file_bytes: int, budget_s: float) -> tu
 def _matmul(world: World, device: torch.device, budget_s: float) -> tuple[list[MatmulRate], MatmulRate]:
     """The rate of each rank while all of them compute, and that of rank 0 alone."""
     world.barrier()
-    together = time_matmul(device, _dtype(device), budget_s=budget_s / 2)
+    together = time_matmul(device, baseline_dtype(device), budget_s=budget_s / 2)
     peers = [MatmulRate(**answer) for answer in world.all_gather_json(asdict(together))]
-    alone = asdict(time_matmul(device, _dtype(device), budget_s=budget_s)) if world.rank == 0 else None
+    alone = asdict(time_matmul(device, baseline_dtype(device), budget_s=budget_s)) if world.rank == 0 else None
     return peers, MatmulRate(**world.broadcast_json(alone))
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 # --- judging ---------------------------------------------------------------------------------------------------------

@@ -61,11 +61,19 @@ _ARITHMETIC: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakFlops:
-    """Peak rate of a device: ``value`` in FLOP/s, its origin (``kind``), and the ``name`` of device and arithmetic."""
+    """Peak rate of a device.
+
+    Attributes:
+        value: The rate in FLOP/s.
+        kind: Its origin.
+        name: Device and arithmetic.
+        measured_value: Beside a data sheet, the rate in FLOP/s that a large product was measured to have; 0 where it was not.
+    """
 
     value: float
     kind: Literal["datasheet", "measured"]
     name: str
+    measured_value: float = 0.0
 
     def __str__(self) -> str:
         origin = "datasheet, dense" if self.kind == "datasheet" else "measured matrix product"
@@ -87,7 +95,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype, *, cache: Path | None =
         arithmetic = "tf32"
     datasheet = datasheet_peak(name, arithmetic)
     if datasheet is not None:
-        return PeakFlops(value=datasheet, kind="datasheet", name=f"{name}, {arithmetic}")
+        measured = read_calibration(cache).matmul.get(matmul_key(device, dtype)[1])
+        return PeakFlops(
+            value=datasheet,
+            kind="datasheet",
+            name=f"{name}, {arithmetic}",
+            measured_value=measured.tflops * _T if measured is not None else 0.0,
+        )
     return measured_ceiling(device, dtype, cache=cache)
 
 
@@ -153,6 +167,19 @@ def matmul_key(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     where = f"{device_name(device)}, {str(dtype).removeprefix('torch.')}"
     name = f"{where}, {threads} threads" if threads else where
     return name, f"matmul | {name} | torch {torch.__version__}"
+
+
+def baseline_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of the products by which devices are compared (``unisono doctor --bench``)."""
+    import torch
+
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def node_baseline(device: torch.device, cache: Path) -> float:
+    """What a device of this node was measured to do, in FLOP/s of products of ``baseline_dtype``; 0 where it was not."""
+    known = read_calibration(cache).matmul.get(matmul_key(device, baseline_dtype(device))[1])
+    return known.tflops * _T if known is not None else 0.0
 
 
 def time_matmul(device: torch.device, dtype: torch.dtype, *, budget_s: float = 1.0) -> MatmulRate:

@@ -64,8 +64,12 @@ def utilization(*, tokens_per_s_device: float, flops_per_token: float, peak: Pea
 
     Returns:
         ``perf/tflops_device``, and the share: ``perf/mfu`` of a datasheet peak, ``perf/matmul_ceiling_frac`` of a measured
-        one. The two shares are not comparable.
+        one, or both. The two shares are not comparable.
     """
     flops_per_s = tokens_per_s_device * flops_per_token
-    name = "perf/mfu" if peak.kind == "datasheet" else "perf/matmul_ceiling_frac"
-    return {"perf/tflops_device": flops_per_s / 1e12, name: flops_per_s / peak.value}
+    measured = peak.value if peak.kind == "measured" else peak.measured_value
+    return {
+        "perf/tflops_device": flops_per_s / 1e12,
+        **({"perf/mfu": flops_per_s / peak.value} if peak.kind == "datasheet" else {}),
+        **({"perf/matmul_ceiling_frac": flops_per_s / measured} if measured else {}),
+    }

@@ -77,7 +77,7 @@ METRIC_NAMES: Final[tuple[MetricName, ...]] = (
         (
             "perf/matmul_ceiling_frac",
             "1",
-            "the same divided by the measured matrix product, where no data sheet is known",
+            "the same divided by the measured rate of a matrix product",
         ),
         (
             "time/window_s",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -168,6 +168,23 @@ class SyncPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GrowingAllocation:
+    """A line of the source whose allocations stay from step to step.
+
+    Attributes:
+        kind: ``tensor``, or ``object`` for arrays and other Python objects.
+        source: ``file:line``, of the innermost frame that is neither Python's nor torch's for a tensor.
+        phase: The phase that a tensor is allocated in; empty for an object.
+        bytes_per_step: By how much a step makes them more.
+    """
+
+    kind: Literal["tensor", "object"]
+    source: str
+    phase: str
+    bytes_per_step: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CompileCounts:
     """What torch.compile did while it was profiled: compilations (after warm-up, each is one too many), their time, and breaks
     of graphs; -1 where that is not known."""
@@ -261,6 +278,7 @@ class RankProfile:
         recompute_s: Time in forward operators inside of the backward pass; on an accelerator that of their kernels.
         patterns: Operators that one fused operator replaces.
         memory: Memory through the window.
+        grows: Lines whose allocations stay, the largest first; recorded with stacks, in three steps or more.
         clock: This rank's clock.
         has_stacks: Whether Python's stacks were recorded.
         trace_file: Name of the trace beside this file; empty if it was dropped.
@@ -292,6 +310,7 @@ class RankProfile:
     recompute_s: float = 0.0
     patterns: tuple[Pattern, ...] = ()
     memory: MemoryProfile = field(default_factory=MemoryProfile)
+    grows: tuple[GrowingAllocation, ...] = ()
     clock: Clock = field(default_factory=Clock)
     has_stacks: bool = False
     trace_file: str = ""

@@ -26,10 +26,18 @@ from unisono.observe.events import EventLog
 from unisono.observe.meters import StepTimers
 from unisono.profile.clock import measure_clocks
 from unisono.profile.compile_counts import compile_counts, compiled_since
+from unisono.profile.growth_watch import GrowthWatch
 from unisono.profile.host_events import PHASE_PREFIX, STEP_PREFIX
 from unisono.profile.memory import HeldMemory
 from unisono.profile.merge import merge_traces
-from unisono.profile.rank_profile import Clock, CompileCounts, RankProfile, profile_folder, read_profiles
+from unisono.profile.rank_profile import (
+    Clock,
+    CompileCounts,
+    GrowingAllocation,
+    RankProfile,
+    profile_folder,
+    read_profiles,
+)
 from unisono.profile.spans import recording
 from unisono.profile.summary import RunFactsOfWindow, summarise_trace
 from unisono.profile.sync_watch import SyncWatch
@@ -82,7 +90,8 @@ class Recording:
         held: Returns bytes of the run's tensors by category.
         planned: Bytes by category that follow from the plan.
         limit_bytes: The memory there is.
-        lines: Whether lines that wait can be found: not where code is compiled, as that would compile it again.
+        lines: Whether lines that wait, or whose allocations stay, can be found: not where code is compiled, as that would
+            compile it again.
     """
 
     def __init__(
@@ -108,6 +117,8 @@ class Recording:
         self._folder = profile_folder(run_dir, window.first)
         self._phases: list[str] = ["other"]
         self._watch = SyncWatch(lambda: self._phases[-1]) if window.stacks and lines else None
+        self._growth = GrowthWatch(lambda: self._phases[-1]) if window.stacks and lines else None
+        self._grows: tuple[GrowingAllocation, ...] = ()
         self._stack = ExitStack()
         self._step: Any = None
         self._profiler = _profiler(device, stacks=window.stacks)
@@ -134,6 +145,8 @@ class Recording:
         self._stack.enter_context(recording())
         if self._watch is not None:
             self._stack.enter_context(self._watch)
+        if self._growth is not None:
+            self._stack.enter_context(self._growth)
 
     def _span(self, name: str, phase: AbstractContextManager[None]) -> _Span:
         return _Span(name, phase, self._phases, self._on_phase)
@@ -145,6 +158,8 @@ class Recording:
     def start_step(self, number: int) -> None:
         """End the span of the step before, and begin that of step ``number``."""
         self._end_step()
+        if self._growth is not None:
+            self._growth.next_step()
         self._step = record_function(f"{STEP_PREFIX}{number}")
         self._step.__enter__()
 
@@ -164,6 +179,11 @@ class Recording:
         """Stop, and write summary and trace; rank 0 merges them. A collective. A failure is reported, and raises nothing."""
         began_s = time.monotonic()
         self._end_step()
+        if self._growth is not None and not self._error:
+            try:
+                self._grows = self._growth.growing()
+            except Exception as refused:  # the rest of the profile is not lost
+                _LOG.warning("what stays in memory is not known: %s: %s", type(refused).__name__, refused)
         self._stack.close()
         profile, error = None, self._error
         try:
@@ -214,7 +234,7 @@ class Recording:
                         shutil.copyfileobj(source, packed, 1 << 20)
         finally:
             raw.unlink(missing_ok=True)
-        profile = replace(profile, trace_file=name if is_kept else "")
+        profile = replace(profile, trace_file=name if is_kept else "", grows=self._grows)
         write_atomically(self._folder / f"rank-{self._rank}.json", profile.to_bytes())
         return profile
 

@@ -19,6 +19,7 @@ _READS: Final = frozenset(
         *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__format__", "__array__"),
     }
 )
+_OWN_FOLDER: Final = "/unisono/profile/"  # one watch calls what another sees
 
 
 class SyncWatch(TorchFunctionMode):
@@ -47,7 +48,7 @@ class SyncWatch(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             self._inside = False
-            entry = self._found.setdefault((name, self._phase(), _caller()), [0, 0.0])
+            entry = self._found.setdefault((name, self._phase(), calling_line(2)), [0, 0.0])
             entry[0] += 1
             entry[1] += time.perf_counter() - began_s
 
@@ -60,12 +61,12 @@ class SyncWatch(TorchFunctionMode):
         return sorted(points, key=lambda point: -point.calls)
 
 
-def _caller() -> str:
-    """``file:line`` of the innermost frame that is neither Python's nor torch's."""
-    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+def calling_line(depth: int) -> str:
+    """``file:line`` of the innermost frame that is not Python's, torch's or a watch's, from ``depth`` frames above this."""
+    frame = sys._getframe(depth)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         file = frame.f_code.co_filename
-        if not is_library(file) and "/torch/" not in file:
+        if not is_library(file) and "/torch/" not in file and _OWN_FOLDER not in file:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

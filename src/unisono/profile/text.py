@@ -46,7 +46,7 @@ def profile_text(profiles: Sequence[RankProfile]) -> Iterator[str]:
 
 
 def profile_tables(profile: RankProfile) -> Iterator[ProfileTable]:
-    """Phases, operators, kernels, collectives, reads from tensors and memory of one rank; those that have rows."""
+    """Phases, operators, kernels, collectives, reads from tensors, memory at its peak and memory that stays of one rank; those that have rows."""
     wall = profile.wall_s or 1.0
     device = bool(profile.kernels)
     tables = (
@@ -106,6 +106,10 @@ def profile_tables(profile: RankProfile) -> Iterator[ProfileTable]:
                 for name in MEMORY_CATEGORIES
                 if name in profile.memory.at_peak
             ],
+        ),
+        ProfileTable(
+            ("memory that stays", "phase", "MiB a step", "source"),
+            [(g.kind, g.phase, f"{g.bytes_per_step / 2**20:.3g}", g.source) for g in profile.grows[:_ROWS]],
         ),
     )
     return (table for table in tables if table.rows)

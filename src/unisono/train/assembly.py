@@ -68,7 +68,7 @@ from unisono.train.profiling import StepProfiler
 from unisono.train.replay import build_recorder
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
 from unisono.train.settings import count_modules, run_settings
-from unisono.train.setup import build_kvstore, count_tokens, find_peak, throughput_unit
+from unisono.train.setup import baseline_of, build_kvstore, count_tokens, find_peak, throughput_unit
 from unisono.train.state import StageTensors, TrainState
 from unisono.train.state_digests import StateDigests
 from unisono.train.step import Batch, ForwardBackward, TrainStep, input_selector
@@ -381,6 +381,7 @@ def _emit_start(parts: RunParts, facts: Mapping[str, Any]) -> None:
             # under dist_async the servers have it
             "optimizer": 0 if plan.sync.kind == "dist_async" else ledger.state_bytes,
         },
+        **({"baseline_flops_per_s": baseline} if (baseline := baseline_of(parts.device)) else {}),
         steps_total=given.options.steps,
         **({"steps_per_epoch": loader.schedule.steps_per_epoch} if isinstance(loader := parts.loader, Loader) else {}),
         epoch=parts.world.job.restart_count,

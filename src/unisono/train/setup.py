@@ -29,7 +29,7 @@ from unisono.dist.world import MIN_MEET_S, on_first_rank
 from unisono.errors import ConfigError, PlanError, Problem
 from unisono.kvstore import KVStore, create_kvstore
 from unisono.measure.calibration import CALIBRATION_FILE
-from unisono.measure.ceiling import PeakFlops, peak_flops
+from unisono.measure.ceiling import PeakFlops, node_baseline, peak_flops
 from unisono.observe.events import EventLog, events_path, next_attempt
 from unisono.observe.meters import EventMarks, StepTimers
 from unisono.parallel.batch_norm import batch_norms
@@ -282,6 +282,11 @@ def _collect_problems(problems: list[Problem]) -> Generator[None]:
         yield
     except PlanError as error:
         problems += error.problems
+
+
+def baseline_of(device: torch.device) -> float:
+    """What ``unisono doctor --bench`` has measured on this node, in FLOP/s; 0 if nothing."""
+    return node_baseline(device, default_cache_dir(os.environ) / CALIBRATION_FILE)
 
 
 def find_peak(device: torch.device, plan: Plan, world: World) -> PeakFlops:

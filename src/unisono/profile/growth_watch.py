@@ -1,0 +1,164 @@
+"""Lines of the source whose allocations stay from step to step, in a window of profiled steps.
+
+Tensors are followed by their storages: each operator's new ones are noted with the line that called it, and counted if they still
+live when the window ends. Arrays and other Python objects are those of ``tracemalloc``. Outside of a window nothing is hooked.
+
+This module alone uses, of torch outside of its documented interface (tested with torch 2.13.0): ``TorchDispatchMode``, which sees
+every operator, also those of the backward pass in autograd's threads; ``StorageWeakRef``, which keeps no storage alive; and the
+local tensor of a ``DTensor``.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from unisono.profile.rank_profile import GrowingAllocation
+from unisono.profile.sync_watch import calling_line
+
+MIN_STEPS: Final = 3  # what is allocated in one step of fewer may be a buffer that is made once
+_MIN_BYTES: Final = 1024  # a step: statistics that are read every few steps are smaller
+_MAX_LINES: Final = 20
+_MAX_FRAMES: Final = 6  # of the stack of an object
+_PACKAGES: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "<")
+_OWN: Final = ("/unisono/profile/", "/tracemalloc.py", "/torch/profiler/", "/torch/autograd/profiler")
+
+
+@dataclass(slots=True)
+class _Made:
+    storage: StorageWeakRef
+    step: int
+    num_bytes: int
+    source: str
+    phase: str
+
+
+class GrowthWatch(TorchDispatchMode):
+    """Notes what is allocated inside of a ``with`` statement; ``next_step`` begins each step, and ``growing`` is the result.
+
+    Args:
+        phase: Returns the phase that the thread is in.
+    """
+
+    def __init__(self, phase: Callable[[], str]) -> None:
+        super().__init__()
+        self._phase = phase
+        self._step = 0
+        self._made: dict[int, _Made] = {}  # by address of the storage, which is not given to another while it is noted
+        self._objects: list[Mapping[str, int]] = []  # bytes by line, after each step but the last
+        self._owns_trace = False
+
+    def __enter__(self) -> GrowthWatch:
+        super().__enter__()
+        torch.empty(0)  # the first operator in such a mode imports torch's compiler
+        self._owns_trace = not tracemalloc.is_tracing()
+        if self._owns_trace:
+            tracemalloc.start(_MAX_FRAMES)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        if self._owns_trace:
+            tracemalloc.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = {storage._cdata: storage for storage in _storages(result)}
+        if made:
+            for storage in _storages((args, kwargs)):
+                made.pop(storage._cdata, None)
+        for storage in made.values():
+            reference = StorageWeakRef(storage)
+            known = self._made.get(reference.cdata)
+            if known is None and (num_bytes := storage.nbytes()):
+                self._made[reference.cdata] = _Made(reference, self._step, num_bytes, calling_line(2), self._phase())
+        return result
+
+    def next_step(self) -> None:
+        """The next operators are of another step."""
+        self._forget()
+        self._step += 1
+        if self._step > 1:
+            self._objects.append(_bytes_by_line())
+
+    def _forget(self) -> None:
+        self._made = {address: made for address, made in self._made.items() if not made.storage.expired()}
+
+    def growing(self) -> tuple[GrowingAllocation, ...]:
+        """The lines whose allocations of several steps stay, the largest first; none after fewer than ``MIN_STEPS`` steps.
+
+        To be called before the ``with`` statement ends. What was allocated in the last step does not count: a loss, gradients and
+        a batch live until the next one.
+        """
+        if self._step < MIN_STEPS:
+            return ()
+        gc.collect()
+        self._forget()
+        found = [*self._growing_tensors(), *self._growing_objects()]
+        return tuple(sorted(found, key=lambda line: -line.bytes_per_step)[:_MAX_LINES])
+
+    def _growing_tensors(self) -> Iterator[GrowingAllocation]:
+        by_line: dict[tuple[str, str], list[_Made]] = {}
+        for made in self._made.values():
+            if 0 < made.step < self._step:
+                by_line.setdefault((made.source, made.phase), []).append(made)
+        steps = self._step - 1
+        for (source, phase), staying in by_line.items():
+            per_step = sum(made.num_bytes for made in staying) / steps
+            if len({made.step for made in staying}) > 1 and per_step >= _MIN_BYTES:
+                yield GrowingAllocation(kind="tensor", source=source, phase=phase, bytes_per_step=per_step)
+
+    def _growing_objects(self) -> Iterator[GrowingAllocation]:
+        after = [*self._objects, _bytes_by_line()]
+        for source, num_bytes in after[-1].items():
+            sizes = [each.get(source, 0) for each in after]
+            per_step = (num_bytes - sizes[0]) / (len(sizes) - 1)
+            # a cache that is filled grows in some steps
+            if per_step >= _MIN_BYTES and all(later > earlier for earlier, later in pairwise(sizes)):
+                yield GrowingAllocation(kind="object", source=source, phase="", bytes_per_step=per_step)
+
+
+def _bytes_by_line() -> dict[str, int]:
+    """Bytes of Python's objects by line, without those that a profile itself needs."""
+    sizes: dict[str, int] = {}
+    # a filter would look at every object; there are few stacks
+    for found in tracemalloc.take_snapshot().statistics("traceback"):
+        if source := _line_of_user(found.traceback):
+            sizes[source] = sizes.get(source, 0) + found.size
+    return sizes
+
+
+def _line_of_user(stack: tracemalloc.Traceback) -> str:
+    """The innermost line outside of installed packages, or of all where all are; empty for what a profile or torch needs."""
+    frames = list(reversed(stack))  # a traceback begins with the outermost frame
+    if "/torch/" in frames[0].filename or any(part in frame.filename for frame in frames for part in _OWN):
+        return ""
+    frame = next((frame for frame in frames if not any(part in frame.filename for part in _PACKAGES)), frames[0])
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def _storages(value: Any) -> Iterator[Any]:
+    """The storages of tensors in tuples, lists and mappings; of a distributed tensor, of this rank's part."""
+    if isinstance(value, Mapping):
+        value = list(cast("Mapping[Any, Any]", value).values())
+    if isinstance(value, tuple | list):
+        for item in cast("Sequence[Any]", value):
+            yield from _storages(item)
+    elif isinstance(value, Tensor):
+        local = getattr(value, "_local_tensor", value)
+        try:
+            if not local.is_meta:
+                yield local.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a tensor without one, such as a sparse one
+            return

@@ -1,0 +1,298 @@
+"""The settings of a diagnosis remove the finding that they are for: ``diagnose --apply`` on injected faults, then ``train``.
+
+``DATA01`` is in ``test_diagnose``; ``PP01`` and ``MEM04`` are in ``tests/diagnose``. ``UTIL02`` is of accelerators.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Desk, Outcome
+
+from unisono.checkpoint.writer import SaveWriter
+
+pytestmark = pytest.mark.full
+
+ROWS = """
+import time
+
+import numpy as np
+import torch
+
+from unisono import Components, RunConfig
+from unisono.train import Every
+
+
+class Rows:
+    def __init__(self, sign=1.0, outliers=()):
+        self.sign, self.outliers = sign, outliers
+
+    def __len__(self):
+        return 2000
+
+    def __getitem__(self, index):
+        target = 100.0 if index in self.outliers else self.sign
+        return np.ones(8, np.float32), np.full(1, target, np.float32)
+
+
+def config(model=lambda run: torch.nn.Linear(8, 1), data=lambda run: (Rows(), Rows()), callbacks=lambda run: []):
+    return RunConfig(
+        components=Components(model=model, data=data, callbacks=callbacks, objective="mean_squared_error")
+    )
+"""
+
+GARBAGE = """
+from functools import partial
+
+heap = [[] for _ in range(10**6)]  # what each full collection walks through
+
+
+def make_garbage(step, model):
+    global heap
+    heap += [[] for _ in range(50_000)]
+
+
+config = partial(config, callbacks=lambda run: [Every(steps=1, call=make_garbage)])
+"""
+
+PAUSE = """
+from functools import partial
+
+
+def pause(step, model):
+    time.sleep(0.06)
+
+
+config = partial(config, callbacks=lambda run: [Every(steps=1, call=pause)])
+"""
+
+OUTLIER = """
+from functools import partial
+
+from unisono.data.order.permutation import Permutation
+
+# samples of steps 61, 81 and 101
+outliers = set(Permutation(2000, seed=0)(np.array([4 * 60, 4 * 80, 4 * 100])).tolist())
+config = partial(config, data=lambda run: (Rows(outliers=outliers), Rows()))
+"""
+
+# the mean of the held-out targets is another
+OVERFIT = """
+from functools import partial
+
+config = partial(config, data=lambda run: (Rows(sign=1.0), Rows(sign=-1.0)))
+"""
+
+# operators of 64 KiB for each sample: a few microseconds, and a hundred for 16 of them
+SMALL = """
+from functools import partial
+
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs):
+        rows = inputs[:, :1].repeat(1, 4096)
+        for _ in range(50):
+            rows = torch.exp(-rows)
+        return rows[:, :1] * self.weight.sum()
+
+
+config = partial(config, model=lambda run: Small())
+"""
+
+RUN = {"plan.device": "cpu", "plan.precision": "fp32", "plan.global_batch": 4, "loader.num_workers": 0}
+RUN |= {"train.eval_every_steps": 0, "checkpoint.every_steps": 0, "observe.console": "off"}
+
+
+def diagnosed(desk: Desk, run_dir: Path, *more: str) -> dict[str, Any]:
+    done = desk.here("diagnose", str(run_dir), "--json", *more)
+    assert done.code == 0, done.err
+    return done.json
+
+
+def before_and_after(
+    train: Callable[..., Outcome], desk: Desk, folder: Path, code: str, **settings: Any
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The finding ``code`` of a run, the settings that are written for it, and the findings of a run with these."""
+    run_dir, overlay = folder / "run", folder / "better.toml"
+    files = [str(folder / "own.py")] if (folder / "own.py").exists() else []
+    chosen = {"run.dir": run_dir, **settings}
+    done = train("train", *files, *(f"--set={name}={value}" for name, value in chosen.items()))
+    assert done.code == 0, done.err
+    told = diagnosed(desk, run_dir, "--apply", str(overlay))
+    findings = {finding["id"]: finding for finding in told["findings"]}
+    assert code in findings, told["findings"]
+    assert findings[code]["patch"].items() <= told["patch"].items()
+    done = train("train", str(overlay))
+    assert done.code == 0, done.err
+    after = {finding["id"]: finding for finding in diagnosed(desk, folder / "run-2")["findings"]}
+    return findings[code], told["patch"], after
+
+
+@pytest.mark.parametrize(
+    ("code", "own", "settings", "patch"),
+    [
+        ("GC01", GARBAGE, {"train.steps": 40}, {"train.gc_every_steps": 100}),
+        ("NUM02", OUTLIER, {"train.steps": 120, "optim.lr": 0.01}, {"train.spike_sigmas": 8.0}),
+        (
+            "NUM05",
+            OVERFIT,
+            {"train.steps": 200, "train.eval_every_steps": 20, "train.num_eval_samples": 8, "optim.lr": 0.002},
+            {"train.early_stop_patience": 3},
+        ),
+        (
+            "LAUNCH01",
+            SMALL,
+            {"train.steps": 10, "plan.global_batch": 32, "plan.micro_batch": 1, "observe.profile_steps": "5:8"},
+            None,
+        ),
+    ],
+)
+def test_settings_remove_the_finding(
+    desk: Desk, tmp_path: Path, code: str, own: str, settings: dict[str, Any], patch: dict[str, Any] | None
+) -> None:
+    (tmp_path / "own.py").write_text(ROWS + own)
+    before, _, after = before_and_after(desk.here, desk, tmp_path, code, **RUN | settings)
+    assert patch is None or before["patch"] == patch
+    assert code not in after, after[code]
+
+
+def test_saves_in_the_background_remove_the_stall(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text(ROWS + PAUSE)
+    prepare = SaveWriter._prepare  # pyright: ignore[reportPrivateUsage]
+
+    def slow(writer: Any, save: Any) -> Any:
+        time.sleep(0.3)
+        return prepare(writer, save)
+
+    monkeypatch.setattr(SaveWriter, "_prepare", slow)
+    settings = {"train.steps": 33, "checkpoint.every_steps": 8, "checkpoint.asynchronous": "false"}
+    before, _, after = before_and_after(desk.here, desk, tmp_path, "CKPT01", **RUN | settings)
+    assert before["cost_frac"] > 0.3
+    assert before["patch"] == {"checkpoint.asynchronous": True}
+    assert "CKPT01" not in after, after["CKPT01"]
+
+
+def test_kept_activations_remove_recompute(desk: Desk, tmp_path: Path) -> None:
+    settings = dict(pair.removeprefix("--set=").split("=", 1) for pair in desk.settings)
+    settings |= {"train.steps": 10, "train.eval_every_steps": 0, "model.num_layers": 2, "model.dim": 64}
+    settings |= {"plan.recompute": "full", "observe.profile_steps": "5:8", "loader.num_workers": 0}
+    before, _, after = before_and_after(desk.here, desk, tmp_path, "RECOMP01", **settings)
+    assert before["patch"] == {"plan.recompute": "none"}
+    assert "RECOMP01" not in after
+
+
+# in a parameter server each byte takes its time, and one request waits for the other
+SLOW_SERVER = """
+import sys
+import threading
+import time
+
+if "unisono.kvstore.server" in sys.orig_argv:
+    from unisono.kvstore.server.parameter_server import ParameterServer
+    from unisono.kvstore.wire.frame import payload_views
+
+    exchange, lock = ParameterServer._exchange, threading.Lock()
+
+    def slowly(self, run, peer, frame):
+        with lock:
+            time.sleep(sum(part.nbytes for part in payload_views(frame)) * SECONDS_PER_BYTE)
+        return exchange(self, run, peer, frame)
+
+    ParameterServer._exchange = slowly
+"""
+SERVERS = {"plan.sync": "dist_async", "launch.num_processes": 2, "launch.num_threads": 1, "launch.num_servers": 1}
+
+
+def test_another_server_halves_the_load(desk: Desk, tmp_path: Path) -> None:
+    wide = "\nconfig = partial(config, model=lambda run: torch.nn.Sequential(torch.nn.Linear(8, 1000), torch.nn.Linear(1000, 1)))"
+    (tmp_path / "own.py").write_text(ROWS + PAUSE + wide)  # 40 kB
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(SLOW_SERVER.replace("SECONDS_PER_BYTE", "1.25e-6"))
+
+    def train(*arguments: str) -> Outcome:
+        return desk.process(*arguments, PYTHONPATH=str(tmp_path / "site"))
+
+    settings = RUN | SERVERS | {"train.steps": 60}
+    before, patch, after = before_and_after(train, desk, tmp_path, "SRV01", **settings)
+    assert before["cost_frac"] > 0.2
+    assert patch == {"launch.num_servers": 2}
+    assert "SRV01" not in after, after["SRV01"]
+
+
+# the worker is slow, and its samples noisy, in every other period of a hundred steps
+STALE = """
+import os
+from functools import partial
+
+steps = 0
+
+
+def count(step, model):
+    global steps
+    steps += 1
+    if os.environ.get("UNISONO_RANK") == "0" and steps // 100 % 2:
+        time.sleep(0.02)
+
+
+def disturb(sample, rng):
+    inputs, target = sample
+    noisy = os.environ.get("UNISONO_RANK") == "0" and steps // 100 % 2
+    return inputs, target + np.float32(rng.normal()) * (3.0 if noisy else 0.01)
+
+
+def config(run=None):
+    return RunConfig(
+        components=Components(
+            model=lambda run: torch.nn.Linear(8, 1),
+            data=lambda run: (Rows(), Rows()),
+            transform=disturb,
+            callbacks=lambda run: [Every(steps=1, call=count)],
+            objective="mean_squared_error",
+        )
+    )
+"""
+
+
+def test_a_bound_removes_stale_updates(desk: Desk, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(ROWS + STALE.replace("config(run=None)", "config()"))
+    settings = RUN | SERVERS | {"train.steps": 6000, "optim.lr": 0.001}
+    before, _, after = before_and_after(desk.process, desk, tmp_path, "STALE01", **settings)
+    assert before["patch"]["plan.staleness"] >= 1
+    assert "STALE01" not in after, after["STALE01"]
+
+
+# one rank alone enters a collective, which the other skips
+SKIPPED = """
+import os
+from functools import partial
+
+import torch.distributed as dist
+
+
+def sum_alone(step, model):
+    if os.environ.get("UNISONO_RANK") == "0" and step.index == 5:
+        dist.all_reduce(torch.ones(4))
+
+
+config = partial(config, callbacks=lambda run: [Every(steps=1, call=sum_alone)])
+"""
+
+
+def test_a_rank_that_skips_a_collective(desk: Desk, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(ROWS + SKIPPED)
+    settings = RUN | {"run.dir": tmp_path / "run", "train.steps": 30}
+    settings |= {"launch.num_processes": 2, "launch.timeout_s": 8, "launch.max_restarts": 0}
+    done = desk.process(
+        "train", str(tmp_path / "own.py"), *(f"--set={name}={value}" for name, value in settings.items())
+    )
+    assert done.code == 1, done.err
+    first, *_ = diagnosed(desk, tmp_path / "run")["findings"]
+    assert (first["id"], first["ranks"]) in [("HANG01", [1]), ("HANG02", [1])], first
