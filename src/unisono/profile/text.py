@@ -46,7 +46,7 @@ def profile_text(profiles: Sequence[RankProfile]) -> Iterator[str]:
 
 
 def profile_tables(profile: RankProfile) -> Iterator[ProfileTable]:
-    """Phases, operators, kernels, collectives, reads from tensors, memory at its peak and memory that stays of one rank; those that have rows."""
+    """Phases, operators, kernels, collectives, reads from tensors and memory of one rank; those that have rows."""
     wall = profile.wall_s or 1.0
     device = bool(profile.kernels)
     tables = (
