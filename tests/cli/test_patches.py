@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +67,21 @@ def pause(step, model):
 
 
 config = partial(config, callbacks=lambda run: [Every(steps=1, call=pause)])
+"""
+
+# on the thread that saves
+SLOW_SAVE = """
+from unisono.checkpoint.writer import SaveWriter
+
+prepare = SaveWriter._prepare
+
+
+def slowly(writer, save):
+    time.sleep(1.0)
+    return prepare(writer, save)
+
+
+SaveWriter._prepare = slowly
 """
 
 OUTLIER = """
@@ -165,15 +179,9 @@ def test_settings_remove_the_finding(
 
 
 def test_saves_in_the_background_remove_the_stall(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.py").write_text(ROWS + PAUSE)
-    prepare = SaveWriter._prepare  # pyright: ignore[reportPrivateUsage]
-
-    def slow(writer: Any, save: Any) -> Any:
-        time.sleep(0.3)
-        return prepare(writer, save)
-
-    monkeypatch.setattr(SaveWriter, "_prepare", slow)
-    settings = {"train.steps": 33, "checkpoint.every_steps": 8, "checkpoint.asynchronous": "false"}
+    (tmp_path / "own.py").write_text(ROWS + PAUSE + SLOW_SAVE)
+    monkeypatch.setattr(SaveWriter, "_prepare", SaveWriter._prepare)  # pyright: ignore[reportPrivateUsage]
+    settings = {"train.steps": 57, "checkpoint.every_steps": 24, "checkpoint.asynchronous": "false"}
     before, _, after = before_and_after(desk.here, desk, tmp_path, "CKPT01", **RUN | settings)
     assert before["cost_frac"] > 0.3
     assert before["patch"] == {"checkpoint.asynchronous": True}
@@ -215,7 +223,7 @@ def test_another_server_halves_the_load(desk: Desk, tmp_path: Path) -> None:
     wide = "\nconfig = partial(config, model=lambda run: torch.nn.Sequential(torch.nn.Linear(8, 1000), torch.nn.Linear(1000, 1)))"
     (tmp_path / "own.py").write_text(ROWS + PAUSE + wide)  # 40 kB
     (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text(SLOW_SERVER.replace("SECONDS_PER_BYTE", "1.25e-6"))
+    (tmp_path / "site/sitecustomize.py").write_text(SLOW_SERVER.replace("SECONDS_PER_BYTE", "2.5e-6"))
 
     def train(*arguments: str) -> Outcome:
         return desk.process(*arguments, PYTHONPATH=str(tmp_path / "site"))
@@ -243,12 +251,12 @@ def count(step, model):
 
 
 def disturb(sample, rng):
-    inputs, target = sample
     noisy = os.environ.get("UNISONO_RANK") == "0" and steps // 100 % 2
-    return inputs, target + np.float32(rng.normal()) * (3.0 if noisy else 0.01)
+    noise = np.float32(rng.normal() * (3.0 if noisy else 0.01))
+    return {**sample, "targets": sample["targets"] + noise}
 
 
-def config(run=None):
+def config():
     return RunConfig(
         components=Components(
             model=lambda run: torch.nn.Linear(8, 1),
@@ -262,14 +270,14 @@ def config(run=None):
 
 
 def test_a_bound_removes_stale_updates(desk: Desk, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(ROWS + STALE.replace("config(run=None)", "config()"))
+    (tmp_path / "own.py").write_text(ROWS + STALE)
     settings = RUN | SERVERS | {"train.steps": 6000, "optim.lr": 0.001}
     before, _, after = before_and_after(desk.process, desk, tmp_path, "STALE01", **settings)
     assert before["patch"]["plan.staleness"] >= 1
     assert "STALE01" not in after, after["STALE01"]
 
 
-# one rank alone enters a collective, which the other skips
+# two ranks enter a collective, which the other skips
 SKIPPED = """
 import os
 from functools import partial
@@ -277,22 +285,22 @@ from functools import partial
 import torch.distributed as dist
 
 
-def sum_alone(step, model):
-    if os.environ.get("UNISONO_RANK") == "0" and step.index == 5:
+def sum_of_two(step, model):
+    if os.environ.get("UNISONO_RANK") != "1" and step.index == 5:
         dist.all_reduce(torch.ones(4))
 
 
-config = partial(config, callbacks=lambda run: [Every(steps=1, call=sum_alone)])
+config = partial(config, callbacks=lambda run: [Every(steps=1, call=sum_of_two)])
 """
 
 
 def test_a_rank_that_skips_a_collective(desk: Desk, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(ROWS + SKIPPED)
     settings = RUN | {"run.dir": tmp_path / "run", "train.steps": 30}
-    settings |= {"launch.num_processes": 2, "launch.timeout_s": 8, "launch.max_restarts": 0}
+    settings |= {"launch.num_processes": 3, "plan.global_batch": 6, "launch.timeout_s": 10, "launch.max_restarts": 0}
     done = desk.process(
         "train", str(tmp_path / "own.py"), *(f"--set={name}={value}" for name, value in settings.items())
     )
     assert done.code == 1, done.err
     first, *_ = diagnosed(desk, tmp_path / "run")["findings"]
-    assert (first["id"], first["ranks"]) in [("HANG01", [1]), ("HANG02", [1])], first
+    assert (first["id"], first["ranks"]) == ("HANG02", [1]), first

@@ -105,7 +105,7 @@ def train(world: Any, run_dir: str, fault: str, rank: int | None, plan: dict[str
                 kept: list[Any] = []
                 run.model.register_forward_pre_hook(lambda *_: kept.append(torch.ones(2**19)))  # 2 MiB: THE LEAK
             if "uneven" in fault:
-                for block in run.model.blocks:  # of which each stage runs its own
+                for block in (each for each in run.model.blocks if hasattr(each, "ffn")):  # those of this stage
                     block.ffn.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S / 4))
             if "call" in fault:  # each takes time, however many samples it has
                 run.model.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S / 2))

@@ -104,6 +104,14 @@ def test_ranks_that_wait_for_each_other() -> None:
     assert "wait for each other in different groups" in found.sentence
 
 
+def test_the_one_of_three_ranks_that_skipped_a_collective_of_another_group() -> None:
+    dp, own = {"ranks": (0, 1, 2)}, {"ranks": (0, 1, 2), "name": "1", "axis": "tp"}
+    usual = [group([SUM], done=1, **dp), group([SUM], done=0, **own)]
+    found = explain_hang([dump(0, *usual), dump(1, group([SUM, SUM], done=1, **dp)), dump(2, *usual)])
+    assert found is not None
+    assert (found.kind, found.ranks) == ("collective_mismatch", (1,))
+
+
 def test_a_skipped_collective() -> None:
     usual = group([SUM, GATHER, SUM, SUM], done=3)
     found = explain_hang([dump(0, usual), dump(1, group([SUM, SUM, SUM], done=2)), dump(2, usual)])

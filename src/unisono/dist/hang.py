@@ -232,9 +232,13 @@ def _missing(
             f"{_ranks(waiting)} wait{_s(waiting)} in {_named(each)}{_where(state)} for {_ranks(missing)}"
             for missing, waiting, state, each in waits
         ]
+        sides = sorted((waiting for _, waiting, _, _ in waits), key=len)
+        # of ranks that disagree about what comes next for all of them, the fewer are the odd ones
+        same_members = len({tuple(sorted({*missing, *waiting})) for missing, waiting, _, _ in waits}) == 1
+        odd = sides[0] if same_members and len(sides[0]) < len(sides[1]) else sorted(all_waiting)
         return Hang(
             kind="collective_mismatch",
-            ranks=tuple(sorted(all_waiting)),
+            ranks=tuple(odd),
             sentence=f"ranks wait for each other in different groups: {'; '.join(texts)}",
         )
     missing, waiting, state, collective = chosen

@@ -4,7 +4,7 @@ Tensors are followed by their storages: each operator's new ones are noted with 
 live when the window ends. Arrays and other Python objects are those of ``tracemalloc``. Outside of a window nothing is hooked.
 
 This module alone uses, of torch outside of its documented interface (tested with torch 2.13.0): ``TorchDispatchMode``, which sees
-every operator, also those of the backward pass in autograd's threads; ``StorageWeakRef``, which keeps no storage alive; and the
+every operator, also those of the backward pass in autograd's threads; weak references to storages; and the
 local tensor of a ``DTensor``.
 """
 
@@ -21,7 +21,6 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.profile.rank_profile import GrowingAllocation
@@ -35,9 +34,25 @@ _PACKAGES: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "<")
 _OWN: Final = ("/unisono/profile/", "/tracemalloc.py", "/torch/profiler/", "/torch/autograd/profiler")
 
 
+class _WeakStorage:
+    """A reference to a storage that does not keep its memory; ``address`` is given to no other storage while it exists."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, storage: Any) -> None:
+        self.address: int = storage._weak_ref()
+
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self.address)
+
+    def expired(self) -> bool:
+        """Whether the storage is freed."""
+        return bool(torch.UntypedStorage._expired(self.address))
+
+
 @dataclass(slots=True)
 class _Made:
-    storage: StorageWeakRef
+    storage: _WeakStorage
     step: int
     num_bytes: int
     source: str
@@ -79,10 +94,10 @@ class GrowthWatch(TorchDispatchMode):
             for storage in _storages((args, kwargs)):
                 made.pop(storage._cdata, None)
         for storage in made.values():
-            reference = StorageWeakRef(storage)
-            known = self._made.get(reference.cdata)
+            reference = _WeakStorage(storage)
+            known = self._made.get(reference.address)
             if known is None and (num_bytes := storage.nbytes()):
-                self._made[reference.cdata] = _Made(reference, self._step, num_bytes, calling_line(2), self._phase())
+                self._made[reference.address] = _Made(reference, self._step, num_bytes, calling_line(2), self._phase())
         return result
 
     def next_step(self) -> None:
