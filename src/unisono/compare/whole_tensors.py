@@ -2,8 +2,8 @@
 
 Compared are weights, moments, outputs of modules by sample, losses, reduced gradients and updated moments. Sums are made in
 another order in another layout, so a relative difference counts if it is above a tolerance: 4 sqrt(k) (u + v sqrt(n)), where u is
-the unit roundoff of the coarser precision, v that of fp32, in which sums are made, n the number of terms of the longest sum (tokens
-or features), and k the number of operators before the tensor. A sum of n rounded terms is off by v sqrt(n) in the mean square
+the unit roundoff of the coarser precision, v that of fp32, in which sums are made, n the terms of the longest sum (tokens or
+features), and k the number of operators before the tensor. A sum of n rounded terms is off by v sqrt(n) in the mean square
 (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019), its result is rounded once more, k independent
 ones are off by sqrt(k) times that, and 4 stands for four deviations.
 
