@@ -185,7 +185,7 @@ def spoil(run: Trainer, plant: dict[str, Any]) -> None:
         layer.register_forward_hook(lambda _layer, _args, out: out.register_hook(lambda g: g * 1.001) and None)
     layers = dict(run.model.named_modules())
     if plant.get("fault") in layers:  # a stage of a pipeline has some alone
-        layers[plant["fault"]].register_forward_hook(lambda _layer, _args, out: out * 1.01)
+        layers[plant["fault"]].register_forward_hook(lambda _layer, _args, out: out * 3)
     if "spoilt_rank" in plant and run.world.rank == plant["spoilt_rank"]:
         dict(run.model.named_modules())["down"].register_forward_hook(lambda _layer, _args, out: out * 1.5)
     if "left_out" in plant:

@@ -1,18 +1,22 @@
 """Aligns two records of a step and finds the first entry whose bits differ. For runs of one layout. Imports no torch.
 
 Entries are aligned by phase, micro-batch, module call, operator and name. Where the programs differ, a module call whose outputs
-have the same bits in both runs ends the difference: inside of it they computed the same in two ways.
+have the same bits in both runs ends the difference: inside of it they computed the same in two ways. So do the losses of an
+objective, the gradients of a backward pass and the tensors of an update.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from unisono.compare.divergence import Divergence, TensorSummary, difference_size, differing_samples
-from unisono.compare.step_record import DATA, FORWARD, LOSS, OPTIMIZER, PHASES, Entry, StepRecord, read_values
+from unisono.compare.step_record import BACKWARD, DATA, FORWARD, LOSS, OPTIMIZER, PHASES, Entry, StepRecord, read_values
+
+_RESULTS: Final = {LOSS: "loss", BACKWARD: "gradient", OPTIMIZER: "updated"}  # kinds of entries that end a phase
 
 
 def first_divergence(
@@ -79,9 +83,14 @@ def _outputs(entries: Sequence[Entry]) -> Mapping[Any, Sequence[int]]:
 def _meeting(
     a: Sequence[Entry], b: Sequence[Entry], i: int, j: int, outputs: Mapping[Any, Sequence[int]]
 ) -> tuple[int, int] | None:
-    """The places behind the first module call that encloses entry ``i`` and returns the same bits in both; None without one."""
-    if a[i].phase != FORWARD or b[j].phase != FORWARD:
+    """The places where both have the same again; None where what comes out has other bits.
+
+    That is after the first module call that encloses entry ``i``, and outside of modules at the end of the phase.
+    """
+    if a[i].phase != b[j].phase:
         return None
+    if a[i].phase != FORWARD:
+        return _meeting_at_results(a, b, i, j)
     layers = {_enclosing for entry in (a[i], b[j]) for _enclosing in _ancestors(entry.layer)}
     for place in range(i, len(a)):
         entry = a[place]
@@ -93,6 +102,21 @@ def _meeting(
             if other >= j:
                 return (place + 1, other + 1) if b[other].bits == entry.bits else None
     return None
+
+
+def _meeting_at_results(a: Sequence[Entry], b: Sequence[Entry], i: int, j: int) -> tuple[int, int] | None:
+    """The places of the next results of the phase, if all of them have the same bits in both."""
+    kind = _RESULTS.get(a[i].phase)
+    starts = [
+        next((place for place in range(at, len(run)) if run[place].kind == kind), None) for run, at in ((a, i), (b, j))
+    ]
+    if starts[0] is None or starts[1] is None:
+        return None
+    results = [
+        [(entry.key, entry.bits) for entry in takewhile(lambda entry: entry.kind == kind, run[start:])]
+        for run, start in zip((a, b), starts, strict=True)
+    ]
+    return (starts[0], starts[1]) if results[0] == results[1] else None
 
 
 def _ancestors(layer: str) -> Iterator[str]:

@@ -25,8 +25,8 @@ from unisono.storage.directory import make_folder
 
 MAX_RECORDED: Final = 2  # steps of each run that are recorded at once
 _UNIT: Final = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4}
-_LOSS_ROUNDINGS: Final = 64.0  # of a step's loss, which grows with the root of the number of steps
-_NORM_ROUNDINGS: Final = 16 * _LOSS_ROUNDINGS
+_LOSS_ROUNDINGS: Final = 16.0  # of a step's loss, which grows with the root of the number of steps
+_NORM_ROUNDINGS: Final = 4 * _LOSS_ROUNDINGS
 
 Replayer = Callable[[ReplayableRun, ReplayRequest], None]
 Verdict = Literal["identical", "diverged", "not reproduced"]

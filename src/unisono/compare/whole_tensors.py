@@ -1,10 +1,11 @@
 """Compares a step of two runs whose layouts differ: whole tensors, put together from the ranks, up to rounding. Imports no torch.
 
 Compared are weights, moments, outputs of modules by sample, losses, reduced gradients and updated moments. Sums are made in
-another order in another layout, so a relative difference counts if it is above a tolerance: 4 u sqrt(n k), where u is the unit
-roundoff of the coarser precision, n the number of terms of the longest sum (tokens or features), and k the number of operators
-before the tensor. A sum of n rounded terms is off by u sqrt(n) in the mean square (Higham and Mary, "A new approach to
-probabilistic rounding error analysis", 2019), k independent ones by sqrt(k) times that, and 4 stands for four deviations.
+another order in another layout, so a relative difference counts if it is above a tolerance: 4 sqrt(k) (u + v sqrt(n)), where u is
+the unit roundoff of the coarser precision, v that of fp32, in which sums are made, n the terms of the longest sum (tokens or
+features), and k the number of operators before the tensor. A sum of n rounded terms is off by v sqrt(n) in the mean square
+(Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019), its result is rounded once more, k independent
+ones are off by sqrt(k) times that, and 4 stands for four deviations.
 
 Gradients and moments are measured by at least a thousandth of the largest of their kind, as those that would be 0 in exact
 arithmetic are rounding alone.
@@ -91,7 +92,7 @@ def first_whole_divergence(
         if tensor.phase == OPTIMIZER and (found := _of_hyperparameters(a[0], b[0])) is not None:
             return found, _notes(notes, left_out)
         size = difference_size(tensor.value, other.value)
-        tolerance = _DEVIATIONS * unit * math.sqrt(terms * max(1, tensor.operators))
+        tolerance = _DEVIATIONS * math.sqrt(max(1, tensor.operators)) * (unit + _UNIT["fp32"] * math.sqrt(terms))
         if size is None or not _is_above(tensor, other, tolerance, floors.get((key[0], key[2].partition("/")[0]), 0.0)):
             continue
         return _divergence(a, b, key, (tensor, other), size, tolerance), _notes(notes, left_out)

@@ -48,6 +48,8 @@ from unisono.train.taps import Taps
 from unisono.train.tensor_digest import tensor_digest
 
 _MOVING: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "fsdp", "prim", "prims"})
+# they compute nothing, and whether they are there depends on strides
+_COPIES: Final = frozenset({"aten.clone.default", "aten._unsafe_view.default", "aten.lift_fresh_copy.default"})
 _VALUES_BYTES: Final = 1 << 30  # of a step and rank that are kept
 _TENSOR_BYTES: Final = 64 << 20  # of the largest tensor that is kept
 _MAX_TEXT: Final = 300  # characters of the arguments of an operator
@@ -212,7 +214,7 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = str(func)
-        if self._is_adding or func.namespace in _MOVING or "empty" in name or is_view(func):
+        if self._is_adding or func.namespace in _MOVING or name in _COPIES or "empty" in name or is_view(func):
             return result
         made = [value for value in leaves(result) if isinstance(value, Tensor)]
         if not made:
