@@ -293,6 +293,10 @@ def test_one_function_makes_the_command_lines_of_our_own_processes() -> None:
         "data/convert/pack/worker.py": ["python -c 'from MODULE import FUNCTION' says whether it can be found"],
         "dist/interpreter.py": ["sys.executable"] * 2,
         "launch/script_hook/sitecustomize.py": ["sys.executable"],
+        # the user's own script, as he starts it himself
+        "compare/replay_child.py": ["sys.executable"],
+        # part of a path
+        "profile/growth_watch.py": ["/lib/python3"],
         "launch/workers.py": ["sys.executable"] * 3,
     }
     text = (ROOT / "src/unisono/launch/workers.py").read_text()
@@ -305,6 +309,7 @@ def test_every_place_that_starts_a_process_is_known() -> None:
     assert begun == {
         "data/image/restart_markers.py": 1,
         "data/loading/subprocess_map.py": 1,
+        "device/npu_smi.py": 1,
         "dist/dmlc.py": 1,
         "doctor/child.py": 1,
         "doctor/ranks.py": 1,
