@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from unisono.compare.differences import settings_of
 from unisono.compare.divergence import Divergence, TensorSummary, difference_size
 from unisono.compare.step_record import START
 from unisono.errors import CheckpointError, DataError
-from unisono.observe.events import Event, events_path
+from unisono.observe.events import Event, as_mapping, events_path
 from unisono.observe.history import Counts, Floats, read_history
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER
 
@@ -76,18 +76,20 @@ def read_run(run_dir: Path) -> ReplayableRun:
             consequence="nothing was compared",
             nearest="folders of runs (run.dir) that have made a step",
         )
-    plan = _mapping(starts[-1].get("plan"))
+    plan = as_mapping(starts[-1].get("plan"))
     return ReplayableRun(
         run_dir=run_dir,
         steps=history.steps,
         losses=history.columns["train/loss"],
         grad_norms=history.columns["train/grad_norm"],
         layout={
-            f"{group}.{name}": _mapping(plan.get(group)).get(name) for group, names in _LAYOUT.items() for name in names
+            f"{group}.{name}": as_mapping(plan.get(group)).get(name)
+            for group, names in _LAYOUT.items()
+            for name in names
         },
-        order=_mapping(starts[-1].get("order")),
-        world=_count(_mapping(starts[-1].get("environment")).get("world")),
-        sync=str(_mapping(plan.get("sync")).get("kind", "")),
+        order=as_mapping(starts[-1].get("order")),
+        world=_count(as_mapping(starts[-1].get("environment")).get("world")),
+        sync=str(as_mapping(plan.get("sync")).get("kind", "")),
         settings=settings_of(starts[-1], run_dir),
         starts=_starts(run_dir, history.all_events),
     )
@@ -168,10 +170,6 @@ def _summary(tensor: torch.Tensor) -> TensorSummary:
         norm=norm if np.isfinite(norm) else None,
         max_abs=largest if np.isfinite(largest) else None,
     )
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
 
 def _count(value: Any) -> int:

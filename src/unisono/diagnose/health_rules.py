@@ -135,7 +135,7 @@ def loss_spikes(facts: RunFacts) -> Iterator[Finding]:
     skips = facts.settings.get("train.spike_sigmas")
     yield Finding(
         id="NUM02",
-        title="the loss jumps up in some steps",
+        title="the loss spikes",
         severity="critical" if share >= 0.03 else "warning",
         cost_frac=0.0,
         confidence=0.8,
@@ -254,7 +254,7 @@ def overfitting(facts: RunFacts) -> Iterator[Finding]:
         return  # the run stops by itself
     yield Finding(
         id="NUM05",
-        title="the model learns its training data by heart",
+        title="the model overfits",
         severity="critical" if rise >= 0.10 else "warning",
         cost_frac=0.0,
         confidence=0.8,

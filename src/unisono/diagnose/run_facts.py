@@ -20,7 +20,7 @@ from unisono.diagnose.corruption_facts import CorruptionFact, read_corruptions
 from unisono.diagnose.ending import Ending, read_ending
 from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps
 from unisono.errors import DataError
-from unisono.observe.events import MAX_COUNT, Event, event_step, number
+from unisono.observe.events import MAX_COUNT, Event, as_mapping, event_step, number
 from unisono.observe.history import Floats, RankHistory, read_history
 from unisono.observe.meters import COMM_AXES, PHASES
 from unisono.profile import RankProfile, newest_profiles, read_trace, summarise_trace
@@ -300,15 +300,11 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
     return RunFacts(
         ranks=ranks,
         training=TrainingFacts() if training is None else training[1],
-        settings=_mapping(start.get("config")),
-        plan=_mapping(start.get("plan")),
+        settings=as_mapping(start.get("config")),
+        plan=as_mapping(start.get("plan")),
         notes=tuple(notes),
         moved_s=moved_s,
     )
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
 
 def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attempt: int) -> RankFacts:
@@ -361,7 +357,7 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         origins=read_origins(events),
         corruptions=read_corruptions(history.all_events),
         device=str(start.get("device") or ""),
-        held_bytes=sum(_bytes(value) for value in _mapping(start.get("held_bytes")).values()),
+        held_bytes=sum(_bytes(value) for value in as_mapping(start.get("held_bytes")).values()),
         baseline_flops_per_s=_rate(start.get("baseline_flops_per_s")),
         ceiling_frac=_median(column("perf/matmul_ceiling_frac", kept)),
         mfu=_median(column("perf/mfu", kept)),
@@ -397,7 +393,7 @@ def _links(events: Sequence[Event]) -> tuple[LinkTraffic, ...]:
         ):
             continue
         for row in cast("list[Any]", rows):
-            link = _mapping(row)
+            link = as_mapping(row)
             peer, sent = str(link.get("peer")), number(link.get("sent_bytes"))
             if sent is None or not 0 <= sent < _MAX_BYTES:
                 continue
@@ -433,7 +429,7 @@ def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int)
         and (loss := number(event.get("eval/loss"))) is not None
     ]
     stats = [
-        (step, _mapping(event.get("layers")))
+        (step, as_mapping(event.get("layers")))
         for event in events
         if event["kind"] == "gradient_stats" and (step := event_step(event)) is not None
     ]
@@ -445,7 +441,7 @@ def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int)
         and (lag := _mean_lag(event)) is not None
     ]
     names = list(stats[-1][1]) if stats else []
-    norms = {name: [number(_mapping(layers.get(name)).get("norm")) for _, layers in stats] for name in names}
+    norms = {name: [number(as_mapping(layers.get(name)).get("norm")) for _, layers in stats] for name in names}
     return TrainingFacts(
         steps=history.steps[rows],
         losses=history.columns["train/loss"][rows],
@@ -465,7 +461,7 @@ def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int)
 def _mean_lag(event: Event) -> float | None:
     """Mean lag of the pushes to all servers; None where the event has none."""
     rows = event.get("links")
-    links = [_mapping(row) for row in cast("list[Any]", rows)] if isinstance(rows, list) else []
+    links = [as_mapping(row) for row in cast("list[Any]", rows)] if isinstance(rows, list) else []
     pushes, lags = (
         sum(value for link in links if (value := number(link.get(name))) is not None and 0 <= value < _MAX_BYTES)
         for name in ("pushes", "lag_total")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from unisono.observe.events import Event, event_step, number
+from unisono.observe.events import Event, as_mapping, event_step, number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ def read_taps(events: Iterable[Event]) -> tuple[Tap, ...]:
             continue
         of_step, of_updates = dead.setdefault(step, {}), updates.setdefault(step, {})
         for path, figures in _mappings(event.get("modules")):
-            share = number(_mapping(figures.get("output")).get("dead_frac"))
+            share = number(as_mapping(figures.get("output")).get("dead_frac"))
             if share is not None and 0 <= share <= 1:
                 of_step[path] = share
         for name, figures in _mappings(event.get("parameters")):
@@ -97,10 +97,6 @@ def _text(value: Any) -> str:
     return value[:500] if isinstance(value, str) else ""
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
-
-
 def _mappings(value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for name, item in _mapping(value).items():
-        yield name, _mapping(item)
+    for name, item in as_mapping(value).items():
+        yield name, as_mapping(item)

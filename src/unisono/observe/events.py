@@ -274,6 +274,11 @@ def _name_of(listener: Listener) -> str:
     return str(name or type(listener).__qualname__)
 
 
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    """The value of an event or of another file if it is a mapping, else an empty one."""
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
 def number(value: Any) -> float | None:
     """Convert a number, or a string that encodes NaN or an infinity, to float; None for any other value."""
     if isinstance(value, bool):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.observe.events import as_mapping
 from unisono.profile.communication import collective_table, overlaps, placed_collectives
 from unisono.profile.host_events import (
     ENGINE_PREFIX,
@@ -88,7 +89,7 @@ def summarise_trace(trace: Trace, run: RunFactsOfWindow | None = None) -> RankPr
     within = (starts >= begin_us) & (starts < end_us)
     device = device_times(trace, host)
     kernels = device.kernels[(trace.start_us[device.kernels] >= begin_us) & (trace.start_us[device.kernels] < end_us)]
-    distributed = _mapping(trace.meta.get("distributedInfo"))
+    distributed = as_mapping(trace.meta.get("distributedInfo"))
     world_size = run.world_size if run is not None else _count(distributed.get("world_size"))
     placed = [
         event
@@ -141,10 +142,6 @@ def summarise_trace(trace: Trace, run: RunFactsOfWindow | None = None) -> RankPr
             *((f"{trace.num_damaged:,} events could not be read",) if trace.num_damaged else ()),
         ),
     )
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _count(value: Any) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, cast
 
-from unisono.observe.events import ENVELOPE, SERIES, Event, number
+from unisono.observe.events import ENVELOPE, SERIES, Event, as_mapping, number
 from unisono.observe.formatting import event_message, percent
 from unisono.observe.history import RankHistory
 from unisono.observe.run_summary import (
@@ -179,8 +179,8 @@ def sections_of(start: Event) -> Iterator[dict[str, Any]]:
 
 
 def settings_of(start: Event) -> Iterator[dict[str, Any]]:
-    origins = _mapping(start.get("origins"))
-    for key, value in _leaves(_mapping(start.get("config"))):
+    origins = as_mapping(start.get("origins"))
+    for key, value in _leaves(as_mapping(start.get("config"))):
         origin = printable(str(origins.get(key, "")))
         yield {"key": key, "value": _written(value), "origin": origin, "changed": origin not in ("", "default")}
 
@@ -192,10 +192,6 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from _leaves(cast("dict[str, Any]", item), f"{key}.")
         else:
             yield key, item
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
 
 def _written(value: Any) -> str:
