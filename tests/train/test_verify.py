@@ -117,7 +117,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp": (2, {"pp": 2, "micro_batch": 2}),
     "zbv": (2, {"pp": 2, "schedule": "zbv", "micro_batch": 2}),
     "recompute": (2, {"dp_shard": 2, "recompute": "full"}),
-    "compile": (1, {"compile": "model", "micro_batch": 2}),
     "fp16": (1, {"precision": "fp16", "loss_scale": 16.0}),
 }
 QUICK = {"alone", "dp", "dp_shard", "zero1", "tp", "pp"}

@@ -57,8 +57,12 @@ class StepTrace:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _observer(self, name: str) -> Callable[[Tensor], None]:
-        return lambda gradient: self.add("backward", name, gradient)
+    def _observer(self, name: str) -> Callable[[Tensor | None], None]:
+        def observe(gradient: Tensor | None) -> None:
+            if gradient is not None:  # a pipeline may compute gradients of inputs and of parameters in two passes
+                self.add("backward", name, gradient)
+
+        return observe
 
     def _output_observer(self, path: str) -> Callable[..., None]:
         def observe(_module: nn.Module, _args: Any, output: Any) -> None:
