@@ -214,7 +214,11 @@ class TapReading:
                 return
             outputs.add(tensor, with_checksum=self._checksums)
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: gradients.add(gradient, with_checksum=self._checksums))
+                tensor.register_hook(observe_gradient)
+
+        def observe_gradient(gradient: Tensor | None) -> None:
+            if gradient is not None:  # a pipeline may compute gradients of inputs and of parameters in two passes
+                gradients.add(gradient, with_checksum=self._checksums)
 
         return observe
 
