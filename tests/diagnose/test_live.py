@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -152,9 +152,16 @@ def slow_group(patch: pytest.MonkeyPatch, name: str) -> None:
 
 
 def found(
-    pool: Pool, folder: Path, fault: str, *, ranks: int = 2, rank: int | None = None, **plan: Any
+    pool: Pool,
+    folder: Path,
+    fault: str,
+    *,
+    ranks: int = 2,
+    rank: int | None = None,
+    limits: Mapping[str, float] | None = None,
+    **plan: Any,
 ) -> dict[str, Finding]:
-    pool.run(train, str(folder / "run"), fault, rank, plan, ranks=ranks, timeout_s=180.0, comm_timeout_s=120.0)
+    pool.run(train, str(folder / "run"), fault, rank, plan, ranks=ranks, **(limits or {}))
     return {finding.id: finding for finding in diagnose(read_run(folder / "run"))}
 
 
@@ -222,7 +229,8 @@ def test_memory_that_grows(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_the_line_whose_memory_grows(pool: Pool, tmp_path: Path) -> None:
     observe = replace(tiny.QUIET, profile_steps="4:7+stacks")
-    finding = found(pool, tmp_path, "leak", rank=1, steps=240, observe=observe)["MEM03"]
+    limits = {"timeout_s": 180.0, "comm_timeout_s": 120.0}  # ranks summarise traces with stacks, one before the other
+    finding = found(pool, tmp_path, "leak", rank=1, steps=240, observe=observe, limits=limits)["MEM03"]
     line = next(
         n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# 2 MiB: THE LEAK")
     )
