@@ -26,6 +26,8 @@ AS_BYTES = "image"
 READ_WITHOUT = {("recordio_repaired", "a.uidx"), ("recordio_repaired", "a.idx")}
 READ_WITHOUT |= {("packing_journal", "a.rec.part/all-00000.json"), ("packing_journal", "a.rec.part/all-00000/part.rec")}
 READ_WITHOUT |= {("packing_ending", "a.rec.part/ending.json")}
+# what is said of a run without its profile, stacks and record of the launcher, and without measurements
+READ_WITHOUT |= {("run_folder", file) for file in FORMATS["run_folder"].mutated if "/events/" not in file}
 
 
 @pytest.fixture(scope="module")

@@ -82,9 +82,7 @@ def test_a_report_that_does_not_fit_is_a_warning(
     from unisono.report import render
 
     monkeypatch.setattr(render, "write_atomically", NoRoomFor("report.html", render.write_atomically))
-    run = tiny.trainer(tmp_path / "run", steps=2)
-    run._observe = ObserveOptions(console="off", report=True)
-    with run:
+    with tiny.trainer(tmp_path / "run", steps=2, observe=ObserveOptions(console="off", report=True)) as run:
         assert run.fit().reason == "finished"
     assert "report.html was not written: ENOSPC, No space left on device" in caplog.text
     assert not (tmp_path / "run/report.html").exists()
@@ -96,9 +94,7 @@ def test_a_finished_run_on_a_small_disk_ends_well_without_its_report(
 ) -> None:
     from unisono.observe.options import ObserveOptions
 
-    run = tiny.trainer(small_disk / "run", steps=3)
-    run._observe = ObserveOptions(console="off", report=True)
-    with run:
+    with tiny.trainer(small_disk / "run", steps=3, observe=ObserveOptions(console="off", report=True)) as run:
         run.fit()
         fill(small_disk)
     assert "report.html was not written: ENOSPC, No space left on device" in caplog.text
