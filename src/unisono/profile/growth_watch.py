@@ -175,5 +175,5 @@ def _storages(value: Any) -> Iterator[Any]:
         try:
             if not local.is_meta:
                 yield local.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # a tensor without one, such as a sparse one
+        except RuntimeError:  # a tensor without one, such as a sparse one
             return
