@@ -122,8 +122,9 @@ def test_a_configuration_that_works(desk: Desk, tmp_path: Path) -> None:
     done = doctor(desk, "--ladder", str(config), "--json")
     assert done.code == 0, done.out + done.err
     checks = done.json["checks"]
-    assert [check["code"] for check in checks] == [f"RUNG0{number}" for number in range(1, 6)]
-    assert checks[-1]["evidence"] == "left out: the same training as RUNG04"
+    assert [check["code"] for check in checks] == [*(f"RUNG0{number}" for number in range(1, 6)), "SAVE01"]
+    assert checks[-2]["evidence"] == "left out: the same training as RUNG04"
+    assert "takes" in checks[-1]["evidence"]
     assert "failure" not in {check["status"] for check in checks}
     assert [path.name for path in (tmp_path / "own").iterdir()] == ["run.toml"]
 

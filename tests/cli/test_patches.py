@@ -1,11 +1,11 @@
 """The settings of a diagnosis remove the finding that they are for: ``diagnose --apply`` on injected faults, then ``train``.
 
 ``DATA01`` is in ``test_diagnose``; ``PP01`` and ``MEM04`` are in ``tests/diagnose``. ``UTIL02`` is of accelerators.
-``SRV01`` and ``STALE01`` are not tried here.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from commands import Desk, Outcome
 
 from unisono.checkpoint.writer import SaveWriter
+from unisono.train.run_checkpoints import RunCheckpoints
 
 pytestmark = pytest.mark.full
 
@@ -189,6 +190,51 @@ def test_saves_in_the_background_remove_the_stall(desk: Desk, tmp_path: Path, mo
     assert "CKPT01" not in after, after["CKPT01"]
 
 
+def test_fewer_saves_remove_the_stall(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text(ROWS + PAUSE)
+    save = RunCheckpoints.save
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(0.3)  # as if the copy of a large state
+        return save(*args, **options)
+
+    monkeypatch.setattr(RunCheckpoints, "save", slowly)
+    settings = {"train.steps": 40, "checkpoint.every_steps": 4}
+    before, _, after = before_and_after(desk.here, desk, tmp_path, "CKPT01", **RUN | settings)
+    assert before["cost_frac"] > 0.3
+    assert before["patch"]["checkpoint.every_steps"] >= 30 * 4
+    assert "CKPT01" not in after, after["CKPT01"]
+
+
+# on a host that has as much memory as the run begins with and 500 MB more
+HUNGRY = """
+from functools import partial
+
+from unisono.observe.monitor import peak_rss_bytes
+from unisono.train import assembly
+
+limit = peak_rss_bytes() + 500_000_000
+assembly.host_memory_limit_bytes = lambda: limit
+
+
+class Hungry(torch.nn.Linear):
+    def forward(self, inputs):
+        held = torch.ones(len(inputs), 30_000_000)  # 120 MB for each sample
+        return super().forward(inputs) + 0 * held[:, :1]
+
+
+config = partial(config, model=lambda run: Hungry(8, 1))
+"""
+
+
+def test_smaller_micro_batches_need_less_memory(desk: Desk, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(ROWS + HUNGRY)
+    settings = RUN | {"train.steps": 6, "plan.micro_batch": 4}
+    before, _, after = before_and_after(desk.process, desk, tmp_path, "MEM01", **settings)
+    assert before["patch"] == {"plan.micro_batch": 2}
+    assert "MEM01" not in after, after["MEM01"]
+
+
 def test_kept_activations_remove_recompute(desk: Desk, tmp_path: Path) -> None:
     settings = dict(pair.removeprefix("--set=").split("=", 1) for pair in desk.settings)
     settings |= {"train.steps": 10, "train.eval_every_steps": 0, "model.num_layers": 2, "model.dim": 64}
@@ -196,6 +242,86 @@ def test_kept_activations_remove_recompute(desk: Desk, tmp_path: Path) -> None:
     before, _, after = before_and_after(desk.here, desk, tmp_path, "RECOMP01", **settings)
     assert before["patch"] == {"plan.recompute": "none"}
     assert "RECOMP01" not in after
+
+
+# in a parameter server each byte takes its time, and one request waits for the other
+SLOW_SERVER = """
+import sys
+import threading
+import time
+
+if "unisono.kvstore.server" in sys.orig_argv:
+    from unisono.kvstore.server.parameter_server import ParameterServer
+    from unisono.kvstore.wire.frame import payload_views
+
+    exchange, lock = ParameterServer._exchange, threading.Lock()
+
+    def slowly(self, run, peer, frame):
+        with lock:
+            time.sleep(sum(part.nbytes for part in payload_views(frame)) * SECONDS_PER_BYTE)
+        return exchange(self, run, peer, frame)
+
+    ParameterServer._exchange = slowly
+"""
+SERVERS = {"plan.sync": "dist_async", "launch.num_processes": 2, "launch.num_threads": 1, "launch.num_servers": 1}
+
+
+def test_another_server_halves_the_load(desk: Desk, tmp_path: Path) -> None:
+    wide = "\nconfig = partial(config, model=lambda run: torch.nn.Sequential(torch.nn.Linear(8, 1000), torch.nn.Linear(1000, 1)))"
+    (tmp_path / "own.py").write_text(ROWS + PAUSE + wide)  # 40 kB
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(SLOW_SERVER.replace("SECONDS_PER_BYTE", "2.5e-6"))
+
+    def train(*arguments: str) -> Outcome:
+        return desk.process(*arguments, PYTHONPATH=str(tmp_path / "site"))
+
+    settings = RUN | SERVERS | {"train.steps": 60}
+    before, patch, after = before_and_after(train, desk, tmp_path, "SRV01", **settings)
+    assert before["cost_frac"] > 0.2
+    assert patch == {"launch.num_servers": 2}
+    assert "SRV01" not in after, after["SRV01"]
+
+
+# the worker is slow, and its samples noisy, in every other period of a hundred steps
+STALE = """
+import os
+from functools import partial
+
+steps = 0
+
+
+def count(step, model):
+    global steps
+    steps += 1
+    if os.environ.get("UNISONO_RANK") == "0" and steps // 100 % 2:
+        time.sleep(0.02)
+
+
+def disturb(sample, rng):
+    noisy = os.environ.get("UNISONO_RANK") == "0" and steps // 100 % 2
+    noise = np.float32(rng.normal() * (3.0 if noisy else 0.01))
+    return {**sample, "targets": sample["targets"] + noise}
+
+
+def config():
+    return RunConfig(
+        components=Components(
+            model=lambda run: torch.nn.Linear(8, 1),
+            data=lambda run: (Rows(), Rows()),
+            transform=disturb,
+            callbacks=lambda run: [Every(steps=1, call=count)],
+            objective="mean_squared_error",
+        )
+    )
+"""
+
+
+def test_a_bound_removes_stale_updates(desk: Desk, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(ROWS + STALE)
+    settings = RUN | SERVERS | {"train.steps": 6000, "optim.lr": 0.001}
+    before, _, after = before_and_after(desk.process, desk, tmp_path, "STALE01", **settings)
+    assert before["patch"]["plan.staleness"] >= 1
+    assert "STALE01" not in after, after["STALE01"]
 
 
 # two ranks enter a collective, which the other skips

@@ -162,6 +162,28 @@ def test_attention_by_hand(tmp_path: Path, fused: bool) -> None:
         assert findings["FUSE01"].evidence[0].startswith("3 times of steps 4 to 6: matmul, div,")
 
 
+class Norm(nn.Module):
+    """A norm by hand, or torch's fused operator, and a product."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.project = nn.Linear(32, 32)
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        long = inputs.repeat(1, 200, 1)  # [B, 6400, 32]
+        if self.fused:
+            return self.project(nn.functional.rms_norm(long, (32,), self.scale))
+        return self.project(long * torch.rsqrt(long.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_norm_by_hand(tmp_path: Path, fused: bool) -> None:
+    findings = found(tmp_path / "run", Norm(fused=fused))
+    assert ("FUSE02" in findings) == (not fused)
+
+
 def test_a_trace_of_another_program(tmp_path: Path) -> None:
     """A plain loop under torch.profiler: the same attention is found."""
     model = Attention(fused=False)

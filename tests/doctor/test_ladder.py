@@ -13,6 +13,7 @@ from unisono.doctor import ladder
 from unisono.doctor.child import TrainOutcome
 from unisono.doctor.ladder import CostlyFinding, RungReport, climb, rungs
 from unisono.doctor.short_run import set_arguments
+from unisono.observe.events import encode, events_path
 from unisono.tasks.starters import TASKS, task_starter
 from unisono.train.config import RunConfig
 
@@ -225,6 +226,43 @@ def test_costly_findings_make_a_rung_slow(climbed: Climb) -> None:
     assert verdicts(reports) == ["ok", "ok", "slow", "ok", "ok"]
     assert reports[2].check.evidence.endswith("DATA01: training waits for data, costs 40% of the time")
     assert reports[2].check.cure == "more workers"
+
+
+def saved(folder: Path, size: float, took_s: float) -> TrainOutcome:
+    """A training whose only checkpoint was as large and took as long."""
+    event = {"kind": "checkpoint_saved", "step": 12, "bytes": size, "save_s": took_s, "rank": 0, "attempt": 1}
+    events = events_path(folder, 0)
+    events.parent.mkdir(parents=True)
+    events.write_bytes(encode({"t": 1.0, "m": 1.0, "run": "x", **event}) + b"\n")
+    return TrainOutcome(run_dir=folder, code=0, took_s=9.0, said="")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "took_s", "free_gib", "says", "cure"),
+    [
+        (("checkpoint.every_steps=100",), 9.0, 100, "", ""),
+        (("checkpoint.every_steps=100",), 11.0, 100, "each waits until the one before", "every_steps=2200"),
+        (("checkpoint.every_steps=100", "checkpoint.asynchronous=false"), 0.4, 100, "", ""),
+        (
+            ("checkpoint.every_steps=100", "checkpoint.asynchronous=false"),
+            2.5,
+            100,
+            "training stands still for 20% of the time",
+            "checkpoint.asynchronous=true; checkpoint.every_steps=500",
+        ),
+        (("checkpoint.every_steps=0",), 99.0, 100, "", ""),
+        (("checkpoint.keep_last=3",), 1.0, 11, "5 of them need 10 GiB of the 11 GiB that are free", "room on that disk"),
+    ],
+)
+def test_what_saves_will_cost(
+    tmp_path: Path, overrides: Sequence[str], took_s: float, free_gib: int, says: str, cure: str
+) -> None:
+    outcome = saved(tmp_path / "run", 2 * 2**30, took_s)
+    report = ladder._saving(outcome, 0.1, settings_of(*overrides), free_gib * 2**30)  # pyright: ignore[reportPrivateUsage]
+    assert report is not None
+    assert (report.verdict, bool(report.check.cure)) == (("slow", True) if cure else ("ok", False))
+    assert says in report.check.evidence
+    assert cure in report.check.cure
 
 
 def test_a_model_that_the_plan_shards_need_not_fit_into_one_process(climbed: Climb) -> None:

@@ -78,9 +78,18 @@ class TrainOutcome:
             return count if isinstance(count, int) and count > 0 else None
         return None
 
+    def last_save(self) -> tuple[float, float] | None:
+        """Bytes of its last checkpoint, of all ranks, and the seconds that it took to be written; None if there is none."""
+        saves = [(number(event.get("bytes")), number(event.get("save_s"))) for event in self._events("checkpoint_saved")]
+        return next(((size, took_s) for size, took_s in reversed(saves) if size is not None and took_s is not None), None)
+
     def _steps(self) -> list[Mapping[str, Any]]:
+        return self._events("step")
+
+    def _events(self, kind: str) -> list[Mapping[str, Any]]:
+        """Those of rank 0."""
         with suppress(OSError, ConfigError):
-            return [event for event in read_events(events_path(self.run_dir, 0)).events if event["kind"] == "step"]
+            return [event for event in read_events(events_path(self.run_dir, 0)).events if event["kind"] == kind]
         return []
 
 

@@ -3,11 +3,12 @@
     a small model on made-up text → own data → the whole model → all ranks, data-parallel → the plan as it is
 
 Each rung is a short training in a process of its own, and adds one thing to the rung before. A rung that would be the same
-training as an earlier one is left out.
+training as an earlier one is left out. What saves cost is told from the last of them.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ SLOW: Final = 1.6  # times as long as the rung before lets expect
 _SLOW_DATA: Final = 3.0  # own data against made-up text, for a model that computes next to nothing
 _NOISE_S: Final = 0.05  # of a step; less is the host's, not the rung's
 _COSTLY: Final = 0.2  # share of a step that a finding of the diagnosis costs
+_SAVING: Final = 0.05  # share of the time between two checkpoints that training may stand still for one
+_SPARE: Final = 1.2  # times the room that the checkpoints of a run need
 
 # fields of the plan that do not spread the model or the samples; all others are at their default below the last rung
 _PLAN_KEPT: Final = frozenset(
@@ -36,6 +39,7 @@ _PLAN_KEPT: Final = frozenset(
     for name in ("device", "global_batch", "micro_batch", "precision", "recompute", "compile", "tf32", "channels_last")
 )
 _SHARDING: Final = ("plan.dp_shard", "plan.tp", "plan.cp", "plan.pp", "plan.ep")
+_WHOLE_MODEL: Final = ("RUNG03", "RUNG04", "RUNG05")
 _OUT_OF_MEMORY: Final = ("out of memory", "OutOfMemory", "SIGKILL", "Cannot allocate memory", "can't allocate memory")
 
 
@@ -105,6 +109,7 @@ def climb(
     with tempfile.TemporaryDirectory(prefix=".unisono-doctor-", dir=folder, ignore_cleanup_errors=True) as name:
         temporary = Path(name)
         before: tuple[Rung, float] | None = None  # the last rung, and its seconds of a step for each sample
+        saving: RungReport | None = None
         is_too_large = ""
         for rung in rungs(settings, defaults, made_up_text(temporary), steps=steps):
             if rung.skipped or (is_too_large and rung.code == "RUNG04"):
@@ -129,7 +134,11 @@ def climb(
             check, is_slow = _judged(rung, outcome, step_s, samples, before, diagnose)
             yield RungReport(check=check, verdict="slow" if is_slow else "ok")
             before = (rung, step_s / samples) if step_s is not None else None
+            if rung.code in _WHOLE_MODEL:
+                saving = _saving(outcome, step_s, settings, shutil.disk_usage(folder).free)
             shutil.rmtree(run_dir, ignore_errors=True)  # the checkpoints of the whole model are large
+        if saving is not None:
+            yield saving
 
 
 def rungs(settings: Mapping[str, Any], defaults: Mapping[str, Any], corpus: Path, *, steps: int = STEPS) -> list[Rung]:
@@ -278,7 +287,7 @@ def _judged(
             slow.append(f"{step_s / expected_s:.2g} times as long as expected, the limit is {factor:g}")
             cures.append(_CURES[rung.code])
     # of a model that computes next to nothing all else is a large share
-    if rung.code in ("RUNG03", "RUNG04", "RUNG05"):
+    if rung.code in _WHOLE_MODEL:
         for finding in diagnose(outcome.run_dir):
             if finding.cost_frac >= _COSTLY and finding.cost_frac * step_s > _NOISE_S:
                 slow.append(f"{finding.id}: {finding.title}, costs {finding.cost_frac:.0%} of the time")
@@ -292,6 +301,36 @@ _CURES: Final = {
     "RUNG04": "what ranks share: links and cores (unisono doctor --bench), or fewer exchanges (a larger plan.global_batch)",
     "RUNG05": "the axes of the plan: unisono diagnose names the one that waits; compare with plain data-parallel",
 }
+
+
+def _saving(
+    outcome: TrainOutcome, step_s: float | None, settings: Mapping[str, Any], free_bytes: int
+) -> RungReport | None:
+    """SAVE01: what the checkpoints of the run will cost, by the one that a rung has written; None if it has written none."""
+    save = outcome.last_save()
+    if save is None:
+        return None
+    (size, took_s), every = save, int(settings["checkpoint.every_steps"])
+    evidence = [f"one of {_size(size)} takes {_time(took_s)} to be written"]
+    cures: list[str] = []
+    if every and step_s:
+        interval_s = every * step_s
+        evidence[0] += f", and comes every {every} steps: {_time(interval_s)}"
+        if settings["checkpoint.asynchronous"]:
+            if took_s > interval_s:
+                evidence.append("each waits until the one before is written, and training waits with it")
+        elif took_s > _SAVING * interval_s:
+            evidence.append(f"training stands still for {took_s / (interval_s + took_s):.0%} of the time")
+            cures.append("checkpoint.asynchronous=true")
+        if len(evidence) > 1:
+            cures.append(f"checkpoint.every_steps={math.ceil(took_s / (_SAVING * step_s))}, or a faster disk for run.dir")
+    # those that stay for good (checkpoint.keep_every_steps) come on top
+    kept = 1 + int(settings["checkpoint.keep_last"]) + int(settings["checkpoint.keep_best"])
+    evidence.append(f"{kept} of them need {_size(kept * size)} of the {_size(free_bytes)} that are free")
+    if _SPARE * kept * size > free_bytes:
+        cures.append("room on that disk, another run.dir, or fewer that stay (checkpoint.keep_last)")
+    check = judged("SAVE01", "checkpoints", "; ".join(evidence), warning="; ".join(cures))
+    return RungReport(check=check, verdict="slow" if cures else "ok")
 
 
 def _most(rung: Rung, before: Rung) -> float:
@@ -308,3 +347,7 @@ def _speedup(rung: Rung, before: Rung) -> float:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.3g} MiB"
