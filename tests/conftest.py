@@ -54,6 +54,15 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked ``gpu`` skip where there is no accelerator."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.accelerator.is_available():
+            pytest.skip("no accelerator here")
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a changed environment, a process group or a thread."""

@@ -73,8 +73,6 @@ def test_the_buffer_is_page_aligned_grows_and_is_kept():
 
 @pytest.mark.gpu
 def test_tensors_of_an_accelerator_may_change_as_soon_as_they_are_staged():
-    if not torch.accelerator.is_available():
-        pytest.skip("no accelerator here")
     device = torch.accelerator.current_accelerator()
     state = {name: tensor for name, tensor in large_state().items()}
     expected = read(image_of(state))

@@ -514,8 +514,6 @@ def test_a_part_of_a_file_that_is_gone_or_cut_is_an_error_and_the_others_still_l
 
 @pytest.mark.gpu
 def test_parts_are_saved_from_an_accelerator_and_read_into_it(tmp_path):
-    if not torch.accelerator.is_available():
-        pytest.skip("no accelerator here")
     device = torch.accelerator.current_accelerator()
     whole = torch.randn(300, 70)
     there = whole.to(device)

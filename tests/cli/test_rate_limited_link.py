@@ -32,9 +32,7 @@ def found(desk: Desk, line: Cable, run_dir: Path) -> dict[str, Finding]:
             GLOO_SOCKET_IFNAME="end",
         )
         command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "unisono", "train", *settings]
-        processes.append(
-            subprocess.Popen(command, cwd=desk.folder, env=environ, stderr=subprocess.PIPE, text=True)  # noqa: S603
-        )
+        processes.append(subprocess.Popen(command, cwd=desk.folder, env=environ, stderr=subprocess.PIPE, text=True))
     for process in processes:
         _, errors = process.communicate(timeout=150)
         assert process.returncode == 0, errors

@@ -48,9 +48,7 @@ def test_copies_that_take_longer_than_steps(
 
 
 @pytest.mark.parametrize(("reserved_gib", "severity"), [(3, None), (5, "critical")])
-def test_memory_between_tensors(
-    tmp_path: Path, device: FakeDevice, reserved_gib: int, severity: str | None
-) -> None:
+def test_memory_between_tensors(tmp_path: Path, device: FakeDevice, reserved_gib: int, severity: str | None) -> None:
     device.memory = replace(device.memory, peak_reserved_bytes=reserved_gib * GIB)
     findings = found(device, tmp_path)
     assert [findings[code].severity for code in findings if code == "MEM02"] == ([severity] if severity else [])

@@ -1,15 +1,328 @@
-"""Spikes of a loss are those that a window sorted for each step finds."""
+"""Rules of training health, on events with exactly known losses, gradients and taps."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from event_streams import COMPUTE, SETTINGS, findings, only, series
 from numpy.typing import NDArray
 
 from unisono.diagnose import RunFacts, TrainingFacts
 from unisono.diagnose.health_rules import loss_spikes
+
+
+def noisy(count: int, level: float = 2.0) -> list[float]:
+    return (level + 0.1 * np.random.default_rng(0).standard_normal(count)).tolist()
+
+
+@pytest.mark.parametrize(("at", "severity"), [((120,), "warning"), (tuple(range(60, 200, 20)), "critical"), ((), None)])
+def test_losses_that_jump(tmp_path: Path, at: tuple[int, ...], severity: str | None) -> None:
+    losses = noisy(200)
+    for step in at:
+        losses[step - 1] = 9.0
+    settings = {**SETTINGS, "train.spike_sigmas": 0.0}
+    found = findings(tmp_path, lambda rank, step: COMPUTE, steps=200, fields_of=series(loss=losses), settings=settings)
+    assert [(one.id, one.severity) for one in found] == ([("NUM02", severity)] if severity else [])
+    if severity:
+        assert found[0].patch == {"train.spike_sigmas": 8.0}
+        assert f"{len(at)} of 200 steps: {at[0]}" in found[0].evidence[0]
+        assert "9, the 50 steps before it 2" in found[0].evidence[1]
+
+
+def test_a_step_that_the_guard_skipped_is_no_jump(tmp_path: Path) -> None:
+    losses = noisy(200)
+    losses[119] = losses[149] = 9.0
+
+    def skipped(rank: int, step: int) -> list[dict[str, Any]]:
+        return [{"kind": "skipped_step", "loss": 9.0, "grad_norm": 1.0, "samples": []}] if step == 120 else []
+
+    finding = only(tmp_path, lambda rank, step: COMPUTE, steps=200, fields_of=series(loss=losses), extra=skipped)
+    assert (finding.id, finding.evidence[0]) == ("NUM02", "1 of 199 steps: 150")
+
+
+def test_a_falling_loss_does_not_jump(tmp_path: Path) -> None:
+    losses = [10 * math.exp(-step / 40) + noise - 2 for step, noise in enumerate(noisy(300))]
+    assert findings(tmp_path, lambda rank, step: COMPUTE, steps=300, fields_of=series(loss=losses)) == []
+
+
+def stats(norms: Mapping[str, Any]) -> Any:
+    """Statistics of gradients every ten steps; ``norms``: by parameter, the norm at a step."""
+
+    def events(rank: int, step: int) -> list[dict[str, Any]]:
+        layers = {name: {"norm": norm(step), "max": norm(step), "nonfinite": 0} for name, norm in norms.items()}
+        return [{"kind": "gradient_stats", "layers": layers}] if step % 10 == 0 else []
+
+    return events
+
+
+def test_gradients_that_grow(tmp_path: Path) -> None:
+    norms = [1.05**step for step in range(1, 101)]
+    grown = stats({"head": lambda step: 1.0, "blocks.1.ffn": lambda step: 1.05**step})
+    finding = only(tmp_path, lambda rank, step: COMPUTE, steps=100, fields_of=series(grad_norm=norms), extra=grown)
+    assert (finding.id, finding.severity) == ("NUM03", "warning")
+    assert "50 times that of the first" in finding.evidence[0]
+    assert finding.evidence[1] == "blocks.1.ffn has grown most, 81 times"
+
+
+def test_gradients_of_a_warm_up_do_not_grow(tmp_path: Path) -> None:
+    norms = [min(step, 30) / 30 for step in range(1, 101)]
+    assert findings(tmp_path, lambda rank, step: COMPUTE, steps=100, fields_of=series(grad_norm=norms)) == []
+
+
+def test_parameters_without_gradients(tmp_path: Path) -> None:
+    norms = stats(
+        {"a": lambda step: 1.0, "b": lambda step: 2.0, "blocks.0.gate": lambda step: 0.0 if step > 10 else 1.0}
+    )
+    finding = only(tmp_path, lambda rank, step: COMPUTE, extra=norms)
+    assert (finding.id, finding.severity) == ("NUM04", "warning")
+    assert finding.evidence[0] == "1 of 3: blocks.0.gate"
+    assert "in steps 20, 30, 40, the median is 1" in finding.evidence[1]
+
+
+@pytest.mark.parametrize(
+    ("evals", "train_falls", "severity"),
+    [
+        ((3.0, 2.5, 2.6, 2.8), True, "critical"),
+        ((3.0, 2.5, 2.52, 2.56), True, "warning"),
+        ((3.0, 2.5, 2.6, 2.8), False, None),  # training has become worse too: no overfitting
+        ((3.0, 2.9, 2.8, 2.7), True, None),
+        ((3.0, 2.9, 2.5, 2.8), True, None),  # one evaluation is no trend
+    ],
+)
+def test_overfitting(tmp_path: Path, evals: tuple[float, ...], train_falls: bool, severity: str | None) -> None:
+    def evaluations(rank: int, step: int) -> list[dict[str, Any]]:
+        return [{"kind": "eval", "eval/loss": evals[step // 10 - 1]}] if step % 10 == 0 else []
+
+    losses = [3 - step / 50 if train_falls else 2 + step / 50 for step in range(1, 41)]
+    settings = {**SETTINGS, "train.early_stop_patience": 0}
+    found = findings(
+        tmp_path, lambda rank, step: COMPUTE, fields_of=series(loss=losses), extra=evaluations, settings=settings
+    )
+    assert [(one.id, one.severity) for one in found] == ([("NUM05", severity)] if severity else [])
+    if severity:
+        assert found[0].patch == {"train.early_stop_patience": 3}
+        assert "eval loss 2.5 at step 20" in found[0].evidence[0]
+
+
+@pytest.mark.parametrize(("patience", "ids"), [(0, ["NUM05"]), (1, ["NUM05"]), (2, []), (3, [])])
+def test_a_run_that_stops_by_itself_is_no_overfitting(tmp_path: Path, patience: int, ids: list[str]) -> None:
+    evals = (3.0, 2.5, 2.6, 2.8)
+
+    def evaluations(rank: int, step: int) -> list[dict[str, Any]]:
+        return [{"kind": "eval", "eval/loss": evals[step // 10 - 1]}] if step % 10 == 0 else []
+
+    found = findings(
+        tmp_path,
+        lambda rank, step: COMPUTE,
+        fields_of=series(loss=[3 - step / 50 for step in range(1, 41)]),
+        extra=evaluations,
+        settings={**SETTINGS, "train.early_stop_patience": patience},
+    )
+    assert [one.id for one in found] == ids
+
+
+def tap(step: int, *, dead: Mapping[str, float], updates: Mapping[str, float], skipped: bool = False) -> dict[str, Any]:
+    return {
+        "kind": "tap",
+        "step": step,
+        "skipped": skipped,
+        "modules": {path: {"output": {"dead_frac": share}} for path, share in dead.items()},
+        "parameters": {name: {"shape": [4, 4], "update_frac": share} for name, share in updates.items()}
+        | {"bias": {"shape": [4], "update_frac": 9.0}, "frozen": {"shape": [4, 4]}},
+    }
+
+
+def every_tenth(event: Any) -> Any:
+    return lambda rank, step: [event(step)] if step % 10 == 0 else []
+
+
+@pytest.mark.parametrize(
+    ("share", "severity"), [(lambda step: 0.6, "warning"), (lambda step: 0.95, "critical"), (lambda step: 0.3, None),
+                            (lambda step: 0.95 if step < 30 else 0.1, None)],
+)  # fmt: skip
+def test_units_that_are_dead(tmp_path: Path, share: Any, severity: str | None) -> None:
+    events = every_tenth(lambda step: tap(step, dead={"blocks.0.relu": share(step), "blocks.1": 0.0}, updates={}))
+    found = findings(tmp_path, lambda rank, step: COMPUTE, extra=events)
+    assert [(one.id, one.severity) for one in found] == ([("NUM06", severity)] if severity else [])
+    if severity:
+        assert found[0].evidence == (
+            f"in steps 20, 30, 40, channels that are 0 for the whole batch: {share(40):.0%} of blocks.0.relu",
+        )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        (lambda step: 2e-6, "low"),
+        (lambda step: 0.4, "high"),
+        (lambda step: 1e-3, None),
+        (lambda step: 1e-3 if step == 10 else 1e-7, None),  # the end of a schedule
+        (lambda step: 0.4 if step == 10 else 1e-3, None),  # its begin
+    ],
+)
+def test_updates_that_are_too_small_or_large(tmp_path: Path, ratio: Any, text: str | None) -> None:
+    events = every_tenth(lambda step: tap(step, dead={}, updates={"a": ratio(step), "b": ratio(step), "c": 0.02}))
+    settings = {**SETTINGS, "optim.lr": 0.01}
+    found = findings(tmp_path, lambda rank, step: COMPUTE, extra=events, settings=settings)
+    assert [one.id for one in found] == (["NUM07"] if text else [])
+    if text:
+        assert found[0].title == f"the learning rate is too {text} for the weights"
+        assert f"{ratio(40):.2g} of its norm, in 4 taps" in found[0].evidence[0]
+        low, high = {"low": ("0.5", "50"), "high": ("2.5e-06", "0.00025")}[text]
+        assert found[0].evidence[2] == f"optim.lr is 0.01; {low} to {high} is worth a try"
+
+
+def test_taps_of_skipped_steps_do_not_count(tmp_path: Path) -> None:
+    events = every_tenth(lambda step: tap(step, dead={"relu": 1.0}, updates={"a": 0.0}, skipped=True))
+    assert findings(tmp_path, lambda rank, step: COMPUTE, extra=events) == []
+
+
+def corrupt(**changes: Any) -> Any:
+    """Rank 0 has written of silent corruption in step 7."""
+    event = {
+        "kind": "corruption",
+        "source": "memory",
+        "ranks": [1],
+        "hosts": ["node-b"],
+        "tensor": "model/a",
+        "certain": True,
+    }
+    event |= {"evidence": "its bits changed", **changes}
+    return lambda rank, step: [event] if (rank, step) == (0, 7) else []
+
+
+def test_silent_corruption(tmp_path: Path) -> None:
+    finding = only(tmp_path, lambda rank, step: COMPUTE, extra=corrupt())
+    assert (finding.id, finding.ranks, finding.severity) == ("SDC01", (1,), "critical")
+    assert finding.evidence == ("step 7, memory, model/a: its bits changed",)
+    assert "test memory and devices of node-b" in finding.advice
+
+
+def test_corruption_of_one_of_two_copies(tmp_path: Path) -> None:
+    finding = only(tmp_path, lambda rank, step: COMPUTE, extra=corrupt(ranks=[1, 0], certain=False, source="replica"))
+    assert (finding.ranks, finding.confidence) == ((0, 1), 0.7)
+    assert finding.title == "silent corruption on one of several ranks"
+    assert "three replicas" in finding.advice
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"ranks": "all", "hosts": 3, "tensor": None, "evidence": []},
+        {"ranks": [-1, "x", 1 << 70, True, None], "hosts": [None, {}, ["a"]], "certain": "yes"},
+        {"tensor": "x" * 10**5, "ranks": list(range(5000))},
+    ],
+)
+def test_a_corruption_event_of_another_form_does_no_harm(tmp_path: Path, damage: dict[str, Any]) -> None:
+    finding = only(tmp_path, lambda rank, step: COMPUTE, extra=corrupt(**damage))
+    assert finding.id == "SDC01"
+    assert all(len(text) < 2000 for text in finding.evidence)
+
+
+def skip(loss: Any, **origin: Any) -> Any:
+    """Step 7 was skipped, and rank 1 found its origin."""
+
+    def events(rank: int, step: int) -> list[dict[str, Any]]:
+        if step != 7:
+            return []
+        skipped = {"kind": "skipped_step", "loss": loss, "grad_norm": "NaN", "rank_loss": 1.0, "samples": [1, 2]}
+        found = {"kind": "nonfinite", "reproduced": True, "value": "nan", "tensor": "", "layer": "", "operator": ""}
+        return [skipped, *([found | {"samples": [4, 2], **origin}] if rank == 1 and origin else [])]
+
+    return events
+
+
+@pytest.mark.parametrize(
+    ("origin", "evidence", "advice"),
+    [
+        (
+            {"where": "input", "tensor": "image"},
+            "input image; samples 4, 2",
+            "mend or leave out these samples: their image",
+        ),
+        (
+            {"where": "forward", "layer": "blocks.3.ffn", "operator": "aten.div.Tensor"},
+            "aten.div.Tensor of blocks.3.ffn (forward); samples 4, 2",
+            "look at blocks.3.ffn (aten.div.Tensor), whose inputs are finite",
+        ),
+        (
+            {"where": "loss", "operator": "aten.log.default", "samples": []},
+            "aten.log.default of the loss (loss)",
+            "look at the objective (aten.log.default)",
+        ),
+        (
+            {"where": "parameter", "tensor": "head.weight", "samples": []},
+            "parameter head.weight",
+            "the weights that the run",
+        ),
+    ],
+)
+def test_the_origin_of_a_step_that_is_no_number(tmp_path: Path, origin: dict, evidence: str, advice: str) -> None:
+    finding = only(tmp_path, lambda rank, step: COMPUTE, extra=skip("NaN", **origin))
+    assert (finding.id, finding.ranks, finding.confidence) == ("NUM01", (1,), 0.95)
+    assert finding.evidence[1] == f"step 7, rank 1: the first nan is of {evidence}"
+    assert finding.advice.startswith(advice)
+
+
+def test_a_gradient_that_is_no_number(tmp_path: Path) -> None:
+    origin = {"where": "backward", "layer": "norm", "operator": "aten.div.Tensor"}
+    finding = only(tmp_path / "found", lambda rank, step: COMPUTE, extra=skip(2.0, **origin))
+    assert (finding.id, finding.title) == ("NUM01", "the gradient is no number in some steps")
+    assert findings(tmp_path / "scale", lambda rank, step: COMPUTE, extra=skip(2.0)) == []  # fp16 finds its loss scale
+
+
+@pytest.mark.parametrize(
+    ("loss", "eval_loss", "settings", "found"),
+    [
+        (lambda step: 4.0, 4.05, {}, True),
+        (lambda step: 4.0, 4.05, {"model.pretrained": "x"}, False),
+        (lambda step: 4.0, 5.0, {}, False),  # NUM05's, or other data
+        (lambda step: 4.0 - min(step, 100) / 100, 3.0, {}, False),  # it has learned, and is flat now
+        (lambda step: 4.0 - step / 400, 3.45, {}, False),  # it learns
+    ],
+)
+def test_a_model_that_does_not_learn(tmp_path: Path, loss: Any, eval_loss: float, settings: dict, found: bool) -> None:
+    losses = [loss(step) + noise - 2 for step, noise in enumerate(noisy(220), start=1)]
+    events = lambda rank, step: [{"kind": "eval", "eval/loss": eval_loss}] if step % 50 == 0 else []  # noqa: E731
+    result = findings(
+        tmp_path,
+        lambda rank, step: COMPUTE,
+        steps=220,
+        fields_of=series(loss=losses),
+        extra=events,
+        settings={**SETTINGS, **settings},
+    )
+    assert [one.id for one in result] == (["NUM08"] if found else [])
+
+
+def test_a_loss_that_is_no_number_has_a_rank_and_samples(tmp_path: Path) -> None:
+    def extra(rank: int, step: int) -> list[dict[str, Any]]:
+        own = math.nan if rank == 1 else 3.0
+        row = {
+            "kind": "skipped_step",
+            "loss": math.nan,
+            "grad_norm": math.nan,
+            "rank_loss": own,
+            "samples": [10 * rank, 10 * rank + 1],
+        }
+        return [row] if step == 7 else []
+
+    finding = only(tmp_path, lambda rank, step: COMPUTE, extra=extra)
+    assert (finding.id, finding.ranks, finding.severity) == ("NUM01", (1,), "warning")
+    assert finding.evidence == (
+        "1 of 40 steps were skipped: 7",
+        "step 7: the losses of rank 1 alone sum to nan; its samples are 10, 11",
+    )
+
+
+def test_the_search_for_a_loss_scale_is_no_finding(tmp_path: Path) -> None:
+    row = {"kind": "skipped_step", "loss": 3.0, "grad_norm": math.inf, "rank_loss": 3.0, "samples": []}
+    assert findings(tmp_path, lambda rank, step: COMPUTE, extra=lambda rank, step: [row] if step < 9 else []) == []
 
 
 def plain_spikes(losses: NDArray[np.float64]) -> list[int]:

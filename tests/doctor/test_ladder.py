@@ -251,7 +251,13 @@ def saved(folder: Path, size: float, took_s: float) -> TrainOutcome:
             "checkpoint.asynchronous=true; checkpoint.every_steps=500",
         ),
         (("checkpoint.every_steps=0",), 99.0, 100, "", ""),
-        (("checkpoint.keep_last=3",), 1.0, 11, "5 of them need 10 GiB of the 11 GiB that are free", "room on that disk"),
+        (
+            ("checkpoint.keep_last=3",),
+            1.0,
+            11,
+            "5 of them need 10 GiB of the 11 GiB that are free",
+            "room on that disk",
+        ),
     ],
 )
 def test_what_saves_will_cost(

@@ -263,7 +263,6 @@ def test_router_is_float32_under_autocast() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_an_accelerator(dtype: torch.dtype) -> None:
     """Like the CPU in float32, with an expert that no token goes to; twice the same bits."""

@@ -40,7 +40,7 @@ DEVICES = [
     "cpu",
     pytest.param(
         "accelerator",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")],
+        marks=pytest.mark.gpu,
     ),
 ]
 

@@ -57,7 +57,6 @@ def test_refused_where_it_moves_nothing() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
 def test_takes_less_of_the_device(tmp_path: Path) -> None:
     changes = {
         "steps": 4,

@@ -118,7 +118,6 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
 def test_attention_that_drops_on_an_accelerator() -> None:
     def gradients(how: str) -> list[Tensor | None]:
         torch.manual_seed(0)

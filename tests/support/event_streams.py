@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from unisono.diagnose import Finding, diagnose, read_run
 from unisono.diagnose.run_facts import ALL_PHASES
 from unisono.observe.events import encode, events_path
 
@@ -76,3 +77,31 @@ def write_events(
             )
         path.write_bytes(b"".join(encode(line) + b"\n" for line in lines))
     return run_dir
+
+
+COMPUTE = {"forward": 0.02, "backward": 0.04, "optimizer": 0.01, "other": 0.005}
+
+
+def findings(folder: Path, times: Any, **options: Any) -> list[Finding]:
+    return diagnose(read_run(write_events(folder, times, **options)))
+
+
+def only(folder: Path, times: Any, **options: Any) -> Finding:
+    found = findings(folder, times, **options)
+    assert len(found) == 1, [finding.id for finding in found]
+    return found[0]
+
+
+def together(work: Mapping[int, Mapping[str, float]], exchange_s: float = 0.0) -> Any:
+    """Times of ranks that step together: those that are done early wait for the last one."""
+    slowest = max(sum(phases.values()) for phases in work.values())
+
+    def times(rank: int, step: int) -> Mapping[str, float]:
+        return {**work[rank], "comm_exposed": slowest - sum(work[rank].values()) + exchange_s}
+
+    return times
+
+
+def series(**columns: Any) -> Any:
+    """Fields of the steps of a healthy run, with these values by step."""
+    return lambda rank, step: {f"train/{name}": values[step - 1] for name, values in columns.items()}

@@ -14,10 +14,7 @@ import torch
 
 from unisono.observe.meters import PHASES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -144,6 +144,29 @@ def test_the_devices_generator_goes_on_after_a_resume(tmp_path: Path) -> None:
     assert len(set(whole)) == 6
 
 
+class ReadOnce(tiny.RaggedTokens):
+    """The targets of sample 5 are no numbers, and it can be read but once."""
+
+    def __init__(self) -> None:
+        super().__init__(samples=160, poison=5)
+        self._was_read = False
+
+    def read(self, indices: Any) -> Any:
+        if 5 in indices:
+            if self._was_read:
+                raise OSError("the disk is gone")
+            self._was_read = True
+        return super().read(indices)
+
+
+def test_a_search_whose_batch_cannot_be_read_again_does_not_end_the_run(tmp_path: Path, device: FakeDevice) -> None:
+    end = tiny.complete(tmp_path, steps=20, data=ReadOnce(), num_workers=0)
+    assert end["step"] == 20
+    (event,) = (event for event in tiny.events(tmp_path) if event["kind"] == "nonfinite")
+    assert event["reproduced"] is False
+    assert "the disk is gone" in event["reason"]
+
+
 def test_times_of_the_host_are_those_of_a_cpu(tmp_path: Path) -> None:
     began = time.perf_counter()
     tiny.complete(tmp_path, steps=3)

@@ -61,7 +61,6 @@ def test_of_no_values_and_of_low_precision() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_an_accelerator_counts_the_same() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) ** 3
     x[:3] = torch.tensor([0.0, float("nan"), float("inf")])

@@ -122,7 +122,6 @@ def test_numbers_are_those_of_a_plain_torch_loop(name: str, tmp_path: Path, caps
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_on_an_accelerator(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The contrastive program computes in fp16 there."""

@@ -80,8 +80,12 @@ class TrainOutcome:
 
     def last_save(self) -> tuple[float, float] | None:
         """Bytes of its last checkpoint, of all ranks, and the seconds that it took to be written; None if there is none."""
-        saves = [(number(event.get("bytes")), number(event.get("save_s"))) for event in self._events("checkpoint_saved")]
-        return next(((size, took_s) for size, took_s in reversed(saves) if size is not None and took_s is not None), None)
+        saves = [
+            (number(event.get("bytes")), number(event.get("save_s"))) for event in self._events("checkpoint_saved")
+        ]
+        return next(
+            ((size, took_s) for size, took_s in reversed(saves) if size is not None and took_s is not None), None
+        )
 
     def _steps(self) -> list[Mapping[str, Any]]:
         return self._events("step")

@@ -323,7 +323,9 @@ def _saving(
             evidence.append(f"training stands still for {took_s / (interval_s + took_s):.0%} of the time")
             cures.append("checkpoint.asynchronous=true")
         if len(evidence) > 1:
-            cures.append(f"checkpoint.every_steps={math.ceil(took_s / (_SAVING * step_s))}, or a faster disk for run.dir")
+            cures.append(
+                f"checkpoint.every_steps={math.ceil(took_s / (_SAVING * step_s))}, or a faster disk for run.dir"
+            )
     # those that stay for good (checkpoint.keep_every_steps) come on top
     kept = 1 + int(settings["checkpoint.keep_last"]) + int(settings["checkpoint.keep_best"])
     evidence.append(f"{kept} of them need {_size(kept * size)} of the {_size(free_bytes)} that are free")

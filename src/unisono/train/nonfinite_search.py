@@ -79,14 +79,15 @@ class NonfiniteSearch:
         self._num_steps += 1
         if self._num_steps & (self._num_steps - 1) or self._failed:
             return
-        batch = self._newest if self._newest is not None and self._newest.step == step.index - 1 else None
-        if batch is None and self.load is not None:
-            batch = self.load(step.index - 1)
-        if batch is None or batch.step not in self._generators:
+        number = step.index - 1
+        batch = self._newest if self._newest is not None and self._newest.step == number else None
+        if number not in self._generators or (batch is None and self.load is None):
             return
         found, problem = None, ""
         try:
-            found = self._compute_again(batch)
+            if batch is None and self.load is not None:
+                batch = self.load(number)
+            found = None if batch is None else self._compute_again(batch)
         except CommError:
             raise
         except Exception as error:  # a search must not end a run that goes on without it
@@ -97,7 +98,7 @@ class NonfiniteSearch:
         self._failed = any(text for _, text in outcomes)
         strongest = max(has for has, _ in outcomes)
         fields = {"step": step.index, "updates_since": updates_since}
-        if found is not None and strength == strongest:  # others got it from these ranks
+        if found is not None and batch is not None and strength == strongest:  # others got it from these ranks
             samples = _samples_of(found, batch)
             self.events.emit(
                 "nonfinite",

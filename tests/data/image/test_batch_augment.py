@@ -175,7 +175,6 @@ def test_what_is_no_batch() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
 def test_on_an_accelerator(photo: Photo) -> None:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None

@@ -375,8 +375,6 @@ def test_pinning_is_for_devices_with_host_memory_of_their_own(monkeypatch: pytes
 
 @pytest.mark.gpu
 def test_batches_for_an_accelerator_are_pinned() -> None:
-    if not torch.accelerator.is_available():
-        pytest.skip("no accelerator here")
     device = torch.accelerator.current_accelerator()
     (batch,) = loader(Numbers(10), device=device, prefetch_depth=1).iterate(0, 1)
     for part in batch.micro_batches:
@@ -386,8 +384,6 @@ def test_batches_for_an_accelerator_are_pinned() -> None:
 
 @pytest.mark.gpu
 def test_batches_arrive_on_an_accelerator_in_order_and_whole() -> None:
-    if not torch.accelerator.is_available():
-        pytest.skip("no accelerator here")
     device = torch.accelerator.current_accelerator()
     assert device is not None
     one = loader(Numbers(1000), device=device, prefetch_depth=2, global_batch=64, micro_batch=64)
