@@ -1,6 +1,6 @@
 """What ``unisono diagnose`` says of runs whose cause is known, and what accounting costs. Prints JSON.
 
-    python -m benchmarks.observe.diagnosis [--rounds 6] [--steps 60] [--blocks 40] [--only costs]
+    python -m benchmarks.observe.diagnosis [--rounds 5] [--steps 50] [--blocks 40] [--only costs]
 
 costs     Steps are made slower by a known cause. A round is a run without it, then one with it (in turned order every other
           round). The true cost is the share by which the step is longer; the named cost is that of the finding.
@@ -49,6 +49,7 @@ COMMON: Mapping[str, Any] = {
     "plan.device": "cpu",
     "plan.precision": "fp32",
     "plan.global_batch": SAMPLES,
+    "data.seq_len": 128,
     "train.eval_every_steps": 0,
     "checkpoint.every_steps": 0,
     "observe.console": "plain",
@@ -357,8 +358,8 @@ def on_rank(part: str, name: str, blocks: int, folder: Path) -> None:
 def main() -> None:
     """Print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=60, help="of a run")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=50, help="of a run")
     parser.add_argument("--blocks", type=int, default=40, help="of each side, for the overhead")
     parser.add_argument("--only", choices=("costs", "gains", "healthy", *MEASURES))
     parser.add_argument("--rank-of", nargs=2, help=argparse.SUPPRESS)
