@@ -10,30 +10,31 @@ import time
 from typing import Any
 
 from unisono import Components, RunConfig
-from unisono.dist import job_from_environ
 from unisono.kvstore.allreduce.buckets import BucketedAllReduce
 from unisono.train import Every
 
+SLOW_S, SLOW_RANK = float(os.environ["SLOW_S"]), int(os.environ["SLOW_RANK"])
+SAMPLES = int(os.environ["SLOW_SAMPLES"])  # of a rank in a step
+
 
 def config() -> RunConfig:
-    """The configuration of one rank."""
-    cause, seconds, slow_rank = os.environ["SLOW_CAUSE"], float(os.environ["SLOW_S"]), int(os.environ["SLOW_RANK"])
-    rank = job_from_environ(os.environ).rank
-    if slow_rank not in (-1, rank) or not seconds:
-        return RunConfig()
-    if cause == "loader":
-        samples = int(os.environ["SLOW_SAMPLES"])  # of a rank in a step
-        return RunConfig(components=Components(transform=lambda sample, rng: slowed(seconds / samples, sample)))
-    if cause == "compute":
-        call = Every(steps=1, call=lambda step, model: time.sleep(seconds))
-        return RunConfig(components=Components(callbacks=lambda run: [call]))
-    if cause == "link":
-        wait = BucketedAllReduce.wait
-        BucketedAllReduce.wait = lambda self, totals: wait(slowed(seconds, self), totals)
+    """The configuration of all ranks: code asks at each step whether its rank is the slow one."""
+    match os.environ["SLOW_CAUSE"]:
+        case "loader":
+            return RunConfig(components=Components(transform=lambda sample, rng: slowed(sample, SAMPLES)))
+        case "compute":
+            call = Every(steps=1, call=lambda step, model: slowed(None))
+            return RunConfig(components=Components(callbacks=lambda run: [call]))
+        case "link":
+            wait = BucketedAllReduce.wait
+            BucketedAllReduce.wait = lambda self, totals: wait(slowed(self), totals)
+        case _:
+            pass
     return RunConfig()
 
 
-def slowed(seconds: float, value: Any) -> Any:
-    """The value, later."""
-    time.sleep(seconds)
+def slowed(value: Any, parts: int = 1) -> Any:
+    """The value, later on the slow rank: a part of what a step takes longer."""
+    if SLOW_RANK in (-1, int(os.environ.get("UNISONO_RANK", "0"))):
+        time.sleep(SLOW_S / parts)
     return value
