@@ -111,3 +111,5 @@ def test_wrong_command_lines(desk: Desk, tmp_path: Path) -> None:
         assert (done.code, reason in done.err) == (2, True), done.err
     done = desk.here("compare", *runs, "--script", "a.py")
     assert (done.code, "--script is for --first-difference" in done.err) == (2, True)
+    done = desk.here("compare", *runs, "--timeout-s", "5")
+    assert (done.code, "--timeout-s is for --first-difference" in done.err) == (2, True)

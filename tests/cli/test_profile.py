@@ -85,6 +85,19 @@ def test_what_cannot_be_profiled(desk: Desk, tmp_path: Path) -> None:
     assert (wrong.code, "A is 2 or more" in wrong.err, (tmp_path / "new").exists()) == (2, True, False)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (("--stacks",), "--stacks with the folder "),
+        (("--steps", "3:4", "--set", "train.steps=5"), "--set --steps with the folder "),
+        (("--now", "--plan", "x.json"), "--plan with the folder "),
+    ],
+)
+def test_options_that_would_have_no_effect(desk: Desk, tmp_path: Path, arguments: tuple[str, ...], given: str) -> None:
+    assert given in refused(desk, str(tmp_path), *arguments)
+    assert "--timeout-s with a configuration" in refused(desk, *desk.settings, "--timeout-s", "3")
+
+
 def test_a_run_that_does_not_answer(desk: Desk, tmp_path: Path) -> None:
     run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
     assert "made no profile within 0.3 s" in refused(desk, str(run), "--now", "--timeout-s", "0.3")

@@ -304,13 +304,14 @@ def test_rules_of_other_packages(
         def __init__(self, name: str, rule: Any) -> None:
             self.name, self.load = name, lambda: rule
 
-    entries = [Entry("good", own), Entry("bad", lambda facts: 1 / 0)]
+    entries = [Entry("good", own), Entry("bad", lambda facts: 1 / 0), Entry("odd", lambda facts: [{"id": "OWN02"}])]
     monkeypatch.setattr(
         "unisono.diagnose.rules.entry_points", lambda group: entries if group == "unisono.rules" else []
     )
     with caplog.at_level(logging.WARNING):
         assert [finding.id for finding in findings(tmp_path, lambda rank, step: COMPUTE)] == ["OWN01"]
     assert "rule bad of their_package:rule was left out: ZeroDivisionError" in caplog.text
+    assert "rule odd of their_package:rule was left out: TypeError" in caplog.text
 
 
 def test_the_page_has_all_rules() -> None:

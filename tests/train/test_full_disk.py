@@ -89,6 +89,18 @@ def test_a_report_that_does_not_fit_is_a_warning(
     assert [event["reason"] for event in tiny.events(tmp_path / "run") if event["kind"] == "run_end"] == ["finished"]
 
 
+def test_a_report_that_fails_otherwise_is_a_warning_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from unisono.observe.options import ObserveOptions
+    from unisono.report import render
+
+    monkeypatch.setattr(render, "diagnose", lambda facts: 1 / 0)
+    with tiny.trainer(tmp_path / "run", steps=2, observe=ObserveOptions(console="off", report=True)) as run:
+        assert run.fit().reason == "finished"
+    assert "report.html was not written: ZeroDivisionError: division by zero" in caplog.text
+
+
 def test_a_finished_run_on_a_small_disk_ends_well_without_its_report(
     small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

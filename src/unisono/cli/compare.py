@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from unisono.cli.common import every_verb, is_python_trusted, print_result, trusts_python
 
@@ -61,6 +62,8 @@ def command(
         raise SystemExit(_find_first(run_dirs, scripts, timeout_s=timeout_s, as_json=as_json))
     if scripts:
         raise click.UsageError("--script is for --first-difference")
+    if click.get_current_context().get_parameter_source("timeout_s") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--timeout-s is for --first-difference")
     from unisono.compare import broken_limits, compare_runs, read_figures
     from unisono.compare.limits import KINDS, read_limits
     from unisono.compare.table import table

@@ -15,6 +15,7 @@ from unisono.errors import ConfigError, DataError
 from unisono.sanitize import printable
 
 _POLL_S = 0.2
+_GIVEN = click.core.ParameterSource.COMMANDLINE
 
 
 @click.command("profile")
@@ -54,6 +55,7 @@ def command(
             consequence="nothing was asked",
             nearest="unisono profile RUN_DIR --now --steps 3",
         )
+    _check_unused(context, folder, now=now)
     if folder is not None:
         if now:
             _ask(folder, _number(context, steps), stacks=stacks, timeout_s=timeout_s)
@@ -73,12 +75,32 @@ def command(
     return code
 
 
+def _check_unused(context: click.Context, folder: Path | None, *, now: bool) -> None:
+    """Raise ConfigError for an option that would have no effect."""
+    unused = [] if now else ["timeout_s"]
+    if folder is not None:
+        unused += ["overrides", "plan_file", *([] if now else ["steps", "stacks"])]
+    given = [
+        parameter.opts[-1]
+        for parameter in context.command.params
+        if parameter.name in unused and context.get_parameter_source(parameter.name) is _GIVEN
+    ]
+    if given:
+        raise ConfigError(
+            given=f"{' '.join(given)} with {'a configuration' if folder is None else f'the folder {folder}'}"
+            + (" and --now" if now else ""),
+            rule="a folder is of a run that has its settings: its last profile is shown, or with --now it is asked for one",
+            consequence="that would have no effect, so nothing was done",
+            nearest="a configuration, which trains, in place of a folder; or --now, while the run is under way",
+        )
+
+
 def _number(context: click.Context, steps: str) -> int:
     """How many steps ``--now`` asks for."""
     from unisono.observe.options import MAX_PROFILE_STEPS
     from unisono.profile.window import DEFAULT_STEPS
 
-    if context.get_parameter_source("steps") is not click.core.ParameterSource.COMMANDLINE:
+    if context.get_parameter_source("steps") is not _GIVEN:
         return DEFAULT_STEPS
     if not steps.isdecimal() or not 1 <= int(steps[:9]) <= MAX_PROFILE_STEPS:
         raise ConfigError(

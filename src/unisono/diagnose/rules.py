@@ -77,7 +77,10 @@ def _plugged_rules() -> Iterator[Rule]:
 
         def guarded(facts: RunFacts, entry: Any = entry, package: str = package) -> list[Finding]:
             try:
-                return list(entry.load()(facts))
+                findings = list(entry.load()(facts))
+                if not all(isinstance(finding, Finding) for finding in findings):
+                    raise TypeError("it yields something else than unisono.diagnose.Finding")
+                return findings
             except Exception as error:
                 _LOG.warning("rule %s of %s was left out: %s: %s", entry.name, package, type(error).__name__, error)
                 return []

@@ -20,7 +20,6 @@ _LEFTOVERS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "NCCL_IB_DISABLE": ((), "InfiniBand and RoCE are not used"),
     "NCCL_ALGO": ((), "NCCL does not choose the algorithm by size"),
     "NCCL_PROTO": ((), "NCCL does not choose the protocol by size"),
-    "PYTHONFAULTHANDLER": (("0",), "no stacks are written when a rank dies"),
     "TORCH_LOGS": ((), "the compiler writes long logs"),
 }
 # variables that were renamed or removed → what is read instead; empty: nothing (the pages on environment variables of NCCL's
