@@ -91,7 +91,7 @@ def _fits(lines: Sequence[str], width: int, max_lines: int) -> bool:
 
 
 def _status_parts(event: Fields) -> Iterator[tuple[int, str]]:
-    """(rank, text) of each part in the order of the line; the part of the highest rank is dropped first."""
+    """(priority, text) of each part in the order of the line; the part with the highest number is dropped first."""
 
     def value(field: str) -> float | None:
         return number(event.get(field))

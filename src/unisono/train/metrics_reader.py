@@ -52,7 +52,7 @@ class MetricsReader:
     skipped_total: int
     unit: str
     samples_per_step: int
-    searches: NonfiniteSearch | None = None  # finds out why a step was skipped
+    nonfinite_search: NonfiniteSearch | None = None  # finds the origin of a skipped step's non-finite values
     compiling: bool = False  # the next reading contains a step that compiled
     profiling: bool = False  # the next reading contains a step that was profiled
     stop_requested: bool = False
@@ -69,15 +69,14 @@ class MetricsReader:
             self.read()
 
     def read(self) -> None:
-        """Read every pending step now."""
+        """Read every pending step now. Raises NumericsError."""
         if not self._pending:
             return
         steps, self._pending = self._pending, []
         adapter, index = adapter_of(self.device)
         if adapter.streams is not None:
-            adapter.streams.current(
-                index
-            ).synchronize()  # as the next line does; now the device has come to all marks too
+            # the copy below waits too; waiting here first means that the timers can read all their events of these steps
+            adapter.streams.current(index).synchronize()
         rows: list[list[float]] = torch.stack([step.stats for step in steps]).tolist()
         counted = (
             self.samples_per_step * len(steps) if self.samples_per_step else round(sum(row[COUNTED] for row in rows))
@@ -145,14 +144,14 @@ class MetricsReader:
         )
 
     def _search(self, steps: list[Step], rows: list[list[float]]) -> None:
-        if self.searches is None:
+        if self.nonfinite_search is None:
             return
         with self.rates.paused():
             for number, (step, row) in enumerate(zip(steps, rows, strict=True), start=1):
                 if not row[GOOD]:
                     updates = sum(bool(later[GOOD]) for later in rows[number:])
-                    self.searches.search(step, row[LOSS], row[NORM], updates_since=updates)
-        self.searches.forget()
+                    self.nonfinite_search.search(step, row[LOSS], row[NORM], updates_since=updates)
+        self.nonfinite_search.forget()
 
     def _give_up(self, step: Step, row: list[float]) -> None:
         if self.skipped_total >= step.index:
