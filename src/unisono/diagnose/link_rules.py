@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.diagnose.figures import is_timed, least_wait, milliseconds, severity_of, step_s
+from unisono.diagnose.figures import is_timed, least_wait_frac, milliseconds, severity_of, step_s
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.run_facts import LinkTraffic, RunFacts
 
@@ -28,7 +28,7 @@ def slow_link(facts: RunFacts) -> Iterator[Finding]:
     if not is_timed(facts) or len(facts.ranks) < 2 or not facts.steps_together:
         return
     links = [link for rank in facts.ranks for link in rank.links if link.measured_bytes_per_s and link.steps]
-    share = least_wait(facts, "comm_exposed_dp")
+    share = least_wait_frac(facts, "comm_exposed_dp")
     if not links or share <= 0:
         return
     link = min(links, key=lambda link: link.measured_bytes_per_s)
