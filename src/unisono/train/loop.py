@@ -97,7 +97,7 @@ class StepRunner:
         """The next batch, None at the end; waiting for it is timed. A profile begins or ends before it."""
         if self.metrics_reader.profile_requested:
             self.metrics_reader.profile_requested = False
-            self.profiler.answer()
+            self.profiler.start_requested()
         if self.state.step >= self.profiler.due:
             with self.rates.paused():
                 self.profiler.at_boundary(self.state.step)

@@ -93,9 +93,9 @@ class _Computed:
 
 
 class _NoProfile:
-    """A profiler that is asked for nothing."""
+    """Stands for the profiler where a step is computed again: no profile is requested."""
 
-    def look(self, now_s: float) -> bool:
+    def is_requested(self, now_s: float) -> bool:
         return False
 
 
