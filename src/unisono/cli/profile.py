@@ -56,7 +56,7 @@ def command(
         )
     if folder is not None:
         if now:
-            _ask(folder, _number(context, steps), stacks=stacks, timeout_s=timeout_s)
+            _request(folder, _num_steps(context, steps), stacks=stacks, timeout_s=timeout_s)
         _show(folder, as_json=as_json)
         return 0
     from unisono.cli import train
@@ -73,8 +73,8 @@ def command(
     return code
 
 
-def _number(context: click.Context, steps: str) -> int:
-    """How many steps ``--now`` asks for."""
+def _num_steps(context: click.Context, steps: str) -> int:
+    """The number of steps that ``--now`` requests. Raises ConfigError."""
     from unisono.observe.options import MAX_PROFILE_STEPS
     from unisono.profile.window import DEFAULT_STEPS
 
@@ -90,8 +90,8 @@ def _number(context: click.Context, steps: str) -> int:
     return int(steps)
 
 
-def _ask(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -> None:
-    """Ask the run for a profile, and wait until it is there."""
+def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -> None:
+    """Request a profile from the run, and wait until it is written. Raises DataError, ConfigError."""
     from unisono.observe.rank_status import rank_statuses
     from unisono.profile.rank_profile import profile_folders
     from unisono.profile.window import request_path, write_request
@@ -132,7 +132,7 @@ def _ask(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -> No
 
 
 def _is_done(run_dir: Path, before: set[int]) -> bool:
-    """Whether a folder that was not there before has the merged trace, which is written last."""
+    """Whether a new folder has the merged trace, which is written last; ``before`` are the first steps of earlier profiles."""
     from unisono.profile.rank_profile import MERGED_FILE, profile_folders
 
     return any(
@@ -141,22 +141,20 @@ def _is_done(run_dir: Path, before: set[int]) -> bool:
 
 
 def _show(run_dir: Path, *, as_json: bool) -> None:
-    """Show the last profile of the run."""
-    from unisono.profile import newest_profiles
-    from unisono.profile.rank_profile import MERGED_FILE, profile_folders
+    """Show the last profile of the run. Raises DataError where there is none."""
+    from unisono.profile import read_profiles
+    from unisono.profile.rank_profile import MERGED_FILE, newest_profile_folder
     from unisono.profile.text import profile_text
 
-    profiles, notes = newest_profiles(run_dir)
-    if not profiles:
+    folder = newest_profile_folder(run_dir)
+    profiles, notes = ((), ()) if folder is None else read_profiles(folder)
+    if folder is None or not profiles:
         raise DataError(
             given=f"{run_dir} has no profile" + "".join(f"; {note}" for note in notes),
             rule="profiles are in the folder of a run (profile/step-…/rank-N.json)",
             consequence="there is nothing to show",
             nearest=f"unisono profile {run_dir} --now, while the run makes steps; or unisono profile CONFIG",
         )
-    folder = next(
-        folder for _, folder in sorted(profile_folders(run_dir).items(), reverse=True) if any(folder.glob("rank-*"))
-    )
     if as_json:
         print_json({"run_dir": str(run_dir), "folder": str(folder), "ranks": [_plain(profile) for profile in profiles]})
         return
@@ -167,5 +165,6 @@ def _show(run_dir: Path, *, as_json: bool) -> None:
 
 
 def _plain(profile: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(profile.to_bytes())
-    return found
+    """The profile as JSON types."""
+    fields: dict[str, Any] = json.loads(profile.to_bytes())
+    return fields
