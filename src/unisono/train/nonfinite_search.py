@@ -29,7 +29,7 @@ from unisono.train.callbacks import restored
 from unisono.train.named_losses import sum_losses
 from unisono.train.objectives import Batch
 from unisono.train.operator_watch import NonfiniteTensor, OperatorWatch
-from unisono.train.rewind import GeneratorStates
+from unisono.train.state_snapshot import GeneratorStates
 from unisono.train.step import Step, TrainStep
 
 _MAX_SAMPLES: Final = 64  # in an event

@@ -266,7 +266,7 @@ class _Recording(TorchDispatchMode):
     def after_update(self) -> None:
         """Record the updated state, and what the optimizer was set to."""
         self.stop()
-        shards = self._state.own_shards()
+        shards = self._state.local_shards()
         for path, tensor in self._state.local_state().items():
             self._add("updated", tensor, OPTIMIZER, layer=_layer_of(path), tensor=path, shard=shards.get(path))
         for number, group in enumerate(self._state.optimizer.param_groups):
