@@ -53,7 +53,7 @@ def first_divergence(
 
 
 def first_mismatch(a: Sequence[Entry], b: Sequence[Entry]) -> tuple[int | None, int | None] | None:
-    """The places of the first entries that differ; None in place of one that a record lacks; None where there are none."""
+    """Indices of the first entries that differ, with None for an entry that a record lacks; None if all are equal."""
     i = j = 0
     outputs: Mapping[Any, Sequence[int]] | None = None
     while i < len(a) and j < len(b):
@@ -63,10 +63,10 @@ def first_mismatch(a: Sequence[Entry], b: Sequence[Entry]) -> tuple[int | None, 
             i, j = i + 1, j + 1
             continue
         outputs = _outputs(b) if outputs is None else outputs
-        met = _meeting(a, b, i, j, outputs)
-        if met is None:
+        realigned = _realigned(a, b, i, j, outputs)
+        if realigned is None:
             return i, j
-        i, j = met
+        i, j = realigned
     if i == len(a) and j == len(b):
         return None
     return (i if i < len(a) else None), (j if j < len(b) else None)
@@ -80,18 +80,18 @@ def _outputs(entries: Sequence[Entry]) -> Mapping[Any, Sequence[int]]:
     return places
 
 
-def _meeting(
+def _realigned(
     a: Sequence[Entry], b: Sequence[Entry], i: int, j: int, outputs: Mapping[Any, Sequence[int]]
 ) -> tuple[int, int] | None:
-    """The places where both have the same again; None where what comes out has other bits.
+    """Where both records continue with the same entries, after ``i`` and ``j`` differ; None if the results have other bits.
 
-    That is after the first module call that encloses entry ``i``, and outside of modules at the end of the phase.
+    That is after the first module call that encloses either entry, and outside of modules at the end of the phase.
     """
     if a[i].phase != b[j].phase:
         return None
     if a[i].phase != FORWARD:
-        return _meeting_at_results(a, b, i, j)
-    layers = {_enclosing for entry in (a[i], b[j]) for _enclosing in _ancestors(entry.layer)}
+        return _realigned_at_results(a, b, i, j)
+    layers = {layer for entry in (a[i], b[j]) for layer in _ancestors(entry.layer)}
     for place in range(i, len(a)):
         entry = a[place]
         if entry.phase != FORWARD or entry.micro_batch != a[i].micro_batch:
@@ -104,8 +104,8 @@ def _meeting(
     return None
 
 
-def _meeting_at_results(a: Sequence[Entry], b: Sequence[Entry], i: int, j: int) -> tuple[int, int] | None:
-    """The places of the next results of the phase, if all of them have the same bits in both."""
+def _realigned_at_results(a: Sequence[Entry], b: Sequence[Entry], i: int, j: int) -> tuple[int, int] | None:
+    """Indices of the next results of the phase, if all of them have the same bits in both; else None."""
     kind = _RESULTS.get(a[i].phase)
     starts = [
         next((place for place in range(at, len(run)) if run[place].kind == kind), None) for run, at in ((a, i), (b, j))
@@ -120,6 +120,7 @@ def _meeting_at_results(a: Sequence[Entry], b: Sequence[Entry], i: int, j: int) 
 
 
 def _ancestors(layer: str) -> Iterator[str]:
+    """The modules that enclose ``layer``, from the model to itself."""
     yield ""
     parts = layer.split(".") if layer else []
     for end in range(1, len(parts) + 1):
@@ -134,7 +135,7 @@ def describe(
     *,
     has_modules: bool,
 ) -> Divergence:
-    """The divergence of two entries, with its size and what acts on it."""
+    """The divergence of two entries, with its size and possible causes."""
     mine, its = entries
     entry = mine if mine is not None else its
     assert entry is not None
@@ -172,10 +173,10 @@ def describe(
 
 
 def causes(a: StepRecord, b: StepRecord, entry: Entry, *, has_modules: bool) -> list[str]:
-    """What differs between the runs and acts on an entry: its modules, the code, the optimizer."""
+    """Differences of the runs that act on an entry: its modules, recorded code, the optimizer's settings."""
     texts: list[str] = []
     if entry.phase == OPTIMIZER or entry.tensor == "divisor of the gradients":
-        texts += [f"{name}: {x} in A, {y} in B" for name, x, y in unequal(a.hyperparameters, b.hyperparameters)]
+        texts += [f"{name}: {x} in A, {y} in B" for name, x, y in unequal_items(a.hyperparameters, b.hyperparameters)]
         return texts
     if has_modules and entry.layer:
         for layer in _ancestors(entry.layer):
@@ -183,14 +184,14 @@ def causes(a: StepRecord, b: StepRecord, entry: Entry, *, has_modules: bool) -> 
             if layer and x != y:
                 texts.append(f"{layer} is {x} in A, {y} in B")
     for setting in dict.fromkeys([*a.code, *b.code]):
-        for text, x, y in unequal(a.code.get(setting, {}), b.code.get(setting, {})):
+        for text, x, y in unequal_items(a.code.get(setting, {}), b.code.get(setting, {})):
             is_digest = any(one.startswith(("code:", "data:")) for one in (x, y))
             texts.append(f"{setting}: {text} " + ("differs" if is_digest else f"is {x} in A, {y} in B"))
     return texts
 
 
-def unequal(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Name and both values of what differs."""
+def unequal_items(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Name and both values of each item that differs; ``none`` where a mapping lacks it."""
     for name in dict.fromkeys([*a, *b]):
         x, y = a.get(name, "none"), b.get(name, "none")
         if x != y:

@@ -15,11 +15,18 @@ from typing import Any, Final, cast
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unisono.train.operator_places import ModuleCall, OperatorPlaces, leaves, local, writes_to_inputs
+from unisono.train.operator_places import (
+    COLLECTIVE_NAMESPACES,
+    ModuleCall,
+    OperatorPlaces,
+    leaves,
+    local,
+    num_rows,
+    writes_to_inputs,
+)
 
 _FINITE, _INFINITE, _NAN = range(3)
 _VALUES: Final = ("finite", "inf", "nan")
-_MOVING: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "fsdp"})  # results come from other ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +120,7 @@ class OperatorWatch(TorchDispatchMode):
     def begin_micro_batch(self, number: int, micro_batch: Mapping[str, Any]) -> None:
         """The next operators are of this micro-batch."""
         entries = [entry for entry in micro_batch.values() if isinstance(entry, Tensor) and entry.dim()]
-        self._places.micro_batch, self._num_rows = number, max((len(entry) for entry in entries), default=0)
+        self._places.micro_batch, self._num_rows = number, num_rows(micro_batch)
         self._lengths = frozenset(entry.shape[1] for entry in entries if entry.dim() > 1)
 
     def check_loss(self, loss: Tensor) -> None:
@@ -135,7 +142,7 @@ class OperatorWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = str(func)
-        if self._origin is not None or func.namespace in _MOVING or "empty" in name:
+        if self._origin is not None or func.namespace in COLLECTIVE_NAMESPACES or "empty" in name:
             return func(*args, **kwargs)
         before = _worst(leaves((args, kwargs))) if writes_to_inputs(func) else None
         result = func(*args, **kwargs)
