@@ -19,16 +19,13 @@ from unisono.compare.step_record import BACKWARD, DATA, FORWARD, LOSS, OPTIMIZER
 _RESULTS: Final = {LOSS: "loss", BACKWARD: "gradient", OPTIMIZER: "updated"}  # kinds of entries that end a phase
 
 
-def first_divergence(
-    a: Sequence[StepRecord], b: Sequence[StepRecord], folders: tuple[Path, Path], *, has_modules: bool = True
-) -> Divergence | None:
+def first_divergence(a: Sequence[StepRecord], b: Sequence[StepRecord], folders: tuple[Path, Path]) -> Divergence | None:
     """The first entry that differs in a step, over all ranks; None where all bits are the same.
 
     Args:
         a: Records of the first run, by rank.
         b: Those of the second.
         folders: Where the values of each run are.
-        has_modules: Whether descriptions of modules are comparable.
     """
     found: list[tuple[int, int, Divergence]] = []
     for mine, its in zip(a, b, strict=True):
@@ -48,7 +45,7 @@ def first_divergence(
             place = min(at for at in (pair[0], pair[1]) if at is not None)
             entries = tuple(None if at is None else one.entries[at] for at, one in zip(pair, (mine, its), strict=True))
             phase = PHASES.index(next(entry.phase for entry in entries if entry is not None))
-            found.append((phase, place, describe(mine, its, entries, folders, has_modules=has_modules)))
+            found.append((phase, place, describe(mine, its, entries, folders)))
     return min(found, key=lambda item: item[:2], default=(0, 0, None))[2]
 
 
@@ -132,8 +129,6 @@ def describe(
     b: StepRecord,
     entries: tuple[Entry | None, ...],
     folders: tuple[Path, Path],
-    *,
-    has_modules: bool,
 ) -> Divergence:
     """The divergence of two entries, with its size and possible causes."""
     mine, its = entries
@@ -154,7 +149,7 @@ def describe(
             )
     else:
         because.append(f"A has {_name(mine)} where B has {_name(its)}")
-    because += causes(a, b, entry, has_modules=has_modules)
+    because += causes(a, b, entry)
     return Divergence(
         step=a.step,
         phase=entry.phase,
@@ -172,13 +167,13 @@ def describe(
     )
 
 
-def causes(a: StepRecord, b: StepRecord, entry: Entry, *, has_modules: bool) -> list[str]:
+def causes(a: StepRecord, b: StepRecord, entry: Entry) -> list[str]:
     """Differences of the runs that act on an entry: its modules, recorded code, the optimizer's settings."""
     texts: list[str] = []
     if entry.phase == OPTIMIZER or entry.tensor == "divisor of the gradients":
         texts += [f"{name}: {x} in A, {y} in B" for name, x, y in unequal_items(a.hyperparameters, b.hyperparameters)]
         return texts
-    if has_modules and entry.layer:
+    if entry.layer:
         for layer in _ancestors(entry.layer):
             x, y = a.modules.get(layer), b.modules.get(layer)
             if layer and x != y:
