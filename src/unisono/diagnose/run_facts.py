@@ -21,7 +21,7 @@ from unisono.diagnose.ending import Ending, read_ending
 from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps
 from unisono.errors import DataError
 from unisono.observe.events import MAX_COUNT, Event, as_mapping, event_step, number
-from unisono.observe.history import Floats, RankHistory, read_history
+from unisono.observe.history import WARM_UP_READINGS, Floats, RankHistory, read_history
 from unisono.observe.meters import COMM_AXES, PHASES
 from unisono.profile import RankProfile, newest_profiles, read_trace, summarise_trace
 from unisono.storage.run_folder import EVENTS_FOLDER
@@ -35,7 +35,6 @@ COMPUTE_PHASES: Final = tuple(
 LOADER_STAGES: Final = ("read", "transform", "collate")
 # parts of comm_exposed; 0 in events of earlier releases
 COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)
-_WARM_UP_READINGS: Final = 2
 _MAX_BYTES: Final = 1e18
 _MAX_S: Final = 1e12
 _MAX_FLOPS_PER_S: Final = 1e24
@@ -324,7 +323,7 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
     compiled = [event_step(event) for event in events if event["kind"] == "compiled"]
     profiled = [range((_first_step(event) or last) - 1, last + 1) for event in events if (last := _profiled_to(event))]
     keep = (wall_s > 0) & np.isfinite(wall_s)
-    keep[:_WARM_UP_READINGS] = False
+    keep[:WARM_UP_READINGS] = False
     keep[1:] &= steps[1:] > np.maximum.accumulate(steps)[:-1]
     if compiled := [step for step in compiled if step]:
         keep &= ~np.isin(steps, compiled)

@@ -45,6 +45,9 @@ STEP_FIELDS: Final = (
     *("time/loader_read_s", "time/loader_transform_s", "time/loader_collate_s"),
     *("mem/now_bytes", "mem/peak_bytes", "mem/limit_bytes", "mem/peak_reserved_bytes", "mem/alloc_retries"),
 )
+WARM_UP_READINGS: Final = (
+    2  # the first readings of an attempt, which allocate and initialise: no figure of speed has them
+)
 # of these NaN is a value; other fields are in the last step of each reading alone
 _IN_EVERY_STEP: Final = ("train/loss", "train/grad_norm")
 _HISTOGRAMS_PREFIX: Final = b'{"kind":"histograms",'  # large, and only trackers show them
