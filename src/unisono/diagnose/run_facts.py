@@ -1,7 +1,7 @@
 """What the events of a run say, as arrays over its ranks and readings: the input of diagnosis rules.
 
 A rank reads its device and its timers after one step or several, and writes the reading into the ``step`` event of the last of
-them. Readings of the first steps of an attempt, and of steps that compiled, are left out: they allocate and initialise.
+them. Readings of the first steps of an attempt, and of steps that compiled or were profiled, are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unisono.diagnose.ending import Ending, read_ending
 from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps
 from unisono.errors import DataError
 from unisono.observe.events import MAX_COUNT, Event, as_mapping, event_step, number
-from unisono.observe.history import WARM_UP_READINGS, Floats, RankHistory, read_history
+from unisono.observe.history import WARM_UP_READINGS, Floats, RankHistory, read_history, undisturbed
 from unisono.observe.meters import COMM_AXES, PHASES
 from unisono.profile import RankProfile, newest_profiles, read_trace, summarise_trace
 from unisono.storage.run_folder import EVENTS_FOLDER
@@ -320,15 +320,11 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
     if np.isnan(wall_s).all():  # events of an earlier release
         wall_s = np.diff(column("m", readings), prepend=np.nan)
     steps = history.steps[readings]
-    compiled = [event_step(event) for event in events if event["kind"] == "compiled"]
-    profiled = [range((_first_step(event) or last) - 1, last + 1) for event in events if (last := _profiled_to(event))]
+    first_steps = np.append(history.steps[rows[:1]], steps[:-1] + 1) if len(steps) else steps
     keep = (wall_s > 0) & np.isfinite(wall_s)
     keep[:WARM_UP_READINGS] = False
     keep[1:] &= steps[1:] > np.maximum.accumulate(steps)[:-1]
-    if compiled := [step for step in compiled if step]:
-        keep &= ~np.isin(steps, compiled)
-    for window in profiled:
-        keep &= (steps < window.start) | (steps >= window.stop)
+    keep &= undisturbed(events, first_steps, steps)
     kept, wall_s = readings[keep], wall_s[keep]
     start = next((event for event in events if event["kind"] == "run_start"), {})
     return RankFacts(
@@ -481,15 +477,6 @@ def _skipped(event: Event) -> SkippedStep:
         rank_loss=number(event.get("rank_loss")),
         sample_ids=tuple(sample for sample in ids if isinstance(sample, int)),
     )
-
-
-def _profiled_to(event: Event) -> int | None:
-    """The last step of a profile; None of another event."""
-    return event_step(event) if event["kind"] == "profile" else None
-
-
-def _first_step(event: Event) -> int | None:
-    return event_step({"step": event.get("first_step")})
 
 
 def _or_nan(value: Any) -> float:

@@ -28,6 +28,7 @@ from unisono.observe.events import (
     damage_notes,
     decode_event,
     event_lines,
+    event_step,
     is_count,
     number,
     open_events,
@@ -309,6 +310,25 @@ class _History:
             if isinstance(attempt, int) and at is not None:
                 spans.setdefault(attempt, []).append(at)
         return {attempt: max(times) - min(times) for attempt, times in spans.items() if times}
+
+
+def undisturbed(events: Iterable[Event], first_steps: Counts, last_steps: Counts) -> NDArray[np.bool_]:
+    """Which readings, by their first and last step, have no step that compiled or was profiled [readings]."""
+    spans: list[tuple[int, int]] = []
+    for event in events:
+        last = event_step(event)
+        if last is None or event["kind"] not in ("compiled", "profile"):
+            continue
+        first = last
+        if event["kind"] == "profile":  # the step before the first one warms the profiler up
+            first = min(last, event_step({"step": event.get("first_step")}) or last) - 1
+        spans.append((first, last))
+    begins, ends = (
+        np.sort(np.array(steps, dtype=np.int64)) for steps in (zip(*spans, strict=True) if spans else ((), ()))
+    )
+    # spans that have begun by the last step of a reading, without those that ended before its first
+    overlaps = np.searchsorted(begins, last_steps, side="right") - np.searchsorted(ends, first_steps, side="left")
+    return overlaps <= 0
 
 
 def _is_repeated(event: Event, first_repeated: int) -> bool:
