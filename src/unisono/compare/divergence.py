@@ -49,7 +49,7 @@ class TensorSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DifferenceSize:
-    """How far two tensors of one shape are apart.
+    """The difference of two tensors of one shape.
 
     Attributes:
         differing: Number of elements that differ.
@@ -86,7 +86,7 @@ class Divergence:
         rank: The rank on which it is first; None for whole tensors of several ranks.
         a: The tensor of the first run; None where that run has none there.
         b: The tensor of the second run, likewise.
-        size: How far they are apart; None where their values were not kept or have other shapes.
+        size: Size of the difference; None where their values were not kept or have other shapes.
         tolerance: The largest relative difference that counts as rounding; None where bits were compared.
         samples: Ids of samples in whose rows they differ.
         because: Differences of the two runs that act on this tensor, a sentence each.
@@ -113,7 +113,7 @@ class Divergence:
 
 
 def difference_size(a: NDArray[Any], b: NDArray[Any]) -> DifferenceSize | None:
-    """How far two arrays are apart, by bits and by value; None where their shapes differ or all bits are the same."""
+    """The difference of two arrays, by bits and by value; None where their shapes differ or all bits are the same."""
     if a.shape != b.shape or not a.size:
         return None
     if a.dtype == b.dtype:

@@ -1,4 +1,4 @@
-"""Where two runs diverge first: step, phase, layer, operator and tensor, found by replaying a step or two of both.
+"""Finds where two runs diverge first, by step, phase, layer, operator and tensor: replays a step or two of both.
 
 The histories tell the first step whose loss or gradient norm differs, checkpoints narrow it down, and both runs are replayed from
 the newest checkpoint in which they do not differ yet. Neither folder changes.

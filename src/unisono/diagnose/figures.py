@@ -45,7 +45,7 @@ def lower_median(values: Floats) -> float:
 
 
 def excess_over_others(values: Floats) -> Floats:
-    """How far each value is above the lower median of the others [ranks]; 0 for a single one."""
+    """Each value minus the lower median of the others [ranks]; 0 for a single one."""
     count = len(values)
     if count < 2:
         return np.zeros(count)
@@ -99,7 +99,7 @@ def plan_group(facts: RunFacts, name: str) -> dict[str, Any]:
 
 
 def larger_micro_batches(facts: RunFacts, fits: Callable[[int], bool]) -> tuple[int, ...]:
-    """By which factors the micro-batch can grow, ascending: a step has a whole number of them then, and ``fits(factor)``.
+    """Factors by which the micro-batch can grow, ascending: a step has a whole number of micro-batches, and ``fits(factor)``.
 
     Empty with pipelines, where fewer micro-batches make a longer bubble.
     """

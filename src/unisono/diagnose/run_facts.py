@@ -1,4 +1,4 @@
-"""What the events of a run say, as arrays over its ranks and readings: the input of diagnosis rules.
+"""Facts of a run from its events, as arrays over ranks and readings: the input of diagnosis rules.
 
 A rank reads its device and its timers after one step or several, and writes the reading into the ``step`` event of the last of
 them. Readings of the first steps of an attempt, and of steps that compiled or were profiled, are left out.

@@ -143,7 +143,7 @@ def _loader_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, 
 
 
 def _stage_advice(facts: RunFacts) -> str:
-    """How to make the longest stage of the loader's work shorter."""
+    """Advice that shortens the longest stage of the loader's work."""
     stage = next(iter(_stage_shares(facts)), "")
     return _STAGE_ADVICE.get(stage, f"{_STAGE_ADVICE['transform']}; or {_STAGE_ADVICE['read']}")
 

@@ -49,7 +49,7 @@ _KEY_VALUES: Final[tuple[tuple[str, str, str], ...]] = (
 
 
 def unit_of(event: Fields) -> str:
-    """What the throughput of a run counts, such as tokens; events of earlier versions do not say."""
+    """The unit of a run's throughput, such as tokens, which is also the one of events without a unit."""
     return str(event.get("unit") or "tokens")
 
 

@@ -1,4 +1,4 @@
-"""Communication in a trace: by collective and axis, with bandwidths as nccl-tests has them, and how much of it is hidden.
+"""Communication in a trace by collective and axis, with bandwidths as nccl-tests defines them, and its overlap.
 
 Algorithm bandwidth is size by time. Bus bandwidth is that times a factor of the number of ranks n, which makes it comparable with
 the speed of the links: all-reduce 2 (n - 1) / n; all-gather, reduce-scatter and all-to-all (n - 1) / n; all others 1
@@ -178,9 +178,9 @@ def collective_table(collectives: Sequence[AxisCollective]) -> tuple[Collective,
 
 
 def overlaps(collectives: Sequence[AxisCollective], compute: Intervals, within: Intervals) -> tuple[Overlap, ...]:
-    """How long collectives of each axis run, and how much of that beside no computation; inside of ``within`` (steps).
+    """Time of the collectives of each axis, and the part of it in which nothing is computed, inside of ``within`` (the steps).
 
-    Of collectives that can overlap at all; by unions of intervals, so that two at a time count once.
+    Collectives that cannot overlap are left out. Unions of intervals count two collectives at a time once.
     """
     found: list[Overlap] = []
     for axis in sorted({event.axis for event in collectives}):

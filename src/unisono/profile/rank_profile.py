@@ -130,7 +130,7 @@ class Overlap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchTime:
-    """How well host and device are used.
+    """Use of host and device.
 
     Attributes:
         compute_s: Time of the steps without waiting for data, other ranks, checkpoints and evaluations.
@@ -237,7 +237,7 @@ class MemoryProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clock:
-    """How the times of a rank compare with those of rank 0.
+    """The clock of a rank compared with that of rank 0.
 
     Attributes:
         offset_s: This rank's clock minus rank 0's.

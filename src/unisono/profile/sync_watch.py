@@ -53,7 +53,7 @@ class SyncWatch(TorchFunctionMode):
             entry[1] += time.perf_counter() - began_s
 
     def points(self) -> list[SyncPoint]:
-        """What was found, most calls first."""
+        """The reads by line, most calls first."""
         points = [
             SyncPoint(kind=kind, phase=phase, calls=int(calls), total_s=total, source=source)
             for (kind, phase, source), (calls, total) in self._found.items()

@@ -1,4 +1,4 @@
-"""Which call of which module an operator belongs to, in forward and backward passes.
+"""Attributes operators to calls of modules, in forward and backward passes.
 
 This module alone uses, of torch outside of its documented interface (tested with torch 2.13.0): the sequence numbers of autograd
 nodes, by which a backward operator is attributed to the module whose forward pass created its node; and the schema of an

@@ -295,7 +295,7 @@ class ForwardBackward:
 
     @property
     def precision(self) -> tuple[str, str]:
-        """What ``autocast`` takes."""
+        """The arguments of ``autocast``: precision and device."""
         return self.plan.precision.compute, self.plan.mesh.device
 
     def shard_sequences(self, micro_batch: Batch) -> Batch:

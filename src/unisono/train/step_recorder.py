@@ -91,7 +91,7 @@ class StepRecorder:
         folder = Path(self.request.folder)
         if number in self.request.record:
             with open_new(values_path(folder, number, rank)) as values:
-                recording = _Recording(train_step, self.dims, values)
+                recording = _StepObserver(train_step, self.dims, values)
                 recording.begin(batch)
                 step = recording.observed_step().run(batch)
             write_record(folder, self._record(train_step, recording, batch, step))
@@ -105,7 +105,7 @@ class StepRecorder:
         self.dims.world.barrier()
         raise SystemExit(0)
 
-    def _record(self, train_step: TrainStep, recording: _Recording, batch: StepBatch, step: Step) -> StepRecord:
+    def _record(self, train_step: TrainStep, recording: _StepObserver, batch: StepBatch, step: Step) -> StepRecord:
         plan, dims = self.dims.plan, self.dims
         layout: dict[str, int | str | bool] = {axis: int(getattr(plan.mesh, axis)) for axis in (*AXES, "ep")}
         layout |= {"micro_batch": plan.batch.micro_batch, "accumulation": plan.batch.accumulation}
@@ -131,7 +131,7 @@ def describe_modules(model: nn.Module) -> dict[str, str]:
     return {path: f"{type(module).__name__}({module.extra_repr()})" for path, module in model.named_modules()}
 
 
-class _Recording(TorchDispatchMode):
+class _StepObserver(TorchDispatchMode):
     """Observes one step, and collects its entries."""
 
     def __init__(self, train_step: TrainStep, dims: ParallelDims, values: IO[bytes]) -> None:
@@ -381,7 +381,7 @@ class _Recording(TorchDispatchMode):
 class _RecordingTaps:
     """Takes the place of a step's taps, which the step enters around its passes and calls before and after its update."""
 
-    recording: _Recording
+    recording: _StepObserver
 
     def reading(self, _step: int) -> _RecordingTaps:
         """See ``Taps``."""

@@ -35,7 +35,7 @@ _DATA_AXES: Final = ("shard", "dp_replicate")  # their ranks compute different s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TapTarget:
-    """What is tapped.
+    """The model and the ranks that taps observe.
 
     Attributes:
         model: This rank's part of the model.
