@@ -51,7 +51,7 @@ def command(
         raise ConfigError(
             given=f"--now with {' '.join(config) or 'no folder'}",
             rule="it asks the run that is under way in a folder",
-            consequence="nothing was asked",
+            consequence="no profile was requested",
             nearest="unisono profile RUN_DIR --now --steps 3",
         )
     if folder is not None:
@@ -84,7 +84,7 @@ def _num_steps(context: click.Context, steps: str) -> int:
         raise ConfigError(
             given=f"--steps {steps} with --now",
             rule=f"the next steps of the run are profiled, 1 to {MAX_PROFILE_STEPS} of them",
-            consequence="nothing was asked",
+            consequence="no profile was requested",
             nearest=f"--steps {DEFAULT_STEPS}",
         )
     return int(steps)
@@ -103,8 +103,8 @@ def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -
     if has_ended():
         raise DataError(
             given=f"{run_dir}, in which no run is under way",
-            rule="a run is asked for a profile while it makes steps",
-            consequence="nothing was asked",
+            rule="a profile can be requested while a run makes steps",
+            consequence="no profile was requested",
             nearest=f"unisono profile CONFIG, which trains; or unisono profile {run_dir}, which shows the last profile",
         )
     before = set(profile_folders(run_dir))
@@ -114,7 +114,7 @@ def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -
         raise ConfigError(
             given=f"{request_path(run_dir)}, which cannot be written: {os_reason(error)}",
             rule="the run finds the request in its folder",
-            consequence="nothing was asked",
+            consequence="no profile was requested",
             nearest="the user who started the run",
         ) from None
     deadline_s = time.monotonic() + timeout_s

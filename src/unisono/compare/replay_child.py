@@ -79,7 +79,7 @@ def replay_as_child(
             given=f"the replay of {run.run_dir}: {outcome.trouble}",
             rule="a run is replayed with the configuration and code it had, in the folder where it was started",
             consequence="the first divergence is not known",
-            nearest="what it says; the same working folder, files and packages as those of the run",
+            nearest="repair the error above; start in the working folder, with the files and packages, of the run",
         )
 
 

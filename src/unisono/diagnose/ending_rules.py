@@ -17,7 +17,7 @@ def missing_rank(facts: RunFacts) -> Iterator[Finding]:
     if ending is not None and ending.kind == "hang":
         yield Finding(
             id="HANG01",
-            title="a rank does not come to where the others wait",
+            title="a rank does not enter the collective in which the others wait",
             severity="critical",
             cost_frac=1.0,
             confidence=0.9,

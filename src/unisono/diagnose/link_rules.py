@@ -1,4 +1,4 @@
-"""Rules of links that are slower than they were measured to be."""
+"""Rules of links that are slower than an earlier measurement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NETWORK_ADVICE = (
 def slow_link(facts: RunFacts) -> Iterator[Finding]:
     """COMM03: sums of gradients take longer than the link was measured to need (``unisono doctor --bench``).
 
-    What no computation hides is a part of their time. The rate that follows from it alone is the most the link can have given.
+    Only their exposed part is measured, which is at most their time: the rate computed from it is an upper bound of the link's.
     """
     if not is_timed(facts) or len(facts.ranks) < 2 or not facts.steps_together:
         return

@@ -68,7 +68,7 @@ class LinkTraffic:
         steps: Number of steps.
         sent_bytes: Bytes sent in them.
         measured_bytes_per_s: Rate of the link that ``unisono doctor --bench`` measured, at the sizes of this run; 0 if not known.
-        interface: The network interface that the run was told to use; empty if none.
+        interface: The network interface that the run was set to use; empty if none.
         wall_s: Seconds of these steps.
         busy_s: Seconds in which a server served values to any worker; 0 for other peers.
         served_s: The same, summed over its requests, several of which it serves at once.

@@ -368,11 +368,7 @@ def garbage_collection(facts: RunFacts) -> Iterator[Finding]:
             confidence=0.95,
             evidence=(
                 f"on rank {facts.rank_numbers[worst]} collections take {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)}",
-                *(
-                    ["each rank collects when it likes, and the others wait for it meanwhile"]
-                    if len(shares) > 1
-                    else []
-                ),
+                *(["each rank collects at its own time, and the others wait for it"] if len(shares) > 1 else []),
                 *setting_text(facts, "train.gc_every_steps"),
             ),
             advice="collect at fixed steps (train.gc_every_steps), without the objects that exist at the start; keep fewer "

@@ -56,7 +56,7 @@ def _steps_text(profile: RankProfile) -> str:
 
 
 def exposed_gradient_sums(facts: RunFacts) -> Iterator[Finding]:
-    """COMM02: collectives over data ranks do not run beside computation."""
+    """COMM02: collectives over data ranks do not overlap with computation."""
     found: list[tuple[float, Overlap, RankProfile]] = []
     for profile in _profiles(facts):
         data = [overlap for overlap in profile.overlaps if overlap.axis not in _MODEL_AXES]
@@ -67,7 +67,7 @@ def exposed_gradient_sums(facts: RunFacts) -> Iterator[Finding]:
             found.append((exposed / profile.wall_s, row, profile))
     if not found:
         return
-    share, row, profile = min(found, key=lambda item: item[0])  # the one that came last waits for nobody
+    share, row, profile = min(found, key=lambda item: item[0])  # the rank that arrived last waits for no other
     hidden = 1 - row.exposed_s / row.total_s if row.total_s > 0 else 1.0
     if share < 0.05 or hidden >= 0.70:
         return
@@ -79,7 +79,7 @@ def exposed_gradient_sums(facts: RunFacts) -> Iterator[Finding]:
         cost_frac=min(1.0, share),
         confidence=0.8,
         evidence=(
-            f"{hidden:.0%} of {1e3 * row.total_s:.3g} ms of communication {_steps_text(profile)} runs beside computation",
+            f"{hidden:.0%} of {1e3 * row.total_s:.3g} ms of communication {_steps_text(profile)} overlaps with computation",
             *(
                 f"{c.name} over {c.group_size} ranks: {c.calls} calls, {c.num_bytes / 2**20:.3g} MiB, "
                 f"bus bandwidth {c.bus_bytes_per_s / 1e9:.3g} GB/s"
@@ -92,7 +92,7 @@ def exposed_gradient_sums(facts: RunFacts) -> Iterator[Finding]:
 
 
 def launch_bound(facts: RunFacts) -> Iterator[Finding]:
-    """LAUNCH01: calling operators takes longer than what they do."""
+    """LAUNCH01: the calls of operators take longer than their work."""
     profiles = _profiles(facts)
     if not profiles or not all(profile.launch.num_operators for profile in profiles):
         return

@@ -105,7 +105,7 @@ class Collective:
         total_s: Time from the start of each to its end, together.
         algorithm_bytes_per_s: ``num_bytes`` by the time.
         bus_bytes_per_s: The same times the factor of nccl-tests; 0 where the group's size is not known.
-        can_overlap: Whether it runs beside computation at all; sums through shared memory do not.
+        can_overlap: Whether it can overlap with computation; sums through shared memory cannot.
     """
 
     name: str
@@ -121,7 +121,8 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """Time in which collectives of an axis run: ``total_s``, of which ``exposed_s`` beside no computation."""
+    """Time in which collectives of an axis run: ``total_s``, of which nothing is computed for
+    ``exposed_s``."""
 
     axis: str
     total_s: float

@@ -124,7 +124,7 @@ class OperatorWatch(TorchDispatchMode):
         self._lengths = frozenset(entry.shape[1] for entry in entries if entry.dim() > 1)
 
     def check_loss(self, loss: Tensor) -> None:
-        """If ``loss`` is not finite, a suspect since the modules has made it so; if it is, what modules returned is no origin."""
+        """The first suspect after the modules is the origin of a non-finite ``loss``; a finite loss clears the modules."""
         if _level(loss.detach()):
             if self._origin is None and self._suspects:
                 self._origin = self._suspects[0]
@@ -147,10 +147,10 @@ class OperatorWatch(TorchDispatchMode):
         before = _worst(leaves((args, kwargs))) if writes_to_inputs(func) else None
         result = func(*args, **kwargs)
         is_backward = self._places.is_backward
-        made = list(leaves(result))
-        level = _worst(made if is_backward else made[:1])  # others of a forward operator are statistics
+        results = list(leaves(result))
+        level = _worst(results if is_backward else results[:1])  # others of a forward operator are statistics
         if level and level > (_worst(leaves((args, kwargs))) if before is None else before):
-            bad = next(tensor for tensor in made if isinstance(tensor, Tensor) and _level(tensor) == level)
+            bad = next(tensor for tensor in results if isinstance(tensor, Tensor) and _level(tensor) == level)
             self._suspect(name, bad, level, is_backward=is_backward)
         return result
 

@@ -232,19 +232,19 @@ class _StepObserver(TorchDispatchMode):
             or is_view(func)
         ):
             return result
-        made = [value for value in leaves(result) if isinstance(value, Tensor)]
-        if not made:
-            made = [
+        results = [value for value in leaves(result) if isinstance(value, Tensor)]
+        if not results:
+            results = [
                 t for value in written_arguments(func, args, kwargs) for t in leaves(value) if isinstance(t, Tensor)
             ]
         if self._phase == OPTIMIZER:
-            self._add_update(name, made, args, kwargs)
+            self._add_update(name, results, args, kwargs)
             return result
         call = self._places.current()
         phase = BACKWARD_PHASE if self._places.is_backward else FORWARD if call is not None else self._phase
         arguments = _arguments_text(args, kwargs)
         micro_batch = self._places.micro_batch if call is None else call.micro_batch
-        for place, tensor in enumerate(made):
+        for place, tensor in enumerate(results):
             if place and tensor.dtype == torch.uint8:
                 continue  # a workspace of a kernel, which need not be filled
             self._add(
@@ -291,11 +291,11 @@ class _StepObserver(TorchDispatchMode):
                     text = f"{float(value)!r}" if isinstance(value, Tensor) and value.numel() == 1 else repr(value)
                     self.hyperparameters[f"{name} of group {number}"] = text
 
-    def _add_update(self, name: str, made: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _add_update(self, name: str, results: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         given = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
         of_inputs = next((found for tensor in given if (found := self._name_of(tensor))), "")
         arguments = _arguments_text(args, kwargs)
-        for place, tensor in enumerate(made):
+        for place, tensor in enumerate(results):
             path = self._name_of(tensor) or of_inputs
             self._add(
                 "operator",
