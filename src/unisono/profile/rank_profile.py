@@ -121,8 +121,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """Time in which collectives of an axis run: ``total_s``, of which nothing is computed for
-    ``exposed_s``."""
+    """Time in which collectives of an axis run (``total_s``), and the part in which nothing is computed (``exposed_s``)."""
 
     axis: str
     total_s: float
