@@ -8,13 +8,14 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from histories import history_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.observe.events import NUMBERED, Event, encode, events_path
-from unisono.observe.history import STEP_FIELDS, RankHistory, read_history
+from unisono.observe.history import STEP_FIELDS, RankHistory, read_history, undisturbed
 
 
 def step(n: int, attempt: int, kind: str = "step", **fields: Any) -> Event:
@@ -228,3 +229,34 @@ def test_a_long_run_takes_little_memory(tmp_path: Path) -> None:
     assert len(history.steps) == lines
     grown_bytes = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert grown_bytes < 3 * 8 * lines * (len(STEP_FIELDS) + 4) + (32 << 20)
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        ({"kind": "compiled", "step": 1}, [False, True, True, True]),
+        ({"kind": "compiled", "step": 20}, [True, False, True, True]),
+        ({"kind": "profile", "step": 23, "first_step": 22}, [True, True, False, True]),
+        (
+            {"kind": "profile", "step": 23, "first_step": 21},
+            [True, False, False, True],
+        ),  # step 20 warmed the profiler up
+        ({"kind": "profile", "step": 31, "first_step": 9}, [False, False, False, False]),
+        ({"kind": "profile", "step": 15}, [True, False, True, True]),
+        ({"kind": "profile", "step": 15, "first_step": "x"}, [True, False, True, True]),
+        ({"kind": "profile", "step": 15, "first_step": 1 << 40}, [True, False, True, True]),
+        ({"kind": "compiled", "step": {}}, [True, True, True, True]),
+        ({"kind": "eval", "step": 15}, [True, True, True, True]),
+    ],
+)
+def test_readings_with_a_step_that_compiled_or_was_profiled_are_found(event: Event, expected: list[bool]) -> None:
+    first_steps, last_steps = np.array([1, 11, 21, 31]), np.array([10, 20, 30, 40])
+    assert undisturbed([event], first_steps, last_steps).tolist() == expected
+    late = {"kind": "compiled", "step": 40}
+    assert undisturbed([late, event], first_steps, last_steps).tolist() == [*expected[:3], False]
+
+
+def test_without_such_an_event_every_reading_is_undisturbed() -> None:
+    steps = np.arange(1, 5)
+    assert undisturbed([], steps, steps).all()
+    assert undisturbed([{"kind": "compiled", "step": 3}], steps[:0], steps[:0]).tolist() == []

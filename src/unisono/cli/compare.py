@@ -19,9 +19,9 @@ from unisono.cli.common import every_verb, is_python_trusted, print_result, trus
 @click.option("--min-ratio", multiple=True, metavar="NAME=X", help="Fail if the figure is below X times that of A.")
 @click.option("--max-delta", multiple=True, metavar="NAME=X", help="Fail if the figure minus that of A is above X.")
 @click.option("--min-delta", multiple=True, metavar="NAME=X", help="Fail if the figure minus that of A is below X.")
-@click.option("--full", is_flag=True, help="Also figures that hardly count.")
+@click.option("--full", is_flag=True, help="Also minor figures.")
 @click.option(
-    "--first-difference", "finds_first", is_flag=True, help="Replay A and B to find the first tensor that differs."
+    "--first-difference", "first_difference", is_flag=True, help="Replay A and B to find the first tensor that differs."
 )
 @click.option(
     "--script",
@@ -45,7 +45,7 @@ def command(
     max_delta: tuple[str, ...],
     min_delta: tuple[str, ...],
     full: bool,
-    finds_first: bool,
+    first_difference: bool,
     scripts: tuple[str, ...],
     timeout_s: float,
     as_json: bool,
@@ -56,10 +56,10 @@ def command(
     unisono compare runs/main runs/mine --max-ratio perf/step_s=1.05 --max-delta train/loss=0.01
     """
     limit_texts = (max_ratio, min_ratio, max_delta, min_delta)
-    if finds_first:
+    if first_difference:
         if any(limit_texts) or full:
             raise click.UsageError("--first-difference takes no limits and no --full")
-        raise SystemExit(_find_first(run_dirs, scripts, timeout_s=timeout_s, as_json=as_json))
+        raise SystemExit(_show_first_difference(run_dirs, scripts, timeout_s=timeout_s, as_json=as_json))
     if scripts:
         raise click.UsageError("--script is for --first-difference")
     if click.get_current_context().get_parameter_source("timeout_s") is ParameterSource.COMMANDLINE:
@@ -83,13 +83,15 @@ def command(
             {"run_dir": each.run_dir, "limit": str(each.limit), "found": each.found, "why": each.why} for each in broken
         ],
     }
-    told = [f"broken by {each.run_dir}: {each.limit}: {each.why}" for each in broken]
-    kept = [f"{len(limits)} {'limit' if len(limits) == 1 else 'limits'} kept"] if limits and not broken else []
-    print_result(as_json, result, [*table(comparisons, is_full=full), *([""] if limits else []), *told, *kept])
+    broken_lines = [f"broken by {each.run_dir}: {each.limit}: {each.why}" for each in broken]
+    kept_lines = [f"{len(limits)} {'limit' if len(limits) == 1 else 'limits'} kept"] if limits and not broken else []
+    print_result(
+        as_json, result, [*table(comparisons, is_full=full), *([""] if limits else []), *broken_lines, *kept_lines]
+    )
     raise SystemExit(1 if broken else 0)
 
 
-def _find_first(run_dirs: Sequence[str], scripts: Sequence[str], *, timeout_s: float, as_json: bool) -> int:
+def _show_first_difference(run_dirs: Sequence[str], scripts: Sequence[str], *, timeout_s: float, as_json: bool) -> int:
     """Show the first tensor in which two runs differ; the exit code."""
     if len(run_dirs) != 2 or len(scripts) > 2:
         raise click.UsageError("--first-difference takes two runs, and --script at most twice")

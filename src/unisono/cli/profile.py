@@ -52,13 +52,13 @@ def command(
         raise ConfigError(
             given=f"--now with {' '.join(config) or 'no folder'}",
             rule="it asks the run that is under way in a folder",
-            consequence="nothing was asked",
+            consequence="no profile was requested",
             nearest="unisono profile RUN_DIR --now --steps 3",
         )
     _check_unused(context, folder, now=now)
     if folder is not None:
         if now:
-            _ask(folder, _number(context, steps), stacks=stacks, timeout_s=timeout_s)
+            _request(folder, _num_steps(context, steps), stacks=stacks, timeout_s=timeout_s)
         _show(folder, as_json=as_json)
         return 0
     from unisono.cli import train
@@ -95,8 +95,8 @@ def _check_unused(context: click.Context, folder: Path | None, *, now: bool) -> 
         )
 
 
-def _number(context: click.Context, steps: str) -> int:
-    """How many steps ``--now`` asks for."""
+def _num_steps(context: click.Context, steps: str) -> int:
+    """The number of steps that ``--now`` requests. Raises ConfigError."""
     from unisono.observe.options import MAX_PROFILE_STEPS
     from unisono.profile.window import DEFAULT_STEPS
 
@@ -106,14 +106,14 @@ def _number(context: click.Context, steps: str) -> int:
         raise ConfigError(
             given=f"--steps {steps} with --now",
             rule=f"the next steps of the run are profiled, 1 to {MAX_PROFILE_STEPS} of them",
-            consequence="nothing was asked",
+            consequence="no profile was requested",
             nearest=f"--steps {DEFAULT_STEPS}",
         )
     return int(steps)
 
 
-def _ask(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -> None:
-    """Ask the run for a profile, and wait until it is there."""
+def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -> None:
+    """Request a profile from the run, and wait until it is written. Raises DataError, ConfigError."""
     from unisono.observe.rank_status import rank_statuses
     from unisono.profile.rank_profile import profile_folders
     from unisono.profile.window import request_path, write_request
@@ -125,8 +125,8 @@ def _ask(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -> No
     if has_ended():
         raise DataError(
             given=f"{run_dir}, in which no run is under way",
-            rule="a run is asked for a profile while it makes steps",
-            consequence="nothing was asked",
+            rule="a profile can be requested while a run makes steps",
+            consequence="no profile was requested",
             nearest=f"unisono profile CONFIG, which trains; or unisono profile {run_dir}, which shows the last profile",
         )
     before = set(profile_folders(run_dir))
@@ -136,7 +136,7 @@ def _ask(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -> No
         raise ConfigError(
             given=f"{request_path(run_dir)}, which cannot be written: {os_reason(error)}",
             rule="the run finds the request in its folder",
-            consequence="nothing was asked",
+            consequence="no profile was requested",
             nearest="the user who started the run",
         ) from None
     deadline_s = time.monotonic() + timeout_s
@@ -154,7 +154,7 @@ def _ask(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -> No
 
 
 def _is_done(run_dir: Path, before: set[int]) -> bool:
-    """Whether a folder that was not there before has the merged trace, which is written last."""
+    """Whether a new folder has the merged trace, which is written last; ``before`` are the first steps of earlier profiles."""
     from unisono.profile.rank_profile import MERGED_FILE, profile_folders
 
     return any(
@@ -163,22 +163,20 @@ def _is_done(run_dir: Path, before: set[int]) -> bool:
 
 
 def _show(run_dir: Path, *, as_json: bool) -> None:
-    """Show the last profile of the run."""
-    from unisono.profile import newest_profiles
-    from unisono.profile.rank_profile import MERGED_FILE, profile_folders
+    """Show the last profile of the run. Raises DataError where there is none."""
+    from unisono.profile import read_profiles
+    from unisono.profile.rank_profile import MERGED_FILE, newest_profile_folder
     from unisono.profile.text import profile_text
 
-    profiles, notes = newest_profiles(run_dir)
-    if not profiles:
+    folder = newest_profile_folder(run_dir)
+    profiles, notes = ((), ()) if folder is None else read_profiles(folder)
+    if folder is None or not profiles:
         raise DataError(
             given=f"{run_dir} has no profile" + "".join(f"; {note}" for note in notes),
             rule="profiles are in the folder of a run (profile/step-…/rank-N.json)",
             consequence="there is nothing to show",
             nearest=f"unisono profile {run_dir} --now, while the run makes steps; or unisono profile CONFIG",
         )
-    folder = next(
-        folder for _, folder in sorted(profile_folders(run_dir).items(), reverse=True) if any(folder.glob("rank-*"))
-    )
     if as_json:
         print_json({"run_dir": str(run_dir), "folder": str(folder), "ranks": [_plain(profile) for profile in profiles]})
         return
@@ -189,5 +187,6 @@ def _show(run_dir: Path, *, as_json: bool) -> None:
 
 
 def _plain(profile: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(profile.to_bytes())
-    return found
+    """The profile as JSON types."""
+    fields: dict[str, Any] = json.loads(profile.to_bytes())
+    return fields

@@ -24,5 +24,5 @@ def command(run_dir: str, as_json: bool) -> None:
         "report": str(report.path),
         "goodput": None if goodput is None else goodput.to_json(),
     }
-    told = [] if goodput is None else [f"goodput: {goodput_text(goodput)}"]
-    print_result(as_json, result, [*told, f"wrote {report.path}"])
+    goodput_lines = [] if goodput is None else [f"goodput: {goodput_text(goodput)}"]
+    print_result(as_json, result, [*goodput_lines, f"wrote {report.path}"])

@@ -19,16 +19,13 @@ from unisono.compare.step_record import BACKWARD, DATA, FORWARD, LOSS, OPTIMIZER
 _RESULTS: Final = {LOSS: "loss", BACKWARD: "gradient", OPTIMIZER: "updated"}  # kinds of entries that end a phase
 
 
-def first_divergence(
-    a: Sequence[StepRecord], b: Sequence[StepRecord], folders: tuple[Path, Path], *, has_modules: bool = True
-) -> Divergence | None:
+def first_divergence(a: Sequence[StepRecord], b: Sequence[StepRecord], folders: tuple[Path, Path]) -> Divergence | None:
     """The first entry that differs in a step, over all ranks; None where all bits are the same.
 
     Args:
         a: Records of the first run, by rank.
         b: Those of the second.
         folders: Where the values of each run are.
-        has_modules: Whether descriptions of modules are comparable.
     """
     found: list[tuple[int, int, Divergence]] = []
     for mine, its in zip(a, b, strict=True):
@@ -48,12 +45,12 @@ def first_divergence(
             place = min(at for at in (pair[0], pair[1]) if at is not None)
             entries = tuple(None if at is None else one.entries[at] for at, one in zip(pair, (mine, its), strict=True))
             phase = PHASES.index(next(entry.phase for entry in entries if entry is not None))
-            found.append((phase, place, describe(mine, its, entries, folders, has_modules=has_modules)))
+            found.append((phase, place, describe(mine, its, entries, folders)))
     return min(found, key=lambda item: item[:2], default=(0, 0, None))[2]
 
 
 def first_mismatch(a: Sequence[Entry], b: Sequence[Entry]) -> tuple[int | None, int | None] | None:
-    """The places of the first entries that differ; None in place of one that a record lacks; None where there are none."""
+    """Indices of the first entries that differ, with None for an entry that a record lacks; None if all are equal."""
     i = j = 0
     outputs: Mapping[Any, Sequence[int]] | None = None
     while i < len(a) and j < len(b):
@@ -63,10 +60,10 @@ def first_mismatch(a: Sequence[Entry], b: Sequence[Entry]) -> tuple[int | None, 
             i, j = i + 1, j + 1
             continue
         outputs = _outputs(b) if outputs is None else outputs
-        met = _meeting(a, b, i, j, outputs)
-        if met is None:
+        realigned = _realigned(a, b, i, j, outputs)
+        if realigned is None:
             return i, j
-        i, j = met
+        i, j = realigned
     if i == len(a) and j == len(b):
         return None
     return (i if i < len(a) else None), (j if j < len(b) else None)
@@ -80,18 +77,18 @@ def _outputs(entries: Sequence[Entry]) -> Mapping[Any, Sequence[int]]:
     return places
 
 
-def _meeting(
+def _realigned(
     a: Sequence[Entry], b: Sequence[Entry], i: int, j: int, outputs: Mapping[Any, Sequence[int]]
 ) -> tuple[int, int] | None:
-    """The places where both have the same again; None where what comes out has other bits.
+    """Where both records continue with the same entries, after ``i`` and ``j`` differ; None if the results have other bits.
 
-    That is after the first module call that encloses entry ``i``, and outside of modules at the end of the phase.
+    That is after the first module call that encloses either entry, and outside of modules at the end of the phase.
     """
     if a[i].phase != b[j].phase:
         return None
     if a[i].phase != FORWARD:
-        return _meeting_at_results(a, b, i, j)
-    layers = {_enclosing for entry in (a[i], b[j]) for _enclosing in _ancestors(entry.layer)}
+        return _realigned_at_results(a, b, i, j)
+    layers = {layer for entry in (a[i], b[j]) for layer in _ancestors(entry.layer)}
     for place in range(i, len(a)):
         entry = a[place]
         if entry.phase != FORWARD or entry.micro_batch != a[i].micro_batch:
@@ -104,8 +101,8 @@ def _meeting(
     return None
 
 
-def _meeting_at_results(a: Sequence[Entry], b: Sequence[Entry], i: int, j: int) -> tuple[int, int] | None:
-    """The places of the next results of the phase, if all of them have the same bits in both."""
+def _realigned_at_results(a: Sequence[Entry], b: Sequence[Entry], i: int, j: int) -> tuple[int, int] | None:
+    """Indices of the next results of the phase, if all of them have the same bits in both; else None."""
     kind = _RESULTS.get(a[i].phase)
     starts = [
         next((place for place in range(at, len(run)) if run[place].kind == kind), None) for run, at in ((a, i), (b, j))
@@ -120,6 +117,7 @@ def _meeting_at_results(a: Sequence[Entry], b: Sequence[Entry], i: int, j: int) 
 
 
 def _ancestors(layer: str) -> Iterator[str]:
+    """The modules that enclose ``layer``, from the model to itself."""
     yield ""
     parts = layer.split(".") if layer else []
     for end in range(1, len(parts) + 1):
@@ -131,10 +129,8 @@ def describe(
     b: StepRecord,
     entries: tuple[Entry | None, ...],
     folders: tuple[Path, Path],
-    *,
-    has_modules: bool,
 ) -> Divergence:
-    """The divergence of two entries, with its size and what acts on it."""
+    """The divergence of two entries, with its size and possible causes."""
     mine, its = entries
     entry = mine if mine is not None else its
     assert entry is not None
@@ -153,7 +149,7 @@ def describe(
             )
     else:
         because.append(f"A has {_name(mine)} where B has {_name(its)}")
-    because += causes(a, b, entry, has_modules=has_modules)
+    because += causes(a, b, entry)
     return Divergence(
         step=a.step,
         phase=entry.phase,
@@ -171,26 +167,26 @@ def describe(
     )
 
 
-def causes(a: StepRecord, b: StepRecord, entry: Entry, *, has_modules: bool) -> list[str]:
-    """What differs between the runs and acts on an entry: its modules, the code, the optimizer."""
+def causes(a: StepRecord, b: StepRecord, entry: Entry) -> list[str]:
+    """Differences of the runs that act on an entry: its modules, recorded code, the optimizer's settings."""
     texts: list[str] = []
     if entry.phase == OPTIMIZER or entry.tensor == "divisor of the gradients":
-        texts += [f"{name}: {x} in A, {y} in B" for name, x, y in unequal(a.hyperparameters, b.hyperparameters)]
+        texts += [f"{name}: {x} in A, {y} in B" for name, x, y in unequal_items(a.hyperparameters, b.hyperparameters)]
         return texts
-    if has_modules and entry.layer:
+    if entry.layer:
         for layer in _ancestors(entry.layer):
             x, y = a.modules.get(layer), b.modules.get(layer)
             if layer and x != y:
                 texts.append(f"{layer} is {x} in A, {y} in B")
     for setting in dict.fromkeys([*a.code, *b.code]):
-        for text, x, y in unequal(a.code.get(setting, {}), b.code.get(setting, {})):
+        for text, x, y in unequal_items(a.code.get(setting, {}), b.code.get(setting, {})):
             is_digest = any(one.startswith(("code:", "data:")) for one in (x, y))
             texts.append(f"{setting}: {text} " + ("differs" if is_digest else f"is {x} in A, {y} in B"))
     return texts
 
 
-def unequal(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Name and both values of what differs."""
+def unequal_items(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Name and both values of each item that differs; ``none`` where a mapping lacks it."""
     for name in dict.fromkeys([*a, *b]):
         x, y = a.get(name, "none"), b.get(name, "none")
         if x != y:

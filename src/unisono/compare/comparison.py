@@ -1,4 +1,4 @@
-"""One run beside another: each figure with its ratio and difference, and how sure they are."""
+"""Compares two runs: each figure with its ratio, difference and confidence interval."""
 
 from __future__ import annotations
 

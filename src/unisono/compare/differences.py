@@ -48,7 +48,7 @@ def environment_of(start: Event) -> dict[str, str]:
 
 
 def differences(a: Mapping[str, str], b: Mapping[str, str]) -> list[Difference]:
-    """What is in one of two mappings alone, or has another value there; in order of name."""
+    """The names whose values differ, or that one mapping lacks, in order."""
     return [Difference(key, a.get(key), b.get(key)) for key in sorted({*a, *b}) if a.get(key) != b.get(key)]
 
 

@@ -49,7 +49,7 @@ class TensorSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DifferenceSize:
-    """How far two tensors of one shape are apart.
+    """The difference of two tensors of one shape.
 
     Attributes:
         differing: Number of elements that differ.
@@ -86,7 +86,7 @@ class Divergence:
         rank: The rank on which it is first; None for whole tensors of several ranks.
         a: The tensor of the first run; None where that run has none there.
         b: The tensor of the second run, likewise.
-        size: How far they are apart; None where their values were not kept or have other shapes.
+        size: Size of the difference; None where their values were not kept or have other shapes.
         tolerance: The largest relative difference that counts as rounding; None where bits were compared.
         samples: Ids of samples in whose rows they differ.
         because: Differences of the two runs that act on this tensor, a sentence each.
@@ -113,12 +113,12 @@ class Divergence:
 
 
 def difference_size(a: NDArray[Any], b: NDArray[Any]) -> DifferenceSize | None:
-    """How far two arrays are apart, by bits and by value; None where their shapes differ or all bits are the same."""
+    """The difference of two arrays, by bits and by value; None where their shapes differ or all bits are the same."""
     if a.shape != b.shape or not a.size:
         return None
     if a.dtype == b.dtype:
-        unequal = np.frombuffer(a.tobytes(), np.uint8) != np.frombuffer(b.tobytes(), np.uint8)
-        differ = unequal.reshape(a.size, -1).any(1)
+        bytes_differ = np.frombuffer(a.tobytes(), np.uint8) != np.frombuffer(b.tobytes(), np.uint8)
+        differ = bytes_differ.reshape(a.size, -1).any(1)
     else:
         differ = (a != b).reshape(-1)
     places = np.flatnonzero(differ)
@@ -126,15 +126,15 @@ def difference_size(a: NDArray[Any], b: NDArray[Any]) -> DifferenceSize | None:
         return None
     wide_a, wide_b = a.astype(np.float64).reshape(-1), b.astype(np.float64).reshape(-1)
     with np.errstate(invalid="ignore", over="ignore"):
-        apart = np.abs(wide_a - wide_b)
-        norm, of = float(np.linalg.norm(apart)), float(np.linalg.norm(wide_a))
+        distances = np.abs(wide_a - wide_b)
+        norm, norm_a = float(np.linalg.norm(distances)), float(np.linalg.norm(wide_a))
     first = int(places[0])
     at = tuple(int(index) for index in np.unravel_index(first, a.shape)) if a.shape else ()
     return DifferenceSize(
         differing=len(places),
         elements=a.size,
-        max_abs=_finite(float(apart.max())),
-        relative=_finite(norm / of) if of else None,
+        max_abs=finite_or_none(float(distances.max())),
+        relative=finite_or_none(norm / norm_a) if norm_a else None,
         at=at,
         a=float(wide_a[first]),
         b=float(wide_b[first]),
@@ -155,5 +155,6 @@ def differing_samples(record: StepRecord, entry: Entry, a: NDArray[Any], b: NDAr
     return tuple(ids[row] for row in np.flatnonzero(differ) if row < len(ids))[:_MAX_SAMPLES]
 
 
-def _finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
+    """The value, or None for NaN and infinities, which JSON does not have."""
     return value if math.isfinite(value) else None

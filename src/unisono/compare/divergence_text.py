@@ -13,7 +13,7 @@ _SHOWN_SETTINGS: Final = 20
 
 
 def divergence_lines(found: FirstDifference) -> Iterator[str]:
-    """What a search has found."""
+    """The result of a search, as lines."""
     yield f"A  {printable(str(found.a))}"
     yield f"B  {printable(str(found.b))}"
     yield ""

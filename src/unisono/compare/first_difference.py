@@ -1,4 +1,4 @@
-"""Where two runs diverge first: step, phase, layer, operator and tensor, found by replaying a step or two of both.
+"""Finds where two runs diverge first, by step, phase, layer, operator and tensor: replays a step or two of both.
 
 The histories tell the first step whose loss or gradient norm differs, checkpoints narrow it down, and both runs are replayed from
 the newest checkpoint in which they do not differ yet. Neither folder changes.
@@ -34,7 +34,7 @@ Verdict = Literal["identical", "diverged", "not reproduced"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstDifference:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         a: Folder of the first run.
@@ -47,7 +47,7 @@ class FirstDifference:
         run_up_steps: Steps of each run that were made before them without a record.
         is_rounded: Whether the layouts differ, so that values were compared up to rounding.
         settings: Options that differ.
-        notes: What was not compared, and what does not fit.
+        notes: Tensors that were not compared, and replays that do not repeat their run.
     """
 
     a: Path
@@ -85,12 +85,12 @@ def find_first_difference(a: Path, b: Path, *, replay: Replayer, scratch: Path) 
     Args:
         a: Folder of the first run.
         b: Folder of the second.
-        replay: Replays steps of a run, and leaves their records.
+        replay: Replays steps of a run, and writes their records as its request says (``replay_as_child``).
         scratch: An empty folder for replays, outside of both runs.
 
     Raises:
         DataError: A folder has no run, the runs have no step in common, or a replay left no records.
-        CheckpointError: They cannot be started at the same step.
+        CheckpointError: They have no common step to start a replay from, a checkpoint is damaged, or a run has ``dist_async``.
         ConfigError: A replay failed, or events cannot be read.
     """
     return _Search(read_run(a), read_run(b), replay, scratch).result()
@@ -103,7 +103,7 @@ class _Search:
     replay: Replayer
     scratch: Path
     _notes: list[str] = field(default_factory=list[str])
-    _num_passes: int = 0
+    _num_replays: int = 0
     _recorded: int = 0
     _run_up: int = 0
 
@@ -123,7 +123,7 @@ class _Search:
             shown = ", ".join(f"{name} {self.a.layout[name]} and {self.b.layout.get(name)}" for name in names)
             self._notes.append(f"the layouts differ ({shown}): values are compared up to rounding")
         step = self._first_step(common.tolist(), is_rounded=is_rounded)
-        divergence = self._rounded(step) if is_rounded else self._exact(step)
+        divergence = self._divergence_beyond_rounding(step) if is_rounded else self._bitwise_divergence(step)
         verdict: Verdict = "diverged" if divergence is not None else "identical" if step is None else "not reproduced"
         return FirstDifference(
             a=self.a.run_dir,
@@ -155,10 +155,10 @@ class _Search:
 
     # --- runs of one layout -----------------------------------------------------------------------------------------
 
-    def _exact(self, step: int | None) -> Divergence | None:
+    def _bitwise_divergence(self, step: int | None) -> Divergence | None:
         """The first divergence of bits, which is not after ``step``."""
         end = step if step is not None else int(min(self.a.steps.max(), self.b.steps.max())) + 1
-        common = sorted(at for at in self.a.starts.keys() & self.b.starts.keys() if at < end)
+        common = sorted(at for at in self.a.start_points.keys() & self.b.start_points.keys() if at < end)
         if not common:
             if step is None:
                 return None
@@ -166,7 +166,7 @@ class _Search:
         changed: Divergence | None = None
         start = common[0]
         for at in reversed(common):
-            found = self._state(at)
+            found = self._checkpoint_divergence(at)
             if found is None:
                 start = at
                 break
@@ -178,7 +178,7 @@ class _Search:
             return changed
         if step is None and changed is None:
             return None
-        if (found := self._replayed(start, end)) is not None:
+        if (found := self._replay_divergence(start, end)) is not None:
             return found
         if changed is not None:
             self._notes.append(
@@ -187,20 +187,21 @@ class _Search:
             )
         return changed
 
-    def _state(self, step: int) -> Divergence | None:
-        a, b = self.a.starts[step], self.b.starts[step]
+    def _checkpoint_divergence(self, step: int) -> Divergence | None:
+        """The first divergence of both checkpoints of ``step``."""
+        a, b = self.a.start_points[step], self.b.start_points[step]
         if a is None or b is None:
             return None  # replayed from the seed, which shows what differs
         return state_divergence(step, a, b)
 
-    def _replayed(self, start: int, end: int) -> Divergence | None:
-        """The first divergence in the steps after ``start`` up to ``end``."""
+    def _replay_divergence(self, start: int, end: int) -> Divergence | None:
+        """The first divergence in the steps after ``start`` up to ``end``, by replaying both runs."""
         record = range(max(start + 1, end - MAX_RECORDED + 1), end + 1)
-        folders = self._run_both(start, record)
-        found = self._compared(record, folders)
+        folders = self._replay_both(start, record)
+        found = self._record_divergence(record, folders)
         if found is None or found.phase != START or found.step != record[0] or start + 1 == record[0]:
             return found
-        # they differ before the first step with a record: the digests of their states tell in which
+        # they differ in a step before the first recorded one: digests of the state after each step tell in which
         states = [[replay.states for replay in read_replays(folder)] for folder in folders]
         earlier = next(
             (
@@ -213,36 +214,37 @@ class _Search:
         if earlier is None:
             return found
         again = range(earlier, earlier + 1)
-        return self._compared(again, self._run_both(start, again)) or found
+        return self._record_divergence(again, self._replay_both(start, again)) or found
 
-    def _compared(self, steps: Sequence[int], folders: tuple[Path, Path]) -> Divergence | None:
+    def _record_divergence(self, steps: Sequence[int], folders: tuple[Path, Path]) -> Divergence | None:
+        """The first divergence in the records of ``steps``. Raises DataError where a rank has left none."""
         for step in steps:
             records = [read_records(folder, step) for folder in folders]
-            self._require(records, step)
+            self._require_all_ranks(records, step)
             if (found := first_divergence(records[0], records[1], folders)) is not None:
                 return found
         return None
 
     # --- runs of other layouts --------------------------------------------------------------------------------------
 
-    def _rounded(self, step: int | None) -> Divergence | None:
+    def _divergence_beyond_rounding(self, step: int | None) -> Divergence | None:
         """The first divergence beyond rounding, from the same state where the runs have the same order of samples."""
         if step is None:
             return None
-        own = [sorted(at for at in run.starts if at < step) for run in (self.a, self.b)]
+        own = [sorted(at for at in run.start_points if at < step) for run in (self.a, self.b)]
         same_order = self.a.order == self.b.order
         common = sorted(set(own[0]) & set(own[1])) if not same_order or not own[0] else own[0]
         if not common:
             raise no_common_start(self.a, self.b, step)
         start = common[-1]
-        if same_order and self.a.starts[start] is not None:
-            self.b = replace(self.b, starts={**self.b.starts, start: self.a.starts[start]})
+        if same_order and self.a.start_points[start] is not None:
+            self.b = replace(self.b, start_points={**self.b.start_points, start: self.a.start_points[start]})
             self._notes.append(f"both were replayed from the checkpoint of step {start} of A")
         record = range(max(start + 1, step - MAX_RECORDED + 1), step + 1)
-        folders = self._run_both(start, record)
+        folders = self._replay_both(start, record)
         for number in record:
             records = [read_records(folder, number) for folder in folders]
-            self._require(records, number)
+            self._require_all_ranks(records, number)
             if layout_of(records[0][0]) == layout_of(records[1][0]):
                 return first_divergence(records[0], records[1], folders)
             found, notes = first_whole_divergence(records[0], records[1], folders)
@@ -253,22 +255,12 @@ class _Search:
 
     # --- replays ----------------------------------------------------------------------------------------------------
 
-    def _run_both(self, start: int, record: Sequence[int]) -> tuple[Path, Path]:
-        """Replay both runs; the folders of their records."""
-        self._num_passes += 1
-        folders: list[Path] = []
-        for letter, run in (("a", self.a), ("b", self.b)):
-            place = self.scratch / f"{letter}{self._num_passes}"
-            records = place / "records"
-            make_folder(records)
-            checkpoint = run.starts[start]
-            request = ReplayRequest(
-                run_dir=str(place / "run"),
-                resume="" if checkpoint is None else str(checkpoint.absolute()),
-                folder=str(records),
-                record=tuple(record),
-                last=record[-1],
-            )
+    def _replay_both(self, start: int, record: Sequence[int]) -> tuple[Path, Path]:
+        """Replay both runs from checkpoint ``start``, and record the steps ``record``; returns the folders of their records.
+
+        Raises CheckpointError for a run with ``dist_async``.
+        """
+        for run in (self.a, self.b):
             if run.sync == "dist_async":
                 raise CheckpointError(
                     given=f"{run.run_dir}, a run with plan.sync 'dist_async'",
@@ -276,17 +268,31 @@ class _Search:
                     consequence="nothing was replayed",
                     nearest="runs with plan.sync 'dist_sync'",
                 )
+        self._num_replays += 1
+        folders: list[Path] = []
+        for letter, run in (("a", self.a), ("b", self.b)):
+            folder = self.scratch / f"{letter}{self._num_replays}"
+            records = folder / "records"
+            make_folder(records)
+            checkpoint = run.start_points[start]
+            request = ReplayRequest(
+                run_dir=str(folder / "run"),
+                resume="" if checkpoint is None else str(checkpoint.absolute()),
+                folder=str(records),
+                record=tuple(record),
+                last=record[-1],
+            )
             self.replay(run, request)
             folders.append(records)
             replays = read_replays(records)
             if replays:
-                self._check(letter.upper(), run, replays[0])
+                self._note_other_losses(letter.upper(), run, replays[0])
         self._recorded += len(record)
         self._run_up += record[0] - start - 1
         return folders[0], folders[1]
 
-    def _check(self, letter: str, run: ReplayableRun, replay: Replay) -> None:
-        """Note where a replay does not repeat the history of its run."""
+    def _note_other_losses(self, letter: str, run: ReplayableRun, replay: Replay) -> None:
+        """Add a note if a replay has other losses than its run had."""
         for step, loss in sorted(replay.losses.items()):
             then, _ = run.figures(step)
             if loss is not None and not math.isnan(then) and loss != then:
@@ -296,7 +302,7 @@ class _Search:
                 )
                 return
 
-    def _require(self, records: Sequence[Sequence[StepRecord]], step: int) -> None:
+    def _require_all_ranks(self, records: Sequence[Sequence[StepRecord]], step: int) -> None:
         if not records[0] or not records[1] or len(records[0]) != self.a.world or len(records[1]) != self.b.world:
             raise DataError(
                 given=f"the replays left records of step {step} of {len(records[0])} and {len(records[1])} ranks",

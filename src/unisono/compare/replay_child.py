@@ -21,7 +21,7 @@ from unisono.errors import ConfigError
 from unisono.storage.files import write_atomically
 from unisono.storage.run_folder import RUN_FILE
 
-# nothing of the run's own reaches other places, and what the replay does not need is off
+# a replay writes to no tracker and uploads nothing; whatever it does not need is off
 _QUIET: Final[dict[str, Any]] = {
     "observe.console": "off",
     "observe.trackers": [],
@@ -49,13 +49,13 @@ def replay_as_child(
     Raises:
         ConfigError: It is the run of a script and ``script`` is None, or the child failed.
     """
-    place = Path(request.folder).parent
-    file = place / "request.json"
+    folder = Path(request.folder).parent
+    file = folder / "request.json"
     write_atomically(file, msgspec.json.encode(request))
     if script is not None:
         command = [sys.executable, *shlex.split(script)]
         if run.world > 1:
-            options = ["-n", str(run.world), "--max-restarts", "0", "--dir", str(place / "launch")]
+            options = ["-n", str(run.world), "--max-restarts", "0", "--dir", str(folder / "launch")]
             command = module_command("unisono", "launch", *options, "--", *command)
     else:
         if is_of_script(run.run_dir):
@@ -79,7 +79,7 @@ def replay_as_child(
             given=f"the replay of {run.run_dir}: {outcome.trouble}",
             rule="a run is replayed with the configuration and code it had, in the folder where it was started",
             consequence="the first divergence is not known",
-            nearest="what it says; the same working folder, files and packages as those of the run",
+            nearest="repair the error above; start in the working folder, with the files and packages, of the run",
         )
 
 

@@ -1,4 +1,4 @@
-"""A run as a replay needs it: losses of its steps, its layout, the checkpoints from which it can go on. Reads checkpoints."""
+"""The facts of a run that a replay needs: losses, layout, and the checkpoints to start from. Reads checkpoints with torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from unisono.checkpoint import list_checkpoints, open_checkpoint
 from unisono.checkpoint.folder import is_committed, step_of
 from unisono.compare.differences import settings_of
-from unisono.compare.divergence import Divergence, TensorSummary, difference_size
+from unisono.compare.divergence import Divergence, TensorSummary, difference_size, finite_or_none
 from unisono.compare.step_record import START
 from unisono.errors import CheckpointError, DataError
 from unisono.observe.events import Event, as_mapping, events_path
@@ -28,7 +28,7 @@ _LAYOUT: Final = {
     "precision": ("compute",),
     "backend": ("tf32",),
 }
-_UNCHANGED: Final = ("model/", "optim/", "ema/")  # begin the names of what every step reads
+_COMPARED_FIRST: Final = ("model/", "optim/", "ema/")  # prefixes of tensors that every step reads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class ReplayableRun:
         world: Number of ranks.
         sync: The plan's kind of synchronisation.
         settings: Options, as text.
-        starts: Where the run can be started again: the checkpoint by the number of its step; None for the seed.
+        start_points: Checkpoints to start a replay from, by step; at step 0 None, which starts from the seed.
     """
 
     run_dir: Path
@@ -57,7 +57,7 @@ class ReplayableRun:
     world: int
     sync: str
     settings: Mapping[str, str]
-    starts: Mapping[int, Path | None]
+    start_points: Mapping[int, Path | None]
 
     def figures(self, step: int) -> tuple[float, float]:
         """Loss and gradient norm of a step; NaN for one that the history lacks."""
@@ -91,39 +91,39 @@ def read_run(run_dir: Path) -> ReplayableRun:
         world=_count(as_mapping(starts[-1].get("environment")).get("world")),
         sync=str(as_mapping(plan.get("sync")).get("kind", "")),
         settings=settings_of(starts[-1], run_dir),
-        starts=_starts(run_dir, history.all_events),
+        start_points=_start_points(run_dir, history.all_events),
     )
 
 
-def _starts(run_dir: Path, events: tuple[Event, ...]) -> dict[int, Path | None]:
+def _start_points(run_dir: Path, events: tuple[Event, ...]) -> dict[int, Path | None]:
     own = {
         entry.step: entry.path for entry in list_checkpoints(run_dir / CHECKPOINTS_FOLDER) if entry.state == "committed"
     }
-    starts: dict[int, Path | None] = dict(own)
+    start_points: dict[int, Path | None] = dict(own)
     resumed = [event for event in events if event["kind"] in ("resumed", "started_over", "step")][:1]
     if resumed and resumed[0]["kind"] == "resumed":  # the run begins with the checkpoint of another
         path, step = Path(str(resumed[0].get("path"))), resumed[0].get("step")
         with suppress(OSError, ValueError):
             if isinstance(step, int) and step_of(path.name) == step and is_committed(path):
-                starts.setdefault(step, path)
+                start_points.setdefault(step, path)
     else:
-        starts[0] = None
-    return starts
+        start_points[0] = None
+    return start_points
 
 
 def state_divergence(step: int, a: Path, b: Path) -> Divergence | None:
-    """The first tensor in which two checkpoints of ``step`` differ, as what the next step begins with; None for none.
+    """The first tensor in which two checkpoints of ``step`` differ, as a divergence of the next step; None where none does.
 
-    Raises CheckpointError for one that is damaged.
+    Raises CheckpointError for a damaged checkpoint.
     """
     readers = open_checkpoint(a), open_checkpoint(b)
     names = [set(reader.names()) for reader in readers]
-    for name in sorted(names[0] | names[1], key=lambda name: (not name.startswith(_UNCHANGED), name)):
-        layer = name.rpartition("/")[2].rpartition(".")[0] if name.startswith(_UNCHANGED) else ""
-        there = partial(Divergence, step=step + 1, phase=START, layer=layer, tensor=name)
+    for name in sorted(names[0] | names[1], key=lambda name: (not name.startswith(_COMPARED_FIRST), name)):
+        layer = name.rpartition("/")[2].rpartition(".")[0] if name.startswith(_COMPARED_FIRST) else ""
+        difference = partial(Divergence, step=step + 1, phase=START, layer=layer, tensor=name)
         if not (name in names[0] and name in names[1]):
             because = f"the checkpoint of {'B' if name in names[0] else 'A'} has no such tensor"
-            return there(because=(because,))
+            return difference(because=(because,))
         tensors = [reader.tensor(name) for reader in readers]
         if (
             tensors[0].shape == tensors[1].shape
@@ -135,13 +135,13 @@ def state_divergence(step: int, a: Path, b: Path) -> Divergence | None:
         size = None
         if all(not tensor.is_complex() for tensor in tensors):
             size = difference_size(*(_array(tensor) for tensor in tensors))
-        return there(a=summaries[0], b=summaries[1], size=size)
+        return difference(a=summaries[0], b=summaries[1], size=size)
     return None
 
 
 def no_common_start(a: ReplayableRun, b: ReplayableRun, before: int) -> CheckpointError:
     """The error of runs that cannot be started at the same step."""
-    have = [", ".join(str(step) for step in sorted(run.starts) if step < before) or "none" for run in (a, b)]
+    have = [", ".join(str(step) for step in sorted(run.start_points) if step < before) or "none" for run in (a, b)]
     return CheckpointError(
         given=f"{a.run_dir} can start at the steps {have[0]}, {b.run_dir} at the steps {have[1]}, before step {before}",
         rule="both runs are replayed from checkpoints of the same step, or from step 0",
@@ -167,8 +167,8 @@ def _summary(tensor: torch.Tensor) -> TensorSummary:
         arguments="",
         shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
-        norm=norm if np.isfinite(norm) else None,
-        max_abs=largest if np.isfinite(largest) else None,
+        norm=finite_or_none(norm),
+        max_abs=finite_or_none(largest),
     )
 
 

@@ -14,12 +14,11 @@ from unisono.compare.differences import environment_of, settings_of
 from unisono.errors import DataError
 from unisono.observe.events import ENVELOPE, Event, number
 from unisono.observe.goodput import CATEGORIES, GoodputLedger, launch_spans
-from unisono.observe.history import Counts, Floats, RankHistory, read_history
+from unisono.observe.history import WARM_UP_READINGS, Counts, Floats, RankHistory, read_history, undisturbed
 from unisono.observe.meters import COMM_AXES, PHASES
 from unisono.observe.run_summary import RunSummary, eval_metrics, summarise
 from unisono.storage.run_folder import EVENTS_FOLDER
 
-_WARM_UP_READINGS: Final = 2  # of each attempt
 _PAUSES: Final = ("ckpt_stall", "eval")  # no part of a step
 _TIMES: Final = (*PHASES, "other", *(f"comm_exposed_{axis}" for axis in COMM_AXES))
 _RATES: Final = ("perf/tokens_per_s", "perf/tokens_per_s_device", "perf/mfu", "perf/matmul_ceiling_frac")
@@ -177,9 +176,9 @@ def _steady_readings(history: RankHistory) -> tuple[NDArray[np.int64], Floats]:
     begins = np.searchsorted(history.attempts, attempts)  # attempts follow each other
     counts = np.where(is_first, readings - begins + 1, np.diff(readings, prepend=0)).astype(np.float64)
     place = np.arange(len(readings)) - np.maximum.accumulate(np.where(is_first, np.arange(len(readings)), 0))
-    compiled = {event.get("step") for event in history.events if event["kind"] == "compiled"}
-    keep = (place >= _WARM_UP_READINGS) & (counts > 0)
-    keep &= ~np.isin(history.steps[readings], [step for step in compiled if isinstance(step, int) and step < 1 << 53])
+    steps = history.steps[readings]
+    keep = (place >= WARM_UP_READINGS) & (counts > 0)
+    keep &= undisturbed(history.events, steps - counts.astype(np.int64) + 1, steps)
     return readings[keep], counts[keep]
 
 

@@ -1,4 +1,4 @@
-"""How sure a difference between two runs is: bootstrap intervals of ratios of medians and of means.
+"""Bootstrap confidence intervals of differences between two runs: of ratios of medians, and of means.
 
 Steps that follow each other are alike (a busy disk slows many in a row), so blocks of them are drawn, not single ones (Künsch
 1989); a block has n^(1/3) steps. The draws are the same each time.

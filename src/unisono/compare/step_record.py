@@ -26,7 +26,7 @@ PHASES: Final = (DATA, START, RANDOM, FORWARD, LOSS, BACKWARD, SYNC, OPTIMIZER)
 
 
 class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replay does: ``Trainer`` reads it.
+    """The request of a replay, which ``Trainer`` reads.
 
     Attributes:
         run_dir: Folder of the replay, in place of that of the run.
@@ -93,7 +93,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What the entries of two records are aligned by."""
+        """The key by which the entries of two records are aligned."""
         return (
             self.kind,
             self.phase,
@@ -107,7 +107,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def bits(self) -> tuple[Any, ...]:
-        """What is equal for tensors of the same bits, shape and dtype."""
+        """Digest, shape and dtype: equal for tensors of the same bits."""
         return self.digest, self.shape, self.dtype
 
 
@@ -142,7 +142,7 @@ class StepRecord(msgspec.Struct, kw_only=True):
 
 
 class Replay(msgspec.Struct, kw_only=True):
-    """What a replay left beside its records: by step, from 1, loss, gradient norm and a digest of the state after it."""
+    """The result of a replay on one rank: loss, gradient norm and digest of the state after each step, by step, from 1."""
 
     losses: dict[int, float | None] = {}
     grad_norms: dict[int, float | None] = {}
@@ -166,12 +166,12 @@ def read_records(folder: Path, step: int) -> list[StepRecord]:
 
 
 def write_replay(folder: Path, rank: int, replay: Replay) -> None:
-    """Write what ``read_replays`` reads."""
+    """Write the result of a replay on one rank."""
     write_atomically(folder / f"replay-rank-{rank}.json", msgspec.json.encode(replay))
 
 
 def read_replays(folder: Path) -> list[Replay]:
-    """What each rank has left, by rank. Raises DataError for a file that is damaged."""
+    """The results of a replay by rank. Raises DataError for a file that is damaged."""
     paths = sorted(folder.glob("replay-rank-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
     return [_decode(path, Replay) for path in paths]
 

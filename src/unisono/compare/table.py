@@ -19,7 +19,7 @@ _LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def table(comparisons: Sequence[Comparison], *, is_full: bool = False) -> Iterator[str]:
-    """The runs, their figures, and their differences, all from the first. ``is_full``: also figures that hardly count."""
+    """The runs, their figures, and their differences, all from the first. ``is_full``: also minor figures."""
     runs = [comparisons[0].a, *(each.b for each in comparisons)]
     letters = [_letter(place) for place in range(len(runs))]
     for letter, run in zip(letters, runs, strict=True):
@@ -42,7 +42,7 @@ def table(comparisons: Sequence[Comparison], *, is_full: bool = False) -> Iterat
         )
         yield "  ".join([first, *others]).rstrip()
     for letter, each in zip(letters[1:], comparisons, strict=True):
-        yield from _beside(letter, each)
+        yield from _other_differences(letter, each)
 
 
 def _letter(place: int) -> str:
@@ -50,7 +50,7 @@ def _letter(place: int) -> str:
 
 
 def _is_shown(name: str, runs: Sequence[RunFigures]) -> bool:
-    """Shares are told by seconds, and seconds of a phase are shown where it takes some of the time in any run."""
+    """Whether the short table has a figure: phases in seconds where they take 0.5 % of the time in any run, few shares."""
     if name.startswith("time/") and name.endswith("_s"):
         return any(run.values.get(f"{name.removesuffix('_s')}_frac", 0.0) >= _SMALL for run in runs)
     if name.startswith("time/"):
@@ -77,7 +77,7 @@ def _cells(name: str, rows: Sequence[Row | None]) -> list[str]:
 
 
 def _is_difference(row: Row) -> bool:
-    """Whether runs are compared by the difference: of losses, metrics and shares a ratio says little."""
+    """Whether the table shows the difference: for losses, metrics and shares, whose ratio says little."""
     return row.name.startswith(("train/", "eval/")) or (
         row.name.endswith("_frac") and row.name != "perf/matmul_ceiling_frac"
     )
@@ -119,8 +119,8 @@ def _value(name: str, value: float | None) -> str:
     return f"{value:.5g}"
 
 
-def _beside(letter: str, comparison: Comparison) -> Iterator[str]:
-    """What differs in ``letter`` beside the figures."""
+def _other_differences(letter: str, comparison: Comparison) -> Iterator[str]:
+    """Losses, settings and environment of run ``letter`` that differ from those of A."""
     yield ""
     if comparison.common_steps:
         first = comparison.first_loss_difference

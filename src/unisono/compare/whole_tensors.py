@@ -23,15 +23,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.compare.alignment import unequal
-from unisono.compare.divergence import DifferenceSize, Divergence, TensorSummary, difference_size
+from unisono.compare.alignment import unequal_items
+from unisono.compare.divergence import DifferenceSize, Divergence, TensorSummary, difference_size, finite_or_none
 from unisono.compare.step_record import FORWARD, LOSS, OPTIMIZER, START, SYNC, Entry, StepRecord, read_values
 
 _UNIT: Final = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4}
 _DEVIATIONS: Final = 4.0
 _FLOOR: Final = 1e-3  # of the largest norm of a kind
-_PLACES: Final = frozenset({"pp_rank", "dp_replicate_rank", "dp_shard_rank", "cp_rank", "tp_rank", "data_rank"})
-_NAMED: Final = 4  # tensors that a note names
+_RANK_FIELDS: Final = frozenset({"pp_rank", "dp_replicate_rank", "dp_shard_rank", "cp_rank", "tp_rank", "data_rank"})
+_MAX_NAMED: Final = 4  # tensors that a note names
 _SEPARATE: Final = frozenset({"guard", "meter", "scaler"})  # state that is no tensor of the model
 
 Key = tuple[str, str, str, int, int]  # kind, layer, tensor, call, place
@@ -49,15 +49,15 @@ class WholeTensor:
 
 @dataclass(kw_only=True, slots=True)
 class WholeStep:
-    """The whole tensors of a step in order, and those of which there was not enough to put them together."""
+    """The whole tensors of a step in order, and the keys of those that could not be assembled from the ranks."""
 
     tensors: dict[Key, WholeTensor] = field(default_factory=dict[Key, WholeTensor])
     incomplete: list[Key] = field(default_factory=list[Key])
 
 
 def layout_of(record: StepRecord) -> dict[str, int | str | bool]:
-    """What two runs have to have in common for their bits to be comparable."""
-    return {name: value for name, value in record.layout.items() if name not in _PLACES}
+    """The layout without this rank's coordinates: runs of equal layouts can be compared bit by bit."""
+    return {name: value for name, value in record.layout.items() if name not in _RANK_FIELDS}
 
 
 def unit_roundoff(record: StepRecord) -> float:
@@ -89,14 +89,16 @@ def first_whole_divergence(
         if other is None or other.value.shape != tensor.value.shape:
             left_out.append(key)
             continue
-        if tensor.phase == OPTIMIZER and (found := _of_hyperparameters(a[0], b[0])) is not None:
+        if tensor.phase == OPTIMIZER and (found := _hyperparameter_divergence(a[0], b[0])) is not None:
             return found, _notes(notes, left_out)
         size = difference_size(tensor.value, other.value)
         tolerance = _DEVIATIONS * math.sqrt(max(1, tensor.operators)) * (unit + _UNIT["fp32"] * math.sqrt(terms))
-        if size is None or not _is_above(tensor, other, tolerance, floors.get((key[0], key[2].partition("/")[0]), 0.0)):
+        if size is None or not _exceeds_rounding(
+            tensor, other, tolerance, floors.get((key[0], key[2].partition("/")[0]), 0.0)
+        ):
             continue
         return _divergence(a, b, key, (tensor, other), size, tolerance), _notes(notes, left_out)
-    return _of_hyperparameters(a[0], b[0]), _notes(notes, left_out)
+    return _hyperparameter_divergence(a[0], b[0]), _notes(notes, left_out)
 
 
 def _whole_step(records: Sequence[StepRecord], folder: Path) -> WholeStep:
@@ -118,7 +120,7 @@ def _whole_step(records: Sequence[StepRecord], folder: Path) -> WholeStep:
         prefix = entry.tensor.partition("/")[0]
         if entry.phase not in order or prefix in _SEPARATE or (key[0] == "updated" and prefix != "optim"):
             continue
-        value = _put_together(parts, folder)
+        value = _assemble(parts, folder)
         if value is None:
             whole.incomplete.append(key)
         else:
@@ -128,11 +130,11 @@ def _whole_step(records: Sequence[StepRecord], folder: Path) -> WholeStep:
     return whole
 
 
-def _put_together(parts: Sequence[tuple[StepRecord, Entry]], folder: Path) -> NDArray[np.float64] | None:
-    """The whole tensor of its parts; None where values were not kept, or it is not known how they make up the whole."""
+def _assemble(parts: Sequence[tuple[StepRecord, Entry]], folder: Path) -> NDArray[np.float64] | None:
+    """The whole tensor from its parts; None where values were not kept, or the parts cannot be assembled."""
     kind = parts[0][1].kind
     if kind == "output":
-        return _by_sample(parts, folder)
+        return _rows_by_sample(parts, folder)
     if kind == "loss":
         values = [_values(folder, record, entry) for record, entry in parts if not record.layout.get("tp_rank")]
         complete = [value for value in values if value is not None]
@@ -152,7 +154,7 @@ def _put_together(parts: Sequence[tuple[StepRecord, Entry]], folder: Path) -> ND
     return whole
 
 
-def _by_sample(parts: Sequence[tuple[StepRecord, Entry]], folder: Path) -> NDArray[np.float64] | None:
+def _rows_by_sample(parts: Sequence[tuple[StepRecord, Entry]], folder: Path) -> NDArray[np.float64] | None:
     """The rows of all samples, by id."""
     rows: list[tuple[int, NDArray[np.float64]]] = []
     for record, entry in parts:
@@ -204,11 +206,11 @@ def _floors(step: WholeStep) -> Mapping[tuple[str, str], float]:
     }
 
 
-def _is_above(a: WholeTensor, b: WholeTensor, tolerance: float, floor: float) -> bool:
+def _exceeds_rounding(a: WholeTensor, b: WholeTensor, tolerance: float, floor: float) -> bool:
     with np.errstate(invalid="ignore", over="ignore"):
-        apart = float(np.linalg.norm(a.value - b.value))
+        distance = float(np.linalg.norm(a.value - b.value))
     scale = max(float(np.linalg.norm(a.value)), float(np.linalg.norm(b.value)), floor)
-    return not apart <= tolerance * scale  # NaN is above
+    return not distance <= tolerance * scale  # NaN is above
 
 
 def _divergence(
@@ -225,7 +227,7 @@ def _divergence(
     if "Dropout" in module and tensors[0].phase == FORWARD:
         because.append("data ranks draw their own random numbers: dropout differs with the layout")
     for setting in dict.fromkeys([*a[0].code, *b[0].code]):
-        pairs = unequal(a[0].code.get(setting, {}), b[0].code.get(setting, {}))
+        pairs = unequal_items(a[0].code.get(setting, {}), b[0].code.get(setting, {}))
         because += [f"{setting}: {text} differs" for text, _, _ in pairs]
     return Divergence(
         step=a[0].step,
@@ -250,14 +252,14 @@ def _summary(tensor: WholeTensor) -> TensorSummary:
         arguments="",
         shape=tuple(value.shape),
         dtype=tensor.dtype,
-        norm=norm if math.isfinite(norm) else None,
-        max_abs=largest if math.isfinite(largest) else None,
+        norm=finite_or_none(norm),
+        max_abs=finite_or_none(largest),
     )
 
 
-def _of_hyperparameters(a: StepRecord, b: StepRecord) -> Divergence | None:
+def _hyperparameter_divergence(a: StepRecord, b: StepRecord) -> Divergence | None:
     """The first value that the update reads and that differs."""
-    found = [(name, x, y) for name, x, y in unequal(a.hyperparameters, b.hyperparameters)]
+    found = [(name, x, y) for name, x, y in unequal_items(a.hyperparameters, b.hyperparameters)]
     if not found:
         return None
     because = tuple(f"{name}: {x} in A, {y} in B" for name, x, y in found)
@@ -271,9 +273,9 @@ def _notes(notes: list[str], left_out: Sequence[Key]) -> list[str]:
     ]
     if left_out:
         names = list(dict.fromkeys(key[2] or f"output of {key[1] or 'the model'}" for key in left_out))
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
         texts.append(
-            f"not compared: {', '.join(names[:_NAMED])}{more}: no rank has them whole, the other run has them in another shape, "
-            "or their values were too large to be kept"
+            f"not compared: {', '.join(names[:_MAX_NAMED])}{more}: no rank has them whole, the other run has them in another "
+            "shape, or their values were too large to be kept"
         )
     return [*notes, *texts]

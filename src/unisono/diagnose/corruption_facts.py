@@ -1,4 +1,4 @@
-"""What the events of a run say of silent corruption (``unisono.train.verify``)."""
+"""Reads the ``corruption`` events of a run, which ``unisono.train.verify`` writes."""
 
 from __future__ import annotations
 

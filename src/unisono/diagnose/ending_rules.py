@@ -12,12 +12,12 @@ _WHERE: Final = "all stacks and last collectives are in logs/stacks-rank-*.json 
 
 
 def missing_rank(facts: RunFacts) -> Iterator[Finding]:
-    """HANG01: a rank does not come to the collective in which others wait, or no step ends."""
+    """HANG01: a rank does not enter the collective in which others wait, or no step ends."""
     ending = facts.ending
     if ending is not None and ending.kind == "hang":
         yield Finding(
             id="HANG01",
-            title="a rank does not come to where the others wait",
+            title="a rank does not enter the collective in which the others wait",
             severity="critical",
             cost_frac=1.0,
             confidence=0.9,
@@ -46,12 +46,10 @@ def mismatched_collectives(facts: RunFacts) -> Iterator[Finding]:
 def failed_attempt(facts: RunFacts) -> Iterator[Finding]:
     """EXIT01: the last attempt failed of another cause, as its launcher recorded it."""
     ending = facts.ending
-    told = any(rank.corruptions for rank in facts.ranks)  # SDC01 says more
-    if (
-        ending is not None
-        and ending.kind not in ("hang", "collective_mismatch")
-        and not (told and ending.kind == "corruption")
-    ):
+    kinds_of_other_rules = {"hang", "collective_mismatch"}
+    if any(rank.corruptions for rank in facts.ranks):
+        kinds_of_other_rules.add("corruption")  # SDC01
+    if ending is not None and ending.kind not in kinds_of_other_rules:
         yield Finding(
             id="EXIT01",
             title=f"the last attempt failed: {ending.words or ending.kind}",

@@ -28,8 +28,8 @@ def shares_of(facts: RunFacts, phase: str) -> Floats:
     return np.array([rank.phase_s[phase].sum() / rank.wall_s.sum() for rank in facts.ranks])
 
 
-def least_wait(facts: RunFacts, phase: str) -> float:
-    """Share of ``phase`` in the time of a step, on the rank that waits least in each reading: the one that came last."""
+def least_wait_frac(facts: RunFacts, phase: str) -> float:
+    """Share of ``phase`` in the time of a step, on the rank that waits least in each reading: the last one to arrive."""
     return float(facts.phase_s(phase).min(axis=0).sum() / facts.wall_s().mean(axis=0).sum())
 
 
@@ -45,7 +45,7 @@ def lower_median(values: Floats) -> float:
 
 
 def excess_over_others(values: Floats) -> Floats:
-    """How far each value is above the lower median of the others [ranks]; 0 for a single one."""
+    """Each value minus the lower median of the others [ranks]; 0 for a single one."""
     count = len(values)
     if count < 2:
         return np.zeros(count)
@@ -61,11 +61,15 @@ def severity_of(share: float, warning: float, critical: float) -> Severity | Non
     return "critical" if share >= critical else "warning" if share >= warning else None
 
 
+def per_step(rank: RankFacts, seconds: Floats) -> float:
+    """Mean over the steps of a rank of its ``seconds`` [readings]."""
+    steps_per_reading = int(rank.steps[-1] - rank.steps[0]) / max(1, len(rank.steps) - 1)
+    return float(seconds.mean()) / max(1.0, steps_per_reading)
+
+
 def step_s(facts: RunFacts) -> float:
     """Mean seconds of a step, from the readings of the lowest rank."""
-    rank: RankFacts = facts.ranks[0]
-    steps = int(rank.steps[-1] - rank.steps[0]) / max(1, len(rank.steps) - 1)  # in a reading
-    return float(rank.wall_s.mean()) / max(1.0, steps)
+    return per_step(facts.ranks[0], facts.ranks[0].wall_s)
 
 
 def milliseconds(facts: RunFacts, share: float) -> str:
@@ -95,7 +99,7 @@ def plan_group(facts: RunFacts, name: str) -> dict[str, Any]:
 
 
 def larger_micro_batches(facts: RunFacts, fits: Callable[[int], bool]) -> tuple[int, ...]:
-    """By which factors the micro-batch can grow, ascending: a step has a whole number of them then, and ``fits(factor)``.
+    """Factors by which the micro-batch can grow, ascending: a step has a whole number of micro-batches, and ``fits(factor)``.
 
     Empty with pipelines, where fewer micro-batches make a longer bubble.
     """

@@ -1,4 +1,4 @@
-"""What a diagnosis says of one cause."""
+"""The finding of a diagnosis, and the type of rules."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Rules of links that are slower than they were measured to be."""
+"""Rules of links that are slower than an earlier measurement."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.diagnose.figures import is_timed, least_wait, milliseconds, severity_of, step_s
+from unisono.diagnose.figures import is_timed, least_wait_frac, milliseconds, severity_of, step_s
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.run_facts import LinkTraffic, RunFacts
 
@@ -23,12 +23,12 @@ _NETWORK_ADVICE = (
 def slow_link(facts: RunFacts) -> Iterator[Finding]:
     """COMM03: sums of gradients take longer than the link was measured to need (``unisono doctor --bench``).
 
-    What no computation hides is a part of their time. The rate that follows from it alone is the most the link can have given.
+    Only their exposed part is measured, which is at most their time: the rate computed from it is an upper bound of the link's.
     """
     if not is_timed(facts) or len(facts.ranks) < 2 or not facts.steps_together:
         return
     links = [link for rank in facts.ranks for link in rank.links if link.measured_bytes_per_s and link.steps]
-    share = least_wait(facts, "comm_exposed_dp")
+    share = least_wait_frac(facts, "comm_exposed_dp")
     if not links or share <= 0:
         return
     link = min(links, key=lambda link: link.measured_bytes_per_s)

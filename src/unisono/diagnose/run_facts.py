@@ -1,7 +1,7 @@
-"""What the events of a run say, as arrays over its ranks and readings: the input of diagnosis rules.
+"""Facts of a run from its events, as arrays over ranks and readings: the input of diagnosis rules.
 
 A rank reads its device and its timers after one step or several, and writes the reading into the ``step`` event of the last of
-them. Readings of the first steps of an attempt, and of steps that compiled, are left out: they allocate and initialise.
+them. Readings of the first steps of an attempt, and of steps that compiled or were profiled, are left out.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from unisono.diagnose.ending import Ending, read_ending
 from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps
 from unisono.errors import DataError
 from unisono.observe.events import MAX_COUNT, Event, as_mapping, event_step, number
-from unisono.observe.history import Floats, RankHistory, read_history
+from unisono.observe.history import WARM_UP_READINGS, Floats, RankHistory, read_history, undisturbed
 from unisono.observe.meters import COMM_AXES, PHASES
 from unisono.profile import RankProfile, newest_profiles, read_trace, summarise_trace
 from unisono.storage.run_folder import EVENTS_FOLDER
 
 ALL_PHASES: Final = (*PHASES, "other")
-# what a rank does itself, without waiting
+# phases in which a rank works itself, and does not wait
 COMPUTE_PHASES: Final = tuple(
     phase for phase in ALL_PHASES if phase not in ("data_wait", "bubble", "comm_exposed", "ckpt_stall", "eval")
 )
@@ -35,7 +35,6 @@ COMPUTE_PHASES: Final = tuple(
 LOADER_STAGES: Final = ("read", "transform", "collate")
 # parts of comm_exposed; 0 in events of earlier releases
 COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)
-_WARM_UP_READINGS: Final = 2
 _MAX_BYTES: Final = 1e18
 _MAX_S: Final = 1e12
 _MAX_FLOPS_PER_S: Final = 1e24
@@ -62,14 +61,14 @@ class SkippedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkTraffic:
-    """What a rank gave to one peer in the steps of its last attempt; see ``unisono.train.comm_stats``.
+    """Traffic of a rank with one peer in the steps of its last attempt; see ``unisono.train.comm_stats``.
 
     Attributes:
         peer: The transport of sums over all ranks, or a server's address.
         steps: Number of steps.
         sent_bytes: Bytes sent in them.
-        measured_bytes_per_s: What ``unisono doctor --bench`` had measured the link to do, at the sizes of this run; 0 if nothing.
-        interface: The network interface that the run was told to use; empty if none.
+        measured_bytes_per_s: Rate of the link that ``unisono doctor --bench`` measured, at the sizes of this run; 0 if not known.
+        interface: The network interface that the run was set to use; empty if none.
         wall_s: Seconds of these steps.
         busy_s: Seconds in which a server served values to any worker; 0 for other peers.
         served_s: The same, summed over its requests, several of which it serves at once.
@@ -107,7 +106,7 @@ class RankFacts:
         num_alloc_retries: Allocations that succeeded only after the allocator gave back its free blocks.
         links: Traffic with each peer.
         origins: First non-finite tensors of skipped steps, on this rank.
-        corruptions: What this rank has written of silent corruption, in all attempts: its host may be used again.
+        corruptions: Silent corruption that this rank reported, in all attempts, as later ones may use the same faulty host.
         device: ``cpu``, or type and number of the accelerator; empty if not known.
         held_bytes: Parameters, gradients and optimizer state that the plan has the rank hold; 0 if not known.
         baseline_flops_per_s: Rate of products that ``unisono doctor --bench`` measured on the rank's node; 0 if nothing.
@@ -256,14 +255,14 @@ def read_run(run_dir: Path) -> RunFacts:
 
 
 def with_profiles_and_ending(facts: RunFacts, run_dir: Path) -> RunFacts:
-    """``facts`` with what lies in ``run_dir`` beside its events: the last profile, and why the run failed or stands still."""
+    """``facts`` with the last profile in ``run_dir``, and with the reason why the run failed or hangs."""
     profiles, notes = newest_profiles(run_dir)
     ending = read_ending(run_dir, since_s=facts.moved_s)
     return replace(facts, profiles=profiles, ending=ending, notes=(*facts.notes, *notes))
 
 
 def read_trace_facts(path: Path) -> RunFacts:
-    """The facts of a trace of PyTorch's profiler at ``path``, which tells of one rank. Raises DataError."""
+    """The facts of one rank, from the trace of PyTorch's profiler at ``path``. Raises DataError."""
     profile = summarise_trace(read_trace(path))
     return RunFacts(ranks=(), profiles=(profile,), notes=profile.notes)
 
@@ -283,17 +282,17 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
             continue
         last = max(history.attempt_s)
         events = [event for event in history.all_events if event.get("attempt") == last]
-        at_s = history.columns["t"][history.attempts == last]
-        at_s = at_s[np.isfinite(at_s)]
+        # wall-clock times: of the steps, and of all events
+        step_times = history.columns["t"][history.attempts == last]
+        step_times = step_times[np.isfinite(step_times)]
         times = [at for event in events if (at := number(event.get("t"))) is not None and math.isfinite(at)]
-        times += [float(at_s.min()), float(at_s.max())] if len(at_s) else []
+        times += [float(step_times.min()), float(step_times.max())] if len(step_times) else []
         if max(times, default=0.0) < began_s:
             continue  # of an earlier attempt, which had more ranks
         began_s = began_s or min(times, default=0.0)
         start = start or next((event for event in events if event["kind"] == "run_start"), start)
         ranks.append(_rank_facts(rank, history, events, last))
-        step_s = history.columns["t"][history.attempts == last]
-        moved_s = max(moved_s, began_s, float(np.nanmax(step_s, initial=0.0)))
+        moved_s = max(moved_s, began_s, float(step_times.max(initial=0.0)))
         if training is None or rank < training[0]:
             training = rank, _training_facts(history, events, last)
     ranks.sort(key=lambda facts: facts.rank)
@@ -321,15 +320,11 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
     if np.isnan(wall_s).all():  # events of an earlier release
         wall_s = np.diff(column("m", readings), prepend=np.nan)
     steps = history.steps[readings]
-    compiled = [event_step(event) for event in events if event["kind"] == "compiled"]
-    profiled = [range((_first_step(event) or last) - 1, last + 1) for event in events if (last := _profiled_to(event))]
+    first_steps = np.append(history.steps[rows[:1]], steps[:-1] + 1) if len(steps) else steps
     keep = (wall_s > 0) & np.isfinite(wall_s)
-    keep[:_WARM_UP_READINGS] = False
+    keep[:WARM_UP_READINGS] = False
     keep[1:] &= steps[1:] > np.maximum.accumulate(steps)[:-1]
-    if compiled := [step for step in compiled if step]:
-        keep &= ~np.isin(steps, compiled)
-    for window in profiled:
-        keep &= (steps < window.start) | (steps >= window.stop)
+    keep &= undisturbed(events, first_steps, steps)
     kept, wall_s = readings[keep], wall_s[keep]
     start = next((event for event in events if event["kind"] == "run_start"), {})
     return RankFacts(
@@ -357,25 +352,21 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         origins=read_origins(events),
         corruptions=read_corruptions(history.all_events),
         device=str(start.get("device") or ""),
-        held_bytes=sum(_bytes(value) for value in as_mapping(start.get("held_bytes")).values()),
-        baseline_flops_per_s=_rate(start.get("baseline_flops_per_s")),
+        held_bytes=sum(_below(_MAX_BYTES, value) for value in as_mapping(start.get("held_bytes")).values()),
+        baseline_flops_per_s=_below(_MAX_FLOPS_PER_S, start.get("baseline_flops_per_s")),
         ceiling_frac=_median(column("perf/matmul_ceiling_frac", kept)),
         mfu=_median(column("perf/mfu", kept)),
     )
 
 
-def _bytes(value: Any) -> float:
+def _below(limit: float, value: Any) -> float:
+    """``value`` if it is a number from 0 to below ``limit``, else 0."""
     found = number(value)
-    return found if found is not None and 0 <= found < _MAX_BYTES else 0.0
-
-
-def _rate(value: Any) -> float:
-    found = number(value)
-    return found if found is not None and 0 < found < _MAX_FLOPS_PER_S else 0.0
+    return found if found is not None and 0 <= found < limit else 0.0
 
 
 def _median(values: Floats) -> float:
-    """Of the positive ones; 0 without one."""
+    """The median of the positive values; 0 without one."""
     known = values[np.isfinite(values) & (values > 0)]
     return float(np.median(known)) if len(known) else 0.0
 
@@ -398,25 +389,19 @@ def _links(events: Sequence[Event]) -> tuple[LinkTraffic, ...]:
             if sent is None or not 0 <= sent < _MAX_BYTES:
                 continue
             known = found.get(peer, LinkTraffic(peer=peer, steps=0, sent_bytes=0.0))
-            measured = number(link.get("measured_bytes_per_s"))
-            seconds = {name: _seconds(link.get(name)) for name in ("busy_s", "served_s", "cpu_s")}
+            seconds = {name: _below(_MAX_S, link.get(name)) for name in ("busy_s", "served_s", "cpu_s")}
             found[peer] = LinkTraffic(
                 peer=peer,
                 steps=known.steps + steps,
                 sent_bytes=known.sent_bytes + sent,
-                measured_bytes_per_s=measured if measured is not None and 0 < measured < _MAX_BYTES else 0.0,
+                measured_bytes_per_s=_below(_MAX_BYTES, link.get("measured_bytes_per_s")),
                 interface=str(link.get("interface") or ""),
-                wall_s=known.wall_s + _seconds(event.get("wall_s")),
+                wall_s=known.wall_s + _below(_MAX_S, event.get("wall_s")),
                 busy_s=known.busy_s + seconds["busy_s"],
                 served_s=known.served_s + seconds["served_s"],
                 cpu_s=known.cpu_s + seconds["cpu_s"],
             )
     return tuple(found.values())
-
-
-def _seconds(value: Any) -> float:
-    seconds = number(value)
-    return seconds if seconds is not None and 0 <= seconds < _MAX_S else 0.0
 
 
 def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int) -> TrainingFacts:
@@ -494,15 +479,6 @@ def _skipped(event: Event) -> SkippedStep:
     )
 
 
-def _profiled_to(event: Event) -> int | None:
-    """The last step of a profile; None of another event."""
-    return event_step(event) if event["kind"] == "profile" else None
-
-
-def _first_step(event: Event) -> int | None:
-    return event_step({"step": event.get("first_step")})
-
-
 def _or_nan(value: Any) -> float:
     found = number(value)
-    return float("nan") if found is None else found
+    return math.nan if found is None else found

@@ -1,4 +1,4 @@
-"""What ``tap`` and ``nonfinite`` events say, for diagnosis rules. Anybody may have written them."""
+"""Reads ``tap`` and ``nonfinite`` events for diagnosis rules. Their content is not trusted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class NonfiniteOrigin:
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """The place of the tensor, in words."""
         if self.tensor:
             return f"{self.where} {self.tensor}"
         operator = f"{self.operator} of " if self.operator else ""

@@ -1,8 +1,8 @@
 """Rules of what makes steps longer.
 
 Costs are shares of the time of a step. Ranks that step together meet in every step: the rank that waits least for communication
-arrived last. What it waits is what communication costs; what the others wait longer is the cost of its slowness. So a slow rank
-is not taken for a slow network.
+arrived last. Its wait is the cost of communication; what the others wait beyond that is the cost of its slowness. So a slow rank
+is not mistaken for a slow network.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unisono.diagnose.figures import (
     chosen_ranks,
     excess_over_others,
     is_timed,
-    least_wait,
+    least_wait_frac,
     lower_median,
     lower_medians,
     milliseconds,
@@ -35,7 +35,7 @@ from unisono.diagnose.server_rules import busiest_server
 from unisono.observe.meters import COMM_AXES
 
 _STEADY_FRAC: Final = 0.7  # of the readings in which a rank is slower than the others, for it to be called slow
-_SAME_FRAC: Final = 0.1  # by which two shares may differ, and be taken for the same
+_SAME_FRAC: Final = 0.1  # two shares that differ by less count as equal
 _BUBBLE: Final = (0.15, 0.30)  # warning, critical
 _COMM_ADVICE: Final = {
     "dp": "more samples per rank and step (plan.global_batch) make fewer exchanges of the same size; plan.compression makes "
@@ -52,10 +52,8 @@ _PHASE_WORDS: Final = {
     "h2d": "copies to the device",
     "other": "code between steps",
 }
-
-
 _STAGE_NAMES: Final = {"read": "reading", "transform": "transforms", "collate": "collating"}
-_CHEAPER: Final = {
+_STAGE_ADVICE: Final = {
     "read": "data packed before the run (unisono data pack), a faster disk, or data.cache_gib for slow storage",
     "transform": "cheaper transforms, or data that is transformed before the run",
     "collate": "a cheaper collate_fn, or samples of one size, which are stacked",
@@ -105,7 +103,7 @@ def data_bound(facts: RunFacts) -> Iterator[Finding]:
 
 
 def _loader_work(facts: RunFacts) -> Iterator[str]:
-    """What the workers of the loader spend on a batch, by stage, the mean over ranks; nothing where it is not known."""
+    """Time of the loader's workers for a batch, by stage, as the mean over ranks; nothing where it is not known."""
     total = _stage_shares(facts)
     if total:
         stages = ", ".join(f"{_STAGE_NAMES[stage]} {milliseconds(facts, share)}" for stage, share in total.items())
@@ -134,20 +132,20 @@ def _loader_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, 
             "let workers make batches ahead: loader.num_workers=-1 finds kind and number while running",
         )
     if isinstance(workers, int) and workers > 0 and facts.settings.get("loader.worker_kind") != "auto":
-        # the workers are busy all the time, so a step takes as long as they take: more of them, until compute is longer
+        # the workers are busy all the time, so they set the pace: add workers until the computation does
         wanted = math.ceil(1.1 * workers / compute) if compute > 0 else 2 * workers
         return (
             {"loader.num_workers": max(workers + 1, min(wanted, 8 * workers))},
             cost * 0.9,
-            f"more workers, if the host has idle cores; else {_cheaper(facts)}",
+            f"more workers, if the host has idle cores; else {_stage_advice(facts)}",
         )
-    return {}, 0.0, f"the number of workers is tuned already: {_cheaper(facts)}"
+    return {}, 0.0, f"the number of workers is tuned already: {_stage_advice(facts)}"
 
 
-def _cheaper(facts: RunFacts) -> str:
-    """How to make the longest stage of the loader's work shorter."""
+def _stage_advice(facts: RunFacts) -> str:
+    """Advice that shortens the longest stage of the loader's work."""
     stage = next(iter(_stage_shares(facts)), "")
-    return _CHEAPER.get(stage, f"{_CHEAPER['transform']}; or {_CHEAPER['read']}")
+    return _STAGE_ADVICE.get(stage, f"{_STAGE_ADVICE['transform']}; or {_STAGE_ADVICE['read']}")
 
 
 def copy_bound(facts: RunFacts) -> Iterator[Finding]:
@@ -176,7 +174,7 @@ def exposed_communication(facts: RunFacts) -> Iterator[Finding]:
     if not is_timed(facts) or len(facts.ranks) < 2 or busiest_server(facts) is not None:  # SRV01
         return
     if facts.steps_together:
-        cost = least_wait(facts, "comm_exposed")
+        cost = least_wait_frac(facts, "comm_exposed")
     else:
         cost = lower_median(shares_of(facts, "comm_exposed"))
     if severity := severity_of(cost, 0.10, 0.25):
@@ -203,7 +201,7 @@ def exposed_communication(facts: RunFacts) -> Iterator[Finding]:
 
 
 def _axis_shares(facts: RunFacts) -> dict[str, float]:
-    """Share of each axis in the time of a step, the largest first: what the rank that waits least waits for it."""
+    """Share of each axis in the time of a step, the largest first, on the rank that waits least in each reading."""
     if not facts.steps_together:
         return {}
     least = facts.phase_s("comm_exposed").argmin(axis=0)
@@ -216,7 +214,7 @@ def pipeline_bubble(facts: RunFacts) -> Iterator[Finding]:
     """PP01: every stage waits for the others, because there are few micro-batches."""
     if not is_timed(facts) or not facts.steps_together:
         return
-    cost = least_wait(facts, "bubble")
+    cost = least_wait_frac(facts, "bubble")
     if severity := severity_of(cost, *_BUBBLE):
         patch, gain, formula = _bubble_patch(facts, cost)
         yield Finding(
@@ -268,10 +266,10 @@ def stragglers(facts: RunFacts) -> Iterator[Finding]:
     """BAL01: one rank computes longer than the others, which wait for it."""
     if not is_timed(facts) or len(facts.ranks) < 2 or not facts.steps_together:
         return
-    own = facts.phase_s(*COMPUTE_PHASES)
-    totals = own.sum(axis=1)
+    compute_s = facts.phase_s(*COMPUTE_PHASES)
+    totals = compute_s.sum(axis=1)
     scores = totals.min() / totals
-    slow_in = (own > 1.05 * lower_medians(own)).mean(axis=1)  # share of the readings
+    slow_in = (compute_s > 1.05 * lower_medians(compute_s)).mean(axis=1)  # share of the readings
     is_slow = (scores < 0.9) & (slow_in >= _STEADY_FRAC)
     if not is_slow.any():
         return
@@ -301,14 +299,14 @@ def stragglers(facts: RunFacts) -> Iterator[Finding]:
 
 
 def _baselines(facts: RunFacts, slow: int, fast: int, score: float) -> tuple[tuple[str, ...], str]:
-    """How the rows ``slow`` and ``fast`` compare by what ``unisono doctor --bench`` had measured on their nodes, and advice."""
-    now = (
+    """Evidence from what ``unisono doctor --bench`` measured on the nodes of the rows ``slow`` and ``fast``, and advice."""
+    advice = (
         "look at that host: clocks and throttling, other processes, cores of the rank; with a pipeline, at the layers of its "
         "stage"
     )
     rates = [facts.ranks[row].baseline_flops_per_s for row in (slow, fast)]
     if not all(rates):
-        return (), now
+        return (), advice
     ratio, text = rates[0] / rates[1], " and ".join(f"{rate / 1e12:.3g}" for rate in rates)
     measured = f"unisono doctor --bench measured {text} TFLOP/s on the nodes of ranks {{}} and {{}}"
     measured = measured.format(facts.rank_numbers[slow], facts.rank_numbers[fast])
@@ -316,15 +314,15 @@ def _baselines(facts: RunFacts, slow: int, fast: int, score: float) -> tuple[tup
         return (
             f"{measured}: that node was as slow before",
         ), "another node for that rank, or one of the same kind for all"
-    return (f"{measured}: the node itself is not that slow",), now
+    return (f"{measured}: the node itself is not that slow",), advice
 
 
 def own_slowdown(facts: RunFacts) -> Iterator[Finding]:
     """BAL02: a rank computes longer for a step now than it did earlier in the run."""
     if not is_timed(facts) or len(facts.common_steps()) < 5 * MIN_READINGS:
         return
-    own = facts.phase_s(*COMPUTE_PHASES)
-    parts = np.array_split(own, 5, axis=1)
+    compute_s = facts.phase_s(*COMPUTE_PHASES)
+    parts = np.array_split(compute_s, 5, axis=1)
     medians = np.array([np.median(part, axis=1) for part in parts])  # [parts, ranks]
     best, now = medians[:-1].min(axis=0), medians[-1]
     scores = best / np.maximum(now, 1e-12)
@@ -370,11 +368,7 @@ def garbage_collection(facts: RunFacts) -> Iterator[Finding]:
             confidence=0.95,
             evidence=(
                 f"on rank {facts.rank_numbers[worst]} collections take {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)}",
-                *(
-                    ["each rank collects when it likes, and the others wait for it meanwhile"]
-                    if len(shares) > 1
-                    else []
-                ),
+                *(["each rank collects at its own time, and the others wait for it"] if len(shares) > 1 else []),
                 *setting_text(facts, "train.gc_every_steps"),
             ),
             advice="collect at fixed steps (train.gc_every_steps), without the objects that exist at the start; keep fewer "

@@ -21,9 +21,9 @@ _LAUNCH_CPU: Final = (0.50, 0.75)  # warning, critical; an operator on the CPU i
 _LAUNCH_DEVICE: Final = (0.03, 0.15)
 _SHORT_FRAC: Final = 0.5  # of the kernels, for launches to be the cause of idle time
 _RECOMPUTE: Final = (0.05, 0.15)
-_ROOM_FRAC: Final = 0.75  # of the memory
+_FULL_FRAC: Final = 0.75  # of the memory in use: recompute is needed
 _FUSED: Final = (0.03, 0.15)
-_NO_STEP: Final = ("eval", "ckpt_stall", "data_wait")  # a batch lies in host memory until it is complete
+_OUTSIDE_STEP: Final = ("eval", "ckpt_stall", "data_wait")  # phases whose reads from tensors delay no step
 _FUSED_ADVICE: Final = {
     "attention": (
         "FUSE01",
@@ -56,7 +56,7 @@ def _steps_text(profile: RankProfile) -> str:
 
 
 def exposed_gradient_sums(facts: RunFacts) -> Iterator[Finding]:
-    """COMM02: collectives over data ranks do not run beside computation."""
+    """COMM02: collectives over data ranks do not overlap with computation."""
     found: list[tuple[float, Overlap, RankProfile]] = []
     for profile in _profiles(facts):
         data = [overlap for overlap in profile.overlaps if overlap.axis not in _MODEL_AXES]
@@ -67,7 +67,7 @@ def exposed_gradient_sums(facts: RunFacts) -> Iterator[Finding]:
             found.append((exposed / profile.wall_s, row, profile))
     if not found:
         return
-    share, row, profile = min(found, key=lambda item: item[0])  # the one that came last waits for nobody
+    share, row, profile = min(found, key=lambda item: item[0])  # the rank that arrived last waits for no other
     hidden = 1 - row.exposed_s / row.total_s if row.total_s > 0 else 1.0
     if share < 0.05 or hidden >= 0.70:
         return
@@ -79,7 +79,7 @@ def exposed_gradient_sums(facts: RunFacts) -> Iterator[Finding]:
         cost_frac=min(1.0, share),
         confidence=0.8,
         evidence=(
-            f"{hidden:.0%} of {1e3 * row.total_s:.3g} ms of communication {_steps_text(profile)} runs beside computation",
+            f"{hidden:.0%} of {1e3 * row.total_s:.3g} ms of communication {_steps_text(profile)} overlaps with computation",
             *(
                 f"{c.name} over {c.group_size} ranks: {c.calls} calls, {c.num_bytes / 2**20:.3g} MiB, "
                 f"bus bandwidth {c.bus_bytes_per_s / 1e9:.3g} GB/s"
@@ -92,7 +92,7 @@ def exposed_gradient_sums(facts: RunFacts) -> Iterator[Finding]:
 
 
 def launch_bound(facts: RunFacts) -> Iterator[Finding]:
-    """LAUNCH01: calling operators takes longer than what they do."""
+    """LAUNCH01: the calls of operators take longer than their work."""
     profiles = _profiles(facts)
     if not profiles or not all(profile.launch.num_operators for profile in profiles):
         return
@@ -185,8 +185,8 @@ def synchronisations(facts: RunFacts) -> Iterator[Finding]:
 
 
 def _is_of_user(point: SyncPoint) -> bool:
-    """Whether it is a step's, and not the library's own, which reads at its declared cadence."""
-    return point.phase not in _NO_STEP and "unisono/" not in point.source
+    """Whether the read is in a step and not the library's own, which happens at its declared cadence only."""
+    return point.phase not in _OUTSIDE_STEP and "unisono/" not in point.source
 
 
 def wasted_recompute(facts: RunFacts) -> Iterator[Finding]:
@@ -197,7 +197,7 @@ def wasted_recompute(facts: RunFacts) -> Iterator[Finding]:
     share = _share(profiles, lambda profile: profile.recompute_s)
     used = _used_memory(facts, profiles)
     severity = severity_of(share, *_RECOMPUTE)
-    if severity is None or used is None or used >= _ROOM_FRAC:
+    if severity is None or used is None or used >= _FULL_FRAC:
         return
     mode = plan_group(facts, "recompute").get("mode")
     patch: dict[str, Any] = {}
@@ -282,7 +282,7 @@ def odd_sizes(facts: RunFacts) -> Iterator[Finding]:
             return
         share = sum(product.total_s for product in odd) / kernels_s
         vocab = facts.settings.get("model.vocab_size")
-        rounds = isinstance(vocab, int) and vocab % 8 and any(vocab in (p.m, p.k, p.n) for p in odd)
+        is_padded = isinstance(vocab, int) and vocab % 8 and any(vocab in (p.m, p.k, p.n) for p in odd)
         yield Finding(
             id="UTIL02",
             title="matrix products have sizes that are no multiples of 8",
@@ -295,7 +295,7 @@ def odd_sizes(facts: RunFacts) -> Iterator[Finding]:
             ),
             advice="sizes of vocabulary, model and feed-forward layers, divided by plan.tp, that are multiples of 64, or "
             "at least of 8; samples padded to such a length",
-            patch={"model.vocab_size": -(-int(vocab) // 64) * 64} if isinstance(vocab, int) and rounds else {},
+            patch={"model.vocab_size": -(-int(vocab) // 64) * 64} if isinstance(vocab, int) and is_padded else {},
         )
 
 
@@ -303,10 +303,10 @@ def unfused_operators(facts: RunFacts) -> Iterator[Finding]:
     """FUSE01, FUSE02: attention or a norm that is written by hand, where torch has one operator."""
     profiles = _profiles(facts)
     for kind, (code, title, advice) in _FUSED_ADVICE.items():
-        having = [(profile, p) for profile in profiles for p in profile.patterns if p.kind == kind]
-        if not having:
+        matches = [(profile, p) for profile in profiles for p in profile.patterns if p.kind == kind]
+        if not matches:
             continue
-        profile, pattern = min(having, key=lambda item: item[1].element_s / item[0].wall_s)
+        profile, pattern = min(matches, key=lambda item: item[1].element_s / item[0].wall_s)
         cost = pattern.element_s / profile.wall_s
         if severity := severity_of(cost, *_FUSED):
             yield Finding(

@@ -1,4 +1,4 @@
-"""Rules of devices that could do more. They are judged after all others, because they say what no other finding explains."""
+"""Rules of devices that compute less than they could. They run after all others, as they need the other findings."""
 
 from __future__ import annotations
 

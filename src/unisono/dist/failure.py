@@ -124,7 +124,7 @@ _TRANSPORTS = ("gloo/", "NCCL", "ProcessGroup")
 
 
 def error_cause(error: BaseException) -> str:
-    """What kind of error it is, with its causes: ``out_of_memory``, ``disk_full``, ``communication``, ``configuration``,
+    """The kind of an error, from it and its causes: ``out_of_memory``, ``disk_full``, ``communication``, ``configuration``,
     ``bad_data``, ``checkpoint``, ``numerics``, ``corruption``, ``io`` or, for any other, ``program``."""
     chain: list[BaseException] = []
     each: BaseException | None = error

@@ -17,6 +17,7 @@ from unisono.dist.interpreter import module_command, module_path
 from unisono.errors import ConfigError
 from unisono.launch.workers import foreign_variable
 from unisono.observe.events import events_path, number, read_events
+from unisono.observe.history import WARM_UP_READINGS
 from unisono.storage.limits import MAX_PLAN_BYTES
 from unisono.storage.ownership import read_own_json
 from unisono.storage.run_folder import PLAN_FILE
@@ -24,7 +25,6 @@ from unisono.storage.run_folder import PLAN_FILE
 _TAIL_CHARS: Final = 20_000
 _SHOWN_LINES: Final = 6
 LAUNCHER: Final = "launch: "  # begins what a launcher says
-_WARM_UP_READINGS: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class TrainOutcome:
                 continue
             seconds.append(window_s / (step - last))
             last = step
-        steady = sorted(seconds[_WARM_UP_READINGS:])
+        steady = sorted(seconds[WARM_UP_READINGS:])
         return steady[len(steady) // 2] if steady else None
 
     def samples(self) -> int | None:

@@ -86,7 +86,7 @@ class Cause:
 
     @property
     def advice(self) -> str:
-        """What to look at or to change; empty where the error says it."""
+        """Advice: what to look at or to change; empty where the error says it."""
         return _ADVICE.get(self.kind, "")
 
     def record(self) -> dict[str, Any]:
@@ -121,24 +121,24 @@ def find_cause(
     failure = failures.get(root)
     number = _signal_of(codes[root])
     if failure is not None and failure.cause not in ("", "communication"):
-        return _of_error(failure)
+        return _cause_of_error(failure)
     aborted = [rank for rank, code in codes.items() if _signal_of(code) == signal.SIGABRT]
     if number is not None and number not in _CRASHES and not workers[root].killed_by_us:
-        return _of_signal(root, number, oom_kills_before)
+        return _cause_of_signal(root, number, oom_kills_before)
     # an abort by C++ may be that of Gloo, when a peer sends more than was expected: the dumps tell
     hang = _hang(workers, codes, failures, folder, attempt)
     if number is not None and not workers[root].killed_by_us:
         is_mismatch = number == signal.SIGABRT and hang is not None and hang.kind == "collective_mismatch"
         if is_mismatch or (root in aborted and _says_mismatch(workers, aborted)):
-            return _of_mismatch(hang, aborted)
-        return _of_crash(root, number, workers[root])
+            return _cause_of_mismatch(hang, aborted)
+        return _cause_of_crash(root, number, workers[root])
     if failure is not None:
-        return _of_communication(failure, failures, codes, hang)
+        return _cause_of_communication(failure, failures, codes, hang)
     code = codes[root]
     kind = "configuration" if code == USER_ERROR else "exit"
     text = f"rank {root} ended with exit code {code}"
     if workers[root].killed_by_us and hang is not None:
-        return _of_hang(hang)
+        return _cause_of_hang(hang)
     return Cause(kind=kind, ranks=(root,), sentence=text + (", which says not to repeat it" if code == FATAL else ""))
 
 
@@ -150,7 +150,7 @@ def _signal_of(code: int) -> int | None:
     return number if number in (signal.SIGKILL, signal.SIGTERM, *_CRASHES) else None
 
 
-def _of_error(failure: Failure) -> Cause:
+def _cause_of_error(failure: Failure) -> Cause:
     first = failure.message.partition("\n")[0]
     return Cause(
         kind=failure.cause,
@@ -161,14 +161,14 @@ def _of_error(failure: Failure) -> Cause:
 
 
 def _last_place(trace: str) -> list[str]:
-    """Where a traceback's first error was raised: the user's innermost line, else the innermost one."""
+    """The line that raised a traceback's first error: the user's innermost one, else the innermost one."""
     first = re.split(r"\n(?:The above exception was|During handling of)", trace)[0]
     places = re.findall(r'^  File "(.+)", line ([0-9]+), in (.+)$', first, flags=re.MULTILINE)
     own = [place for place in places if is_users_file(place[0])]
     return [f"{Path(file).name}:{line} {function}()" for file, line, function in (own or places)[-1:]]
 
 
-def _of_signal(rank: int, number: int, oom_kills_before: int | None) -> Cause:
+def _cause_of_signal(rank: int, number: int, oom_kills_before: int | None) -> Cause:
     name = _signal_name(number)
     text = f"rank {rank} was killed by {name}, which this launcher did not send"
     if number != signal.SIGKILL:
@@ -191,7 +191,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _of_crash(rank: int, number: int, worker: WorkerProcess) -> Cause:
+def _cause_of_crash(rank: int, number: int, worker: WorkerProcess) -> Cause:
     stacks = parse_stacks(
         "Current thread (most recent call first)" + _log_tail(worker).rpartition("Current thread ")[2]
     )
@@ -205,7 +205,7 @@ def _of_crash(rank: int, number: int, worker: WorkerProcess) -> Cause:
     )
 
 
-def _of_mismatch(hang: Hang | None, aborted: Sequence[int]) -> Cause:
+def _cause_of_mismatch(hang: Hang | None, aborted: Sequence[int]) -> Cause:
     evidence = f"rank {', '.join(map(str, aborted))} was aborted by Gloo: a peer sent more than it expected"
     if hang is not None and hang.kind == "collective_mismatch":
         return Cause(kind=hang.kind, ranks=hang.ranks, sentence=hang.sentence, evidence=(*hang.evidence, evidence))
@@ -217,11 +217,11 @@ def _of_mismatch(hang: Hang | None, aborted: Sequence[int]) -> Cause:
     )
 
 
-def _of_hang(hang: Hang) -> Cause:
+def _cause_of_hang(hang: Hang) -> Cause:
     return Cause(kind=hang.kind, ranks=hang.ranks, sentence=hang.sentence, evidence=hang.evidence)
 
 
-def _of_communication(
+def _cause_of_communication(
     failure: Failure, failures: Mapping[int, Failure], codes: Mapping[int, int], hang: Hang | None
 ) -> Cause:
     """The cause of a collective's error, which names no culprit itself."""

@@ -36,7 +36,7 @@ Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
 SERIES: Final = ("step", "eval", "log")  # kinds whose numbers trackers and report show
-# kinds that belong to one step of a run
+# kinds whose events belong to one step; a later attempt that makes the step again replaces them
 NUMBERED: Final = (
     *(*SERIES, "log_text", "log_image"),
     *("histograms", "skipped_step", "gradient_stats", "tap", "nonfinite"),
@@ -44,9 +44,8 @@ NUMBERED: Final = (
 MAX_COUNT: Final = 1 << 53  # of steps and attempts: any float64 below is exact
 ENVELOPE: Final = frozenset({"kind", "t", "m", "rank", "run", "attempt"})
 _NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_BLOCK_BYTES: Final = (
-    1 << 18
-)  # of a file at once: a block, its lines and what they decode to stay in the processor's cache
+# read at once: a block, its lines and the decoded events stay in the processor's cache
+_BLOCK_BYTES: Final = 1 << 18
 _decode_fast: Final = msgspec.json.Decoder().decode
 
 
@@ -376,11 +375,11 @@ def open_events(path: Path) -> BinaryIO:
 
 
 def event_lines(file: BinaryIO) -> Iterator[tuple[list[bytes], bool]]:
-    """The lines of a file without their ends, many at a time, and whether the last of these has an end.
+    """The lines of a file without their newlines, many at a time, and whether the last of them ended with a newline.
 
-    A line that is longer than any event is given as an empty one.
+    A line that is longer than any event is yielded as an empty one.
     """
-    rest = bytearray()  # the begin of a line
+    rest = bytearray()  # the beginning of a line
     while block := file.read(_BLOCK_BYTES):
         lines = block.split(b"\n")
         if rest and len(lines) > 1:
@@ -395,7 +394,7 @@ def event_lines(file: BinaryIO) -> Iterator[tuple[list[bytes], bool]]:
 
 
 def decode_event(line: bytes) -> Event | None:
-    """The event of a line; None if it is none."""
+    """The event of a line; None if the line is no event."""
     try:
         event = decode_json(line, _decode, max_bytes=MAX_EVENT_BYTES)
     except ValueError:
@@ -404,7 +403,7 @@ def decode_event(line: bytes) -> Event | None:
 
 
 def _decode(text: bytes) -> Any:
-    """As ``json.loads``, several times as fast. That also takes what other writers call JSON, such as a bare NaN."""
+    """As ``json.loads``, several times as fast. Falls back to it for what msgspec refuses, such as a bare NaN."""
     try:
         return _decode_fast(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -463,5 +462,5 @@ class RewindFilter:
         if self._numbered or event["kind"] not in (NUMBERED if self._resumed_step is None else ("step",)):
             return None
         self._numbered = True
-        # what a loop has logged since it resumed may stand before the first step, which is read later
+        # values that the script logged after resuming can precede the first step event, which is written at the next reading
         return step if self._resumed_step is None or step <= self._resumed_step else None

@@ -49,7 +49,7 @@ _KEY_VALUES: Final[tuple[tuple[str, str, str], ...]] = (
 
 
 def unit_of(event: Fields) -> str:
-    """What the throughput of a run counts, such as tokens; events of earlier versions do not say."""
+    """The unit of a run's throughput, such as tokens, which is also the one of events without a unit."""
     return str(event.get("unit") or "tokens")
 
 
@@ -91,7 +91,7 @@ def _fits(lines: Sequence[str], width: int, max_lines: int) -> bool:
 
 
 def _status_parts(event: Fields) -> Iterator[tuple[int, str]]:
-    """(rank, text) of each part in the order of the line; the part of the highest rank is dropped first."""
+    """(priority, text) of each part in the order of the line; the part with the highest number is dropped first."""
 
     def value(field: str) -> float | None:
         return number(event.get(field))

@@ -196,7 +196,7 @@ class GoodputLedger:
 
 @dataclass(frozen=True, slots=True)
 class _Lineage:
-    """What an attempt of the first rank that was read tells of steps: numbers that another rank's file may not have."""
+    """Step numbers of an attempt, from the first rank that was read; files of other ranks may lack them."""
 
     attempt: int
     state_step: int | None  # number of steps of the state that it began with
@@ -271,7 +271,7 @@ def _part_of(
     lineage: Sequence[_Lineage],
     first_rank: Sequence[_Lineage],
 ) -> _Part | None:
-    """What a rank did in an attempt; None if nothing in it has a time."""
+    """The spans of a rank's work in an attempt; None if no event has a time."""
     chosen = np.flatnonzero(rows["attempt"] == attempt)
     mine = {name: row[chosen] for name, row in rows.items()}
     offset_s = _offset_s(mine, events)
@@ -334,7 +334,7 @@ def _add_windows(
 
 
 def _add_tail(part: _Part, events: Sequence[_Timed]) -> None:
-    """What came after the last reading, or without one: each event ends a piece of work. And how the attempt ended."""
+    """The work after the last reading, each event ending a piece of it, and the end of the attempt."""
     begin_s = part.first_s if part.read_s is None else part.read_s
     default = "starting" if part.read_s is None else "other"
     for each in sorted(events, key=lambda event: event.at_s):

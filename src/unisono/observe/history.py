@@ -28,6 +28,7 @@ from unisono.observe.events import (
     damage_notes,
     decode_event,
     event_lines,
+    event_step,
     is_count,
     number,
     open_events,
@@ -44,6 +45,9 @@ STEP_FIELDS: Final = (
     "time/gc_frac",
     *("time/loader_read_s", "time/loader_transform_s", "time/loader_collate_s"),
     *("mem/now_bytes", "mem/peak_bytes", "mem/limit_bytes", "mem/peak_reserved_bytes", "mem/alloc_retries"),
+)
+WARM_UP_READINGS: Final = (
+    2  # the first readings of an attempt, which allocate and initialise: no figure of speed has them
 )
 # of these NaN is a value; other fields are in the last step of each reading alone
 _IN_EVERY_STEP: Final = ("train/loss", "train/grad_norm")
@@ -135,7 +139,7 @@ def read_history(path: Path) -> RankHistory:
 
 
 def _decode_steps(lines: Sequence[bytes]) -> tuple[list[Any], bool]:
-    """The step of each line, and whether all are steps; None for a line that is none, or one with values of other types."""
+    """The step of each line, and whether all are steps; None for another line, or for a step with values of other types."""
     steps: list[Any] = []
     are_all = True
     # The decoder skips fields that a step does not have without a look at their encoding or at the length of an integer.
@@ -145,7 +149,7 @@ def _decode_steps(lines: Sequence[bytes]) -> tuple[list[Any], bool]:
     while True:
         try:
             for step in decoded:
-                steps.append(step)  # not extend: what it keeps at an error is nowhere told
+                steps.append(step)  # list.extend does not document what it keeps when the iterator raises
             return steps, are_all
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             steps.append(None)
@@ -168,51 +172,51 @@ class _History:
     def __init__(self) -> None:
         self._events: list[tuple[int, Event]] = []
         # arrays grow in place: a second copy of a million steps would take some hundred MiB
-        self._lines, self._steps, self._attempts = array("q"), array("q"), array("q")
+        self._line_numbers, self._steps, self._attempts = array("q"), array("q"), array("q")
         self._columns = [array("d") for _ in STEP_FIELDS]
         self._unit = "tokens"
         self._num_lines = 0
-        self._has_end = True  # the last line
+        self._has_end = True  # whether the last line ended with a newline
         self._damaged: list[int] = []
-        self._rewinds: list[tuple[int, int]] = []  # (line, first step that it and later lines repeat)
+        self._rewinds: list[tuple[int, int]] = []  # (line number, first step that this and later lines repeat)
         self._filter = RewindFilter()
-        self._settled_attempt: Any = None  # further steps of this attempt go back to none
+        self._settled_attempt: Any = None  # its first step was seen: later ones repeat no step of an earlier attempt
 
     def add(self, lines: Sequence[bytes], *, has_end: bool) -> None:
-        """Add the next lines. ``has_end``: whether the last of them has an end."""
+        """Add the next lines. ``has_end``: whether the last of them ended with a newline."""
         steps, are_all = _decode_steps(lines)
-        places: Sequence[int] = range(self._num_lines + 1, self._num_lines + 1 + len(lines))
+        line_numbers: Sequence[int] = range(self._num_lines + 1, self._num_lines + 1 + len(lines))
         if not are_all or [step.attempt for step in steps].count(self._settled_attempt) < len(steps):
-            steps, places = self._add_mixed(places, lines, steps)
+            steps, line_numbers = self._add_mixed(line_numbers, lines, steps)
         self._num_lines += len(lines)
         self._has_end = has_end
         if steps:
-            self._add_steps(places, steps)
+            self._add_steps(line_numbers, steps)
 
     def _add_mixed(
-        self, all_places: Iterable[int], lines: Iterable[bytes], decoded: Iterable[Any]
+        self, all_line_numbers: Iterable[int], lines: Iterable[bytes], decoded: Iterable[Any]
     ) -> tuple[list[Any], list[int]]:
-        """Add the lines that are no steps; returns the steps and their places."""
+        """Add the lines that are no steps; returns the steps and their line numbers."""
         steps: list[Any] = []
-        places: list[int] = []
-        for place, line, step in zip(all_places, lines, decoded, strict=True):
-            step = self._add_event(place, line) if step is None else step
+        line_numbers: list[int] = []
+        for line_number, line, step in zip(all_line_numbers, lines, decoded, strict=True):
+            step = self._add_event(line_number, line) if step is None else step
             if step is None:
                 continue
             if step.attempt != self._settled_attempt:
-                self._note_rewind(place, {"kind": "step", "attempt": step.attempt, "step": step.step})
+                self._note_rewind(line_number, {"kind": "step", "attempt": step.attempt, "step": step.step})
                 self._settled_attempt = step.attempt
             steps.append(step)
-            places.append(place)
-        return steps, places
+            line_numbers.append(line_number)
+        return steps, line_numbers
 
-    def _add_event(self, place: int, line: bytes) -> Any:
-        """Add a line that is no step as the decoder expects it; returns the step if it is one nevertheless."""
+    def _add_event(self, line_number: int, line: bytes) -> Any:
+        """Add a line that the step decoder refused; returns the step if it is one with values of other types."""
         if line.startswith(_HISTOGRAMS_PREFIX) and line.endswith(b"}"):
             return None
         event = decode_event(line)
         if event is None:
-            self._damaged.append(place)
+            self._damaged.append(line_number)
             return None
         if event["kind"] == "step":
             step, attempt = event.get("step"), event.get("attempt", 1)
@@ -224,23 +228,23 @@ class _History:
             return _Step(kind="step", step=int(step), attempt=int(attempt), **values)
         if event.get("attempt") != self._settled_attempt:
             self._settled_attempt = None
-        self._note_rewind(place, event)
-        self._events.append((place, event))
+        self._note_rewind(line_number, event)
+        self._events.append((line_number, event))
         return None
 
-    def _note_rewind(self, place: int, event: Event) -> None:
+    def _note_rewind(self, line_number: int, event: Event) -> None:
         first = self._filter.see(event)
         if first is not None:
-            self._rewinds.append((place, first))
+            self._rewinds.append((line_number, first))
 
-    def _add_steps(self, places: Sequence[int], steps: Sequence[Any]) -> None:
+    def _add_steps(self, line_numbers: Sequence[int], steps: Sequence[Any]) -> None:
         """Append steps to the columns."""
         rows = [astuple(step)[len(_HEAD) :] for step in steps]
         try:
             packed = b"".join(itertools.starmap(_pack, rows))
         except struct.error:  # a text or None
             packed = b"".join(_pack(*map(_number, row)) for row in rows)
-        self._lines.extend(places)
+        self._line_numbers.extend(line_numbers)
         self._steps.extend([step.step for step in steps])
         self._attempts.extend([step.attempt for step in steps])
         values = np.frombuffer(packed).reshape(len(steps), len(_KEYS))
@@ -250,16 +254,20 @@ class _History:
 
     def finish(self, path: Path) -> RankHistory:
         """The history of all lines."""
-        lines, steps, attempts = (np.array(numbers) for numbers in (self._lines, self._steps, self._attempts))
+        line_numbers, steps, attempts = (
+            np.array(numbers) for numbers in (self._line_numbers, self._steps, self._attempts)
+        )
         attempt_s = self._attempt_s(attempts, np.array(self._columns[STEP_FIELDS.index("m")]))
-        keep = steps < self._first_repeated(lines)
+        keep = steps < self._first_repeated(line_numbers)
         rows = slice(None) if keep.all() else keep
         columns: dict[str, Floats] = {}
         replaced = {"step": steps[~keep].astype(np.float64), "attempt": attempts[~keep].astype(np.float64)}
         for name in STEP_FIELDS:
             values = np.frombuffer(self._columns.pop(0))
             columns[name], replaced[name] = values[rows], values[~keep]
-        limits = self._first_repeated(np.array([place for place, _ in self._events], dtype=np.int64)).tolist()
+        limits = self._first_repeated(
+            np.array([line_number for line_number, _ in self._events], dtype=np.int64)
+        ).tolist()
         torn_tail = bool(self._damaged) and self._damaged[-1] == self._num_lines and not self._has_end
         return RankHistory(
             path=path,
@@ -276,14 +284,14 @@ class _History:
             notes=damage_notes(path, self._damaged, torn_tail=torn_tail),
         )
 
-    def _first_repeated(self, lines: Counts) -> Counts:
-        """For each of ``lines`` the first step that a later line went back to; a number above all steps if none did."""
-        places = np.array([line for line, _ in self._rewinds], dtype=np.int64)
+    def _first_repeated(self, line_numbers: Counts) -> Counts:
+        """For each line the first step that a later line repeats; a number above all steps if none does."""
+        rewinds = np.array([line_number for line_number, _ in self._rewinds], dtype=np.int64)
         firsts = np.array(
             [*(max(-MAX_COUNT, min(first, MAX_COUNT)) for _, first in self._rewinds), MAX_COUNT], dtype=np.int64
         )
         lowest_later = np.minimum.accumulate(firsts[::-1])[::-1]
-        return lowest_later[np.searchsorted(places, lines, side="right")]
+        return lowest_later[np.searchsorted(rewinds, line_numbers, side="right")]
 
     def _attempt_s(self, attempts: Counts, at_s: Floats) -> dict[int, float]:
         spans: dict[int, list[float]] = {}
@@ -302,6 +310,25 @@ class _History:
             if isinstance(attempt, int) and at is not None:
                 spans.setdefault(attempt, []).append(at)
         return {attempt: max(times) - min(times) for attempt, times in spans.items() if times}
+
+
+def undisturbed(events: Iterable[Event], first_steps: Counts, last_steps: Counts) -> NDArray[np.bool_]:
+    """Which readings, by their first and last step, have no step that compiled or was profiled [readings]."""
+    spans: list[tuple[int, int]] = []
+    for event in events:
+        last = event_step(event)
+        if last is None or event["kind"] not in ("compiled", "profile"):
+            continue
+        first = last
+        if event["kind"] == "profile":  # the step before the first one warms the profiler up
+            first = min(last, event_step({"step": event.get("first_step")}) or last) - 1
+        spans.append((first, last))
+    begins, ends = (
+        np.sort(np.array(steps, dtype=np.int64)) for steps in (zip(*spans, strict=True) if spans else ((), ()))
+    )
+    # spans that have begun by the last step of a reading, without those that ended before its first
+    overlaps = np.searchsorted(begins, last_steps, side="right") - np.searchsorted(ends, first_steps, side="left")
+    return overlaps <= 0
 
 
 def _is_repeated(event: Event, first_repeated: int) -> bool:

@@ -2,7 +2,7 @@
 
 ``StepTimers`` splits wall time into phases that add up to it exactly. ``RateMeter`` computes tokens per second and an ETA
 from finished steps, without first steps, compilation, evaluation and checkpoints. Both take an injected clock. On an accelerator,
-which runs behind the host, ``StepTimers`` takes the device's time by ``EventMarks``: that of the host would be that of launches.
+which executes asynchronously, ``StepTimers`` measures with device events (``EventMarks``): a host clock would time the launches.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class _Phase:
 
 
 class EventMarks:
-    """Ends of phases as events in a device's stream, whose times are read once the device has come to them.
+    """Times phases with device events: records one at the end of each phase, and reads it once the device has reached it.
 
-    A phase lasts from when the device comes to its beginning to when it comes to its end: the work that the host launched in it,
-    and the time in which the device had none. Nothing here waits for the device, and events are used again.
+    A phase lasts from the event at its beginning to the event at its end: the work that the host launched in it, and the time in
+    which the device was idle. No method waits for the device. Events are pooled.
 
     Args:
         new_event: Makes an event that takes times.
@@ -64,20 +64,20 @@ class EventMarks:
         self._last = self._record()
 
     def restart(self) -> None:
-        """Forget what is not read yet; time counts from here on."""
+        """Drop the events that are not read yet; time counts from here on."""
         self._free += [self._last, *(event for _, event in self._pending)]
         self._pending.clear()
         self._stream = self._stream_of()
         self._last = self._record()
 
     def end(self, phase: _Phase) -> None:
-        """Put the end of ``phase`` behind the work that is launched now; the next phase begins there."""
+        """Record the end of ``phase`` behind all work launched so far; the next phase begins there."""
         if not self._free:
-            self.read()  # rather than make more events than are on their way
+            self.read()  # returns events that the device has passed to the pool
         self._pending.append((phase, self._record()))
 
     def read(self) -> None:
-        """Add the times to phases whose ends the device has come to."""
+        """Add the elapsed times of the phases whose ends the device has reached."""
         while self._pending and self._pending[0][1].query():
             phase, event = self._pending.popleft()
             phase.elapsed_ns += round(self._last.elapsed_time(event) * _NS_PER_MS)
@@ -119,9 +119,9 @@ class StepTimers:
     def wrapped(
         self, wrap: Callable[[str, AbstractContextManager[None]], AbstractContextManager[None]]
     ) -> Generator[None]:
-        """Inside, each phase is entered through ``wrap(name, phase)``, the name of an axis being ``comm_exposed_<axis>``.
+        """Inside, each phase is entered through ``wrap(name, phase)``; the phase of an axis has the name ``comm_exposed_<axis>``.
 
-        What is wrapped is called once for each phase. Outside, phases take no more time than before.
+        ``wrap`` is called once for each phase. Outside, entering a phase costs what it did before.
         """
         phases = {name: wrap(name, phase) for name, phase in self._phases.items()}
         comm = {axis: wrap(f"comm_exposed_{axis}", phase) for axis, phase in self._comm.items()}
@@ -149,7 +149,7 @@ class StepTimers:
         self._current = phase
 
     def start(self) -> None:
-        """Begin the first window here: earlier time belongs to none."""
+        """Begin the first window here; earlier time is not counted."""
         if self._marks is not None:
             self._marks.restart()
         self._mark_ns = self._clock()
@@ -159,7 +159,7 @@ class StepTimers:
     def take(self) -> TimeSplit:
         """Return the times since the last ``take`` or ``start``, and begin the next window. Allowed inside a phase.
 
-        On a device, what it has not come to yet is part of the next window.
+        On an accelerator, phases whose end the device has not reached count in the next window.
         """
         self._switch(self._current)
         if self._marks is not None:
@@ -171,9 +171,9 @@ class StepTimers:
 
 
 class GarbageTimer:
-    """Time in which Python's cyclic garbage collector ran, in any thread: meanwhile all Python code of the process stands still.
+    """Measures the time of Python's cyclic garbage collections, in any thread, inside its ``with`` statement.
 
-    Counts while it is entered. The time is part of the phases of ``StepTimers``.
+    No Python code of the process runs during a collection. The time is also part of the phases of ``StepTimers``.
     """
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -201,7 +201,7 @@ class GarbageTimer:
 
 @contextmanager
 def collecting_every(steps: int) -> Generator[Callable[[int], None]]:
-    """Collect garbage after every ``steps``-th step alone, on all ranks after the same ones; 0 leaves it to Python.
+    """Collect garbage only after every ``steps``-th step, so that all ranks collect at the same time; 0 leaves it to Python.
 
     The context's value is called after each finished step with its number. Objects that exist at the start are frozen: a
     collection does not look at them (``gc.freeze``).

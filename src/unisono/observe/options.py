@@ -49,7 +49,7 @@ class ObserveOptions:
         "blocks.*@20 every 20; empty = none.",
     )
     verify_every_steps: int = option(
-        0, "Steps from one that is computed twice, to find silent corruption, to the next; 0 = off.", ge=0
+        0, "Steps between those that are computed twice, to find silent corruption; 0 = off.", ge=0
     )
     replay_nonfinite: bool = option(
         True, "Compute a step with a non-finite loss or gradient once more to find the first layer and operator."

@@ -1,4 +1,4 @@
-"""Where each rank of a run stands now, from the end of its events file."""
+"""The present state of each rank of a run, read from the end of its events file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trackers show of a run: numbers, texts, pictures and histograms of its events, and its settings. No torch."""
+"""Extracts the numbers, texts, pictures, histograms and settings of a run that trackers show, from its events. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communication in a trace: by collective and axis, with bandwidths as nccl-tests has them, and how much of it is hidden.
+"""Communication in a trace by collective and axis, with bandwidths as nccl-tests defines them, and its overlap.
 
 Algorithm bandwidth is size by time. Bus bandwidth is that times a factor of the number of ranks n, which makes it comparable with
 the speed of the links: all-reduce 2 (n - 1) / n; all-gather, reduce-scatter and all-to-all (n - 1) / n; all others 1
@@ -40,13 +40,13 @@ _KINDS: Final = {
     "barrier": "barrier",
 }
 # sums through shared memory, which no backend reports: kind, axis, ranks, bytes
-_OF_SHARED_MEMORY: Final = re.compile(re.escape(COLLECTIVE_PREFIX) + r"(\S+) (\S+) ([0-9]{1,9}) ([0-9]{1,18})")
+_SHARED_MEMORY_SUM: Final = re.compile(re.escape(COLLECTIVE_PREFIX) + r"(\S+) (\S+) ([0-9]{1,9}) ([0-9]{1,18})")
 _GROUP_AXES: Final = {"cp": "cp", "tp": "tp", "ep": "ep", "pp": "pp", "shard": "dp", "data": "dp", "experts": "dp"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlacedCollective:
-    """One collective: when it ran, along which axis, and how many bytes it moved as nccl-tests counts them."""
+class AxisCollective:
+    """One collective with its mesh axis: when it ran, and how many bytes it moved, as nccl-tests counts them."""
 
     name: str
     axis: str
@@ -74,23 +74,23 @@ def collective_kind(name: str) -> str:
     return next((kind for start, kind in _KINDS.items() if plain.startswith(start)), name)
 
 
-def placed_collectives(
+def collectives_by_axis(
     trace: Trace, host: HostEvents, mesh: Mapping[str, int] | None, world_size: int
-) -> list[PlacedCollective]:
+) -> list[AxisCollective]:
     """The collectives of a trace. ``mesh``: sizes of the axes of a run of this library; None for a foreign trace."""
     waits = _waits(trace, host)
-    placed = [
-        _placed(event, _axis(event, waits, mesh), mesh, world_size)
+    collectives = [
+        _axis_collective(event, _axis(event, waits, mesh), mesh, world_size)
         for event in trace.collectives
         if event.duration_us > 0
     ]
     for at in np.flatnonzero(trace.named(lambda name: name.startswith(COLLECTIVE_PREFIX))).tolist():
-        words = _OF_SHARED_MEMORY.fullmatch(trace.names[trace.name[at]])
+        words = _SHARED_MEMORY_SUM.fullmatch(trace.names[trace.name[at]])
         if trace.kind[at] != ANNOTATION or words is None:
             continue
         name, axis, ranks, num_bytes = words.groups()
-        placed.append(
-            PlacedCollective(
+        collectives.append(
+            AxisCollective(
                 name=name,
                 axis=axis,
                 group_size=int(ranks),
@@ -100,7 +100,7 @@ def placed_collectives(
                 can_overlap=False,
             )
         )
-    return placed
+    return collectives
 
 
 def _waits(trace: Trace, host: HostEvents) -> dict[str, Intervals]:
@@ -131,14 +131,16 @@ def _axis(event: CollectiveEvent, waits: Mapping[str, Intervals], mesh: Mapping[
     return used[0] if len(used) == 1 else "dp"
 
 
-def _placed(event: CollectiveEvent, axis: str, mesh: Mapping[str, int] | None, world_size: int) -> PlacedCollective:
+def _axis_collective(
+    event: CollectiveEvent, axis: str, mesh: Mapping[str, int] | None, world_size: int
+) -> AxisCollective:
     name = collective_kind(event.name)
     size = event.group_size or (world_size if mesh is None else mesh.get(axis, world_size))
     elements = max(0, event.elements_in)
     if name == "all_gather":
         elements = event.elements_out if event.elements_out > 0 else elements * max(1, size)
     item = DTYPE_BYTES.get(event.dtype.lower(), 4)
-    return PlacedCollective(
+    return AxisCollective(
         name=name,
         axis=axis,
         group_size=size,
@@ -149,10 +151,10 @@ def _placed(event: CollectiveEvent, axis: str, mesh: Mapping[str, int] | None, w
     )
 
 
-def collective_table(placed: Sequence[PlacedCollective]) -> tuple[Collective, ...]:
+def collective_table(collectives: Sequence[AxisCollective]) -> tuple[Collective, ...]:
     """Calls, bytes and bandwidths by collective, axis and size of group; most time first."""
-    groups: dict[tuple[str, str, int, bool], list[PlacedCollective]] = {}
-    for event in placed:
+    groups: dict[tuple[str, str, int, bool], list[AxisCollective]] = {}
+    for event in collectives:
         groups.setdefault((event.name, event.axis, event.group_size, event.can_overlap), []).append(event)
     rows: list[Collective] = []
     for (name, axis, group_size, can_overlap), events in groups.items():
@@ -175,14 +177,14 @@ def collective_table(placed: Sequence[PlacedCollective]) -> tuple[Collective, ..
     return tuple(sorted(rows, key=lambda row: -row.total_s))
 
 
-def overlaps(placed: Sequence[PlacedCollective], compute: Intervals, within: Intervals) -> tuple[Overlap, ...]:
-    """How long collectives of each axis run, and how much of that beside no computation; inside of ``within`` (steps).
+def overlaps(collectives: Sequence[AxisCollective], compute: Intervals, within: Intervals) -> tuple[Overlap, ...]:
+    """Time of the collectives of each axis, and the part of it in which nothing is computed, inside of ``within`` (the steps).
 
-    Of collectives that can overlap at all; by unions of intervals, so that two at a time count once.
+    Collectives that cannot overlap are left out. Unions of intervals count two collectives at a time once.
     """
     found: list[Overlap] = []
-    for axis in sorted({event.axis for event in placed}):
-        events = [event for event in placed if event.axis == axis and event.can_overlap]
+    for axis in sorted({event.axis for event in collectives}):
+        events = [event for event in collectives if event.axis == axis and event.can_overlap]
         runs = intersection(union([event.start_us for event in events], [event.end_us for event in events]), within)
         total = length(runs)
         if total > 0:

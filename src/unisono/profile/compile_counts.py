@@ -25,7 +25,7 @@ def compile_counts() -> CompileCounts:
 
 
 def compiled_since(earlier: CompileCounts) -> CompileCounts:
-    """What was counted since ``earlier``."""
+    """The counts since ``earlier``."""
     now = compile_counts()
     breaks = -1 if min(now.graph_breaks, earlier.graph_breaks) < 0 else now.graph_breaks - earlier.graph_breaks
     return CompileCounts(compilations=max(0, now.compilations - earlier.compilations), graph_breaks=breaks)

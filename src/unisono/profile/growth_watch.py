@@ -51,7 +51,7 @@ class _WeakStorage:
 
 
 @dataclass(slots=True)
-class _Made:
+class _Allocation:
     storage: _WeakStorage
     step: int
     num_bytes: int
@@ -70,7 +70,8 @@ class GrowthWatch(TorchDispatchMode):
         super().__init__()
         self._phase = phase
         self._step = 0
-        self._made: dict[int, _Made] = {}  # by address of the storage, which is not given to another while it is noted
+        # by address of the storage, which no other storage gets while its entry exists
+        self._allocations: dict[int, _Allocation] = {}
         self._objects: list[Mapping[str, int]] = []  # bytes by line, after each step but the last
         self._owns_trace = False
 
@@ -95,20 +96,24 @@ class GrowthWatch(TorchDispatchMode):
                 made.pop(storage._cdata, None)
         for storage in made.values():
             reference = _WeakStorage(storage)
-            known = self._made.get(reference.address)
+            known = self._allocations.get(reference.address)
             if known is None and (num_bytes := storage.nbytes()):
-                self._made[reference.address] = _Made(reference, self._step, num_bytes, calling_line(2), self._phase())
+                self._allocations[reference.address] = _Allocation(
+                    reference, self._step, num_bytes, calling_line(2), self._phase()
+                )
         return result
 
     def next_step(self) -> None:
-        """The next operators are of another step."""
+        """Operators from here on belong to the next step."""
         self._forget()
         self._step += 1
         if self._step > 1:
             self._objects.append(_bytes_by_line())
 
     def _forget(self) -> None:
-        self._made = {address: made for address, made in self._made.items() if not made.storage.expired()}
+        self._allocations = {
+            address: allocation for address, allocation in self._allocations.items() if not allocation.storage.expired()
+        }
 
     def growing(self) -> tuple[GrowingAllocation, ...]:
         """The lines whose allocations of several steps stay, the largest first; none after fewer than ``MIN_STEPS`` steps.
@@ -124,14 +129,14 @@ class GrowthWatch(TorchDispatchMode):
         return tuple(sorted(found, key=lambda line: -line.bytes_per_step)[:_MAX_LINES])
 
     def _growing_tensors(self) -> Iterator[GrowingAllocation]:
-        by_line: dict[tuple[str, str], list[_Made]] = {}
-        for made in self._made.values():
-            if 0 < made.step < self._step:
-                by_line.setdefault((made.source, made.phase), []).append(made)
+        by_line: dict[tuple[str, str], list[_Allocation]] = {}
+        for allocation in self._allocations.values():
+            if 0 < allocation.step < self._step:
+                by_line.setdefault((allocation.source, allocation.phase), []).append(allocation)
         steps = self._step - 1
         for (source, phase), staying in by_line.items():
-            per_step = sum(made.num_bytes for made in staying) / steps
-            if len({made.step for made in staying}) > 1 and per_step >= _MIN_BYTES:
+            per_step = sum(allocation.num_bytes for allocation in staying) / steps
+            if len({allocation.step for allocation in staying}) > 1 and per_step >= _MIN_BYTES:
                 yield GrowingAllocation(kind="tensor", source=source, phase=phase, bytes_per_step=per_step)
 
     def _growing_objects(self) -> Iterator[GrowingAllocation]:

@@ -1,4 +1,4 @@
-"""Operators and annotations of a trace as trees: which contains which, in what phase, and how much time is each one's own."""
+"""Operators and annotations of a trace as trees: the parent, phase and self time of each."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class HostEvents:
     """Operators, annotations and calls of the runtime of all threads [events], by thread and begin; parents before children.
 
     Attributes:
-        place: Places of the events in the trace.
-        parent: Places in these arrays; -1 for none.
+        place: Index of each event in the trace.
+        parent: Index of its parent in these arrays; -1 for none.
         self_us: Time without that of children.
-        phase: Places in ``phases``.
+        phase: Index into ``phases``.
         in_backward: Whether the event is part of autograd's backward pass.
         is_recompute: Whether it is a forward operator inside of the backward pass, and no such operator contains it.
         is_root: Whether it computes, and no computing operator contains it.

@@ -1,4 +1,4 @@
-"""Unions of intervals of time, so that what runs at the same time is not counted twice. Times in any unit."""
+"""Unions of time intervals, which count work that runs at the same time only once. Times in any unit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def length(intervals: Intervals) -> float:
 
 
 def intersection(one: Intervals, other: Intervals) -> Intervals:
-    """What two lists of disjoint, ascending intervals share."""
+    """The intersection of two lists of disjoint, ascending intervals."""
     if not len(one) or not len(other):
         return NONE
     first = np.searchsorted(other[:, 1], one[:, 0], side="right")  # the first that ends after each of ``one`` begins
@@ -46,7 +46,7 @@ def intersection(one: Intervals, other: Intervals) -> Intervals:
 
 
 def overlap(one: Intervals, other: Intervals) -> float:
-    """Length of what two lists of disjoint, ascending intervals share."""
+    """Length of the intersection of two lists of disjoint, ascending intervals."""
     return length(intersection(one, other))
 
 

@@ -84,7 +84,7 @@ def _events(path: Path, profile: RankProfile, base_ns: int) -> Iterator[dict[str
 
 
 def _process_name(pid: Any, number: int) -> str:
-    """What the process of a rank is: its host threads, a device (whose pid is its index), or the profiler's own marks."""
+    """Name of a process of a rank: empty for host threads, a device (whose pid is its index), or the profiler's own marks."""
     if isinstance(pid, str):
         return pid.lower()
     return "" if number == 0 or pid > 64 else f"device {pid}"

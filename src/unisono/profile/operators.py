@@ -1,4 +1,4 @@
-"""Tables of operators, kernels and matrix products, points of synchronisation, and operators that a fused one replaces."""
+"""Tables of operators, kernels and matrix products, synchronisation points, and operators that a fused one can replace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank has found in a profile: the content of ``profile/step-…/rank-N.json``. Times in seconds, sizes in bytes."""
+"""The summary of one rank's profile, as ``profile/step-…/rank-N.json`` has it. Times in seconds, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Collective:
         total_s: Time from the start of each to its end, together.
         algorithm_bytes_per_s: ``num_bytes`` by the time.
         bus_bytes_per_s: The same times the factor of nccl-tests; 0 where the group's size is not known.
-        can_overlap: Whether it runs beside computation at all; sums through shared memory do not.
+        can_overlap: Whether it can overlap with computation; sums through shared memory cannot.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """Time in which collectives of an axis run: ``total_s``, of which ``exposed_s`` beside no computation."""
+    """Time in which collectives of an axis run (``total_s``), and the part in which nothing is computed (``exposed_s``)."""
 
     axis: str
     total_s: float
@@ -130,12 +130,12 @@ class Overlap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchTime:
-    """How well host and device are used.
+    """Use of host and device.
 
     Attributes:
         compute_s: Time of the steps without waiting for data, other ranks, checkpoints and evaluations.
-        work_s: Of it, time in operators whose calls of the same shapes work for 10 µs or longer at a stretch, in the median;
-            with kernels, time in which any runs.
+        work_s: Of it, time in operators whose median call, of the same shapes, takes 10 µs or longer without inner operators;
+            with kernels, time in which any kernel runs.
         num_operators: Operators that the host called.
         num_kernels: Kernels; 0 on the CPU.
         num_short: Kernels, or operators on the CPU, that take less than 10 µs.
@@ -175,7 +175,7 @@ class GrowingAllocation:
         kind: ``tensor``, or ``object`` for arrays and other Python objects.
         source: ``file:line``, of the innermost frame that is neither Python's nor torch's for a tensor.
         phase: The phase that a tensor is allocated in; empty for an object.
-        bytes_per_step: By how much a step makes them more.
+        bytes_per_step: Bytes by which they grow in a step.
     """
 
     kind: Literal["tensor", "object"]
@@ -186,8 +186,8 @@ class GrowingAllocation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileCounts:
-    """What torch.compile did while it was profiled: compilations (after warm-up, each is one too many), their time, and breaks
-    of graphs; -1 where that is not known."""
+    """Compilations of torch.compile in the window (after warm-up there should be none), their time, and graph breaks; -1 graph
+    breaks where their number is not known."""
 
     compilations: int = 0
     total_s: float = 0.0
@@ -237,11 +237,11 @@ class MemoryProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clock:
-    """How the times of a rank compare with those of rank 0.
+    """The clock of a rank compared with that of rank 0.
 
     Attributes:
-        offset_s: What this rank's clock shows more than rank 0's.
-        error_s: How far that may be wrong; 0 on the same host, which has one clock.
+        offset_s: This rank's clock minus rank 0's.
+        error_s: Largest error of ``offset_s``; 0 on the same host, which has one clock.
         base_ns: Wall-clock time, in nanoseconds since 1970, that the times of the trace count from.
     """
 
@@ -266,7 +266,7 @@ class RankProfile:
         steps: The steps.
         began_s: When the first of them began, by rank 0's clock, in seconds since 1970.
         phases: Phases of the training thread.
-        spans: Phases of that thread in the first step, by begin, those that contain others first; up to 400.
+        spans: Phases of that thread in the first step, by their begin, an outer one before the inner ones; up to 400.
         operators: The operators with most time of their own, up to 50.
         kernels: The kernels with most time, up to 50.
         products: The matrix products with most time, up to 20.
@@ -363,11 +363,14 @@ def read_profiles(folder: Path) -> tuple[tuple[RankProfile, ...], tuple[str, ...
 
 def newest_profiles(run_dir: Path) -> tuple[tuple[RankProfile, ...], Sequence[str]]:
     """The profiles of the last window of a run, and notes on files that cannot be read; nothing where there are none."""
-    for _, folder in sorted(profile_folders(run_dir).items(), reverse=True):
-        profiles, notes = read_profiles(folder)
-        if profiles or notes:
-            return profiles, notes
-    return (), ()
+    folder = newest_profile_folder(run_dir)
+    return ((), ()) if folder is None else read_profiles(folder)
+
+
+def newest_profile_folder(run_dir: Path) -> Path | None:
+    """The folder of the last window of a run that has the profile of a rank, readable or not; None without one."""
+    folders = sorted(profile_folders(run_dir).items(), reverse=True)
+    return next((folder for _, folder in folders if any(_rank_files(folder))), None)
 
 
 def _rank_files(folder: Path) -> Iterator[Path]:

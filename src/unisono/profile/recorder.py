@@ -52,7 +52,7 @@ _LOG: Final = logging.getLogger("unisono.profile")
 
 
 class _Span:
-    """A phase that the trace shows too. Re-entrant, as phases are."""
+    """Enters a phase of the step timers, and records it as a span of the trace. Re-entrant, as phases are."""
 
     __slots__ = ("_current", "_name", "_on_enter", "_phase", "_records")
 
@@ -90,8 +90,8 @@ class Recording:
         held: Returns bytes of the run's tensors by category.
         planned: Bytes by category that follow from the plan.
         limit_bytes: The memory there is.
-        lines: Whether lines that wait, or whose allocations stay, can be found: not where code is compiled, as that would
-            compile it again.
+        lines: Whether to find the source lines that read from tensors, or whose allocations stay. Not for compiled code, which
+            the watching modes would make torch.compile compile again.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class Recording:
         self._rank = world.job.rank
         self._folder = profile_folder(run_dir, window.first)
         self._phases: list[str] = ["other"]
-        self._watch = SyncWatch(lambda: self._phases[-1]) if window.stacks and lines else None
-        self._growth = GrowthWatch(lambda: self._phases[-1]) if window.stacks and lines else None
-        self._grows: tuple[GrowingAllocation, ...] = ()
+        self._sync_watch = SyncWatch(lambda: self._phases[-1]) if window.stacks and lines else None
+        self._growth_watch = GrowthWatch(lambda: self._phases[-1]) if window.stacks and lines else None
+        self._growing: tuple[GrowingAllocation, ...] = ()
         self._stack = ExitStack()
         self._step: Any = None
         self._profiler = _profiler(device, stacks=window.stacks)
@@ -129,7 +129,7 @@ class Recording:
 
     def prepare(self) -> None:
         """Prepare the profiler, before the step that warms it up."""
-        with suppress(Exception):  # what is wrong shows when it starts
+        with suppress(Exception):  # an error comes again, and is reported, in ``begin``
             self._profiler.prepare_trace()
 
     def begin(self) -> None:
@@ -138,15 +138,15 @@ class Recording:
         self._at_start, self._compiled = dict(self._held()), compile_counts()
         try:
             self._profiler.start_trace()
-        except Exception as error:  # such as another profiler that is at work: no error of the run
+        except Exception as error:  # such as another active profiler; it must not end the run
             self._error = f"the profiler did not start: {type(error).__name__}: {error}"
             return
         self._stack.enter_context(self._timers.wrapped(self._span))
         self._stack.enter_context(recording())
-        if self._watch is not None:
-            self._stack.enter_context(self._watch)
-        if self._growth is not None:
-            self._stack.enter_context(self._growth)
+        if self._sync_watch is not None:
+            self._stack.enter_context(self._sync_watch)
+        if self._growth_watch is not None:
+            self._stack.enter_context(self._growth_watch)
 
     def _span(self, name: str, phase: AbstractContextManager[None]) -> _Span:
         return _Span(name, phase, self._phases, self._on_phase)
@@ -158,8 +158,8 @@ class Recording:
     def start_step(self, number: int) -> None:
         """End the span of the step before, and begin that of step ``number``."""
         self._end_step()
-        if self._growth is not None:
-            self._growth.next_step()
+        if self._growth_watch is not None:
+            self._growth_watch.next_step()
         self._step = record_function(f"{STEP_PREFIX}{number}")
         self._step.__enter__()
 
@@ -176,31 +176,31 @@ class Recording:
             self._profiler.stop_trace()
 
     def finish(self) -> None:
-        """Stop, and write summary and trace; rank 0 merges them. A collective. A failure is reported, and raises nothing."""
+        """Stop, and write summary and trace; rank 0 merges the traces. A collective. Failures are logged, and not raised."""
         began_s = time.monotonic()
         self._end_step()
-        if self._growth is not None and not self._error:
+        if self._growth_watch is not None and not self._error:
             try:
-                self._grows = self._growth.growing()
-            except Exception as refused:  # the rest of the profile is not lost
-                _LOG.warning("what stays in memory is not known: %s: %s", type(refused).__name__, refused)
+                self._growing = self._growth_watch.growing()
+            except Exception as failure:  # the rest of the profile is still good
+                _LOG.warning("allocations that stay are not known: %s: %s", type(failure).__name__, failure)
         self._stack.close()
         profile, error = None, self._error
         try:
             if not error:
                 self._profiler.stop_trace()
                 profile = self._write()
-        except OSError as refused:
-            error = os_reason(refused)
-        except Exception as refused:  # a run does not end because it cannot be observed
-            error = f"{type(refused).__name__}: {refused}"
+        except OSError as failure:
+            error = os_reason(failure)
+        except Exception as failure:  # a failed observation must not end the run
+            error = f"{type(failure).__name__}: {failure}"
         self._world.barrier()
         merged: tuple[int, ...] = ()
         if self._rank == 0 and not error:
             try:
                 merged = merge_traces(self._folder, read_profiles(self._folder)[0])
-            except OSError as refused:
-                error = os_reason(refused)
+            except OSError as failure:
+                error = os_reason(failure)
         if error:
             _LOG.warning("the profile of step %s is not complete: %s", self.window.first, error)
         self._events.emit(
@@ -215,7 +215,7 @@ class Recording:
         )
 
     def _write(self) -> RankProfile:
-        """The summary, which lies in the folder now, with the trace if that is not too large."""
+        """Write the summary, and the trace if it is not too large; returns the summary. Raises OSError, DataError."""
         make_folder(self._folder)
         name = f"rank-{self._rank}.trace.json.gz"
         raw = temporary_name(self._folder / name).with_suffix(".json")
@@ -234,7 +234,7 @@ class Recording:
                         shutil.copyfileobj(source, packed, 1 << 20)
         finally:
             raw.unlink(missing_ok=True)
-        profile = replace(profile, trace_file=name if is_kept else "", grows=self._grows)
+        profile = replace(profile, trace_file=name if is_kept else "", grows=self._growing)
         write_atomically(self._folder / f"rank-{self._rank}.json", profile.to_bytes())
         return profile
 
@@ -253,7 +253,7 @@ class Recording:
             ),
             compiled=compiled_since(self._compiled),
             clock=replace(self._clock, base_ns=base_ns if isinstance(base_ns, int) else 0),
-            sync_points=self._watch.points() if self._watch is not None else None,
+            sync_points=self._sync_watch.points() if self._sync_watch is not None else None,
             has_stacks=self.window.stacks,
             notes=notes,
         )

@@ -1,4 +1,4 @@
-"""Names in the trace for what torch does not see, such as sums through shared memory. Nothing outside of a window."""
+"""Spans in the trace for collectives that torch does not record, such as sums through shared memory; none outside of a window."""
 
 from __future__ import annotations
 

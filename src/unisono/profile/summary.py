@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.observe.events import as_mapping
-from unisono.profile.communication import collective_table, overlaps, placed_collectives
+from unisono.profile.communication import collective_table, collectives_by_axis, overlaps
 from unisono.profile.host_events import (
     ENGINE_PREFIX,
     OPTIMIZER_PREFIX,
@@ -43,8 +43,8 @@ from unisono.profile.rank_profile import (
 )
 from unisono.profile.trace_file import ANNOTATION, KERNEL, OPERATOR, PYTHON, Trace
 
-SHORT_US: Final = 10.0  # an operator or kernel below it costs as much to call as to run
-_BRIDGE_US: Final = 200.0  # on the CPU, Python between two operators computes too: shorter gaps are no waiting
+SHORT_US: Final = 10.0  # calling an operator or kernel takes about as long
+_BRIDGE_US: Final = 200.0  # on the CPU, shorter gaps between two operators are Python's work, not waiting
 _WAITING: Final = ("data_wait", "bubble", "ckpt_stall", "eval")
 _MAX_SPANS: Final = 400
 _COMPILES: Final = "_compile.compile_inner"
@@ -52,17 +52,17 @@ _COMPILES: Final = "_compile.compile_inner"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFactsOfWindow:
-    """What a run knows of a window that its trace does not tell.
+    """Facts about a window of a run that are not in its trace.
 
     Attributes:
         rank: The rank.
         world_size: Number of ranks.
         device: ``cpu``, or the type of the accelerator.
         mesh: Sizes of the axes of the mesh.
-        held: Its memory.
+        held: Bytes of the run's tensors.
         compiled: What torch.compile did.
         clock: The rank's clock.
-        sync_points: Where the host read from the device, with lines of the source; None where only the trace tells.
+        sync_points: Where the host read from the device, with lines of the source; None where they are taken from the trace.
         has_stacks: Whether Python's stacks were recorded.
         notes: What is missing, and why.
     """
@@ -80,7 +80,7 @@ class RunFactsOfWindow:
 
 
 def summarise_trace(trace: Trace, run: RunFactsOfWindow | None = None) -> RankProfile:
-    """The profile of a trace: of a window of a run, or a foreign one."""
+    """The profile of a trace: of a window of a run, or with ``run`` None of another program."""
     host = host_events(trace)
     steps, is_numbered = _steps(trace, host)
     begin_us, end_us = (steps[0][1], steps[-1][2]) if steps else _span(trace)
@@ -91,20 +91,20 @@ def summarise_trace(trace: Trace, run: RunFactsOfWindow | None = None) -> RankPr
     kernels = device.kernels[(trace.start_us[device.kernels] >= begin_us) & (trace.start_us[device.kernels] < end_us)]
     distributed = as_mapping(trace.meta.get("distributedInfo"))
     world_size = run.world_size if run is not None else _count(distributed.get("world_size"))
-    placed = [
+    collectives = [
         event
-        for event in placed_collectives(trace, host, None if run is None else run.mesh, world_size)
+        for event in collectives_by_axis(trace, host, None if run is None else run.mesh, world_size)
         if event.start_us < end_us and event.end_us > begin_us
     ]
     waiting = _waits(trace)
-    beside = [event for event in placed if event.can_overlap]
     compute = without(_compute(trace, host, kernels), waiting if not len(kernels) else NONE)
-    # on the CPU, the host waits while nothing is computed beside a collective, and while it compiles
-    runs = union([event.start_us for event in beside], [event.end_us for event in beside])
-    marks = host.place[trace.named(lambda name: name.startswith(_COMPILES))[host.place]]
-    idle = without(runs, compute) if not len(kernels) else NONE
-    waits = _joined(waiting, idle, union(trace.start_us[marks], trace.end_us[marks]))
-    again_us = subtree_sums(host, device.launched_us) if len(kernels) else trace.duration_us[host.place]
+    # on the CPU, the host also waits while a collective runs and nothing is computed; on any device while it compiles
+    overlappable = [event for event in collectives if event.can_overlap]
+    communication = union([event.start_us for event in overlappable], [event.end_us for event in overlappable])
+    exposed = without(communication, compute) if not len(kernels) else NONE
+    compiling = host.place[trace.named(lambda name: name.startswith(_COMPILES))[host.place]]
+    waits = _joined(waiting, exposed, union(trace.start_us[compiling], trace.end_us[compiling]))
+    operator_us = subtree_sums(host, device.launched_us) if len(kernels) else trace.duration_us[host.place]
     num_steps = len(steps) if is_numbered else _optimizer_steps(trace, host, within)
     clock = Clock(base_ns=_count(trace.meta.get("baseTimeNanoseconds"))) if run is None else run.clock
     return RankProfile(
@@ -125,14 +125,14 @@ def summarise_trace(trace: Trace, run: RunFactsOfWindow | None = None) -> RankPr
         operators=operator_table(trace, host, device, within),
         kernels=kernel_table(trace, kernels),
         products=product_table(trace, host, device, within),
-        collectives=collective_table(placed),
-        overlaps=overlaps(placed, compute, window),
+        collectives=collective_table(collectives),
+        overlaps=overlaps(collectives, compute, window),
         launch=_launch(trace, host, within, kernels, window, waits),
         syncs=tuple(run.sync_points)
         if run is not None and run.sync_points is not None
         else sync_points(trace, host, PythonFrames(trace), within),
         compiled=_compiled(trace, host, within, run),
-        recompute_s=float(again_us[host.is_recompute & within].sum()) / 1e6,
+        recompute_s=float(operator_us[host.is_recompute & within].sum()) / 1e6,
         patterns=patterns(trace, host, device, within),
         memory=memory_profile(trace, host, begin_us, end_us, None if run is None else run.held),
         clock=clock,
@@ -185,7 +185,7 @@ def _waits(trace: Trace) -> Intervals:
 
 
 def _joined(*intervals: Intervals) -> Intervals:
-    """What any of the lists of intervals covers."""
+    """The union of lists of intervals."""
     together = np.concatenate(intervals)
     return union(together[:, 0], together[:, 1])
 

@@ -1,4 +1,4 @@
-"""Lines of the source at which the host reads from tensors, which on an accelerator waits for it."""
+"""Source lines at which the host reads from tensors; on an accelerator each read waits for the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READS: Final = frozenset(
         *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__format__", "__array__"),
     }
 )
-_OWN_FOLDER: Final = "/unisono/profile/"  # one watch calls what another sees
+_OWN_FOLDER: Final = "/unisono/profile/"  # the watches call each other
 
 
 class SyncWatch(TorchFunctionMode):
@@ -53,7 +53,7 @@ class SyncWatch(TorchFunctionMode):
             entry[1] += time.perf_counter() - began_s
 
     def points(self) -> list[SyncPoint]:
-        """What was found, most calls first."""
+        """The reads by line, most calls first."""
         points = [
             SyncPoint(kind=kind, phase=phase, calls=int(calls), total_s=total, source=source)
             for (kind, phase, source), (calls, total) in self._found.items()

@@ -36,7 +36,7 @@ from unisono.storage.limits import (
     num_elements,
 )
 
-# what an event is; all others are left out
+# kinds of events that are kept
 OPERATOR, ANNOTATION, PYTHON, KERNEL, COPY, RUNTIME = range(6)
 _CATEGORIES: Final = {
     "cpu_op": OPERATOR,
@@ -67,7 +67,7 @@ _Int = Annotated[int, msgspec.Meta(ge=-(1 << 61), le=1 << 61)]  # what a column 
 
 
 class _Event(msgspec.Struct, gc=False):
-    """What all events have."""
+    """The fields of all events."""
 
     ph: str = ""
     name: str = ""
@@ -80,7 +80,7 @@ class _Event(msgspec.Struct, gc=False):
 
 
 class _Args(msgspec.Struct, gc=False):
-    """What is read of the arguments of operators, kernels and calls of the runtime."""
+    """The arguments that are read of operators, kernels and calls of the runtime."""
 
     dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw())
     types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw())
@@ -163,15 +163,15 @@ class Trace:
 
     Attributes:
         meta: What the file says before its events, such as ``distributedInfo``.
-        names: Texts that ``name`` counts.
-        shapes: JSON texts of the inputs' shapes that ``shape`` counts.
-        threads: (pid, tid) that ``thread`` counts.
+        names: Distinct names of events; ``name`` has indices into it.
+        shapes: Distinct shapes of inputs, as JSON texts; ``shape`` has indices into it.
+        threads: Distinct (pid, tid); ``thread`` has indices into it.
         kind: ``OPERATOR`` …
-        name: Place in ``names``.
-        thread: Place in ``threads``.
+        name: Index into ``names``.
+        thread: Index into ``threads``.
         start_us: When the event began.
         duration_us: How long it took.
-        shape: Place in ``shapes``; -1 for none.
+        shape: Index into ``shapes``; -1 for none.
         sequence: Sequence number of autograd: positive and even for operators of forward passes, odd for those of backward
             passes (2 n + 1 for number n), -1 for none.
         correlation: Number that a kernel shares with the call that launched it; -1 for none.
@@ -204,7 +204,7 @@ class Trace:
         return self.start_us + self.duration_us
 
     def of_kind(self, *kinds: int) -> Counts:
-        """Places of the events of ``kinds``."""
+        """Indices of the events of ``kinds``."""
         return np.flatnonzero(np.isin(self.kind, kinds))
 
     def named(self, matches: Callable[[str], bool]) -> NDArray[np.bool_]:
@@ -324,7 +324,7 @@ def _check_length(size: int) -> None:
 
 
 def _meta(head: bytes) -> Mapping[str, Any]:
-    """What stands before the list of events; empty where that cannot be told."""
+    """The fields of the file before its list of events; empty where they cannot be read."""
     text, found, _ = head.partition(b'"traceEvents"')
     try:
         meta = json.loads(text + b'"traceEvents": []}') if found else {}
@@ -334,7 +334,7 @@ def _meta(head: bytes) -> Mapping[str, Any]:
 
 
 def json_list(text: str | bytes) -> list[Any]:
-    """The list that a JSON text is; empty for any other text."""
+    """Decode a JSON list; empty for any other text."""
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Which steps are profiled: a window that a configuration names, or a request to a run that is under way. Imports no torch."""
+"""The window of steps to profile, from the configuration or from a request to a running job. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _MAX_REQUEST_BYTES: Final = 1 << 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """``num_steps`` steps from step ``first`` on, counted from 1. ``stacks``: also Python's stacks, and lines that wait."""
+    """``num_steps`` steps from step ``first`` on, counted from 1. ``stacks``: also Python's stacks, and the
+    source lines that read from tensors or whose allocations stay."""
 
     first: int
     num_steps: int

@@ -132,11 +132,11 @@ details > summary { cursor: pointer; color: var(--accent); }
 {% if sample %}<h2>Text sample</h2>
 {% if sample_caption %}<p class="note">{{ sample_caption }}</p>{% endif %}
 <pre>{{ sample }}</pre>{% endif %}
-{% if happenings %}<h2>Events</h2>
-{% if happenings_left_out %}<p class="note">The first {{ happenings_left_out }} are left out.</p>{% endif %}
+{% if event_rows %}<h2>Events</h2>
+{% if events_left_out %}<p class="note">The first {{ events_left_out }} are left out.</p>{% endif %}
 <div class="scroll"><table class="cells">
 <thead><tr><th>time (UTC)</th><th>attempt</th><th>rank</th><th>event</th><th>what</th></tr></thead>
-<tbody>{% for row in happenings %}
+<tbody>{% for row in event_rows %}
 <tr{% if row.warning %} class="warning"{% endif %}><td class="key">{{ row.time }}</td><td>{{ row.attempt }}</td>
 <td>{{ row.rank }}</td><td class="key">{{ row.kind }}</td><td>{{ row.text }}</td></tr>{% endfor %}
 </tbody></table></div>{% endif %}

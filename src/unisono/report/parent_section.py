@@ -81,7 +81,7 @@ def _is_other(folder: Path, own: Path) -> bool:
 
 
 def _start_of(folder: Path) -> Event | None:
-    """What the first start of a run wrote; None where nothing can be read, or another user can have written it."""
+    """The ``run_start`` event of a run's first start; None where it cannot be read, or another user can have written it."""
     path = events_path(folder, 0)
     try:
         if untrusted_reason(path):  # another user's run does not choose which files are read

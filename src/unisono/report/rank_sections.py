@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 import numpy as np
 
 from unisono.diagnose import RankFacts, RunFacts
+from unisono.diagnose.figures import per_step, plan_group
 from unisono.diagnose.run_facts import ALL_PHASES, COMM_PHASES, LOADER_STAGES
 from unisono.observe.events import Event, number
 from unisono.observe.formatting import percent
@@ -41,10 +42,10 @@ class Link:
 
 @dataclass(kw_only=True, slots=True)
 class RankEvents:
-    """What the last attempt of each rank says of memory and communication, by rank.
+    """Planned memory and communication of the last attempt, by rank.
 
     Attributes:
-        held_bytes: What the plan has it hold, by category.
+        held_bytes: Bytes that the rank holds by the plan, by category.
         links: Traffic with each peer.
     """
 
@@ -108,18 +109,12 @@ def step_section(facts: RunFacts) -> Section | None:
         colours=PHASE_COLOURS,
     )
     note = "Mean over the steps of the last attempt after its first ones, evaluations and checkpoints spread over all steps."
-    return Section(title="The step of each rank", note=note + _of_ranks(left_out), charts=[chart])
+    return Section(title="The step of each rank", note=note + _left_out_note(left_out), charts=[chart])
 
 
 def _step_s(rank: RankFacts, phase: str) -> float:
     """Seconds of a phase in one step."""
-    return _per_step(rank, rank.phase_s[phase])
-
-
-def _per_step(rank: RankFacts, seconds: Floats) -> float:
-    """The mean over steps of ``seconds`` [readings]."""
-    steps = float(rank.steps[-1] - rank.steps[0]) / (len(rank.steps) - 1)  # in a reading
-    return float(seconds.mean()) / max(1.0, steps)
+    return per_step(rank, rank.phase_s[phase])
 
 
 def _shown(ranks: Sequence[RankFacts]) -> tuple[list[RankFacts], int]:
@@ -133,12 +128,12 @@ def _shown(ranks: Sequence[RankFacts]) -> tuple[list[RankFacts], int]:
     return [ranks[place] for place in chosen], len(ranks) - len(chosen)
 
 
-def _of_ranks(left_out: int) -> str:
+def _left_out_note(left_out: int) -> str:
     return f" Of {left_out + MAX_ROWS} ranks those that compute shortest and longest." if left_out else ""
 
 
 def memory_section(facts: RunFacts, events: RankEvents) -> Section | None:
-    """What the plan has each rank hold, and the most that was in use; None where neither is known."""
+    """Bytes that each rank holds by the plan, and the most that was in use; None where either is not known."""
     ranks = [rank for rank in facts.ranks if rank.peak_bytes and events.held_bytes.get(rank.rank)]
     if not ranks:
         return None
@@ -177,20 +172,20 @@ def memory_section(facts: RunFacts, events: RankEvents) -> Section | None:
     )
     return Section(
         title="Memory and plan",
-        note=note + _of_ranks(left_out),
+        note=note + _left_out_note(left_out),
         charts=[chart],
         tables=[Table(head=head, rows=rows)],
     )
 
 
 def loading_section(facts: RunFacts) -> Section | None:
-    """What the loader's workers do for a step, by stage, and how long the rank waits for them; None where it is not known."""
+    """Time of the loader's workers for a step, by stage, and the rank's wait for its batch; None where it is not known."""
     ranks = [rank for rank in facts.ranks if len(rank.steps) > 1 and any(each.any() for each in rank.loader_s.values())]
     if not ranks:
         return None
     shown, left_out = _shown(ranks)
     names = [f"rank {rank.rank}" for rank in shown]
-    work = {stage: [1000 * _per_step(rank, rank.loader_s[stage]) for rank in shown] for stage in LOADER_STAGES}
+    work = {stage: [1000 * per_step(rank, rank.loader_s[stage]) for rank in shown] for stage in LOADER_STAGES}
     waits = [1000 * _step_s(rank, "data_wait") for rank in shown]
     chart = stacked_bars("loading", names, work, x_title="ms of work for a step", unit="ms", colours=_STAGE_COLOURS)
     rows = [
@@ -199,11 +194,11 @@ def loading_section(facts: RunFacts) -> Section | None:
     ]
     note = (
         "Work of the loader's workers, several of which may be busy at the same time: the data set's reading and decoding, "
-        "transforms, and making batches. A rank waits for what they have not done when it needs a batch."
+        "transforms, and making batches. A rank waits if its batch is not ready when it needs it."
     )
     return Section(
         title="Loading data",
-        note=note + _of_ranks(left_out),
+        note=note + _left_out_note(left_out),
         charts=[chart],
         tables=[Table(head=("", *LOADER_STAGES, "waited"), rows=rows)],
     )
@@ -285,8 +280,7 @@ def _matrix(ranks: Sequence[int], peers: Sequence[str], events: RankEvents) -> d
 
 def pipeline_section(facts: RunFacts) -> Section | None:
     """Shares of computing and waiting of each pipeline stage; None without a pipeline."""
-    mesh: Any = facts.plan.get("mesh")
-    stages: Any = cast("Mapping[str, Any]", mesh).get("pp") if isinstance(mesh, Mapping) else None
+    stages = plan_group(facts, "mesh").get("pp")
     ranks = [rank for rank in facts.ranks if len(rank.steps) > 1]
     world = len(facts.ranks)
     if not isinstance(stages, int) or not 1 < stages <= world or world % stages or not ranks:
@@ -304,10 +298,9 @@ def pipeline_section(facts: RunFacts) -> Section | None:
     chart = stacked_bars("stages", names, shares, x_title="% of the time of a step", unit="%", colours=PHASE_COLOURS)
     head = ("stage", *(phase.replace("_", " ") for phase in phases))
     rows = [[name, *(f"{shares[phase][place]:.1f}%" for phase in phases)] for place, name in enumerate(names)]
-    pipeline: Any = facts.plan.get("pipeline")
-    schedule = str(cast("Mapping[str, Any]", pipeline).get("schedule")) if isinstance(pipeline, Mapping) else ""
+    schedule = printable(str(plan_group(facts, "pipeline").get("schedule", "")))
     note = (
-        f"Schedule {printable(schedule)}. A bubble is waiting for activations or gradients of another stage, and for their "
+        f"Schedule {schedule}. A bubble is waiting for activations or gradients of another stage, and for their "
         "transfer."
     )
     return Section(title="Pipeline stages", note=note, charts=[chart], tables=[Table(head=head, rows=rows)])

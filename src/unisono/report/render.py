@@ -47,9 +47,9 @@ from unisono.report.rank_sections import (
 from unisono.report.section import Section
 from unisono.report.tables import (
     caption,
+    event_row,
     figures_of,
-    happening,
-    newest,
+    newest_events,
     rank_row,
     sections_of,
     settings_of,
@@ -85,7 +85,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def make_report(run_dir: Path) -> Report:
-    """As ``write_report``, with what it says of goodput.
+    """Write the report as ``write_report`` does; returns its path and the goodput ledger.
 
     Raises:
         DataError: The folder has no events of rank 0.
@@ -100,9 +100,9 @@ def make_report(run_dir: Path) -> Report:
             consequence="no report was written",
             nearest="give the folder of a run (run.dir), or start one: unisono train",
         )
-    ranks = _Ranks()
+    ranks = _ShownRanks()
     others = (other for other in sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")) if other != path)
-    facts = facts_of(ranks.seen(each) for each in chain([history], map(read_history, others)))
+    facts = facts_of(ranks.collect(rank_history) for rank_history in chain([history], map(read_history, others)))
     facts = with_profiles_and_ending(facts, run_dir)
     goodput = ranks.goodput.result(launch_spans(run_dir))
     page = render(
@@ -123,33 +123,33 @@ def _rank_sections(facts: RunFacts, events: RankEvents) -> list[Section]:
     return [section for section in sections if section is not None]
 
 
-class _Ranks:
-    """What the page shows of each rank, taken while their histories pass by: they are not kept."""
+class _ShownRanks:
+    """What the page shows of each rank, collected while histories are read one by one: all of them would need much memory."""
 
     def __init__(self) -> None:
         self.count = 0  # of ranks that have steps
         self.rows: list[list[str]] = []  # of the first of them
-        self.num_happenings = 0
-        self.happenings: list[Event] = []  # the newest
+        self.num_events = 0
+        self.newest: list[Event] = []  # events of the table
         self.goodput = GoodputLedger()
         self.events = RankEvents()
 
-    def seen(self, history: RankHistory) -> RankHistory:
-        """The history itself."""
+    def collect(self, history: RankHistory) -> RankHistory:
+        """Take what the page shows of a rank; returns ``history``, for the next reader."""
         if len(history.steps):
             self.count += 1
             if len(self.rows) < _MAX_RANK_ROWS:
                 self.rows.append(rank_row(history))
         if shown := warnings_of(history) if history.rank else shown_events(history):
-            self.num_happenings += len(shown)
-            self.happenings = newest([*self.happenings, *shown])
+            self.num_events += len(shown)
+            self.newest = newest_events([*self.newest, *shown])
         self.goodput.add(history)
         self.events.add(history)
         return history
 
 
 def render(
-    history: RankHistory, facts: RunFacts, shown: _Ranks, *, goodput: Section | None, parent: Section | None
+    history: RankHistory, facts: RunFacts, shown: _ShownRanks, *, goodput: Section | None, parent: Section | None
 ) -> str:
     """Render the HTML page from the history of rank 0, the facts of all ranks, and what is shown of them."""
     summary = summarise(history)
@@ -172,8 +172,8 @@ def render(
         rank_map=ranks["id"] if ranks else None,
         sample=printable(str(sample.get("text", "")), newlines=True),
         sample_caption=caption(sample),
-        happenings=list(map(happening, shown.happenings)),
-        happenings_left_out=shown.num_happenings - len(shown.happenings),
+        event_rows=list(map(event_row, shown.newest)),
+        events_left_out=shown.num_events - len(shown.newest),
         ranks=shown.rows if shown.count > 1 else [],
         ranks_left_out=shown.count - len(shown.rows),
         goodput=goodput,

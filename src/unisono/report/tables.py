@@ -24,7 +24,7 @@ from unisono.observe.run_summary import (
 )
 from unisono.sanitize import printable
 
-MAX_HAPPENINGS: Final = 500  # rows of the event table
+MAX_EVENT_ROWS: Final = 500  # rows of the event table
 _QUIET_KINDS: Final = frozenset(
     {*SERIES, "sample", "log_text", "log_image", "histograms", "gradient_stats", "tap", "system", "links"}
 )
@@ -42,12 +42,12 @@ _WARNING_KINDS: Final = frozenset(
         "warning",
     }
 )
-_OWN_PLACE: Final = frozenset({"config", "origins", "flops_convention"})  # fields of run_start shown elsewhere
+_SHOWN_ELSEWHERE: Final = frozenset({"config", "origins", "flops_convention"})  # fields of run_start
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure with what it is of."""
+    """A number of the report with its label."""
 
     label: str
     value: str
@@ -103,12 +103,12 @@ def shown_events(history: RankHistory) -> list[Event]:
     return [event for event in history.events if event["kind"] not in _QUIET_KINDS]
 
 
-def newest(events: Iterable[Event]) -> list[Event]:
+def newest_events(events: Iterable[Event]) -> list[Event]:
     """The last events that the event table has room for, by time."""
-    return sorted(events, key=_time_s)[-MAX_HAPPENINGS:]
+    return sorted(events, key=_time_s)[-MAX_EVENT_ROWS:]
 
 
-def happening(event: Event) -> dict[str, Any]:
+def event_row(event: Event) -> dict[str, Any]:
     """A row of the event table."""
     return {
         "time": _time(event),
@@ -135,10 +135,10 @@ def _time(event: Event) -> str:
 
 def _text(event: Event) -> str:
     try:
-        said = event_message(event)
-    except Exception:  # it has fields of other types than those that unisono writes: they are shown as they are
-        said = None
-    return _facts(event) if said is None else said.text
+        message = event_message(event)
+    except Exception:  # fields of other types than unisono writes: shown without a message
+        message = None
+    return _facts(event) if message is None else message.text
 
 
 def _facts(event: Event) -> str:
@@ -168,7 +168,7 @@ def rank_row(history: RankHistory) -> list[str]:
 
 def sections_of(start: Event) -> Iterator[dict[str, Any]]:
     """Tables of ``run_start``: first its scalar fields, then one table for each mapping but the configuration."""
-    facts = {name: value for name, value in start.items() if name not in ENVELOPE | _OWN_PLACE}
+    facts = {name: value for name, value in start.items() if name not in ENVELOPE | _SHOWN_ELSEWHERE}
     loose = [(name, _written(value)) for name, value in facts.items() if not isinstance(value, dict)]
     if loose:
         yield {"title": "Run", "rows": loose}

@@ -542,7 +542,7 @@ def _build_verifier(
 
 
 def _build_metrics_reader(
-    parts: RunParts, rates: RateMeter, traffic: GradientSync | ReportsTraffic, searches: NonfiniteSearch | None
+    parts: RunParts, rates: RateMeter, traffic: GradientSync | ReportsTraffic, nonfinite_search: NonfiniteSearch | None
 ) -> MetricsReader:
     given, loader, flops_per_token = parts.inputs, parts.loader, parts.built.flops_per_token
     return MetricsReader(
@@ -561,7 +561,7 @@ def _build_metrics_reader(
         peak=find_peak(parts.device, parts.plan, parts.world) if flops_per_token else None,
         weight_total=float(parts.state.weight_total),
         skipped_total=int(parts.state.guard.skipped),
-        searches=searches,
+        nonfinite_search=nonfinite_search,
         compiling=parts.plan.backend.compile != "off",
         **throughput_unit(given.objective, given.input.data, parts.built.dims.plan, flops_per_token),
     )

@@ -101,7 +101,7 @@ class CommStats:
 
 
 def _growth(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """What each counter grew by; from zero where the peer was started again."""
+    """Growth of each counter; from zero where the peer was started again."""
     restarted = any(value < before.get(name, 0) for name, value in now.items())
     return {name: value - (0 if restarted else before.get(name, 0)) for name, value in now.items()}
 

@@ -97,7 +97,7 @@ class StepRunner:
         """The next batch, None at the end; waiting for it is timed. A profile begins or ends before it."""
         if self.metrics_reader.profile_requested:
             self.metrics_reader.profile_requested = False
-            self.profiler.answer()
+            self.profiler.start_requested()
         if self.state.step >= self.profiler.due:
             with self.rates.paused():
                 self.profiler.at_boundary(self.state.step)
@@ -112,8 +112,8 @@ class StepRunner:
         began_s, compiling = time.monotonic(), self.metrics_reader.compiling
         self.metrics_reader.profiling |= self.profiler.is_recording
         self.metrics_reader.loading.add(batch.stages)
-        if self.metrics_reader.searches is not None:
-            self.metrics_reader.searches.remember(batch)
+        if self.metrics_reader.nonfinite_search is not None:
+            self.metrics_reader.nonfinite_search.remember(batch)
         with counting_exposed_time(self.timers):
             if self.recorder is not None:
                 step = self.recorder.run(self.train_step, batch)

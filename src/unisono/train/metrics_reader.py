@@ -52,7 +52,7 @@ class MetricsReader:
     skipped_total: int
     unit: str
     samples_per_step: int
-    searches: NonfiniteSearch | None = None  # finds out why a step was skipped
+    nonfinite_search: NonfiniteSearch | None = None  # finds the origin of a skipped step's non-finite values
     compiling: bool = False  # the next reading contains a step that compiled
     profiling: bool = False  # the next reading contains a step that was profiled
     stop_requested: bool = False
@@ -69,31 +69,16 @@ class MetricsReader:
             self.read()
 
     def read(self) -> None:
-        """Read every pending step now."""
+        """Read every pending step now. Raises NumericsError."""
         if not self._pending:
             return
         steps, self._pending = self._pending, []
         adapter, index = adapter_of(self.device)
         if adapter.streams is not None:
-            adapter.streams.current(
-                index
-            ).synchronize()  # as the next line does; now the device has come to all marks too
+            # the copy below waits too; waiting here first means that the timers can read all their events of these steps
+            adapter.streams.current(index).synchronize()
         rows: list[list[float]] = torch.stack([step.stats for step in steps]).tolist()
-        counted = (
-            self.samples_per_step * len(steps) if self.samples_per_step else round(sum(row[COUNTED] for row in rows))
-        )
-        self.rates.step_done(
-            steps[-1].index, tokens=counted, steps=len(steps), exclude=self.compiling or self.profiling
-        )
-        self.compiling = self.profiling = False
-        split, garbage_s = self.timers.take(), self.garbage_timer.take_s()
-        measured = split.fields() | self._measured()
-        if split.wall_s > 0:
-            measured["time/gc_frac"] = garbage_s / split.wall_s
-        measured |= self.loading.fields()
-        self.loading = StageTimes()
-        if self.comm_stats is not None:
-            self.comm_stats.add(steps[-1].index, len(steps), split.seconds["comm_exposed"])
+        window_fields = self._end_window(steps, rows)
         for step, row in zip(steps, rows, strict=True):
             self.weight_total += row[COUNTED]
             self.stop_requested |= row[STOP] >= 1
@@ -115,11 +100,30 @@ class MetricsReader:
             else:
                 self._skip(step, row)
             fields["train/skipped_steps"] = self.skipped_total
-            self.events.emit("step", **fields, **(measured if step is steps[-1] else {}))
+            self.events.emit("step", **fields, **(window_fields if step is steps[-1] else {}))
         self._search(steps, rows)
         self._last = steps[-1], rows[-1]
         if self._skips_in_a_row >= self.max_skips:
             self._give_up(*self._last)
+
+    def _end_window(self, steps: list[Step], rows: list[list[float]]) -> dict[str, float]:
+        """End the window of these steps; returns its speed, memory, phases and loader times, fields of the last step's event."""
+        counted = (
+            self.samples_per_step * len(steps) if self.samples_per_step else round(sum(row[COUNTED] for row in rows))
+        )
+        self.rates.step_done(
+            steps[-1].index, tokens=counted, steps=len(steps), exclude=self.compiling or self.profiling
+        )
+        self.compiling = self.profiling = False
+        split, garbage_s = self.timers.take(), self.garbage_timer.take_s()
+        fields = split.fields() | self._speed_and_memory()
+        if split.wall_s > 0:
+            fields["time/gc_frac"] = garbage_s / split.wall_s
+        fields |= self.loading.fields()
+        self.loading = StageTimes()
+        if self.comm_stats is not None:
+            self.comm_stats.add(steps[-1].index, len(steps), split.seconds["comm_exposed"])
+        return fields
 
     def finish(self) -> None:
         """Read the pending steps of a loop that has ended, and emit the remaining communication statistics.
@@ -145,14 +149,14 @@ class MetricsReader:
         )
 
     def _search(self, steps: list[Step], rows: list[list[float]]) -> None:
-        if self.searches is None:
+        if self.nonfinite_search is None:
             return
         with self.rates.paused():
             for number, (step, row) in enumerate(zip(steps, rows, strict=True), start=1):
                 if not row[GOOD]:
                     updates = sum(bool(later[GOOD]) for later in rows[number:])
-                    self.searches.search(step, row[LOSS], row[NORM], updates_since=updates)
-        self.searches.forget()
+                    self.nonfinite_search.search(step, row[LOSS], row[NORM], updates_since=updates)
+        self.nonfinite_search.forget()
 
     def _give_up(self, step: Step, row: list[float]) -> None:
         if self.skipped_total >= step.index:
@@ -174,7 +178,7 @@ class MetricsReader:
             "skipped_step events",
         )
 
-    def _measured(self) -> dict[str, float]:
+    def _speed_and_memory(self) -> dict[str, float]:
         """Speed and memory since the last reading."""
         fields: dict[str, float] = {}
         rates = self.rates.rates()

@@ -13,7 +13,7 @@ parameters may have had ``updates_since`` updates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
@@ -28,8 +28,9 @@ from unisono.observe.meters import StepTimers
 from unisono.train.callbacks import restored
 from unisono.train.named_losses import sum_losses
 from unisono.train.objectives import Batch
+from unisono.train.operator_places import micro_batch_number, num_rows
 from unisono.train.operator_watch import NonfiniteTensor, OperatorWatch
-from unisono.train.rewind import GeneratorStates
+from unisono.train.state_snapshot import GeneratorStates
 from unisono.train.step import Step, TrainStep
 
 _MAX_SAMPLES: Final = 64  # in an event
@@ -96,7 +97,7 @@ class NonfiniteSearch:
         strength = 0 if found is None else 2 if found.is_certain else 1
         outcomes = world.all_gather_json([strength, problem])
         self._failed = any(text for _, text in outcomes)
-        strongest = max(has for has, _ in outcomes)
+        strongest = max(other for other, _ in outcomes)
         fields = {"step": step.index, "updates_since": updates_since}
         if found is not None and batch is not None and strength == strongest:  # others got it from these ranks
             samples = _samples_of(found, batch)
@@ -120,31 +121,25 @@ class NonfiniteSearch:
             self.events.emit("nonfinite", **fields, reproduced=False, reason=reason)
 
     def _compute_again(self, batch: StepBatch) -> NonfiniteTensor | None:
-        made = self.train_step
-        model, plan, factor = (
-            made.forward_backward.model,
-            made.plan,
-            made.state.loss_scaler.value / made.plan.batch.global_batch,
-        )
+        train_step = self.train_step
+        model, plan, state = train_step.forward_backward.model, train_step.plan, train_step.state
+        factor = state.loss_scaler.value / plan.batch.global_batch
         watch = OperatorWatch()
-        watch.check_parameters(made.state.sharded.parameters)
+        watch.check_parameters(state.sharded.parameters)
         for number, micro_batch in enumerate(batch.micro_batches):
             watch.check_inputs(number, micro_batch)
-        seen: list[Batch] = []  # micro-batches in the order of their first pass, which is that of their numbers
+        seen: list[Batch] = []
 
         def begin(micro_batch: Batch) -> None:
-            number = next((n for n, one in enumerate(seen) if one is micro_batch), len(seen))
-            if number == len(seen):
-                seen.append(micro_batch)
-            watch.begin_micro_batch(number, micro_batch)
+            watch.begin_micro_batch(micro_batch_number(micro_batch, seen), micro_batch)
 
         def inputs(micro_batch: Batch) -> dict[str, Tensor]:
             begin(micro_batch)
-            return made.forward_backward.inputs(micro_batch)
+            return train_step.forward_backward.inputs(micro_batch)
 
         def scaled_loss(outputs: Any, micro_batch: Batch) -> Tensor:
             begin(micro_batch)
-            losses, _ = made.objective(outputs, micro_batch)
+            losses, _ = train_step.objective(outputs, micro_batch)
             loss = sum_losses(losses)
             watch.check_loss(loss)
             return loss * factor
@@ -152,41 +147,37 @@ class NonfiniteSearch:
         compiles = plan.backend.compile != "off"
         with (
             restored(model),
-            self._kept(),
+            self._restored_afterwards(),
             torch.compiler.set_stance("force_eager") if compiles else nullcontext(),
-            made.without_gradients(made.state.optimizer.frozen(batch.step)),
+            train_step.without_gradients(state.optimizer.frozen(batch.step)),
         ):
-            made.state.step = batch.step  # a forward pass may read it
+            state.step = batch.step  # a forward pass may read it
             self._generators[batch.step].restore(self.device)
             try:
                 with watch.watching(model):
                     # FSDP2 reduces in its backward pass, and must know which is the last; others would begin to send
-                    sync = made.sync if plan.uses_fsdp else cast(Any, _NoSync())
-                    passes = replace(made.forward_backward, inputs=inputs)
+                    sync = train_step.sync if plan.uses_fsdp else cast(Any, _NoSync())
+                    passes = replace(train_step.forward_backward, inputs=inputs)
                     passes.train(batch.micro_batches, scaled_loss, sync, StepTimers(), batch.step)
             finally:
-                made.sync.zero_grad()
+                train_step.sync.zero_grad()
         return watch.found
 
     @contextmanager
-    def _kept(self) -> Generator[None]:
-        """Afterwards, the number of the step and the model's buffers (statistics of batch norm, loads of experts) are as now."""
+    def _restored_afterwards(self) -> Generator[None]:
+        """Afterwards, the step number and the model's buffers (batch norm statistics, expert loads) are restored."""
         state, number = self.train_step.state, self.train_step.state.step
-        kept = [(buffer, buffer.detach().clone()) for buffer in self.train_step.forward_backward.model.buffers()]
+        saved = [(buffer, buffer.detach().clone()) for buffer in self.train_step.forward_backward.model.buffers()]
         try:
             yield
         finally:
             state.step = number
             with torch.no_grad():
-                for buffer, value in kept:
+                for buffer, value in saved:
                     buffer.copy_(value)
 
 
 def _samples_of(found: NonfiniteTensor, batch: StepBatch) -> list[int]:
     """Ids of the samples in whose rows the tensor is not finite."""
-    before = sum(_num_rows(part) for part in batch.micro_batches[: found.micro_batch])
+    before = sum(num_rows(part) for part in batch.micro_batches[: found.micro_batch])
     return [int(batch.sample_ids[before + row]) for row in found.rows if before + row < len(batch.sample_ids)]
-
-
-def _num_rows(micro_batch: Mapping[str, Any]) -> int:
-    return max((len(entry) for entry in micro_batch.values() if isinstance(entry, Tensor) and entry.dim()), default=0)

@@ -1,4 +1,4 @@
-"""Which call of which module an operator belongs to, in forward and backward passes.
+"""Attributes operators to calls of modules, in forward and backward passes.
 
 This module alone uses, of torch outside of its documented interface (tested with torch 2.13.0): the sequence numbers of autograd
 nodes, by which a backward operator is attributed to the module whose forward pass created its node; and the schema of an
@@ -13,11 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+# namespaces of operators whose results come from other ranks
+COLLECTIVE_NAMESPACES: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "fsdp"})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -154,6 +157,19 @@ def leaves(value: Any) -> Iterator[Any]:
             yield from leaves(item)
     elif isinstance(value, Tensor | float):
         yield value
+
+
+def num_rows(micro_batch: Mapping[str, Any]) -> int:
+    """The number of samples of a micro-batch; 0 where it has no tensor with a dim of samples."""
+    return max((len(entry) for entry in micro_batch.values() if isinstance(entry, Tensor) and entry.dim()), default=0)
+
+
+def micro_batch_number(micro_batch: Any, seen: list[Any]) -> int:
+    """Number of a micro-batch, from 0, in the order of first passes. A new one is appended to ``seen``."""
+    number = next((n for n, other in enumerate(seen) if other is micro_batch), len(seen))
+    if number == len(seen):
+        seen.append(micro_batch)
+    return number
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -15,11 +15,18 @@ from typing import Any, Final, cast
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unisono.train.operator_places import ModuleCall, OperatorPlaces, leaves, local, writes_to_inputs
+from unisono.train.operator_places import (
+    COLLECTIVE_NAMESPACES,
+    ModuleCall,
+    OperatorPlaces,
+    leaves,
+    local,
+    num_rows,
+    writes_to_inputs,
+)
 
 _FINITE, _INFINITE, _NAN = range(3)
 _VALUES: Final = ("finite", "inf", "nan")
-_MOVING: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "fsdp"})  # results come from other ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,11 +120,11 @@ class OperatorWatch(TorchDispatchMode):
     def begin_micro_batch(self, number: int, micro_batch: Mapping[str, Any]) -> None:
         """The next operators are of this micro-batch."""
         entries = [entry for entry in micro_batch.values() if isinstance(entry, Tensor) and entry.dim()]
-        self._places.micro_batch, self._num_rows = number, max((len(entry) for entry in entries), default=0)
+        self._places.micro_batch, self._num_rows = number, num_rows(micro_batch)
         self._lengths = frozenset(entry.shape[1] for entry in entries if entry.dim() > 1)
 
     def check_loss(self, loss: Tensor) -> None:
-        """If ``loss`` is not finite, a suspect since the modules has made it so; if it is, what modules returned is no origin."""
+        """The first suspect after the modules is the origin of a non-finite ``loss``; a finite loss clears the modules."""
         if _level(loss.detach()):
             if self._origin is None and self._suspects:
                 self._origin = self._suspects[0]
@@ -135,15 +142,15 @@ class OperatorWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = str(func)
-        if self._origin is not None or func.namespace in _MOVING or "empty" in name:
+        if self._origin is not None or func.namespace in COLLECTIVE_NAMESPACES or "empty" in name:
             return func(*args, **kwargs)
         before = _worst(leaves((args, kwargs))) if writes_to_inputs(func) else None
         result = func(*args, **kwargs)
         is_backward = self._places.is_backward
-        made = list(leaves(result))
-        level = _worst(made if is_backward else made[:1])  # others of a forward operator are statistics
+        results = list(leaves(result))
+        level = _worst(results if is_backward else results[:1])  # others of a forward operator are statistics
         if level and level > (_worst(leaves((args, kwargs))) if before is None else before):
-            bad = next(tensor for tensor in made if isinstance(tensor, Tensor) and _level(tensor) == level)
+            bad = next(tensor for tensor in results if isinstance(tensor, Tensor) and _level(tensor) == level)
             self._suspect(name, bad, level, is_backward=is_backward)
         return result
 

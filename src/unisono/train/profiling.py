@@ -1,4 +1,4 @@
-"""Profiles of a run's steps: when they are recorded, and what the run knows of its memory."""
+"""Decides which steps of a run are profiled, and gives the profile the sizes of the run's tensors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ NEVER: Final = 1 << 62
 
 @dataclass(kw_only=True, slots=True)
 class StepProfiler:
-    """Records windows of steps: one that the options name, and those that a file in the run's folder asks for.
+    """Records windows of steps: the one of ``observe.profile_steps``, and those that a file in the run's folder requests.
 
     Attributes:
-        due: Number of finished steps at which it has something to do; ``NEVER`` without a window.
+        due: Number of finished steps at which ``at_boundary`` has to be called; ``NEVER`` without a window.
         run_dir: Folder of the run.
         world: Ranks that step together.
         events: This rank's event log.
@@ -52,12 +52,12 @@ class StepProfiler:
     _window: Window | None = None
     _recording: Recording | None = None
     _num_started: int = 0  # steps that are recorded, or have been
-    _looked_s: float = 0.0
-    _pending: Window | None = None  # a request that rank 0 has read, and not announced
+    _polled_s: float = 0.0
+    _pending: Window | None = None  # a request that rank 0 has read, and not yet announced to the others
 
     @property
     def is_recording(self) -> bool:
-        """Whether steps are recorded now, or warmed up for it: they take longer than others."""
+        """Whether steps are recorded, or the profiler is warmed up: such steps take longer than others."""
         return self._recording is not None
 
     def plan_window(self, window: Window | None) -> None:
@@ -112,23 +112,23 @@ class StepProfiler:
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def look(self, now_s: float) -> bool:
-        """Whether a file asks for a profile; on rank 0, which looks once a second."""
-        if self.world.job.rank != 0 or now_s - self._looked_s < 1.0:
+    def is_requested(self, now_s: float) -> bool:
+        """Whether a file in the run's folder requests a profile; only rank 0 looks for it, once a second."""
+        if self.world.job.rank != 0 or now_s - self._polled_s < 1.0:
             return self._pending is not None
-        self._looked_s = now_s
+        self._polled_s = now_s
         if self._pending is None and self._recording is None:
             self._pending = take_request(self.run_dir, self.state.step)
         return self._pending is not None
 
-    def answer(self) -> None:
-        """Plan the window that rank 0 was asked for. A collective, which all ranks enter after the same step."""
+    def start_requested(self) -> None:
+        """Plan the window that the request names. A collective, which all ranks enter after the same step."""
         step = self.state.step
-        asked = self._pending if self.world.rank == 0 else None
-        told: dict[str, Any] | None = self.world.broadcast_json(window_to_json(asked))
+        requested = self._pending if self.world.rank == 0 else None
+        announced: dict[str, Any] | None = self.world.broadcast_json(window_to_json(requested))
         self._pending = None
-        if told is not None:
-            self.plan_window(Window(first=step + 2, num_steps=told["num_steps"], stacks=told["stacks"]))
+        if announced is not None:
+            self.plan_window(Window(first=step + 2, num_steps=announced["num_steps"], stacks=announced["stacks"]))
 
     # --- memory ----------------------------------------------------------------------------------------------------
 

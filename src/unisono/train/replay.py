@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def inputs_of_replay(given: RunInputs) -> RunInputs:
-    """What a run was given, for its replay: another folder, the checkpoint to begin with, and nothing that goes elsewhere.
+    """The inputs of a run, changed for its replay: another folder, the checkpoint to start from, no trackers, no uploads.
 
-    Unchanged where the process is started for no replay.
+    Unchanged where this process is no replay. Raises DataError for a request that cannot be read.
     """
     request = request_of(os.environ)
     if request is None:
@@ -41,9 +41,10 @@ def inputs_of_replay(given: RunInputs) -> RunInputs:
 
 
 def build_recorder(parts: RunParts) -> StepRecorder | None:
-    """What makes and records the steps of a replay; None where the process is started for none.
+    """The recorder of a replay's steps; None where this process is no replay.
 
-    Raises PlanError for ``dist_async``, whose steps depend on the times of others.
+    Raises PlanError for ``dist_async``, whose steps depend on when other workers arrive, and DataError for a request that cannot
+    be read.
     """
     request = request_of(os.environ)
     if request is None:

@@ -285,7 +285,7 @@ def _collect_problems(problems: list[Problem]) -> Generator[None]:
 
 
 def baseline_of(device: torch.device) -> float:
-    """What ``unisono doctor --bench`` has measured on this node, in FLOP/s; 0 if nothing."""
+    """FLOP/s that ``unisono doctor --bench`` measured on this node; 0 if not measured."""
     return node_baseline(device, default_cache_dir(os.environ) / CALIBRATION_FILE)
 
 
@@ -316,7 +316,7 @@ def count_tokens(objective: Objective) -> Callable[[Batch], Tensor] | None:
 
 
 def throughput_unit(objective: Objective, data: Any, plan: Plan, flops_per_token: float) -> dict[str, Any]:
-    """What the throughput of a run counts, as ``unit`` and ``samples_per_step`` of ``MetricsReader``.
+    """The unit of a run's throughput, as ``unit`` and ``samples_per_step`` of ``MetricsReader``.
 
     Tokens, where the objective's weight or ``count_tokens`` counts them, or FLOPs are given per token; else samples, which are
     called images if they have an ``image``.

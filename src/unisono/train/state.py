@@ -110,10 +110,10 @@ class TrainState:
 
     def shards(self) -> dict[str, TensorShard]:
         """This rank's shard of each tensor of ``global_state`` that is sharded over ranks, by path."""
-        shards = self.own_shards()
+        shards = self.local_shards()
         return shards if self.stage_tensors is None else self.stage_tensors.shards(shards)
 
-    def own_shards(self) -> dict[str, TensorShard]:
+    def local_shards(self) -> dict[str, TensorShard]:
         """``shards`` of the tensors of ``local_state`` alone."""
         shards: dict[str, TensorShard] = {}
         for path, tensor in self.local_state().items():
@@ -147,10 +147,10 @@ class TrainState:
         """State of the gradient synchronisation on this rank, by path."""
         if self.sync_state is None:
             return {}
-        tensors = self.sync_state.rank_state() | (self.own_state() if self.sync_state.params_diverge else {})
+        tensors = self.sync_state.rank_state() | (self.mutable_state() if self.sync_state.params_diverge else {})
         return {f"sync/rank-{rank:05d}/{name}": tensor for name, tensor in tensors.items()}
 
-    def own_state(self) -> dict[str, Tensor]:
+    def mutable_state(self) -> dict[str, Tensor]:
         """The live tensors of this rank that a step changes: ``local_state`` and statistics, by checkpoint path."""
         return self.local_state() | self._step_statistics()
 
@@ -203,7 +203,7 @@ class TrainState:
         saved_names = {name.removeprefix(prefix): name for name in rank_local if name.startswith(prefix)}
         if self.sync_state is None:
             return [f"{len(rank_local)} rank-local tensors are not used"] if rank_local else []
-        diverged = self.own_state() if self.sync_state.params_diverge else {}
+        diverged = self.mutable_state() if self.sync_state.params_diverge else {}
         if not saved_names or not diverged.keys() <= saved_names.keys():
             self.sync_state.load_rank_state(None)
             return [f"no rank-local state for rank {rank}: using the global state"]
@@ -220,7 +220,7 @@ class StageTensors:
 
     def __init__(self, state: TrainState, dims: ParallelDims) -> None:
         """Gather the tables of all stages. A collective."""
-        self.dims, shards = dims, state.own_shards()
+        self.dims, shards = dims, state.local_shards()
         table = {
             path: [list(shards[path].global_shape if path in shards else t.shape), str(t.dtype).removeprefix("torch.")]
             for path, t in state.local_state().items()

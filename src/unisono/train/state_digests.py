@@ -1,4 +1,4 @@
-"""Digests of the state of a run: over time, where nothing may change it, and over the ranks that hold equal parts of it."""
+"""Digests of the state of a run, compared over time while nothing may change it, and over the ranks that hold copies of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.train.tensor_digest import tensor_digest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class UnequalCopies:
     """A tensor whose copies on several ranks are not equal.
 
     Attributes:
@@ -37,8 +37,8 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class _Noted:
-    place: int  # address
+class _Recorded:
+    address: int
     version: int  # torch's count of the operations that have written to it
     digest: Tensor
 
@@ -48,49 +48,49 @@ class StateDigests:
 
     def __init__(self, state: TrainState, world: World, device: torch.device) -> None:
         self._state, self._world, self._device = state, world, device
-        self._noted: dict[str, _Noted] = {}
-        self._noted_step = -1
+        self._recorded: dict[str, _Recorded] = {}
+        self._recorded_step = -1
         self._layout = ""
         self._holders: dict[str, tuple[int, ...]] = {}
 
     @torch.no_grad()
     def take(self) -> dict[str, Tensor]:
         """Digests [] of all tensors. Does not wait for the device."""
-        return {path: tensor_digest(tensor) for path, tensor in self._state.own_state().items()}
+        return {path: tensor_digest(tensor) for path, tensor in self._state.mutable_state().items()}
 
     # --- over time ---------------------------------------------------------------------------------------------------
 
-    def note(self, digests: Mapping[str, Tensor]) -> None:
-        """Take ``digests`` as those of the state as it is."""
-        self._noted = {
-            path: _Noted(tensor.data_ptr(), tensor._version, digests[path])
-            for path, tensor in self._state.own_state().items()
+    def record(self, digests: Mapping[str, Tensor]) -> None:
+        """Remember ``digests`` as those of the present state."""
+        self._recorded = {
+            path: _Recorded(tensor.data_ptr(), tensor._version, digests[path])
+            for path, tensor in self._state.mutable_state().items()
         }
-        self._noted_step = self._state.step
+        self._recorded_step = self._state.step
 
     def changed(self, now: Mapping[str, Tensor], *, with_buffers: bool = True) -> list[str]:
-        """Paths of the tensors that no operation has written to since they were noted after this step, and that differ.
+        """Paths of the tensors whose digests changed since ``record``, though no operation has written to them.
 
-        Waits for the device. Without a note after this step there are none.
+        Waits for the device. Empty where nothing was recorded after this step.
         """
-        if self._noted_step != self._state.step:
+        if self._recorded_step != self._state.step:
             return []
         parameters = self._state.sharded.parameters
         paths: list[str] = []
-        for path, tensor in self._state.own_state().items():
-            noted = self._noted.get(path)
-            if noted is None or (noted.place, noted.version) != (tensor.data_ptr(), tensor._version):
+        for path, tensor in self._state.mutable_state().items():
+            recorded = self._recorded.get(path)
+            if recorded is None or (recorded.address, recorded.version) != (tensor.data_ptr(), tensor._version):
                 continue
             if with_buffers or not path.startswith("model/") or path.removeprefix("model/") in parameters:
                 paths.append(path)
         if not paths:
             return []
-        flags = torch.stack([(self._noted[path].digest != now[path]).to(self._device) for path in paths])
+        flags = torch.stack([(self._recorded[path].digest != now[path]).to(self._device) for path in paths])
         return [path for path, differs in zip(paths, flags.tolist(), strict=True) if differs]
 
     # --- over ranks --------------------------------------------------------------------------------------------------
 
-    def different_copies(self, digests: Mapping[str, int]) -> list[Difference]:
+    def unequal_copies(self, digests: Mapping[str, int]) -> list[UnequalCopies]:
         """The tensors that several ranks hold, and whose copies are not equal. A collective.
 
         Left out are buffers, which may depend on a rank's samples, and shards that one rank alone holds.
@@ -118,40 +118,40 @@ class StateDigests:
         holders: list[dict[str, list[int]]] = self._world.all_gather_json(
             {path: self._holders[path] for path in suspects}
         )
-        found: dict[tuple[str, tuple[int, ...]], Difference] = {}
+        found: dict[tuple[str, tuple[int, ...]], UnequalCopies] = {}
         for path, ranks in ((path, tuple(ranks)) for each in holders for path, ranks in each.items()):
-            difference = _difference(path, ranks, [tables[rank][path] for rank in ranks])
+            difference = _compare_copies(path, ranks, [tables[rank][path] for rank in ranks])
             if difference is not None:
                 found[path, ranks] = difference
         return list(found.values())
 
     def _find_holders(self) -> None:
-        """Learn which ranks hold an equal part of each tensor, again where the tensors have changed. A collective."""
-        shards, parameters = self._state.own_shards(), self._state.sharded.parameters
-        places: dict[str, str] = {}
-        for path, tensor in self._state.own_state().items():
+        """Find which ranks hold the same part of each tensor; does nothing while the tensors are the same. A collective."""
+        shards, parameters = self._state.local_shards(), self._state.sharded.parameters
+        parts: dict[str, str] = {}  # shape and position in the global tensor, as JSON
+        for path, tensor in self._state.mutable_state().items():
             if not path.startswith("model/") or path.removeprefix("model/") in parameters:
                 shard = shards.get(path)
-                part = [] if shard is None else [shard.offset, shard.dim, shard.runs]
-                places[path] = json.dumps([list(tensor.shape), part])
-        layout = _hash(places)
+                position = [] if shard is None else [shard.offset, shard.dim, shard.runs]
+                parts[path] = json.dumps([list(tensor.shape), position])
+        layout = _hash(parts)
         if all(self._world.all_gather_json(layout == self._layout)):
             return
-        tables: list[dict[str, str]] = self._world.all_gather_json(places)
+        tables: list[dict[str, str]] = self._world.all_gather_json(parts)
         holders = {
-            path: tuple(rank for rank, table in enumerate(tables) if table.get(path) == place)
-            for path, place in places.items()
+            path: tuple(rank for rank, table in enumerate(tables) if table.get(path) == part)
+            for path, part in parts.items()
         }
         self._holders = {path: ranks for path, ranks in holders.items() if len(ranks) > 1}
         self._layout = layout
 
 
-def _difference(path: str, ranks: tuple[int, ...], digests: Sequence[int]) -> Difference | None:
+def _compare_copies(path: str, ranks: tuple[int, ...], digests: Sequence[int]) -> UnequalCopies | None:
     (value, count), *others = Counter(digests).most_common()
     if not others:
         return None
     wrong = tuple(rank for rank, digest in zip(ranks, digests, strict=True) if digest != value)
-    return Difference(path=path, ranks=wrong if 2 * count > len(ranks) else ranks, holders=ranks)
+    return UnequalCopies(path=path, ranks=wrong if 2 * count > len(ranks) else ranks, holders=ranks)
 
 
 def _hash(value: object) -> str:

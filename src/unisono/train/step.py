@@ -44,8 +44,8 @@ from unisono.train.taps import TapReading, Taps
 
 # Places in ``Step.stats``
 LOSS, NORM, GOOD, WEIGHT, COUNTED, STOP, RANK_LOSS, NAMED = range(8)
-# added to the number of ranks asked to stop where rank 0 is asked for a profile
-PROFILE_ASKED = 2.0**-10
+# added by rank 0 to the number of ranks asked to stop: the same sum then tells all ranks that a profile was requested
+PROFILE_REQUESTED = 2.0**-10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,8 +153,8 @@ class TrainStep:
         with self.without_gradients(frozen), tap or nullcontext():
             self.forward_backward.train(batch.micro_batches, scaled_loss, self.sync, timers, state.step)
         totals[3] = float(self.stop_notice is not None and self.stop_notice.requested)
-        if self.profiler.look(time.monotonic()):
-            totals[3] += PROFILE_ASKED
+        if self.profiler.is_requested(time.monotonic()):
+            totals[3] += PROFILE_REQUESTED
         rank_loss = totals[0].clone()  # which rank's samples made a loss that is no number
         with timers.comm_exposed("dp"):
             self.sync.wait(totals)
@@ -295,7 +295,7 @@ class ForwardBackward:
 
     @property
     def precision(self) -> tuple[str, str]:
-        """What ``autocast`` takes."""
+        """The arguments of ``autocast``: precision and device."""
         return self.plan.precision.compute, self.plan.mesh.device
 
     def shard_sequences(self, micro_batch: Batch) -> Batch:

@@ -2,12 +2,11 @@
 
 Recording is for comparing runs (``compare.first_difference``); a step takes many times as long as another. It changes no bit:
 the passes, the synchronisation and the update are those of the run. ``TorchDispatchMode``, which is outside of torch's documented
-interface (tested with torch 2.13.0), sees every operator. Collectives are left out: what they bring is recorded as gradients.
+interface (tested with torch 2.13.0), sees every operator. Collectives are left out: their results are recorded as gradients.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from unisono.compare.divergence import finite_or_none
 from unisono.compare.step_record import BACKWARD as BACKWARD_PHASE
 from unisono.compare.step_record import (
     DATA,
@@ -41,13 +41,23 @@ from unisono.parallel.mesh import AXES, ParallelDims
 from unisono.parallel.sharding import TensorShard
 from unisono.storage.files import open_new
 from unisono.train.objectives import Batch
-from unisono.train.operator_places import ModuleCall, OperatorPlaces, is_view, leaves, local, written_arguments
+from unisono.train.operator_places import (
+    COLLECTIVE_NAMESPACES,
+    ModuleCall,
+    OperatorPlaces,
+    is_view,
+    leaves,
+    local,
+    micro_batch_number,
+    num_rows,
+    written_arguments,
+)
 from unisono.train.state import generator_states
 from unisono.train.step import Step, TrainStep
 from unisono.train.taps import Taps
 from unisono.train.tensor_digest import tensor_digest
 
-_MOVING: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "fsdp", "prim", "prims"})
+_UNRECORDED_NAMESPACES: Final = COLLECTIVE_NAMESPACES | {"prim", "prims"}
 # they compute nothing, and whether they are there depends on strides
 _COPIES: Final = frozenset({"aten.clone.default", "aten._unsafe_view.default", "aten.lift_fresh_copy.default"})
 _VALUES_BYTES: Final = 1 << 30  # of a step and rank that are kept
@@ -58,14 +68,14 @@ _WIDE: Final = frozenset({torch.float32, torch.float64, torch.float16})  # numpy
 
 @dataclass(kw_only=True, slots=True)
 class StepRecorder:
-    """Makes the steps of a replay, records those that were asked for, and ends the process after the last.
+    """Makes the steps of a replay, records the requested ones, and ends the process after the last.
 
     Attributes:
         request: What the replay does.
         dims: The mesh of the ranks.
         modules: Description of each module of the unsharded model.
         code: The record of the run's code, by setting.
-        settings: What the update reads beside the optimizer's groups, such as ``clip_norm``.
+        settings: Settings that the update reads besides the optimizer's groups, such as ``clip_norm``.
     """
 
     request: ReplayRequest
@@ -81,9 +91,9 @@ class StepRecorder:
         folder = Path(self.request.folder)
         if number in self.request.record:
             with open_new(values_path(folder, number, rank)) as values:
-                recording = _Recording(train_step, self.dims, values)
+                recording = _StepObserver(train_step, self.dims, values)
                 recording.begin(batch)
-                step = recording.step_of().run(batch)
+                step = recording.observed_step().run(batch)
             write_record(folder, self._record(train_step, recording, batch, step))
         else:
             step = train_step.run(batch)
@@ -95,7 +105,7 @@ class StepRecorder:
         self.dims.world.barrier()
         raise SystemExit(0)
 
-    def _record(self, train_step: TrainStep, recording: _Recording, batch: StepBatch, step: Step) -> StepRecord:
+    def _record(self, train_step: TrainStep, recording: _StepObserver, batch: StepBatch, step: Step) -> StepRecord:
         plan, dims = self.dims.plan, self.dims
         layout: dict[str, int | str | bool] = {axis: int(getattr(plan.mesh, axis)) for axis in (*AXES, "ep")}
         layout |= {"micro_batch": plan.batch.micro_batch, "accumulation": plan.batch.accumulation}
@@ -107,7 +117,7 @@ class StepRecorder:
             loss=step.loss,
             grad_norm=step.grad_norm,
             sample_ids=batch.sample_ids.tolist(),
-            rows=[_num_rows(part) for part in batch.micro_batches],
+            rows=[num_rows(part) for part in batch.micro_batches],
             layout=layout,
             modules=dict(self.modules),
             code={setting: dict(parts) for setting, parts in self.code.items()},
@@ -121,8 +131,8 @@ def describe_modules(model: nn.Module) -> dict[str, str]:
     return {path: f"{type(module).__name__}({module.extra_repr()})" for path, module in model.named_modules()}
 
 
-class _Recording(TorchDispatchMode):
-    """The entries of one step, and what observes it; the ``taps`` of a step."""
+class _StepObserver(TorchDispatchMode):
+    """Observes one step, and collects its entries."""
 
     def __init__(self, train_step: TrainStep, dims: ParallelDims, values: IO[bytes]) -> None:
         super().__init__()
@@ -131,16 +141,16 @@ class _Recording(TorchDispatchMode):
         self._state = train_step.state
         self._places = OperatorPlaces(lambda call, args, kwargs: None, self._leaving)
         self._phase, self._written = FORWARD, 0
-        self._is_adding = False  # what a summary computes is no operator of the step
+        self._is_adding = False  # operators of a summary are not recorded
         self._entries: list[dict[str, Any]] = []
         self._digests: list[Tensor] = []
         self._norms: list[Tensor] = []  # [2] of each entry: norm, largest magnitude
-        self._seen: list[Batch] = []  # micro-batches in the order of their first pass
+        self._seen: list[Batch] = []
         self._names: dict[int, str] = {}  # of the tensors of the update, by address
         self._stack = ExitStack()
 
-    def step_of(self) -> TrainStep:
-        """The step with everything observed."""
+    def observed_step(self) -> TrainStep:
+        """The step with its inputs, objective, passes and update observed."""
         step = self._step
         inner = step.forward_backward
 
@@ -159,13 +169,16 @@ class _Recording(TorchDispatchMode):
             return losses, weight
 
         return replace(
-            step, forward_backward=replace(inner, inputs=inputs), objective=objective, taps=cast(Taps, _Tapped(self))
+            step,
+            forward_backward=replace(inner, inputs=inputs),
+            objective=objective,
+            taps=cast(Taps, _RecordingTaps(self)),
         )
 
     # --- before the passes ----------------------------------------------------------------------------------------------
 
     def begin(self, batch: StepBatch) -> None:
-        """Record what the step begins with: its batch, the state, the random generators."""
+        """Record the batch, the state and the random generators before the step."""
         state = self._state
         for number, micro_batch in enumerate(batch.micro_batches):
             for name, tensor in micro_batch.items():
@@ -201,10 +214,7 @@ class _Recording(TorchDispatchMode):
         self._stack.close()
 
     def _begin_micro_batch(self, micro_batch: Batch) -> None:
-        number = next((n for n, one in enumerate(self._seen) if one is micro_batch), len(self._seen))
-        if number == len(self._seen):
-            self._seen.append(micro_batch)
-        self._places.micro_batch = number
+        self._places.micro_batch = micro_batch_number(micro_batch, self._seen)
 
     def _leaving(self, call: ModuleCall, output: Any) -> None:
         for place, tensor in enumerate(value for value in leaves(output) if isinstance(value, Tensor)):
@@ -214,21 +224,27 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = str(func)
-        if self._is_adding or func.namespace in _MOVING or name in _COPIES or "empty" in name or is_view(func):
+        if (
+            self._is_adding
+            or func.namespace in _UNRECORDED_NAMESPACES
+            or name in _COPIES
+            or "empty" in name
+            or is_view(func)
+        ):
             return result
-        made = [value for value in leaves(result) if isinstance(value, Tensor)]
-        if not made:
-            made = [
+        results = [value for value in leaves(result) if isinstance(value, Tensor)]
+        if not results:
+            results = [
                 t for value in written_arguments(func, args, kwargs) for t in leaves(value) if isinstance(t, Tensor)
             ]
         if self._phase == OPTIMIZER:
-            self._add_update(name, made, args, kwargs)
+            self._add_update(name, results, args, kwargs)
             return result
         call = self._places.current()
         phase = BACKWARD_PHASE if self._places.is_backward else FORWARD if call is not None else self._phase
         arguments = _arguments_text(args, kwargs)
         micro_batch = self._places.micro_batch if call is None else call.micro_batch
-        for place, tensor in enumerate(made):
+        for place, tensor in enumerate(results):
             if place and tensor.dtype == torch.uint8:
                 continue  # a workspace of a kernel, which need not be filled
             self._add(
@@ -266,7 +282,7 @@ class _Recording(TorchDispatchMode):
     def after_update(self) -> None:
         """Record the updated state, and what the optimizer was set to."""
         self.stop()
-        shards = self._state.own_shards()
+        shards = self._state.local_shards()
         for path, tensor in self._state.local_state().items():
             self._add("updated", tensor, OPTIMIZER, layer=_layer_of(path), tensor=path, shard=shards.get(path))
         for number, group in enumerate(self._state.optimizer.param_groups):
@@ -275,11 +291,11 @@ class _Recording(TorchDispatchMode):
                     text = f"{float(value)!r}" if isinstance(value, Tensor) and value.numel() == 1 else repr(value)
                     self.hyperparameters[f"{name} of group {number}"] = text
 
-    def _add_update(self, name: str, made: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _add_update(self, name: str, results: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         given = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
         of_inputs = next((found for tensor in given if (found := self._name_of(tensor))), "")
         arguments = _arguments_text(args, kwargs)
-        for place, tensor in enumerate(made):
+        for place, tensor in enumerate(results):
             path = self._name_of(tensor) or of_inputs
             self._add(
                 "operator",
@@ -337,7 +353,7 @@ class _Recording(TorchDispatchMode):
         )
 
     def _keep(self, part: Tensor) -> tuple[int, str]:
-        """Write the values while there is room for them; where they begin, and their dtype."""
+        """Write the values, up to the limits; returns their offset in the file, -1 if not written, and their dtype."""
         if part.is_complex():
             return -1, ""
         if part.is_floating_point() and part.dtype not in _WIDE:
@@ -356,22 +372,22 @@ class _Recording(TorchDispatchMode):
         digests = torch.stack(self._digests).tolist() if self._digests else []
         norms = torch.stack(self._norms).tolist() if self._norms else []
         return [
-            Entry(**fields, digest=digest, norm=_number(norm), max_abs=_number(max_abs))
+            Entry(**fields, digest=digest, norm=finite_or_none(norm), max_abs=finite_or_none(max_abs))
             for fields, digest, (norm, max_abs) in zip(self._entries, digests, norms, strict=True)
         ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Tapped:
-    """The recording in the place of a step's taps: a context around the passes, then calls before and after the update."""
+class _RecordingTaps:
+    """Takes the place of a step's taps, which the step enters around its passes and calls before and after its update."""
 
-    recording: _Recording
+    recording: _StepObserver
 
-    def reading(self, _step: int) -> _Tapped:
+    def reading(self, _step: int) -> _RecordingTaps:
         """See ``Taps``."""
         return self
 
-    def __enter__(self) -> _Tapped:
+    def __enter__(self) -> _RecordingTaps:
         self.recording.watch_passes()
         return self
 
@@ -434,11 +450,3 @@ def _argument_text(value: Any) -> str:
     if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in cast("list[Any]", value)):
         return ""
     return "" if isinstance(value, Tensor | torch.Generator | torch.device) or value is None else repr(value)
-
-
-def _num_rows(micro_batch: Mapping[str, Any]) -> int:
-    return max((len(entry) for entry in micro_batch.values() if isinstance(entry, Tensor) and entry.dim()), default=0)
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

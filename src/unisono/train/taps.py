@@ -1,4 +1,4 @@
-"""Taps: at a cadence, what the modules that a pattern names compute, and how far their parameters move.
+"""Taps: at a cadence, statistics of the outputs, gradients and parameters of the modules that a pattern names.
 
 At a tapped step forward hooks and gradient hooks are installed for that step alone; every other step costs nothing. The figures
 are of the global batch and the global tensors, whatever the layout: micro-batches and data ranks are added up, shards of
@@ -27,6 +27,7 @@ from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.stages import PipelineStages
 from unisono.parallel.sharding import ShardedParameters
 from unisono.plan.rules import match_modules
+from unisono.train.tensor_digest import tensor_digest
 
 _ENTRIES_PER_EVENT: Final = 500  # modules or parameters: an event has at most 1 MiB
 _DATA_AXES: Final = ("shard", "dp_replicate")  # their ranks compute different samples or different parts of a sequence
@@ -34,7 +35,7 @@ _DATA_AXES: Final = ("shard", "dp_replicate")  # their ranks compute different s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TapTarget:
-    """What is tapped.
+    """The model and the ranks that taps observe.
 
     Attributes:
         model: This rank's part of the model.
@@ -85,10 +86,10 @@ class Taps:
         self._entries.append((every, frozenset(chosen)))
 
     def silent(self) -> Taps:
-        """The same taps, which read and write nothing down: a step that is computed again runs as it did."""
-        made = Taps(self._target, cast(EventLog, _NoEvents()))
-        made._entries = self._entries
-        return made
+        """The same taps without their events, for a step that is computed again: it runs the same operators."""
+        taps = Taps(self._target, cast(EventLog, _NoEvents()))
+        taps._entries = self._entries
+        return taps
 
     def reading(self, step: int) -> TapReading | None:
         """The reading of ``step``, from 0; None where no tap is due."""
@@ -132,12 +133,7 @@ class _Figures:
             alive = (~zeros).movedim(channel, 0).flatten(1).any(1).float()
             self.alive = torch.maximum(self.alive, alive) if self.alive.shape == alive.shape else alive
         if with_checksum:
-            bits = tensor.contiguous().view(_INTEGERS[tensor.dtype.itemsize]).flatten().long()
-            places = torch.arange(len(bits), device=bits.device) % 8191 + 1
-            self.checksum = self.checksum * 31 + (bits * places).sum()
-
-
-_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+            self.checksum = self.checksum * 31 + tensor_digest(tensor)
 
 
 class TapReading:

@@ -1,16 +1,16 @@
 """Finds silent corruption: at a cadence a step is computed again, and the state is compared over time and over ranks.
 
-    end of the step before   note digests of the state
+    end of the step before   record digests of the state
     begin of the step        compare them: nothing may have changed                           memory
-    the step, traced         compare them again before the update                             memory
+    the step, with digests   compare them again before the update                             memory
     the step once more       from a copy of the state: every digest of both must be equal     compute
     end                      compare digests over the ranks that hold equal parts             replica
 
-Where two computations differ there is a third. Two that are equal say which one is wrong. Three different ones say that the model
-is not deterministic: a notice tells, and steps of this attempt are computed once. Where an accelerator may use kernels that are
-not deterministic, five are made, of which four must be equal.
+Where two computations differ, a third one is made: the one that differs from two equal ones is wrong. If all three differ, the
+model is not deterministic: a notice says so, and later steps of this attempt are computed once. Where an accelerator may use
+kernels that are not deterministic, five computations are made, of which four must be equal.
 
-A finding ends the run with CorruptionError on all ranks, before the state is saved: no step is saved that was not compared.
+A finding ends the run with CorruptionError on all ranks, before the state is saved: no state is saved without a comparison.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from unisono.errors import CorruptionError
 from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter, StepTimers
 from unisono.sanitize import listed
-from unisono.train.rewind import Rewind
 from unisono.train.state_digests import StateDigests
+from unisono.train.state_snapshot import StateSnapshot
 from unisono.train.step import COUNTED, RANK_LOSS, STOP, Step, TrainStep
-from unisono.train.step_trace import StepTrace
+from unisono.train.step_digests import StepDigests
 
 # phases of a step in the order in which a wrong value spreads, with what is said of them
 _PHASES: Final = {
@@ -49,7 +49,7 @@ _MAX_NAMES: Final = 20  # of tensors in an event
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corruption:
-    """A finding.
+    """Tensors whose bits are wrong, and the ranks that hold them.
 
     Attributes:
         source: ``memory``, ``compute`` or ``replica``.
@@ -69,7 +69,7 @@ class Corruption:
 
 
 @dataclass(frozen=True, slots=True)
-class _Computed:
+class _Computation:
     """One computation of the step: digests ``values`` of ``names``, pairs of phase and name; ``after`` are those of the state."""
 
     step: Step
@@ -77,25 +77,25 @@ class _Computed:
     names: list[tuple[str, str]]
     values: list[int]
 
-    def is_equal(self, other: _Computed) -> bool:
+    def is_equal(self, other: _Computation) -> bool:
         return (self.names, self.values) == (other.names, other.values)
 
-    def differences(self, other: _Computed) -> list[tuple[int, str, str]]:
-        """Place, phase and name of the entries that differ, up to where other things were computed."""
-        found: list[tuple[int, str, str]] = []
+    def differences(self, other: _Computation) -> list[tuple[int, str, str]]:
+        """Index, phase and name of the entries that differ, up to the first where other tensors were computed."""
+        differing: list[tuple[int, str, str]] = []
         mine, its = (list(zip(one.names, one.values, strict=True)) for one in (self, other))
         for place, (here, there) in enumerate(zip(mine, its, strict=False)):
             if here != there:
-                found.append((place, *here[0]))
+                differing.append((place, *here[0]))
             if here[0] != there[0]:
                 break
-        return found or [(min(len(mine), len(its)), "after", "the number of its operations")]
+        return differing or [(min(len(mine), len(its)), "after", "the number of its operations")]
 
 
-class _NoProfile:
-    """A profiler that is asked for nothing."""
+class _NoProfileRequests:
+    """Stands for the profiler where a step is computed again: no profile is requested."""
 
-    def look(self, now_s: float) -> bool:
+    def is_requested(self, now_s: float) -> bool:
         return False
 
 
@@ -106,8 +106,8 @@ class StepVerifier:
     Attributes:
         train_step: The step of the run.
         digests: Digests of its state.
-        is_due: Whether a step, from 1, is verified: at the cadence, where a checkpoint is due, and the last one.
-        rates: From which the repeated computation is left out.
+        is_due: Whether a step, from 1, is verified: at the cadence, where a checkpoint is due, and the last step of the run.
+        rates: Meter of the run's speed, which leaves out the repeated computations.
         events: Event log of this rank.
         device: Device of the model.
         stage: This rank's place along the pipeline, from 0.
@@ -121,7 +121,7 @@ class StepVerifier:
     device: torch.device
     stage: int
     _verified_step: int = -1
-    _repeats: bool = True
+    _recomputes: bool = True
 
     def run(self, batch: StepBatch) -> Step:
         """Make one step of ``batch``. Raises CorruptionError."""
@@ -129,39 +129,44 @@ class StepVerifier:
             return self._run_verified(batch)
         step = self.train_step.run(batch)
         if self.is_due(step.index + 1):
-            self.digests.note(self.digests.take())
+            self.digests.record(self.digests.take())
         return step
 
     def before_save(self) -> None:
-        """Compare the state that is about to be saved, as far as it can be. Waits for the device. Raises CorruptionError."""
+        """Compare the state before it is saved: over time, and over ranks unless the step was verified. Waits for the device.
+
+        Raises CorruptionError.
+        """
         step = self.train_step.state.step
         digests = self.digests.take()
         changed = self.digests.changed(digests)
-        found = self._in_memory(changed, "before it was saved")
-        if not found and self._verified_step != step:
-            found = self._of_copies(digests)
-        self._require_none(step, found)
+        corruptions = self._memory_corruptions(changed, "before it was saved")
+        if not corruptions and self._verified_step != step:
+            corruptions = self._replica_corruptions(digests)
+        self._raise_if_any(step, corruptions)
 
     # --- a verified step -----------------------------------------------------------------------------------------------
 
     def _run_verified(self, batch: StepBatch) -> Step:
-        made, state = self.train_step, self.train_step.state
+        train_step, state = self.train_step, self.train_step.state
         with self.rates.paused():
-            rewind = Rewind(state, self.device) if self._repeats else None
+            snapshot = StateSnapshot(state, self.device) if self._recomputes else None
             begin = self.digests.take()
             changed = self.digests.changed(begin)
-            self.digests.note(begin)
+            self.digests.record(begin)
         in_step: list[str] = []
-        first = self._compute(batch, made, begin, in_step)
+        first = self._compute(batch, train_step, begin, in_step)
         with self.rates.paused():
-            found = self._in_memory(changed, "between the step before and this one")
-            found = found or self._in_memory(in_step, "while the gradients of this step were computed")
+            corruptions = self._memory_corruptions(changed, "between the step before and this one")
+            corruptions = corruptions or self._memory_corruptions(
+                in_step, "while the gradients of this step were computed"
+            )
             computed = [first]
-            if rewind is not None and not found:
-                computed.append(self._compute_again(batch, rewind))
-                found = self._of_repeats(batch, rewind, computed)
-            self._require_none(state.step, found or self._of_copies(computed[-1].after))
-            self.digests.note(computed[-1].after)
+            if snapshot is not None and not corruptions:
+                computed.append(self._compute_again(batch, snapshot))
+                corruptions = self._compute_corruptions(batch, snapshot, computed)
+            self._raise_if_any(state.step, corruptions or self._replica_corruptions(computed[-1].after))
+            self.digests.record(computed[-1].after)
         self._verified_step = state.step
         last = computed[-1].step
         if last is not first.step and not computed[-1].is_equal(first):  # the state is that of the last one
@@ -171,37 +176,37 @@ class StepVerifier:
         return first.step
 
     def _compute(
-        self, batch: StepBatch, made: TrainStep, begin: dict[str, Tensor], changed: list[str] | None = None
-    ) -> _Computed:
-        """Make the step with its trace; ``changed`` takes the tensors that changed before the update by themselves."""
-        model = made.forward_backward.model
-        trained = [name for name, parameter in made.state.sharded.parameters.items() if parameter.requires_grad]
-        trace = StepTrace(model, self.device, with_modules=made.plan.backend.compile == "off")
+        self, batch: StepBatch, train_step: TrainStep, begin: dict[str, Tensor], changed: list[str] | None = None
+    ) -> _Computation:
+        """Make the step and take its digests; ``changed`` gets paths of tensors that changed by themselves before the update."""
+        model = train_step.forward_backward.model
+        trained = [name for name, parameter in train_step.state.sharded.parameters.items() if parameter.requires_grad]
+        step_digests = StepDigests(model, self.device, with_modules=train_step.plan.backend.compile == "off")
 
         def observe_gradients(step: int, gradients: list[Tensor], divisor: Tensor) -> None:
-            made.observe_gradients(step, gradients, divisor)
+            train_step.observe_gradients(step, gradients, divisor)
             if changed is not None:
                 changed.extend(self.digests.changed(self.digests.take(), with_buffers=False))
             for name, gradient in zip(trained, gradients, strict=True):
-                trace.add("sums", f"gradient of {name}", gradient)
+                step_digests.add("sums", f"gradient of {name}", gradient)
 
-        trace.add_digests("before", begin)
-        with trace:
-            step = replace(made, observe_gradients=observe_gradients).run(batch)
-        trace.add("loss", "loss", step.stats[RANK_LOSS])
-        trace.add("statistics", "loss and norm", step.stats[: COUNTED + 1])
+        step_digests.add_digests("before", begin)
+        with step_digests:
+            step = replace(train_step, observe_gradients=observe_gradients).run(batch)
+        step_digests.add("loss", "loss", step.stats[RANK_LOSS])
+        step_digests.add("statistics", "loss and norm", step.stats[: COUNTED + 1])
         after = self.digests.take()
-        trace.add_digests("after", after)
-        return _Computed(step, after, trace.names, trace.values())
+        step_digests.add_digests("after", after)
+        return _Computation(step, after, step_digests.names, step_digests.values())
 
-    def _compute_again(self, batch: StepBatch, rewind: Rewind) -> _Computed:
+    def _compute_again(self, batch: StepBatch, snapshot: StateSnapshot) -> _Computation:
         """Make the step from the state before it. Nothing of it is reported."""
-        rewind.back()
+        snapshot.restore()
         quiet = replace(
             self.train_step,
             timers=StepTimers(),
             stop_notice=None,
-            profiler=cast(Any, _NoProfile()),
+            profiler=cast(Any, _NoProfileRequests()),
             observe_gradients=lambda step, gradients, divisor: None,
             taps=self.train_step.taps.silent(),
         )
@@ -209,7 +214,8 @@ class StepVerifier:
 
     # --- findings ------------------------------------------------------------------------------------------------------
 
-    def _in_memory(self, changed: Sequence[str], when: str) -> list[Corruption]:
+    def _memory_corruptions(self, changed: Sequence[str], when: str) -> list[Corruption]:
+        """Corruption of tensors that ``changed`` although nothing wrote to them, on any rank. A collective."""
         answers: list[list[str]] = self._gather(list(changed[:_MAX_NAMES]))
         return [
             Corruption(
@@ -224,25 +230,28 @@ class StepVerifier:
             if paths
         ]
 
-    def _of_repeats(self, batch: StepBatch, rewind: Rewind, computed: list[_Computed]) -> list[Corruption]:
-        """The corruption that two or more computations of the step show; makes more where two differ."""
+    def _compute_corruptions(
+        self, batch: StepBatch, snapshot: StateSnapshot, computed: list[_Computation]
+    ) -> list[Corruption]:
+        """The corruption that two computations of the step show; where they differ, further ones tell which is wrong."""
         if all(self._gather(computed[0].is_equal(computed[1]))):
             return []
         is_deterministic = self.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         count = 3 if is_deterministic else 5
         while len(computed) < count:
-            computed.append(self._compute_again(batch, rewind))
-        kinds = [next(n for n, other in enumerate(computed) if one.is_equal(other)) for one in computed]
-        rows = list(zip(*self._gather(kinds), strict=True))  # the kind of each computation on all ranks
+            computed.append(self._compute_again(batch, snapshot))
+        # number of the first computation that each one equals, on this rank; then the same of all ranks, a row for each
+        equal_to = [next(n for n, other in enumerate(computed) if one.is_equal(other)) for one in computed]
+        rows = list(zip(*self._gather(equal_to), strict=True))
         groups = Counter(rows)
         if sorted(groups.values()) != [1, count - 1]:
-            self._give_up_repeats(count)
+            self._stop_recomputing(count)
             return []
         odd = next(n for n, row in enumerate(rows) if groups[row] == 1)
         return [self._outlier(computed[odd], computed[odd - 1], odd, is_deterministic=is_deterministic)]
 
-    def _outlier(self, odd: _Computed, other: _Computed, number: int, *, is_deterministic: bool) -> Corruption:
-        """Where a computation differs first from the others, which are equal. A collective."""
+    def _outlier(self, odd: _Computation, other: _Computation, number: int, *, is_deterministic: bool) -> Corruption:
+        """The corruption of the one computation that differs from the others, by its first difference. A collective."""
         phases = list(_PHASES)
         differences = [] if odd.is_equal(other) else odd.differences(other)
         first: list[list[Any]] = []
@@ -271,14 +280,14 @@ class StepVerifier:
             tensors=tuple(names),
         )
 
-    def _of_copies(self, digests: dict[str, Tensor]) -> list[Corruption]:
-        """Tensors of which ranks hold different copies."""
+    def _replica_corruptions(self, digests: dict[str, Tensor]) -> list[Corruption]:
+        """Corruption of tensors of which ranks hold copies that are not equal. A collective."""
         values = torch.stack([digest.to(self.device) for digest in digests.values()]).tolist()
         by_ranks: dict[tuple[int, ...], list[str]] = {}
         certain: dict[tuple[int, ...], bool] = {}
-        for difference in self.digests.different_copies(dict(zip(digests, values, strict=True))):
-            by_ranks.setdefault(difference.ranks, []).append(difference.path)
-            certain[difference.ranks] = difference.is_certain
+        for unequal in self.digests.unequal_copies(dict(zip(digests, values, strict=True))):
+            by_ranks.setdefault(unequal.ranks, []).append(unequal.path)
+            certain[unequal.ranks] = unequal.is_certain
         return [
             Corruption(
                 source="replica",
@@ -296,8 +305,8 @@ class StepVerifier:
             for ranks, paths in by_ranks.items()
         ]
 
-    def _give_up_repeats(self, count: int) -> None:
-        self._repeats = False
+    def _stop_recomputing(self, count: int) -> None:
+        self._recomputes = False
         if self.train_step.forward_backward.world.rank == 0:
             self.events.emit(
                 "notice",
@@ -309,13 +318,13 @@ class StepVerifier:
                 fix="torch.use_deterministic_algorithms(True), and no generators but torch's, Python's and numpy's own ones",
             )
 
-    def _require_none(self, step: int, found: Sequence[Corruption]) -> None:
-        """Emit what was found, and end the run. Raises CorruptionError."""
-        if not found:
+    def _raise_if_any(self, step: int, corruptions: Sequence[Corruption]) -> None:
+        """Emit the corruptions, and end the run if there are any. A collective. Raises CorruptionError."""
+        if not corruptions:
             return
         hosts: list[str] = self._gather(socket.gethostname())
-        first = found[0]
-        for one in found if self.train_step.forward_backward.world.rank == 0 else ():
+        first = corruptions[0]
+        for one in corruptions if self.train_step.forward_backward.world.rank == 0 else ():
             self.events.emit(
                 "corruption",
                 step=step,

@@ -71,9 +71,10 @@ class StepBatch:
         sample_ids: [samples] int64, ids of the share in order.
         micro_batches: Tensors by name, first dim = samples. The last micro-batch may be smaller; an empty share has
             none.
-        wait_s: Seconds the consumer waited for this batch.
+        wait_s: Seconds that the loader's iterator waited for this batch. Runs report the phase ``data_wait`` instead, which the
+            training loop measures.
         skipped_ids: Samples of this rank that could not be read and have weight 0.
-        stages: Seconds that whoever built it, a worker or this thread, spent in each stage.
+        stages: Seconds spent building it in each stage, by a worker or by this thread.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""What computing a step again needs: the random generators, and the whole state of the run, as they were before it."""
+"""Snapshots of the random generators and of the whole state of a run, from which a step can be computed again."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ class GeneratorStates:
         np.random.set_state(self.numpy)
 
 
-class Rewind:
-    """The state of a run before a step, to which ``back`` returns.
+class StateSnapshot:
+    """A copy of the state of a run before a step.
 
-    It has parameters, buffers, optimizer state, averages, statistics, the schedule and the generators: all that a step changes,
-    but for what a model or an objective keeps in plain Python. Copies of tensors are in host memory.
+    It has parameters, buffers, optimizer state, averages, statistics, the schedule and the random generators: everything that a
+    step changes, except state that a model or an objective keeps in plain Python. Copies of tensors are in host memory.
     """
 
     def __init__(self, state: TrainState, device: torch.device) -> None:
         self._state, self._device = state, device
         self._step, self._schedule = state.step, deepcopy(state.learning_rates.state())
         self._generators = GeneratorStates.now(device)
-        tensors = [*state.own_state().values(), *(buffer.detach() for buffer in state.model.buffers())]
+        tensors = [*state.mutable_state().values(), *(buffer.detach() for buffer in state.model.buffers())]
         self._copies = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
         # an optimizer may create state in its first step, or replace a tensor
         self._entries = [
@@ -73,7 +73,7 @@ class Rewind:
         ]
 
     @torch.no_grad()
-    def back(self) -> None:
+    def restore(self) -> None:
         """Restore the state; may be called several times."""
         state = self._state
         for member, entries in zip(state.optimizer.members, self._entries, strict=True):

@@ -1,4 +1,4 @@
-"""Digests of what a step computes on this rank, in the order of its computation.
+"""Digests of the tensors that a step computes on this rank, in the order of computation.
 
 Inside of the context each module without children adds the digest of its output, of each call, and later that of the gradient of
 this output; each parameter adds that of its own gradient, before it is summed over micro-batches and ranks. Parameters that FSDP2
@@ -18,8 +18,8 @@ from unisono.train.taps import first_floating
 from unisono.train.tensor_digest import tensor_digest
 
 
-class StepTrace:
-    """The entries of one step; nothing waits for the device before ``values``.
+class StepDigests:
+    """Collects the digests of one step; only ``values`` waits for the device.
 
     Attributes:
         names: (phase, name) of each entry; hooks add the phases ``forward`` and ``backward``.
@@ -45,7 +45,7 @@ class StepTrace:
         """The digests on the host. Waits for the device."""
         return torch.stack([digest.to(self._device) for digest in self._digests]).tolist()
 
-    def __enter__(self) -> StepTrace:
+    def __enter__(self) -> StepDigests:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 self._stack.callback(parameter.register_hook(self._observer(f"gradient of {name}")).remove)
