@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from commands import Desk
 from event_streams import write_events
+
+from unisono.diagnose import write_overlay
 
 # a loader that one thread can hide behind the rest of the step
 SLOW = """
@@ -108,3 +111,31 @@ def test_the_settings_remove_what_they_were_written_for(desk: Desk, tmp_path: Pa
     assert done.code == 0, done.err
     after = desk.here("diagnose", f"{run_dir}-2", "--json").json
     assert "DATA01" not in [finding["id"] for finding in after["findings"]]
+    gain = after["gain"]
+    assert (gain["parent"], gain["gone"], gain["stays"]) == (str(run_dir), ["DATA01"], [])
+    assert gain["gain_frac"] == pytest.approx(1 - gain["after_s"] / gain["before_s"])
+    assert gain["expected_frac"] == pytest.approx(found["findings"][0]["expected_gain"])
+    told = desk.here("diagnose", f"{run_dir}-2").out
+    assert f"since {run_dir}, whose diagnosis it follows: DATA01 gone; a step takes" in told
+    page = desk.here("report", f"{run_dir}-2")
+    assert page.code == 0, page.err
+    assert "whose diagnosis it follows: DATA01 gone" in Path(f"{run_dir}-2", "report.html").read_text()
+
+
+def test_settings_of_a_strategy_file_are_changed_in_a_copy_of_it(desk: Desk, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text('{"batch": {"micro_batch": 4, "accumulation": 1}, "recompute": {"mode": "full"}}')
+    run_dir, overlay = tmp_path / "run", tmp_path / "smaller.toml"
+    done = desk.train(run_dir, f"--plan={plan}", "--set=train.eval_every_steps=0", "--set=model.num_layers=2")
+    assert done.code == 0, done.err
+    patch = {"plan.micro_batch": 2, "plan.recompute": "none", "loader.num_workers": 0}
+    assert write_overlay(overlay, run_dir, patch) == tmp_path / "run-2"
+    assert json.loads((tmp_path / "smaller.plan.json").read_text()) == {
+        "batch": {"micro_batch": 2},
+        "recompute": {"mode": "none"},
+    }
+    done = desk.here("train", str(overlay))
+    assert done.code == 0, done.err
+    made = json.loads((tmp_path / "run-2/plan.json").read_text())
+    assert (made["batch"]["micro_batch"], made["batch"]["accumulation"]) == (2, 2)
+    assert made["recompute"]["mode"] == "none"

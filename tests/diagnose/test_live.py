@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 from pool import Pool
 
 from unisono.data.options import default_cache_dir
-from unisono.diagnose import Finding, diagnose, read_run
+from unisono.diagnose import Finding, diagnose, read_run, use_rules
 from unisono.measure.calibration import CALIBRATION_FILE, SHARED_MEMORY, LinkRate, add_to_calibration
 from unisono.measure.ceiling import PeakFlops
 from unisono.observe.monitor import peak_rss_bytes
@@ -85,7 +87,7 @@ def train(world: Any, run_dir: str, fault: str, rank: int | None, plan: dict[str
             patch.setattr(RunCheckpoints, "save", slowly(RunCheckpoints.save))
         if "exchange" in fault:
             options |= {"network": Heavy()}
-        with tiny.trainer(run_dir, world=world, **options) as run:
+        with tiny.trainer(run_dir, world=world, **options) as run, ExitStack() as stack:
             if "compute" in fault and here:
                 run.model.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
             if fault in PAUSES_S:
@@ -105,6 +107,8 @@ def train(world: Any, run_dir: str, fault: str, rank: int | None, plan: dict[str
                 )
             if "slows down" in fault and here:
                 run.model.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S * (run.state.step >= 48)))
+            if "stopped" in fault and here:
+                stack.enter_context(stopped_half_of_the_time())
             if "leak" in fault and here:
                 kept: list[Any] = []
                 run.model.register_forward_pre_hook(lambda *_: kept.append(torch.ones(2**19)))  # 2 MiB: THE LEAK
@@ -143,6 +147,24 @@ class Heavy(torch.nn.Module):
 def make_garbage(heap: list[Any]) -> None:
     """Many more objects, which are kept: Python decides to collect."""
     heap += [[] for _ in range(50_000)]
+
+
+@contextmanager
+def stopped_half_of_the_time() -> Generator[None]:
+    """Inside, another process stops this one for 40 ms of each 80, as a busy host would."""
+    duty = """
+import itertools, os, signal, sys, time
+for number in itertools.cycle((signal.SIGSTOP, signal.SIGCONT)):
+    os.kill(int(sys.argv[1]), number)
+    time.sleep(0.04)
+"""
+    command = [sys.executable, "-S", "-c", duty, str(os.getpid())]
+    other = subprocess.Popen(command)
+    try:
+        yield
+    finally:
+        other.kill()  # it can only be while this process runs
+        other.wait()
 
 
 def slowly(function: Any) -> Any:
@@ -188,6 +210,7 @@ def found(
         ("loader", 2, 1, "DATA02"),
         ("compute", 2, 0, "BAL01"),
         ("compute", 2, 1, "BAL01"),
+        ("compute stopped", 2, 1, "BAL01"),
         ("link", 2, None, "COMM01"),
         ("save", 1, None, "CKPT01"),
     ],
@@ -267,7 +290,10 @@ def test_the_line_whose_memory_grows(pool: Pool, tmp_path: Path) -> None:
     assert finding.evidence[2].endswith(f" of {__file__}:{line} stay: 2 MiB a step")
 
 
-def test_memory_that_is_left_for_larger_micro_batches(pool: Pool, tmp_path: Path) -> None:
+def test_memory_that_is_left_for_larger_micro_batches(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(use_rules, "_SMALL_MODEL", 0)
     given = {"ranks": 1, "micro_batch": 1, "global_batch": 8}
     before = found(pool, tmp_path / "before", "call", **given)
     assert "UTIL01" in before

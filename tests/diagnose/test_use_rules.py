@@ -54,6 +54,12 @@ def test_a_device_that_could_do_more(tmp_path: Path, fields: dict[str, float], s
     )
 
 
+@pytest.mark.parametrize(("parameters", "is_judged"), [(9_999_999, False), (10_000_000, True), ("many", True)])
+def test_a_small_model_cannot_reach_such_a_rate(tmp_path: Path, parameters: Any, is_judged: bool) -> None:
+    findings = found(tmp_path, start={"parameters": parameters}, perf_matmul_ceiling_frac=0.1)
+    assert bool(findings) == is_judged
+
+
 def test_what_a_step_would_take(tmp_path: Path) -> None:
     finding = found(tmp_path, perf_matmul_ceiling_frac=0.35)["UTIL01"]
     assert finding.evidence == (

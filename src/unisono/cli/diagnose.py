@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
 def command(run_dir: str, overlay: str | None, as_json: bool) -> None:
     """Say what makes the run in RUN_DIR slow or wrong, the most costly cause first.
 
+    For a run that follows the diagnosis of another: what the changed settings gained.
+
     The run may be finished, killed or still under way. Costs are shares of the time of a step, of the last attempt.
     TRACE is a file of torch.profiler's export_chrome_trace (.json, .json.gz), of any program.
     """
+    from unisono.compare.parent import gain_over_parent
     from unisono.diagnose import diagnose, read_run, read_trace_facts, write_overlay
     from unisono.diagnose.overlay import merged_patch
 
@@ -60,7 +64,11 @@ def command(run_dir: str, overlay: str | None, as_json: bool) -> None:
         "patch": patch,
         "notes": list(facts.notes),
     }
-    print_result(as_json, result, [*_head(run_dir, facts), *_texts(findings), *applied])
+    gained: list[str] = []
+    if not is_trace and (gain := gain_over_parent(Path(run_dir), facts, findings)) is not None:
+        result["gain"] = {**asdict(gain), "parent": str(gain.parent), "gain_frac": gain.gain_frac}
+        gained = [str(gain)]
+    print_result(as_json, result, [*_head(run_dir, facts), *gained, *_texts(findings), *applied])
 
 
 def _head(run_dir: str, facts: RunFacts) -> Iterator[str]:

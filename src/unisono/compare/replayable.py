@@ -37,7 +37,7 @@ class ReplayableRun:
 
     Attributes:
         run_dir: Its folder.
-        steps: Number of each step, from 1 [steps].
+        steps: Number of each step, from 1, ascending [steps].
         losses: Its loss [steps].
         grad_norms: Its gradient norm [steps].
         layout: Sizes of the mesh, batch and precision, by name.
@@ -61,8 +61,10 @@ class ReplayableRun:
 
     def figures(self, step: int) -> tuple[float, float]:
         """Loss and gradient norm of a step; NaN for one that the history lacks."""
-        place = np.flatnonzero(self.steps == step)
-        return (float(self.losses[place[0]]), float(self.grad_norms[place[0]])) if len(place) else (np.nan, np.nan)
+        row = int(np.searchsorted(self.steps, step))
+        if row == len(self.steps) or self.steps[row] != step:
+            return np.nan, np.nan
+        return float(self.losses[row]), float(self.grad_norms[row])
 
 
 def read_run(run_dir: Path) -> ReplayableRun:
@@ -77,11 +79,12 @@ def read_run(run_dir: Path) -> ReplayableRun:
             nearest="folders of runs (run.dir) that have made a step",
         )
     plan = as_mapping(starts[-1].get("plan"))
+    order = np.argsort(history.steps, kind="stable")  # servers may report steps of dist_async in another one
     return ReplayableRun(
         run_dir=run_dir,
-        steps=history.steps,
-        losses=history.columns["train/loss"],
-        grad_norms=history.columns["train/grad_norm"],
+        steps=history.steps[order],
+        losses=history.columns["train/loss"][order],
+        grad_norms=history.columns["train/grad_norm"][order],
         layout={
             f"{group}.{name}": as_mapping(plan.get(group)).get(name)
             for group, names in _LAYOUT.items()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from unisono.config.fields import BASE
+from unisono.config.toml_file import read_toml
 from unisono.config.values import toml_value
 from unisono.diagnose.finding import Finding
 from unisono.errors import ConfigError
-from unisono.storage.files import create_file, os_reason
+from unisono.observe.events import as_mapping
+from unisono.plan.plan import load_fields, option_of
+from unisono.storage.files import create_file, look_up, os_reason
 from unisono.storage.ownership import untrusted_reason
 from unisono.storage.run_folder import RUN_FILE
 
@@ -28,9 +34,12 @@ def write_overlay(path: Path, run_dir: Path, patch: Mapping[str, Any]) -> Path:
     """Write ``patch`` as a new file over the configuration of the run in ``run_dir``; returns the folder of the run that
     ``unisono train path`` starts: ``run_dir`` with the next free number.
 
+    Fields that the run's strategy file gives are changed in a copy of it, ``path`` with the ending ``.plan.json``.
+
     Raises:
         ConfigError: The file exists or cannot be created, or the run has no configuration file of its own, or one that another
             user can have written.
+        PlanError: The run's strategy file cannot be read.
     """
     base = run_dir.resolve() / RUN_FILE
     if not base.is_file():
@@ -49,6 +58,11 @@ def write_overlay(path: Path, run_dir: Path, patch: Mapping[str, Any]) -> Path:
         )
     folders = (run_dir.with_name(f"{run_dir.name}-{number}") for number in count(2))
     next_dir = next(folder for folder in folders if not folder.exists())
+    patch, plan = _in_strategy_file(patch, base)
+    if plan is not None:
+        plan_path = path.with_suffix(".plan.json").resolve()
+        patch = {**patch, "plan.file": str(plan_path)}
+        _create(plan_path, json.dumps(plan, indent=1))
     sections: dict[str, dict[str, Any]] = {"run": {"dir": str(next_dir)}}
     for name, value in patch.items():
         section, _, option = name.rpartition(".")
@@ -56,8 +70,33 @@ def write_overlay(path: Path, run_dir: Path, patch: Mapping[str, Any]) -> Path:
     lines = [f"{BASE} = {toml_value(str(base))}"]
     for section, options in sections.items():
         lines += ["", f"[{section}]", *(f"{option} = {toml_value(value)}" for option, value in options.items())]
+    _create(path, "\n".join(lines))
+    return next_dir
+
+
+def _in_strategy_file(patch: Mapping[str, Any], base: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The settings of ``patch`` that stay settings, and the strategy file of the run with the others; None where it has none of
+    them."""
+    file = as_mapping(read_toml(base).values.get("plan")).get("file")
+    if not isinstance(file, str) or not file:
+        return dict(patch), None
+    fields = load_fields(look_up(file)[0])
+    names = {f"plan.{option}": name for name in fields if (option := option_of(name))}
+    changes = {names[setting]: value for setting, value in patch.items() if setting in names}
+    if not changes:
+        return dict(patch), None
+    if "batch.micro_batch" in changes:
+        fields.pop("batch.accumulation", None)  # it follows from the micro-batch
+    plan: dict[str, Any] = {}
+    for name, value in (fields | changes).items():
+        group, _, field = name.partition(".")
+        plan.setdefault(group, {})[field] = value
+    return {setting: value for setting, value in patch.items() if setting not in names}, msgspec.to_builtins(plan)
+
+
+def _create(path: Path, text: str) -> None:
     try:
-        create_file(path, "\n".join([*lines, ""]).encode())
+        create_file(path, f"{text}\n".encode())
     except OSError as error:
         raise ConfigError(
             given=f"{path}: {os_reason(error)}",
@@ -65,4 +104,3 @@ def write_overlay(path: Path, run_dir: Path, patch: Mapping[str, Any]) -> Path:
             consequence="nothing was written",
             nearest="another name, in a folder that you may write to",
         ) from None
-    return next_dir

@@ -178,6 +178,7 @@ class RunFacts:
         profiles: The last profile of the run by rank, or the one of a foreign trace; empty without.
         notes: What could not be read.
         moved_s: Wall-clock time of the newest step, or of the start of the attempt, in seconds since 1970; 0 if not known.
+        num_parameters: Parameters of the model; 0 if not known.
         ending: Why the attempt failed, or why its ranks do not meet; None if it goes on, or has ended without an error.
     """
 
@@ -188,6 +189,7 @@ class RunFacts:
     profiles: Sequence[RankProfile] = ()
     notes: Sequence[str] = ()
     moved_s: float = 0.0
+    num_parameters: float = 0.0
     ending: Ending | None = None
 
     @property
@@ -303,6 +305,7 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
         plan=as_mapping(start.get("plan")),
         notes=tuple(notes),
         moved_s=moved_s,
+        num_parameters=number(start.get("parameters")) or 0.0,
     )
 
 

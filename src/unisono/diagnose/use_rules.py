@@ -13,19 +13,20 @@ from unisono.diagnose.run_facts import RankFacts, RunFacts
 _OF_CEILING: Final = 0.7  # of a measured product
 _OF_DATASHEET: Final = 0.5  # of which products themselves reach about three quarters
 _WARNING, _CRITICAL = 0.7, 0.4  # of that
+_SMALL_MODEL: Final = 10_000_000  # parameters; the products of smaller ones are too small for such a rate
 _LITTLE_MEMORY: Final = 0.60
 _FULL_MEMORY: Final = 0.85  # that a larger micro-batch may use
 
 
 def low_use(facts: RunFacts, others: Sequence[Finding]) -> Iterator[Finding]:
     """UTIL01: matrix products make less of the device than they could, and no other finding explains more than half of that.
-    MEM04: the memory has room for a larger micro-batch then.
+    MEM04: the memory has room for a larger micro-batch then. Nothing of models with fewer than ten million parameters.
 
     Args:
         facts: The run.
         others: The findings of all other rules.
     """
-    if not is_timed(facts):
+    if not is_timed(facts) or 0 < facts.num_parameters < _SMALL_MODEL:
         return
     rank = facts.ranks[0]  # the rate is the mean of all devices
     use, of, expected = rank.ceiling_frac, "a large product, as it was measured", _OF_CEILING

@@ -105,12 +105,14 @@ def make_report(run_dir: Path) -> Report:
     facts = facts_of(ranks.collect(rank_history) for rank_history in chain([history], map(read_history, others)))
     facts = with_profiles_and_ending(facts, run_dir)
     goodput = ranks.goodput.result(launch_spans(run_dir))
+    findings = diagnose(facts)
     page = render(
         history,
         facts,
+        findings,
         ranks,
         goodput=None if goodput is None else goodput_section(goodput),
-        parent=parent_section(history, run_dir),
+        parent=parent_section(history, run_dir, facts, findings),
     )
     target = run_dir / "report.html"
     write_atomically(target, page.encode())
@@ -149,9 +151,24 @@ class _ShownRanks:
 
 
 def render(
-    history: RankHistory, facts: RunFacts, shown: _ShownRanks, *, goodput: Section | None, parent: Section | None
+    history: RankHistory,
+    facts: RunFacts,
+    findings: Sequence[Finding],
+    shown: _ShownRanks,
+    *,
+    goodput: Section | None,
+    parent: Section | None,
 ) -> str:
-    """Render the HTML page from the history of rank 0, the facts of all ranks, and what is shown of them."""
+    """Render the HTML page from the history of rank 0, the facts of all ranks, their findings, and what is shown of them.
+
+    Args:
+        history: History of rank 0.
+        facts: Facts of all ranks.
+        findings: What the diagnosis says of them.
+        shown: Tables of events and ranks.
+        goodput: Section about the time of all attempts.
+        parent: Section about the parent run.
+    """
     summary = summarise(history)
     start, sample = _last(history.events, "run_start"), _last(history.events, "sample")
     with np.errstate(over="ignore", invalid="ignore"):  # figures of a damaged file may be of any size
@@ -164,7 +181,7 @@ def render(
     return environment.from_string(PAGE).render(
         title=f"Run {printable(str(_last(history.all_events, '').get('run', '')))}",
         verdict=run_verdict(summary) + time_clause(summary),
-        findings=[_shown(finding) for finding in diagnose(facts)],
+        findings=[_shown(finding) for finding in findings],
         figures=list(figures_of(summary)),
         notes=facts.notes,
         time_chart=shares["id"] if shares else None,
