@@ -24,6 +24,8 @@ from pool import Pool
 
 from unisono.data.options import default_cache_dir
 from unisono.diagnose import Finding, diagnose, read_run, use_rules
+from unisono.errors import ConfigError
+from unisono.kvstore.allreduce import buckets
 from unisono.measure.calibration import CALIBRATION_FILE, SHARED_MEMORY, LinkRate, add_to_calibration
 from unisono.measure.ceiling import PeakFlops
 from unisono.observe.monitor import peak_rss_bytes
@@ -87,6 +89,7 @@ def train(world: Any, run_dir: str, fault: str, rank: int | None, plan: dict[str
             patch.setattr(RunCheckpoints, "save", slowly(RunCheckpoints.save))
         if "exchange" in fault:
             options |= {"network": Heavy()}
+            patch.setattr(buckets, "SharedMemoryAllReduce", refuse)  # gradients go over Gloo, as between hosts
         with tiny.trainer(run_dir, world=world, **options) as run, ExitStack() as stack:
             if "compute" in fault and here:
                 run.model.register_forward_pre_hook(lambda *_: time.sleep(SLEEP_S))
@@ -142,6 +145,10 @@ class Heavy(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor, **_: Any) -> torch.Tensor:
         return self.weight.mean() + tokens.new_zeros(len(tokens), tiny.SEQ_LEN, tiny.VOCAB, dtype=torch.float32)
+
+
+def refuse(world: Any) -> None:
+    raise ConfigError(given="workers on several hosts", rule="", consequence="", nearest="")
 
 
 def make_garbage(heap: list[Any]) -> None:
