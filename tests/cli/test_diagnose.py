@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Desk
@@ -139,3 +140,37 @@ def test_settings_of_a_strategy_file_are_changed_in_a_copy_of_it(desk: Desk, tmp
     made = json.loads((tmp_path / "run-2/plan.json").read_text())
     assert (made["batch"]["micro_batch"], made["batch"]["accumulation"]) == (2, 2)
     assert made["recompute"]["mode"] == "none"
+
+
+def test_a_script_is_told_its_own_options(desk: Desk, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    write_events(run_dir, lambda rank, step: {"forward": 0.06, "data_wait": 0.04}, settings={})
+    (run_dir / "config.toml").write_text("[loader]\nnum_workers = 0\n")
+    done = desk.here("diagnose", str(run_dir))
+    assert "try: LoaderOptions(num_workers=-1)" in done.out
+    done = desk.here("diagnose", str(run_dir), "--apply", str(tmp_path / "faster.toml"))
+    assert (done.code, (tmp_path / "faster.toml").exists()) == (2, False)
+    assert "try:  in the script: LoaderOptions(num_workers=-1)" in done.err
+
+
+def test_a_run_that_was_started_again_after_its_end_is_judged_by_its_steps(desk: Desk, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert desk.train(run_dir, "--set=train.steps=12").code == 0
+    before = desk.here("diagnose", str(run_dir))
+    assert desk.train(run_dir, "--set=train.steps=12").code == 0
+    again = desk.here("diagnose", str(run_dir))
+    assert "attempt 2 has made no step yet: the figures are those of attempt 1" in again.out
+    assert before.out.splitlines()[0] in again.out
+
+
+def test_errors_of_processes_without_a_launcher(desk: Desk, tmp_path: Path) -> None:
+    errors = {0: ("CommError", "rank 1 is gone"), 1: ("ValueError", "my bug")}
+
+    def end(rank: int, step: int) -> list[dict[str, Any]]:
+        name, message = errors[rank]
+        return [{"kind": "run_end", "reason": "failed", "error": name, "message": message}] if step == 40 else []
+
+    write_events(tmp_path / "run", lambda rank, step: {"forward": 0.06}, extra=end)
+    (finding,) = desk.here("diagnose", str(tmp_path / "run"), "--json").json["findings"]
+    assert (finding["id"], finding["ranks"]) == ("EXIT01", [1])
+    assert finding["evidence"] == ["rank 1: ValueError: my bug"]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,15 +189,25 @@ def test_saves_in_the_background_remove_the_stall(desk: Desk, tmp_path: Path, mo
     assert "CKPT01" not in after, after["CKPT01"]
 
 
+# on the thread that trains, as the copy of a large state takes
+SLOW_COPY = """
+from unisono.train.run_checkpoints import RunCheckpoints
+
+save = RunCheckpoints.save
+
+
+def slowly(checkpoints, **options):
+    time.sleep(0.3)
+    return save(checkpoints, **options)
+
+
+RunCheckpoints.save = slowly
+"""
+
+
 def test_fewer_saves_remove_the_stall(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.py").write_text(ROWS + PAUSE)
-    save = RunCheckpoints.save
-
-    def slowly(*args: Any, **options: Any) -> Any:
-        time.sleep(0.3)  # as if the copy of a large state
-        return save(*args, **options)
-
-    monkeypatch.setattr(RunCheckpoints, "save", slowly)
+    (tmp_path / "own.py").write_text(ROWS + PAUSE + SLOW_COPY)
+    monkeypatch.setattr(RunCheckpoints, "save", RunCheckpoints.save)
     settings = {"train.steps": 40, "checkpoint.every_steps": 4}
     before, _, after = before_and_after(desk.here, desk, tmp_path, "CKPT01", **RUN | settings)
     assert before["cost_frac"] > 0.3
@@ -263,14 +272,18 @@ if "unisono.kvstore.server" in sys.orig_argv:
 
     ParameterServer._exchange = slowly
 """
+# 46 kB in keys of like size
+DEEP = """
+layers = [torch.nn.Linear(8, 32), *(torch.nn.Linear(32, 32) for _ in range(10)), torch.nn.Linear(32, 1)]
+config = partial(config, model=lambda run: torch.nn.Sequential(*layers))
+"""
 SERVERS = {"plan.sync": "dist_async", "launch.num_processes": 2, "launch.num_threads": 1, "launch.num_servers": 1}
 
 
 def test_another_server_halves_the_load(desk: Desk, tmp_path: Path) -> None:
-    wide = "\nconfig = partial(config, model=lambda run: torch.nn.Sequential(torch.nn.Linear(8, 1000), torch.nn.Linear(1000, 1)))"
-    (tmp_path / "own.py").write_text(ROWS + PAUSE + wide)  # 40 kB
+    (tmp_path / "own.py").write_text(ROWS + PAUSE + DEEP)
     (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text(SLOW_SERVER.replace("SECONDS_PER_BYTE", "2.5e-6"))
+    (tmp_path / "site/sitecustomize.py").write_text(SLOW_SERVER.replace("SECONDS_PER_BYTE", "1.5e-6"))
 
     def train(*arguments: str) -> Outcome:
         return desk.process(*arguments, PYTHONPATH=str(tmp_path / "site"))
@@ -282,34 +295,36 @@ def test_another_server_halves_the_load(desk: Desk, tmp_path: Path) -> None:
     assert "SRV01" not in after, after["SRV01"]
 
 
-# the worker is slow, and its samples noisy, in every other period of a hundred steps
+# worker 0 is slow between pull and push, and its samples noisy, in every other period of two hundred steps
 STALE = """
 import os
-from functools import partial
 
 steps = 0
 
 
-def count(step, model):
-    global steps
-    steps += 1
-    if os.environ.get("UNISONO_RANK") == "0" and steps // 100 % 2:
-        time.sleep(0.02)
+def is_slow():
+    return os.environ.get("UNISONO_RANK") == "0" and steps // 200 % 2
+
+
+class Slow(torch.nn.Linear):
+    def forward(self, inputs):
+        global steps
+        steps += 1
+        time.sleep(0.03 if is_slow() else 0.005)
+        return super().forward(inputs)
 
 
 def disturb(sample, rng):
-    noisy = os.environ.get("UNISONO_RANK") == "0" and steps // 100 % 2
-    noise = np.float32(rng.normal() * (3.0 if noisy else 0.01))
+    noise = np.float32(rng.normal() * (3.0 if is_slow() else 0.01))
     return {**sample, "targets": sample["targets"] + noise}
 
 
 def config():
     return RunConfig(
         components=Components(
-            model=lambda run: torch.nn.Linear(8, 1),
+            model=lambda run: Slow(8, 1),
             data=lambda run: (Rows(), Rows()),
             transform=disturb,
-            callbacks=lambda run: [Every(steps=1, call=count)],
             objective="mean_squared_error",
         )
     )
@@ -318,7 +333,7 @@ def config():
 
 def test_a_bound_removes_stale_updates(desk: Desk, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(ROWS + STALE)
-    settings = RUN | SERVERS | {"train.steps": 6000, "optim.lr": 0.001}
+    settings = RUN | SERVERS | {"train.steps": 5000, "optim.lr": 0.001}
     before, _, after = before_and_after(desk.process, desk, tmp_path, "STALE01", **settings)
     assert before["patch"]["plan.staleness"] >= 1
     assert "STALE01" not in after, after["STALE01"]

@@ -15,8 +15,27 @@ from unisono.diagnose import Finding, diagnose, read_run
 pytestmark = pytest.mark.full
 
 
+# the hosts are one machine, whose memory both could use
+NO_SHARED_MEMORY = """
+from unisono import RunConfig
+from unisono.errors import ConfigError
+from unisono.kvstore.allreduce import buckets
+
+
+def refuse(world):
+    raise ConfigError(given="two hosts", rule="", consequence="", nearest="")
+
+
+def config():
+    buckets.SharedMemoryAllReduce = refuse
+    return RunConfig()
+"""
+
+
 def found(desk: Desk, line: Cable, run_dir: Path) -> dict[str, Finding]:
     """The findings of a run of a rank at each end."""
+    own = run_dir.with_name("own.py")
+    own.write_text(NO_SHARED_MEMORY)
     settings = [f"--set=run.dir={run_dir}", *desk.settings, "--set=model.dim=128", "--set=train.steps=20"]
     settings += ["--set=train.eval_every_steps=0", "--set=checkpoint.every_steps=0", "--set=plan.device=cpu"]
     processes: list[subprocess.Popen[str]] = []
@@ -31,7 +50,7 @@ def found(desk: Desk, line: Cable, run_dir: Path) -> dict[str, Finding]:
             MASTER_PORT="29517",
             GLOO_SOCKET_IFNAME="end",
         )
-        command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "unisono", "train", *settings]
+        command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "unisono", "train", str(own), *settings]
         processes.append(subprocess.Popen(command, cwd=desk.folder, env=environ, stderr=subprocess.PIPE, text=True))
     for process in processes:
         _, errors = process.communicate(timeout=150)

@@ -36,7 +36,8 @@ def test_all_ranks_wait_for_data(tmp_path: Path, every: int, windows: bool) -> N
         # one worker hides as much as there is to compute
         ({"loader.num_workers": 0}, {"loader.num_workers": -1}, 0.25),
         ({"loader.num_workers": 2, "loader.worker_kind": "thread"}, {"loader.num_workers": 3}, 0.225),
-        ({"loader.num_workers": 2, "loader.worker_kind": "auto"}, {}, 0.0),
+        ({"loader.num_workers": 2, "loader.worker_kind": "auto"}, {"loader.num_workers": 3}, 0.225),
+        ({"loader.num_workers": -1}, {}, 0.0),
         ({}, {}, 0.0),
     ],
 )
@@ -67,6 +68,15 @@ def test_a_data_bound_run_names_the_longest_stage(
     finding = only(tmp_path, lambda rank, step: times, ranks=1, settings={"loader.worker_kind": "auto"}, fields=fields)
     assert finding.evidence[1] == f"the loader's work on it: {first}"
     assert advice in finding.advice
+
+
+@pytest.mark.parametrize("steps", [(20, 31), tuple(range(5, 61))])
+def test_a_wait_before_a_few_steps_is_no_slow_work(tmp_path: Path, steps: tuple[int, ...]) -> None:
+    waits = {step: 3.0 / len(steps) for step in steps}
+    finding = only(tmp_path, lambda rank, step: {**COMPUTE, "data_wait": waits.get(step, 0.0)}, ranks=1, steps=60)
+    assert finding.id == "DATA01"
+    says = "80% of that is before 2 of 58 steps (20, 31): pauses" in finding.evidence[1]
+    assert says == (len(steps) == 2)
 
 
 def test_one_rank_waits_for_data_and_the_network_is_not_blamed(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def command(run_dir: str, overlay: str | None, as_json: bool) -> None:
     """
     from unisono.compare.parent import gain_over_parent
     from unisono.diagnose import diagnose, read_run, read_trace_facts, write_overlay
-    from unisono.diagnose.overlay import merged_patch
+    from unisono.diagnose.overlay import merged_patch, patch_text
 
     is_trace = os.path.isfile(run_dir)
     facts = read_trace_facts(Path(run_dir)) if is_trace else read_run(Path(run_dir))
@@ -51,6 +51,13 @@ def command(run_dir: str, overlay: str | None, as_json: bool) -> None:
             rule="an overlay changes the configuration of a run, and a trace has none",
             consequence="nothing was written",
             nearest="the folder of a run (run.dir) in place of the trace",
+        )
+    if overlay is not None and facts.is_script:
+        raise ConfigError(
+            given=f"--apply {overlay} with {run_dir}, the run of a Python script",
+            rule="an overlay changes the configuration of a run of unisono train, and a script has its own options",
+            consequence="nothing was written",
+            nearest=f"in the script: {patch_text(patch, is_script=True)}" if patch else "the advice of each finding",
         )
     if overlay is not None and patch:
         write_overlay(Path(overlay), Path(run_dir), patch)
@@ -68,7 +75,7 @@ def command(run_dir: str, overlay: str | None, as_json: bool) -> None:
     if not is_trace and (gain := gain_over_parent(Path(run_dir), facts, findings)) is not None:
         result["gain"] = {**asdict(gain), "parent": str(gain.parent), "gain_frac": gain.gain_frac}
         gained = [str(gain)]
-    print_result(as_json, result, [*_head(run_dir, facts), *gained, *_texts(findings), *applied])
+    print_result(as_json, result, [*_head(run_dir, facts), *gained, *_texts(facts, findings), *applied])
 
 
 def _head(run_dir: str, facts: RunFacts) -> Iterator[str]:
@@ -88,15 +95,19 @@ def _head(run_dir: str, facts: RunFacts) -> Iterator[str]:
     yield from (printable(note) for note in facts.notes)
 
 
-def _texts(findings: Sequence[Finding]) -> Iterator[str]:
+def _texts(facts: RunFacts, findings: Sequence[Finding]) -> Iterator[str]:
+    from unisono.diagnose.figures import MIN_READINGS, is_timed
+    from unisono.diagnose.overlay import patch_text
+
     if not findings:
-        yield "no findings"
+        few = facts.ranks and not is_timed(facts)
+        yield "no findings" + (f"; times are judged after {MIN_READINGS} measured steps" if few else "")
     for number, finding in enumerate(findings, start=1):
         cost = f", costs {finding.cost_frac:.0%} of the time" if finding.cost_frac else ""
         yield f"\n{number}. {finding.id} ({finding.severity}): {finding.title}{cost}"
         yield from (f"   {printable(line)}" for line in finding.evidence)
         yield f"   advice: {finding.advice}"
         if finding.patch:
-            settings = " ".join(f"--set {name}={value}" for name, value in finding.patch.items())
+            settings = patch_text(finding.patch, is_script=facts.is_script)
             gain = f" (expected: {finding.expected_gain:.0%} less time)" if finding.expected_gain else ""
             yield f"   try: {settings}{gain}"

@@ -103,7 +103,10 @@ def _start_points(run_dir: Path, events: tuple[Event, ...]) -> dict[int, Path | 
         entry.step: entry.path for entry in list_checkpoints(run_dir / CHECKPOINTS_FOLDER) if entry.state == "committed"
     }
     start_points: dict[int, Path | None] = dict(own)
-    resumed = [event for event in events if event["kind"] in ("resumed", "started_over", "step")][:1]
+    first = min((attempt for event in events if isinstance(attempt := event.get("attempt"), int)), default=0)
+    resumed = [
+        event for event in events if event["kind"] in ("resumed", "started_over") and event.get("attempt") == first
+    ][:1]
     if resumed and resumed[0]["kind"] == "resumed":  # the run begins with the checkpoint of another
         path, step = Path(str(resumed[0].get("path"))), resumed[0].get("step")
         with suppress(OSError, ValueError):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -28,6 +28,23 @@ def merged_patch(findings: Iterable[Finding]) -> dict[str, Any]:
     for finding in findings:
         patch = {**finding.patch, **patch}
     return patch
+
+
+_OPTIONS: Final = {
+    **{"loader": "LoaderOptions", "plan": "PlanOptions", "train": "TrainOptions", "checkpoint": "CheckpointOptions"},
+    **{"observe": "ObserveOptions", "optim": "OptimOptions", "schedule": "ScheduleOptions"},
+}
+
+
+def patch_text(patch: Mapping[str, Any], *, is_script: bool) -> str:
+    """Settings as ``unisono train`` takes them, or as the options of a ``Trainer`` in a Python script."""
+    if not is_script:
+        return " ".join(f"--set {name}={value}" for name, value in patch.items())
+    texts: list[str] = []
+    for name, value in patch.items():
+        section, _, option = name.partition(".")
+        texts.append(f"{_OPTIONS.get(section, section)}({option}={value!r})")
+    return ", ".join(texts)
 
 
 def write_overlay(path: Path, run_dir: Path, patch: Mapping[str, Any]) -> Path:

@@ -16,15 +16,16 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.config.toml_file import read_toml
 from unisono.diagnose.corruption_facts import CorruptionFact, read_corruptions
 from unisono.diagnose.ending import Ending, read_ending
 from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps
-from unisono.errors import DataError
+from unisono.errors import ConfigError, DataError
 from unisono.observe.events import MAX_COUNT, Event, as_mapping, event_step, number
 from unisono.observe.history import WARM_UP_READINGS, Floats, RankHistory, read_history, undisturbed
 from unisono.observe.meters import COMM_AXES, PHASES
 from unisono.profile import RankProfile, newest_profiles, read_trace, summarise_trace
-from unisono.storage.run_folder import EVENTS_FOLDER
+from unisono.storage.run_folder import EVENTS_FOLDER, RUN_FILE
 
 ALL_PHASES: Final = (*PHASES, "other")
 # phases in which a rank works itself, and does not wait
@@ -173,11 +174,12 @@ class RunFacts:
     Attributes:
         ranks: The ranks that have events, ascending.
         training: Losses and gradients, as the lowest rank wrote them.
-        settings: Options of the run by dotted name; empty for a run of a Python script.
+        settings: Options of the run by dotted name.
         plan: The run's strategy, as in a strategy file.
         profiles: The last profile of the run by rank, or the one of a foreign trace; empty without.
         notes: What could not be read.
         moved_s: Wall-clock time of the newest step, or of the start of the attempt, in seconds since 1970; 0 if not known.
+        is_script: Whether a Python script made the run, rather than ``unisono train``.
         num_parameters: Parameters of the model; 0 if not known.
         ending: Why the attempt failed, or why its ranks do not meet; None if it goes on, or has ended without an error.
     """
@@ -189,6 +191,7 @@ class RunFacts:
     profiles: Sequence[RankProfile] = ()
     notes: Sequence[str] = ()
     moved_s: float = 0.0
+    is_script: bool = False
     num_parameters: float = 0.0
     ending: Ending | None = None
 
@@ -253,14 +256,28 @@ def read_run(run_dir: Path) -> RunFacts:
             consequence="nothing was diagnosed",
             nearest="give the folder of a run (run.dir), or start one: unisono train; or the file of a profiler's trace",
         )
-    return with_profiles_and_ending(facts, run_dir)
+    return with_run_files(facts, run_dir)
 
 
-def with_profiles_and_ending(facts: RunFacts, run_dir: Path) -> RunFacts:
-    """``facts`` with the last profile in ``run_dir``, and with the reason why the run failed or hangs."""
+def _settings_of_script(run_dir: Path) -> dict[str, Any]:
+    """The options of a run that a Python script made, by dotted name; empty where its ``config.toml`` cannot be read."""
+    try:
+        sections = read_toml(run_dir / RUN_FILE).values
+    except (OSError, ConfigError):
+        return {}
+    return {
+        f"{section}.{name}": value
+        for section, options in sections.items()
+        for name, value in as_mapping(options).items()
+    }
+
+
+def with_run_files(facts: RunFacts, run_dir: Path) -> RunFacts:
+    """``facts`` with what other files of the run say: its last profile, why it failed or hangs, and the options of a script."""
     profiles, notes = newest_profiles(run_dir)
-    ending = read_ending(run_dir, since_s=facts.moved_s)
-    return replace(facts, profiles=profiles, ending=ending, notes=(*facts.notes, *notes))
+    ending = read_ending(run_dir, since_s=facts.moved_s) or facts.ending
+    facts = replace(facts, profiles=profiles, ending=ending, notes=(*facts.notes, *notes))
+    return facts if facts.settings else replace(facts, settings=_settings_of_script(run_dir), is_script=True)
 
 
 def read_trace_facts(path: Path) -> RunFacts:
@@ -275,6 +292,7 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
     notes: list[str] = []
     start: Event = {}
     training: tuple[int, TrainingFacts] | None = None
+    errors: list[tuple[int, Event]] = []
     moved_s = 0.0
     began_s = 0.0  # wall-clock time at which the last attempt of the lowest rank began
     for history in histories:
@@ -282,7 +300,14 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
         rank = history.rank
         if history.is_empty or rank is None:
             continue
-        last = max(history.attempt_s)
+        newest = max(history.attempt_s)
+        # a run that is started again after its end, or that has not got far yet, is judged by its last steps
+        last = int(history.attempts.max()) if len(history.attempts) else newest
+        if last != newest and not ranks:
+            notes.append(f"attempt {newest} has made no step yet: the figures are those of attempt {last}")
+        errors += [
+            (rank, event) for event in history.all_events if _is_failure(event) and event.get("attempt") == newest
+        ]
         events = [event for event in history.all_events if event.get("attempt") == last]
         # wall-clock times: of the steps, and of all events
         step_times = history.columns["t"][history.attempts == last]
@@ -306,6 +331,26 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
         notes=tuple(notes),
         moved_s=moved_s,
         num_parameters=number(start.get("parameters")) or 0.0,
+        ending=_ending_of(errors),
+    )
+
+
+def _is_failure(event: Event) -> bool:
+    return event["kind"] == "run_end" and event.get("reason") == "failed"
+
+
+def _ending_of(errors: Sequence[tuple[int, Event]]) -> Ending | None:
+    """The ending of an attempt that no launcher has recorded, by the errors of its ranks; None if there are none."""
+    if not errors:
+        return None
+    # that others are gone is not what it began with
+    rank, event = min(errors, key=lambda error: (error[1].get("error") == "CommError", error[0]))
+    name = str(event.get("error"))
+    return Ending(
+        kind="corruption" if name == "CorruptionError" else "error",
+        ranks=(rank,),
+        sentence=f"rank {rank}: {name}: {event.get('message', '')}",
+        words="an error in the program",
     )
 
 

@@ -35,7 +35,11 @@ from unisono.diagnose.server_rules import busiest_server
 from unisono.observe.meters import COMM_AXES
 
 _STEADY_FRAC: Final = 0.7  # of the readings in which a rank is slower than the others, for it to be called slow
+_MOST_OF_WAIT: Final = 0.8
+_FEW_FRAC: Final = 0.05  # of the readings
+_MANY_READINGS: Final = 20  # of which a few are no chance
 _SAME_FRAC: Final = 0.1  # two shares that differ by less count as equal
+_LEAST_SLOWDOWN: Final = 0.03  # of a step now; less does not matter
 _BUBBLE: Final = (0.15, 0.30)  # warning, critical
 _COMM_ADVICE: Final = {
     "dp": "more samples per rank and step (plan.global_batch) make fewer exchanges of the same size; plan.compression makes "
@@ -76,6 +80,7 @@ def data_bound(facts: RunFacts) -> Iterator[Finding]:
             confidence=0.9,
             evidence=(
                 f"each step waits {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)} for its batch{_of_ranks(shares)}",
+                *_longest_waits(facts),
                 *_loader_work(facts),
                 *setting_text(facts, "loader.num_workers"),
             ),
@@ -99,6 +104,20 @@ def data_bound(facts: RunFacts) -> Iterator[Finding]:
                 f"{milliseconds(facts, float(shares[worst] - excess[worst]))}; each step takes {milliseconds(facts, 1.0)}",
             ),
             advice="compare the disk or network storage of that host, and the sizes of its samples, with the others'",
+        )
+
+
+def _longest_waits(facts: RunFacts) -> Iterator[str]:
+    """The few readings that have most of the wait for data, where there are such: they have a cause of their own."""
+    rank = facts.ranks[0]
+    waits = rank.phase_s["data_wait"]
+    order = np.argsort(-waits, kind="stable")
+    count = int(np.searchsorted(np.cumsum(waits[order]), _MOST_OF_WAIT * waits.sum())) + 1
+    if len(waits) >= _MANY_READINGS and count <= _FEW_FRAC * len(waits):
+        steps = ", ".join(str(step) for step in sorted(rank.steps[order[: min(count, 5)]].tolist()))
+        yield (
+            f"{_MOST_OF_WAIT:.0%} of that is before {count} of {len(waits)} steps ({steps}{', …' if count > 5 else ''}): pauses, "
+            "such as workers that start or storage that stands still, rather than slow work"
         )
 
 
@@ -131,7 +150,7 @@ def _loader_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, 
             min(cost, compute),
             "let workers make batches ahead: loader.num_workers=-1 finds kind and number while running",
         )
-    if isinstance(workers, int) and workers > 0 and facts.settings.get("loader.worker_kind") != "auto":
+    if isinstance(workers, int) and workers > 0:
         # the workers are busy all the time, so they set the pace: add workers until the computation does
         wanted = math.ceil(1.1 * workers / compute) if compute > 0 else 2 * workers
         return (
@@ -139,7 +158,9 @@ def _loader_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, 
             cost * 0.9,
             f"more workers, if the host has idle cores; else {_stage_advice(facts)}",
         )
-    return {}, 0.0, f"the number of workers is tuned already: {_stage_advice(facts)}"
+    if workers == -1:
+        return {}, 0.0, f"the number of workers is tuned already: {_stage_advice(facts)}"
+    return {}, 0.0, f"workers that make batches ahead, as many as hide it: {_stage_advice(facts)}"
 
 
 def _stage_advice(facts: RunFacts) -> str:
@@ -333,6 +354,8 @@ def own_slowdown(facts: RunFacts) -> Iterator[Finding]:
     worst = int(np.where(is_slow, now - best, 0.0).argmax())
     last_wall_s = np.array_split(facts.wall_s().mean(axis=0), 5)[-1]
     cost = float((now - best)[worst] / last_wall_s.mean())
+    if cost < _LEAST_SLOWDOWN:
+        return
     ranks = chosen_ranks(facts, is_slow)
     yield Finding(
         id="BAL02",

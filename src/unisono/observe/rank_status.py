@@ -46,9 +46,12 @@ def rank_statuses(run_dir: Path) -> list[RankStatus]:
 def _status(path: Path) -> RankStatus | None:
     newest: dict[str, Event] = {}
     last: Event = {}
+    goes_on = False  # after its newest end
     for event in _from_the_end(path):
         last = last or event
         kind = str(event["kind"])
+        if "run_end" not in newest and event.get("attempt") == last.get("attempt"):
+            goes_on |= kind in ("run_start", "step")
         if kind != "step" or "time/window_s" in event:
             newest.setdefault(kind, event)
         if kind == "run_start" or {"step", "system"} <= newest.keys():
@@ -62,7 +65,7 @@ def _status(path: Path) -> RankStatus | None:
         at_s=number(last.get("t")) or 0.0,
         step=newest.get("step", nothing),
         system=newest.get("system", nothing),
-        ended=str(end.get("reason", "")) if last is end else "",
+        ended="" if goes_on else str(end.get("reason", "")),
     )
 
 

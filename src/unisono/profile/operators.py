@@ -40,6 +40,7 @@ _MOVES: Final = frozenset(
         "copy_",
     }
 )
+_WATCH: Final = "PythonDispatchMode"  # what watches operators, as a profile with stacks does
 _SOFTMAX_REACH: Final = 8  # operators between a product and the softmax, apart from those that only move data
 _NORM_REACH: Final = 6
 
@@ -80,7 +81,8 @@ def operator_table(
     trace: Trace, host: HostEvents, device: DeviceTimes, within: NDArray[np.bool_]
 ) -> tuple[OperatorTime, ...]:
     """Operators by name, most time of their own first: on the host, or if there are kernels, on the device."""
-    chosen = np.flatnonzero(within & (trace.kind[host.place] == OPERATOR))
+    operators = within & (trace.kind[host.place] == OPERATOR) & ~trace.named(lambda name: name == _WATCH)[host.place]
+    chosen = np.flatnonzero(operators)
     names = trace.name[host.place[chosen]]
     size = len(trace.names)
     if not len(chosen):

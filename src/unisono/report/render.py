@@ -24,7 +24,8 @@ import numpy as np
 from markupsafe import Markup
 
 from unisono.diagnose import Finding, RunFacts, diagnose
-from unisono.diagnose.run_facts import facts_of, with_profiles_and_ending
+from unisono.diagnose.overlay import patch_text
+from unisono.diagnose.run_facts import facts_of, with_run_files
 from unisono.errors import DataError
 from unisono.observe.events import Event, events_path
 from unisono.observe.formatting import run_verdict
@@ -103,7 +104,7 @@ def make_report(run_dir: Path) -> Report:
     ranks = _ShownRanks()
     others = (other for other in sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")) if other != path)
     facts = facts_of(ranks.collect(rank_history) for rank_history in chain([history], map(read_history, others)))
-    facts = with_profiles_and_ending(facts, run_dir)
+    facts = with_run_files(facts, run_dir)
     goodput = ranks.goodput.result(launch_spans(run_dir))
     findings = diagnose(facts)
     page = render(
@@ -181,7 +182,7 @@ def render(
     return environment.from_string(PAGE).render(
         title=f"Run {printable(str(_last(history.all_events, '').get('run', '')))}",
         verdict=run_verdict(summary) + time_clause(summary),
-        findings=[_shown(finding) for finding in findings],
+        findings=[_shown(finding, is_script=facts.is_script) for finding in findings],
         figures=list(figures_of(summary)),
         notes=facts.notes,
         time_chart=shares["id"] if shares else None,
@@ -209,15 +210,14 @@ def render(
     )
 
 
-def _shown(finding: Finding) -> dict[str, Any]:
-    settings = " ".join(f"--set {name}={value}" for name, value in finding.patch.items())
+def _shown(finding: Finding, *, is_script: bool) -> dict[str, Any]:
     return {
         "title": f"{finding.id}: {finding.title}",
         "cost": f"costs {finding.cost_frac:.0%} of the time" if finding.cost_frac else finding.severity,
         "is_critical": finding.severity == "critical",
         "evidence": [printable(line) for line in finding.evidence],
         "advice": finding.advice,
-        "settings": printable(settings),
+        "settings": printable(patch_text(finding.patch, is_script=is_script)),
     }
 
 
