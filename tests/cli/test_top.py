@@ -49,7 +49,9 @@ def test_ranks_of_a_run_that_goes_on(desk: Desk, tmp_path: Path) -> None:
 
 def test_a_run_that_has_ended_ends_the_command(desk: Desk, tmp_path: Path) -> None:
     run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
-    add(run, 0, encode({"kind": "run_end", "t": 9.0, "rank": 0, "reason": "finished"}) + b"\n")
+    end = {"kind": "run_end", "t": 9.0, "rank": 0, "attempt": 1, "reason": "finished"}
+    add(run, 0, encode(end) + b"\n")
+    add(run, 0, encode({"kind": "sample", "t": 9.5, "rank": 0, "attempt": 1, "text": "def"}) + b"\n")
     done = desk.here("top", str(run))
     assert (done.code, "finished" in done.out) == (0, True), done.err
 

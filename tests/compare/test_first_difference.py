@@ -19,13 +19,19 @@ from unisono.compare import first_difference
 from unisono.compare.alignment import first_mismatch
 from unisono.compare.divergence_text import divergence_lines
 from unisono.compare.first_difference import FirstDifference, find_first_difference
-from unisono.compare.replayable import ReplayableRun
+from unisono.compare.replayable import ReplayableRun, read_run
 from unisono.compare.step_record import Entry, ReplayRequest
 from unisono.data.order.permutation import Permutation
 from unisono.errors import CheckpointError, DataError
 
 SECOND = Permutation(tiny.SAMPLES, seed=0)(np.arange(8, 16)).tolist()  # samples of step 2
 THIRD = Permutation(tiny.SAMPLES, seed=0)(np.arange(16, 24)).tolist()
+
+
+def test_a_run_that_was_started_again_can_start_from_its_seed(tmp_path: Path) -> None:
+    tiny.complete(tmp_path / "run", steps=3)
+    tiny.complete(tmp_path / "run", steps=4)
+    assert read_run(tmp_path / "run").start_points[0] is None
 
 
 @dataclass(frozen=True, kw_only=True)

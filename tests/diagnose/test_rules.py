@@ -360,6 +360,13 @@ def test_all_ranks_become_slower(tmp_path: Path) -> None:
     assert finding.cost_frac == pytest.approx(0.5)
 
 
+def test_a_slowdown_of_a_step_that_waits_is_no_cost(tmp_path: Path) -> None:
+    def times(rank: int, step: int) -> Mapping[str, float]:
+        return {"forward": 0.001 + 0.002 * (step > 40), "ckpt_stall": 0.1}
+
+    assert "BAL02" not in {finding.id for finding in findings(tmp_path, times, steps=62)}
+
+
 def test_a_few_slow_steps_are_no_slowdown(tmp_path: Path) -> None:
     def times(rank: int, step: int) -> Mapping[str, float]:
         return {**COMPUTE, "backward": 0.04 + 0.2 * (step in (58, 60))}

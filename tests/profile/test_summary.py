@@ -34,6 +34,12 @@ def phases(profile: RankProfile) -> dict[str, float]:
     return {phase.name: round(phase.total_s * 1e6, 3) for phase in profile.phases}
 
 
+def test_what_watches_operators_is_none(tmp_path: Path) -> None:
+    trace = TraceBuilder().step(0, 0, 100).op("PythonDispatchMode", 10, 50).op("aten::mm", 20, 30)
+    profile = summarise_trace(trace.read(tmp_path))
+    assert [(op.name, round(op.total_s * 1e6)) for op in profile.operators] == [("aten::mm", 30)]
+
+
 def test_own_time_of_nested_operators(tmp_path: Path) -> None:
     trace = TraceBuilder().op("aten::linear", 0, 100, dims=[[8, 4]])
     trace.op("aten::addmm", 10, 60, dims=[[6], [8, 4], [4, 6]]).op("aten::expand", 12, 5).op("aten::t", 75, 10)
