@@ -1,7 +1,7 @@
 """The settings of a diagnosis remove the finding that they are for: ``diagnose --apply`` on injected faults, then ``train``.
 
-``DATA01`` is in ``test_diagnose``; ``PP01`` and ``MEM04`` are in ``tests/diagnose``. ``UTIL02`` is of accelerators. Not shown is that
-the settings of ``SRV01`` and ``STALE01`` remove them: that depends on how busy the machine is.
+``DATA01`` is in ``test_diagnose``; ``PP01`` and ``MEM04`` are in ``tests/diagnose``. ``UTIL02`` is of accelerators.
+Not shown is that the settings of ``SRV01`` and ``STALE01`` remove them: that depends on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -275,6 +275,8 @@ if "unisono.kvstore.server" in sys.orig_argv:
 """
 # 46 kB in keys of like size
 DEEP = """
+from functools import partial
+
 layers = [torch.nn.Linear(8, 32), *(torch.nn.Linear(32, 32) for _ in range(10)), torch.nn.Linear(32, 1)]
 config = partial(config, model=lambda run: torch.nn.Sequential(*layers))
 """
