@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from unisono.cli.common import every_verb, is_python_trusted, print_result, trusts_python
+from unisono.cli.termination import sigterm_interrupts
 
 
 @click.command("compare")
@@ -103,7 +104,10 @@ def _find_first(run_dirs: Sequence[str], scripts: Sequence[str], *, timeout_s: f
     def replay(run: ReplayableRun, request: ReplayRequest) -> None:
         start(run, request, script=script_of.get(run.run_dir))
 
-    with tempfile.TemporaryDirectory(prefix="unisono-compare-", ignore_cleanup_errors=True) as scratch:
+    with (
+        sigterm_interrupts(),
+        tempfile.TemporaryDirectory(prefix="unisono-compare-", ignore_cleanup_errors=True) as scratch,
+    ):
         found = find_first_difference(a, b, replay=replay, scratch=Path(scratch))
     print_result(as_json, found.to_json(), divergence_lines(found))
     return 0 if found.verdict == "identical" else 1
