@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
@@ -47,8 +48,9 @@ def write_overlay(path: Path, run_dir: Path, patch: Mapping[str, Any]) -> Path:
             consequence="nothing was written",
             nearest="copy the settings that you want into a file of your own, with --set for those of the findings",
         )
-    folders = (run_dir.with_name(f"{run_dir.name}-{number}") for number in count(2))
-    next_dir = next(folder for folder in folders if not folder.exists())
+    named = run_dir if run_dir.name not in ("", "..") else run_dir.resolve()
+    folders = (named.with_name(f"{named.name}-{number}") for number in count(2))
+    next_dir = next(folder for folder in folders if not os.path.lexists(folder))
     sections: dict[str, dict[str, Any]] = {"run": {"dir": str(next_dir)}}
     for name, value in patch.items():
         section, _, option = name.rpartition(".")
@@ -58,9 +60,9 @@ def write_overlay(path: Path, run_dir: Path, patch: Mapping[str, Any]) -> Path:
         lines += ["", f"[{section}]", *(f"{option} = {toml_value(value)}" for option, value in options.items())]
     try:
         create_file(path, "\n".join([*lines, ""]).encode())
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:  # the latter of a folder whose name is no text
         raise ConfigError(
-            given=f"{path}: {os_reason(error)}",
+            given=f"{path}: {os_reason(error) if isinstance(error, OSError) else f'the name of {base} is no UTF-8'}",
             rule="an overlay is a new file; one that exists is not overwritten",
             consequence="nothing was written",
             nearest="another name, in a folder that you may write to",
