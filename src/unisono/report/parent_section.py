@@ -27,7 +27,8 @@ _MAX_ROWS: Final = 200
 def parent_section(history: RankHistory, run_dir: Path) -> Section | None:
     """The section; None for a run that comes from no other, or whose parent is gone or may be another user's."""
     start = next((event for event in reversed(history.all_events) if event["kind"] == "run_start"), None)
-    if start is None:
+    # another user's run does not choose which files are read
+    if start is None or untrusted_reason(events_path(run_dir, 0)):
         return None
     for folder, how in _parents(history, run_dir):
         if (parent := _start_of(folder)) is not None:
