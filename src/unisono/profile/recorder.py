@@ -201,6 +201,8 @@ class Recording:
                 merged = merge_traces(self._folder, read_profiles(self._folder)[0])
             except OSError as refused:
                 error = os_reason(refused)
+            except Exception as refused:
+                error = f"{type(refused).__name__}: {refused}"
         if error:
             _LOG.warning("the profile of step %s is not complete: %s", self.window.first, error)
         self._events.emit(
