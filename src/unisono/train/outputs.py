@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from unisono.errors import DataError
+from unisono.errors import UnisonoError
 from unisono.observe.console import Console
 from unisono.observe.events import Event, EventLog
 from unisono.observe.formatting import RunEndFacts
@@ -55,8 +55,12 @@ class RunOutputs:
             return None
         try:
             return write_report(self._run_dir)
-        except (OSError, DataError) as error:
-            reason = os_reason(error) if isinstance(error, OSError) else error.problems[0].given
+        except Exception as error:  # such as what an earlier attempt, or somebody else, left in the folder
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, UnisonoError):
+                reason = error.problems[0].given
+            elif isinstance(error, OSError):
+                reason = os_reason(error)
             again = f"unisono report {shlex.quote(str(self._run_dir))}"
             _LOG.warning("report.html was not written: %s; %s makes it of the events", reason, again)
             return None
