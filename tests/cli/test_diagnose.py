@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,23 @@ def test_an_overlay_is_a_new_file_over_the_run_s_configuration(desk: Desk, mine:
     assert (shown["loader.num_workers"]["value"], shown["run.dir"]["value"]) == ("-1", f'"{mine}-2"')
     again = desk.here("diagnose", str(mine), "--apply", str(overlay))
     assert (again.code, "one that exists is not overwritten" in again.err) == (2, True)
+
+
+def test_an_overlay_of_the_run_in_the_working_folder(desk: Desk, mine: Path, tmp_path: Path) -> None:
+    settings = {"loader.num_workers": 0}
+    write_events(mine, lambda rank, step: {"forward": 0.06, "data_wait": 0.04}, settings=settings)
+    mine.with_name("mine-2").symlink_to("elsewhere")  # a link that leads nowhere yet is somebody's choice too
+    done = Desk(folder=mine, cache=desk.cache).here("diagnose", ".", "--apply", str(tmp_path / "faster.toml"))
+    assert done.code == 0, done.err
+    assert f'dir = "{mine}-3"' in (tmp_path / "faster.toml").read_text()
+
+
+def test_an_overlay_of_a_folder_whose_name_is_no_text(desk: Desk, mine: Path, tmp_path: Path) -> None:
+    odd = mine.rename(os.fsdecode(os.fsencode(tmp_path) + b"/odd-\xff"))
+    write_events(odd, lambda rank, step: {"forward": 0.06, "data_wait": 0.04}, settings={"loader.num_workers": 0})
+    done = desk.here("diagnose", str(odd), "--apply", str(tmp_path / "faster.toml"))
+    assert (done.code, (tmp_path / "faster.toml").exists()) == (2, False)
+    assert "is no UTF-8" in done.err
 
 
 def test_an_overlay_needs_a_configuration(desk: Desk, tmp_path: Path) -> None:

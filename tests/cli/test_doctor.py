@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from commands import Desk, Outcome
+from procs import marked, wait_until
 from sshd import serve
 
 from unisono.doctor import storage
@@ -199,3 +203,25 @@ def test_hosts_over_ssh(desk: Desk, tmp_path: Path, tmp_path_factory: pytest.Tem
         assert "NODE01" not in done.out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hosts"]
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".unisono")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_examination_that_is_ended_leaves_no_process(desk: Desk, tmp_path: Path, number: signal.Signals) -> None:
+    """After SIGTERM no folder either; SIGKILL cannot be answered by a process itself."""
+    mark = f"MARK_OF_TEST={tmp_path}"
+    command = [sys.executable, "-m", "unisono", "doctor", "--smoke", f"--run-dir={tmp_path}"]
+    process = subprocess.Popen(
+        command,
+        cwd=desk.folder,
+        env=desk.child_environ(MARK_OF_TEST=str(tmp_path)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: any(tmp_path.glob(".unisono-doctor-*/alone")), "the first training", 60)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    wait_until(lambda: marked(mark) == [], "the end of the training")
+    if number == signal.SIGTERM:
+        assert (process.returncode, said.splitlines()[-1]) == (1, "unisono: interrupted")
+        assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from commands import Desk
 from event_streams import write_events
 
@@ -21,3 +22,21 @@ def test_a_folder_without_events(desk: Desk, tmp_path: Path) -> None:
     done = desk.here("report", str(tmp_path))
     assert (done.code, list(tmp_path.iterdir())) == (2, [])
     assert "a report is made from the events of rank 0" in done.err
+
+
+def test_a_report_that_cannot_be_written(desk: Desk, tmp_path: Path) -> None:
+    write_events(tmp_path / "run", lambda rank, step: {"forward": 0.06})
+    (tmp_path / "run/report.html").mkdir()
+    done = desk.here("report", str(tmp_path / "run"))
+    assert (done.code, done.out) == (2, "")
+    assert "report.html cannot be written: EISDIR" in done.err
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"events", "report.html"}
+
+
+def test_a_run_ends_well_where_its_report_cannot_be_made(
+    desk: Desk, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run/events/rank00001.jsonl").mkdir(parents=True)
+    done = desk.train(tmp_path / "run")
+    assert done.code == 0, done.err
+    assert "report.html was not written: events file" in caplog.text

@@ -103,6 +103,16 @@ def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
     assert (broken.found, "has no difference" in broken.why) == (None, True)
 
 
+@pytest.mark.parametrize("step", [10**400, -(10**400), True])
+def test_a_step_that_is_no_count(tmp_path: Path, step: int) -> None:
+    def extra(rank: int, number: int) -> list[dict[str, Any]]:
+        return [{"kind": "eval", "step": step, "eval/loss": 1.0}, {"kind": "run_end", "step": step}]
+
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", extra=extra)
+    assert b.values["train/steps"] == 40
+    assert value(compare_runs(a, b), "train/loss", "delta") == 0
+
+
 def test_settings_and_secrets(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a")
     b = make_run(tmp_path / "b", settings={"optim.lr": 0.2, "data.hf_token": "other", "run.dir": "b", "new": [1]})

@@ -22,7 +22,7 @@ from unisono.compare.first_difference import FirstDifference, find_first_differe
 from unisono.compare.replayable import ReplayableRun, read_run
 from unisono.compare.step_record import Entry, ReplayRequest
 from unisono.data.order.permutation import Permutation
-from unisono.errors import CheckpointError, DataError
+from unisono.errors import CheckpointError, ConfigError, DataError
 
 SECOND = Permutation(tiny.SAMPLES, seed=0)(np.arange(8, 16)).tolist()  # samples of step 2
 THIRD = Permutation(tiny.SAMPLES, seed=0)(np.arange(16, 24)).tolist()
@@ -289,6 +289,25 @@ def test_runs_that_cannot_be_compared(pool: Pool, tmp_path: Path) -> None:
     events.write_text(re.sub(r'"train/loss":[0-9.]+', '"train/loss":1.5', events.read_text()))
     with pytest.raises(CheckpointError, match=r"can start at the steps 0, 1, .*late at the steps none, before step 3"):
         find_first_difference(tmp_path / "a", tmp_path / "late", replay=_never, scratch=tmp_path)
+
+
+def test_long_histories_that_differ_at_their_end(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        events = tmp_path / name / "events" / "rank00000.jsonl"
+        events.parent.mkdir(parents=True)
+        ends: list[dict[str, Any]] = [{"step": 20_000, "train/loss": 1.0 + (name == "b")}, {"step": 1 << 50}]
+        lines = [{"kind": "run_start"}, *({"kind": "step", "step": n, "train/loss": 1.0} for n in range(1, 20_000))]
+        lines += [{"kind": "step", **each} for each in ends]
+        events.write_text("\n".join(json.dumps({"attempt": 1, "t": 1.0, **line}) for line in lines))
+    asked: list[ReplayRequest] = []
+
+    def note(run: ReplayableRun, request: ReplayRequest) -> None:
+        asked.append(request)
+        raise ConfigError(given="", rule="", consequence="", nearest="")
+
+    with pytest.raises(ConfigError):
+        find_first_difference(tmp_path / "a", tmp_path / "b", replay=note, scratch=tmp_path / "scratch")
+    assert [(each.record, each.last) for each in asked] == [((19_999, 20_000), 20_000)]
 
 
 def _never(run: ReplayableRun, request: ReplayRequest) -> None:

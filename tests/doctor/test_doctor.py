@@ -43,6 +43,14 @@ def by_code(checks: Iterable[Check]) -> dict[str, Check]:
         ({"NCCL_SOCKET_IFNAMES": "eth0"}, "ENV04", "NCCL_SOCKET_IFNAMES=eth0", "NCCL_SOCKET_IFNAME instead of"),
         ({"OMP_NUM_THREADS": "4096"}, "ENV03", "OMP_NUM_THREADS=4096", "more than the"),
         ({"OMP_NUM_THREADS": "many"}, "ENV03", "OMP_NUM_THREADS=many", "a number of threads"),
+        ({"OMP_NUM_THREADS": "000"}, "ENV03", "OMP_NUM_THREADS=000", "a number of threads"),
+        ({"OMP_NUM_THREADS": "9" * 5000}, "ENV03", "OMP_NUM_THREADS=999", "more than the"),
+        (
+            {"NCCL_SOCKET_IFNAMES": "http://u:pw@h"},
+            "ENV04",
+            "IFNAMES=http://[redacted]@h",
+            "NCCL_SOCKET_IFNAME instead",
+        ),
     ],
 )
 def test_variables(environ: Mapping[str, str], code: str, evidence: str, cure: str) -> None:

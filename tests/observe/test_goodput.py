@@ -24,6 +24,17 @@ def seconds(goodput: Goodput | None) -> dict[str, float]:
     return {name: value for name, value in goodput.seconds.items() if abs(value) > 1e-6}
 
 
+def test_attempts_without_number(tmp_path: Path) -> None:
+    """The time to read them grows with their number, not with its square: these would take a quarter of an hour."""
+    stream = Stream(tmp_path)
+    for attempt in range(1, 10_001):
+        stream.emit("step", step=attempt % 4, attempt=attempt, t=T0 + attempt, m=float(attempt))
+    found = read_goodput(tmp_path)
+    assert found is not None
+    assert [each.lost_steps for each in found.attempts[-4:]] == [1, 1, 1, 0]
+    assert [each.repeated_steps for each in found.attempts[-4:]] == [0, 0, 0, 1]
+
+
 @pytest.mark.parametrize("every", [1, 5])
 def test_a_kill_and_a_restart(tmp_path: Path, every: int) -> None:
     """Killed in step 36 of 60, resumed from 20: steps 21 to 35 are made twice."""

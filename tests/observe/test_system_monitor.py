@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from fake_device import FakeDevice, in_place_of_the_cpu
@@ -76,6 +78,41 @@ def test_devices_are_read_by_other_packages_too(
     assert {event["sys/device_util_frac"] for event in events} == {3.5}
     assert caplog.text.count("device reader bad is left out: OSError: no such device") == 1
     assert caplog.text.count("device reader cpu is left out: ImportError: no bindings") == 1
+
+
+def test_a_reader_that_hangs_holds_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hanging() -> Mapping[str, float]:
+        begun.set()
+        assert go_on.wait(60)
+        return {"util_frac": 1.0}
+
+    monkeypatch.setattr(system_monitor, "_CLOSE_S", 0.1)
+    path = tmp_path / "events.jsonl"
+    with caplog.at_level(logging.WARNING), EventLog(path, rank=0, run_id="r", attempt=1) as log:
+        monitor = SystemMonitor(log, every_s=0.01, step=lambda: 7, with_host=False, readers={"hanging": hanging})
+        assert begun.wait(60)
+        monitor.close()
+        go_on.set()
+        wait_until(lambda: "unisono-monitor" not in {thread.name for thread in threading.enumerate()}, "its end")
+    assert "the monitor is left behind" in caplog.text
+    assert read_events(path).events == ()  # what it has read since then comes too late
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("no /proc/diskstats"), PermissionError("/proc/net/dev")])
+def test_a_host_that_tells_nothing_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def refused() -> None:
+        raise error
+
+    monkeypatch.setattr(psutil, "disk_io_counters", refused)
+    with caplog.at_level(logging.WARNING), EventLog(tmp_path / "e", rank=0, run_id="r", attempt=1) as log:
+        SystemMonitor(log, every_s=0.01, step=lambda: 7, with_host=True, readers={}).close()
+    assert f"the monitor stops: {type(error).__name__}" in caplog.text
 
 
 def test_the_cpu_is_no_device_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,14 @@ def test_ranks_beyond_the_limit_and_without_a_trace_are_left_out(
     assert merge_traces(tmp_path, [RankProfile(rank=0), RankProfile(rank=1, trace_file="../../secret")]) == ()
 
 
+def test_events_of_wrong_types_are_left_out(tmp_path: Path) -> None:
+    trace = TraceBuilder().op("aten::mm", 100, 10)
+    wrong: list[Any] = [{"pid": [7]}, {"pid": None}, {"ts": 10**400}, {"id": 2**64 - 1}, {"args": []}]
+    trace.events += [{"ph": "i", "name": "x", "pid": 7, "tid": 1, "ts": 1.0, **each} for each in wrong]
+    assert merge_traces(tmp_path, [profile_of(tmp_path, 0, trace)]) == (0,)
+    assert [event["ts"] for event in merged(tmp_path) if event.get("name") == "x"] == [10**400, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("offset_ns", [0, 7_300_000, -40_000_000_000])
 def test_the_offset_of_a_clock_is_within_its_error(seed: int, offset_ns: int) -> None:

@@ -194,6 +194,16 @@ def test_a_disk_that_takes_nothing_ends_no_run(tmp_path: Path, monkeypatch: pyte
     assert "No space left" in event["error"]
 
 
+def test_traces_that_cannot_be_merged_end_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> None:
+        raise TypeError("planted")
+
+    monkeypatch.setattr(recorder, "merge_traces", fail)
+    assert len(train(None, str(tmp_path / "run"))["losses"]) == 8
+    (event,) = events(tmp_path / "run", "profile")
+    assert (event["error"], event["merged_ranks"]) == ("TypeError: planted", 0)
+
+
 def test_a_damaged_profile_is_noted(tmp_path: Path) -> None:
     train(None, str(tmp_path / "run"))
     folder = profile_folder(tmp_path / "run", 4)

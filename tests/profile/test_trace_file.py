@@ -100,6 +100,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("MAX_TRACE_EVENTS", 3, "more than 3 events"),
         ("MAX_TRACE_EVENT_BYTES", 40, "an event of more than 40 bytes"),
         ("MAX_TRACE_NAMES", 1, "more than 1 names"),
+        ("MAX_TRACE_TEXT_BYTES", 9, "more than 9 bytes of names, shapes and collectives"),
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(trace_file, name, limit)

@@ -307,6 +307,14 @@ def test_another_user_s_run_is_no_parent(tmp_path: Path) -> None:
     assert "Differences from the parent run" not in write_report(run_dir).read_text()
 
 
+def test_another_user_s_run_has_no_parent(tmp_path: Path) -> None:
+    """Its report would show settings of a run of this user that it names."""
+    parent = make_run(tmp_path / "first", ranks=2)
+    run_dir = resumed_from(tmp_path / "second", parent / "checkpoints/step-00000030")
+    events_path(run_dir, 0).chmod(0o666)
+    assert "Differences from the parent run" not in write_report(run_dir).read_text()
+
+
 # --- in a browser --------------------------------------------------------------------------------------------------------
 
 

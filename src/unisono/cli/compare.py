@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from unisono.cli.common import every_verb, is_python_trusted, print_result, trusts_python
+from unisono.cli.termination import sigterm_interrupts
 
 
 @click.command("compare")
@@ -108,7 +109,10 @@ def _show_first_difference(run_dirs: Sequence[str], scripts: Sequence[str], *, t
     def replay(run: ReplayableRun, request: ReplayRequest) -> None:
         start(run, request, script=script_of.get(run.run_dir))
 
-    with tempfile.TemporaryDirectory(prefix="unisono-compare-", ignore_cleanup_errors=True) as scratch:
+    with (
+        sigterm_interrupts(),
+        tempfile.TemporaryDirectory(prefix="unisono-compare-", ignore_cleanup_errors=True) as scratch,
+    ):
         found = find_first_difference(a, b, replay=replay, scratch=Path(scratch))
     print_result(as_json, found.to_json(), divergence_lines(found))
     return 0 if found.verdict == "identical" else 1

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +13,7 @@ import click
 
 from unisono.cli.common import every_verb, print_result
 from unisono.cli.terminal import echo
+from unisono.cli.termination import Terminated, sigterm_interrupts
 from unisono.errors import DataError
 from unisono.exit_codes import REQUEUE
 
@@ -147,7 +146,7 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
         on_error=options["on_error"],
     )
     try:
-        with _sigterm_interrupts():
+        with sigterm_interrupts():
             packed = _PACK[kind](source, target, options, settings)
     except KeyboardInterrupt as interrupt:
         kept = f"{target}.part"
@@ -155,7 +154,7 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
             f"; finished shards are kept in {kept}, and the same command goes on there" if os.path.exists(kept) else ""
         )
         echo(f"unisono: packing was interrupted{more}", err=True)
-        sys.exit(REQUEUE if isinstance(interrupt, _Terminated) else 1)
+        sys.exit(REQUEUE if isinstance(interrupt, Terminated) else 1)
     value = {
         "files": [str(path) for path in packed.files],
         "inputs": packed.num_inputs,
@@ -167,25 +166,6 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
         "report": str(packed.report),
     }
     print_result(as_json, value, _result_lines(packed))
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM came."""
-
-
-@contextmanager
-def _sigterm_interrupts() -> Generator[None]:
-    """SIGTERM ends what is inside as Ctrl-C does; a second one ends the process at once."""
-
-    def stop(number: int, _frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _result_lines(packed: PackResult) -> Iterator[str]:

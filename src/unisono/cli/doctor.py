@@ -10,6 +10,7 @@ import click
 
 from unisono.cli.common import every_verb, is_python_trusted, load_run_config, print_result, trusts_python
 from unisono.cli.terminal import echo
+from unisono.cli.termination import sigterm_interrupts
 from unisono.errors import ConfigError
 from unisono.exit_codes import USER_ERROR
 from unisono.sanitize import printable
@@ -47,28 +48,10 @@ def command(run_dir: str, as_json: bool, **options: Any) -> int:
     """
     _check_unused(options)
     printed = _Printed(as_json=as_json, only_differences=bool(options["nodes"]))
-    more: dict[str, Any] = {}
-    if options["ladder"] is not None or options["smoke"]:
-        from unisono.launch.job import refuse_inside_a_job
-
-        refuse_inside_a_job(Path(run_dir))
-    if options["ladder"] is not None:
-        more = _climb(options["ladder"], printed)
-    elif options["smoke"]:
-        from unisono.doctor.smoke import smoke
-
-        printed.add(smoke(Path(run_dir), processes=options["processes"]))
-    elif options["nodes"] or options["bench"]:
-        found = _examine_ranks(run_dir, printed, options)
-        if found is None:
-            return 0
-        more = found
-    else:
-        from unisono.doctor import examine
-
-        printed.add(examine(Path(run_dir)))
-        if options["hostfile"] is not None:
-            printed.add(_hosts(options))
+    with sigterm_interrupts():
+        more = _examine(run_dir, printed, options)
+    if more is None:
+        return 0
     print_result(as_json, {"checks": [check.to_json() for check in printed.checks], **more}, printed.last_lines())
     return USER_ERROR if printed.has_failure else 0
 
@@ -109,6 +92,29 @@ def _lines(check: Check) -> Iterator[str]:
     yield from (f"{_INDENT}{line}" for line in rest)
     if check.cure:
         yield f"{_INDENT}try: {printable(check.cure)}"
+
+
+def _examine(run_dir: str, printed: _Printed, options: dict[str, Any]) -> dict[str, Any] | None:
+    """Examine what the options name; what goes into the JSON beside the checks. None on ranks other than 0 of a job."""
+    if options["ladder"] is not None or options["smoke"]:
+        from unisono.launch.job import refuse_inside_a_job
+
+        refuse_inside_a_job(Path(run_dir))
+    if options["ladder"] is not None:
+        return _climb(options["ladder"], printed)
+    if options["smoke"]:
+        from unisono.doctor.smoke import smoke
+
+        printed.add(smoke(Path(run_dir), processes=options["processes"]))
+    elif options["nodes"] or options["bench"]:
+        return _examine_ranks(run_dir, printed, options)
+    else:
+        from unisono.doctor import examine
+
+        printed.add(examine(Path(run_dir)))
+        if options["hostfile"] is not None:
+            printed.add(_hosts(options))
+    return {}
 
 
 def _hosts(options: dict[str, Any]) -> Iterator[Check]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
 
 from unisono.cli.common import every_verb, print_result
+from unisono.errors import ConfigError
 
 
 @click.command("report")
@@ -16,8 +18,17 @@ def command(run_dir: str, as_json: bool) -> None:
     """Write RUN_DIR/report.html from the events of the run, which may be finished, killed or still under way."""
     from unisono.observe.run_summary import goodput_text
     from unisono.report.render import make_report
+    from unisono.storage.files import os_reason
 
-    report = make_report(Path(run_dir))
+    try:
+        report = make_report(Path(run_dir))
+    except OSError as error:
+        raise ConfigError(
+            given=f"{run_dir}/report.html cannot be written: {os_reason(error)}",
+            rule="the report of a run is a file in its folder",
+            consequence="no report was written",
+            nearest=f"room, and the right to write there; or a copy of the run's folder: cp -r {shlex.quote(run_dir)} COPY",
+        ) from error
     goodput = report.goodput
     result = {
         "run_dir": run_dir,

@@ -21,6 +21,7 @@ from unisono.compare.replayable import ReplayableRun, no_common_start, read_run,
 from unisono.compare.step_record import START, Replay, ReplayRequest, StepRecord, read_records, read_replays
 from unisono.compare.whole_tensors import first_whole_divergence, layout_of
 from unisono.errors import CheckpointError, DataError
+from unisono.observe.history import Counts
 from unisono.storage.directory import make_folder
 
 MAX_RECORDED: Final = 2  # steps of each run that are recorded at once
@@ -108,7 +109,7 @@ class _Search:
     _run_up: int = 0
 
     def result(self) -> FirstDifference:
-        common = np.intersect1d(self.a.steps, self.b.steps)
+        common, *places = np.intersect1d(self.a.steps, self.b.steps, return_indices=True)
         if not len(common):
             raise DataError(
                 given=f"{self.a.run_dir} has the steps {_span(self.a)}, {self.b.run_dir} {_span(self.b)}",
@@ -122,7 +123,7 @@ class _Search:
             names = [name for name in self.a.layout if self.a.layout[name] != self.b.layout.get(name)]
             shown = ", ".join(f"{name} {self.a.layout[name]} and {self.b.layout.get(name)}" for name in names)
             self._notes.append(f"the layouts differ ({shown}): values are compared up to rounding")
-        step = self._first_step(common.tolist(), is_rounded=is_rounded)
+        step = self._first_step(common, *places, is_rounded=is_rounded)
         divergence = self._divergence_beyond_rounding(step) if is_rounded else self._bitwise_divergence(step)
         verdict: Verdict = "diverged" if divergence is not None else "identical" if step is None else "not reproduced"
         return FirstDifference(
@@ -139,19 +140,20 @@ class _Search:
             notes=tuple(dict.fromkeys(self._notes)),
         )
 
-    def _first_step(self, steps: Sequence[int], *, is_rounded: bool) -> int | None:
-        """The first step whose figures differ."""
+    def _first_step(self, steps: Counts, mine: Counts, its: Counts, *, is_rounded: bool) -> int | None:
+        """The first of ``steps`` whose figures differ; ``mine`` and ``its`` are their places in A and B."""
         unit = max(_UNIT.get(str(run.layout.get("precision.compute")), _UNIT["fp32"]) for run in (self.a, self.b))
-        for step in steps:
-            for x, y, roundings in zip(
-                self.a.figures(step), self.b.figures(step), (_LOSS_ROUNDINGS, _NORM_ROUNDINGS), strict=True
-            ):
-                if x == y or (math.isnan(x) and math.isnan(y)):
-                    continue
-                if is_rounded and abs(x - y) <= roundings * unit * math.sqrt(step) * max(abs(x), abs(y)):
-                    continue
-                return step
-        return None
+        differs = np.zeros(len(steps), bool)
+        for x, y, roundings in (
+            (self.a.losses[mine], self.b.losses[its], _LOSS_ROUNDINGS),
+            (self.a.grad_norms[mine], self.b.grad_norms[its], _NORM_ROUNDINGS),
+        ):
+            unlike = (x != y) & ~(np.isnan(x) & np.isnan(y))
+            if is_rounded:
+                with np.errstate(invalid="ignore", over="ignore"):
+                    unlike &= ~(np.abs(x - y) <= roundings * unit * np.sqrt(steps) * np.maximum(np.abs(x), np.abs(y)))
+            differs |= unlike
+        return int(steps[differs.argmax()]) if differs.any() else None
 
     # --- runs of one layout -----------------------------------------------------------------------------------------
 
@@ -206,8 +208,8 @@ class _Search:
         earlier = next(
             (
                 step
-                for step in range(start + 1, record[0])
-                if any(x.get(step) != y.get(step) for x, y in zip(*states, strict=True))
+                for step in sorted({step for found in (*states[0], *states[1]) for step in found})
+                if start < step < record[0] and any(x.get(step) != y.get(step) for x, y in zip(*states, strict=True))
             ),
             None,
         )

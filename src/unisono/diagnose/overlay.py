@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
@@ -73,8 +74,9 @@ def write_overlay(path: Path, run_dir: Path, patch: Mapping[str, Any]) -> Path:
             consequence="nothing was written",
             nearest="copy the settings that you want into a file of your own, with --set for those of the findings",
         )
-    folders = (run_dir.with_name(f"{run_dir.name}-{number}") for number in count(2))
-    next_dir = next(folder for folder in folders if not folder.exists())
+    named = run_dir if run_dir.name not in ("", "..") else run_dir.resolve()
+    folders = (named.with_name(f"{named.name}-{number}") for number in count(2))
+    next_dir = next(folder for folder in folders if not os.path.lexists(folder))
     patch, plan = _in_strategy_file(patch, base)
     if plan is not None:
         plan_path = path.with_suffix(".plan.json").resolve()
@@ -114,9 +116,9 @@ def _in_strategy_file(patch: Mapping[str, Any], base: Path) -> tuple[dict[str, A
 def _create(path: Path, text: str) -> None:
     try:
         create_file(path, f"{text}\n".encode())
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:  # the latter of a folder whose name is no text
         raise ConfigError(
-            given=f"{path}: {os_reason(error)}",
+            given=f"{path}: {os_reason(error) if isinstance(error, OSError) else 'the name of the run has characters that are no UTF-8'}",
             rule="an overlay is a new file; one that exists is not overwritten",
             consequence="nothing was written",
             nearest="another name, in a folder that you may write to",

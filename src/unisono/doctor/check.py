@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from unisono.sanitize import redact_text
+
 Status = Literal["ok", "warning", "failure"]
 
 
@@ -32,6 +34,8 @@ class Check:
 
 
 def judged(code: str, title: str, evidence: str, *, warning: str = "", failure: str = "") -> Check:
-    """A check whose cure is ``failure``, else ``warning``; with neither the status is ``ok``."""
+    """A check whose cure is ``failure``, else ``warning``; with neither the status is ``ok``. Credentials are
+    taken out of its texts: variables and errors of others have them."""
     status: Status = "failure" if failure else "warning" if warning else "ok"
-    return Check(code=code, title=title, status=status, evidence=evidence, cure=failure or warning)
+    cure = failure or warning
+    return Check(code=code, title=title, status=status, evidence=redact_text(evidence), cure=redact_text(cure))

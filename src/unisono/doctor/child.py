@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from unisono.dist.interpreter import module_command, module_path
 from unisono.errors import ConfigError
-from unisono.launch.workers import foreign_variable
+from unisono.launch.workers import Reaper, foreign_variable
 from unisono.observe.events import events_path, number, read_events
 from unisono.observe.history import WARM_UP_READINGS
 from unisono.storage.limits import MAX_PLAN_BYTES
@@ -109,7 +109,7 @@ def run_child(
     environ = {name: value for name, value in os.environ.items() if not foreign_variable(name)}
     began_s = time.monotonic()
     code: int | None = None
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with Reaper() as reaper, tempfile.TemporaryFile("w+", errors="replace") as said:
         process = subprocess.Popen(
             list(command),
             env={**environ, "PYTHONPATH": module_path(), **(variables or {})},
@@ -118,11 +118,13 @@ def run_child(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        reaper.watch(process.pid)  # it ends with this process, however this one ends
         try:
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(timeout_s)
         finally:
             kill_group(process)
+            reaper.forget(process.pid)
         took_s = time.monotonic() - began_s
         said.seek(0)
         text = said.read()[-_TAIL_CHARS:]

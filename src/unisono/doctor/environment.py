@@ -44,6 +44,7 @@ _REPLACED: Final[Mapping[str, str]] = {
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
     "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
 }
+_MAX_DIGITS: Final = 9  # of a number of threads; Python refuses to read one of some thousands
 _THREADS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -85,10 +86,11 @@ def _is_set(environ: Mapping[str, str], name: str, values: tuple[str, ...]) -> b
 def _threads(environ: Mapping[str, str]) -> Check:
     set_to = {name: environ[name] for name in _THREADS if name in environ}
     cores, cure = len(allowed_cores()), ""
-    for name, value in set_to.items():
-        if not value.isdecimal() or int(value) == 0:
+    for name, given in set_to.items():
+        value = given.lstrip("0") or "0"
+        if not value.isdecimal() or value == "0":
             cure = f"{name} is a number of threads, at least 1: unset it, and the launcher divides the cores"
-        elif int(value) > cores:
+        elif len(value) > _MAX_DIGITS or int(value) > cores:
             cure = f"{name} is more than the {cores} cores: unset it, and the launcher divides the cores"
     evidence = (
         ", ".join(f"{name}={value}" for name, value in set_to.items()) or "not set: the launcher divides the cores"

@@ -27,6 +27,7 @@ from unisono.doctor.check import Check, judged
 from unisono.doctor.child import error_paragraph, kill_group
 from unisono.errors import UnisonoError
 from unisono.launch.resources import count_accelerators
+from unisono.launch.workers import Reaper
 from unisono.measure.calibration import CALIBRATION_FILE
 
 _MODULE: Final = "unisono.doctor.ranks"
@@ -87,6 +88,7 @@ def examine_ranks(
     where += ["--ssh-port", str(ssh_port)] if ssh_port else []
     ranks = module_command(_MODULE, json.dumps(asdict(examination)))
     with (
+        Reaper() as reaper,
         tempfile.TemporaryDirectory(prefix="unisono-doctor-", ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryFile("w+") as said,
     ):
@@ -100,12 +102,14 @@ def examine_ranks(
             errors="replace",
             start_new_session=True,
         )
+        reaper.watch(process.pid)
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return _failed(f"the ranks were not done after {timeout_s:g} s")
         finally:
             kill_group(process)
+            reaper.forget(process.pid)
         said.seek(0)
         report = _reported(output)
         if process.returncode == 0 and report is not None:

@@ -17,8 +17,9 @@ attempt), and where the launcher recorded them (``launch.json``) the start and e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -32,6 +33,7 @@ from unisono.storage.run_folder import EVENTS_FOLDER, LAUNCH_FILE
 
 CATEGORIES: Final = ("useful", "repeated", "lost", "waiting", "starting", "checkpoint", "evaluation", "other")
 _MAX_TIME_S: Final = 1e12
+_NO_STATE: Final = 1 << 60  # above all steps
 _ROW_FIELDS: Final = ("t", "m", "time/window_s", "time/ckpt_stall_frac", "time/eval_frac", "time/other_frac")
 _TAIL_OF_KIND: Final = {"eval": "evaluation", "checkpoint_saved": "checkpoint", "checkpoint_failed": "checkpoint"}
 _SIGNS_OF_LIFE: Final = frozenset({"system", "step"})  # which end no work
@@ -159,10 +161,11 @@ class GoodputLedger:
         rows = _rows_of(history)
         events = _events_of(history)
         lineage = _lineage_of(rows, events)
+        limits = _limits_of([*lineage, *self._lineage])
         parts = [
             part
-            for attempt in sorted({*events, *np.unique(rows["attempt"]).astype(np.int64).tolist()})
-            if (part := _part_of(attempt, rows, events.get(attempt, []), lineage, self._lineage)) is not None
+            for attempt, mine in _by_attempt(rows, events)
+            if (part := _part_of(attempt, mine, events.get(attempt, []), *limits[attempt])) is not None
         ]
         if not self._lineage:
             self._lineage = lineage
@@ -255,8 +258,8 @@ def _events_of(history: RankHistory) -> dict[int, list[Event]]:
 
 def _lineage_of(rows: Mapping[str, Floats], events: Mapping[int, Sequence[Event]]) -> list[_Lineage]:
     found: list[_Lineage] = []
-    for attempt in sorted({*events, *np.unique(rows["attempt"]).astype(np.int64).tolist()}):
-        steps = rows["step"][rows["attempt"] == attempt]
+    for attempt, mine in _by_attempt(rows, events):
+        steps = mine["step"]
         resumed = [_step(event) for event in events.get(attempt, []) if event["kind"] == "resumed"]
         states = [step for step in resumed if step is not None]
         state = min(states) if states else int(steps.min()) - 1 if len(steps) else None
@@ -264,16 +267,37 @@ def _lineage_of(rows: Mapping[str, Floats], events: Mapping[int, Sequence[Event]
     return found
 
 
+def _by_attempt(
+    rows: Mapping[str, Floats], events: Mapping[int, Sequence[Event]]
+) -> Iterator[tuple[int, dict[str, Floats]]]:
+    """The rows of each attempt that has rows or events, ascending. Rows are in order of their attempts."""
+    numbers = sorted({*events, *np.unique(rows["attempt"]).astype(np.int64).tolist()})
+    bounds = [np.searchsorted(rows["attempt"], numbers, side=side).tolist() for side in ("left", "right")]
+    for attempt, first, end in zip(numbers, *bounds, strict=True):
+        yield attempt, {name: row[first:end] for name, row in rows.items()}
+
+
+def _limits_of(lineage: Sequence[_Lineage]) -> dict[int, tuple[int, int]]:
+    """Of each attempt the lowest state that a later one began with, and the last step that an earlier one reached."""
+    ordered = sorted(lineage, key=lambda each: each.attempt)
+    reached, lowest, before, after = 0, _NO_STATE, dict[int, int](), dict[int, int]()
+    for attempt, each in groupby(ordered, key=lambda each: each.attempt):
+        before[attempt] = reached
+        reached = max(reached, *(one.reached for one in each))
+    for attempt, each in groupby(reversed(ordered), key=lambda each: each.attempt):
+        after[attempt] = lowest
+        lowest = min([lowest, *(one.state_step for one in each if one.state_step is not None)])
+    return {attempt: (after[attempt], before[attempt]) for attempt in before}
+
+
 def _part_of(
-    attempt: int,
-    rows: Mapping[str, Floats],
-    events: Sequence[Event],
-    lineage: Sequence[_Lineage],
-    first_rank: Sequence[_Lineage],
+    attempt: int, mine: Mapping[str, Floats], events: Sequence[Event], lowest_later: int, reached: int
 ) -> _Part | None:
-    """The spans of a rank's work in an attempt; None if no event has a time."""
-    chosen = np.flatnonzero(rows["attempt"] == attempt)
-    mine = {name: row[chosen] for name, row in rows.items()}
+    """The spans of a rank's work in an attempt; None if nothing in it has a time.
+
+    ``mine`` are its rows, ``lowest_later`` the lowest state that a later attempt began with, ``reached`` the last step that an
+    earlier one has made.
+    """
     offset_s = _offset_s(mine, events)
     at_s = np.where(np.isfinite(mine["m"]), mine["m"] + offset_s, mine["t"])
     timed = [_Timed(at, event) for event in events if (at := _at(event, offset_s)) is not None]
@@ -281,13 +305,10 @@ def _part_of(
     if not times:
         return None
     part = _Part(attempt=attempt, first_s=min(times), last_s=max(times))
-    if len(chosen):
+    if len(mine["step"]):
         steps = mine["step"]
-        others = [*lineage, *first_rank]
-        states = [each.state_step for each in others if each.attempt > attempt and each.state_step is not None]
-        is_lost = steps > min(states, default=1 << 60)
+        is_lost = steps > lowest_later
         is_lost |= steps >= np.minimum.accumulate(np.append(steps[1:], np.inf)[::-1])[::-1]
-        reached = max((each.reached for each in others if each.attempt < attempt), default=0)
         before = np.maximum.accumulate(np.append(float(reached), steps[:-1]))
         is_repeated = ~is_lost & (steps <= before)
         part.first_step, part.last_step = int(steps.min()), int(steps.max())

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from unisono.observe.events import Event, number
+from unisono.observe.events import Event, is_count, number
 from unisono.observe.goodput import CATEGORIES, Goodput
 from unisono.observe.history import Counts, Floats, RankHistory
 from unisono.observe.meters import PHASES
@@ -170,7 +170,7 @@ def _last_of(events: Sequence[Event], kind: str, field: str) -> Any:
 
 
 def _int(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if is_count(value) and not isinstance(value, bool) else None
 
 
 def _count(value: float | None) -> int | None:

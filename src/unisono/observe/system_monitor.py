@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 # raises where there is no such device.
 READER_GROUP: Final = "unisono.device_readers"
 DeviceReader = Callable[[], Mapping[str, float]]
+# such as /proc without the rights to read it, or a sandbox in which parts of it are missing
+_REFUSED: Final = (psutil.Error, OSError, NotImplementedError)
+_CLOSE_S: Final = 5.0
 _LOG: Final = logging.getLogger("unisono.observe")
 
 
@@ -52,24 +55,35 @@ class SystemMonitor:
         self._readers = dict(readers)
         self._process = psutil.Process()
         self._stop = threading.Event()
-        self._before = self._counters()
-        if with_host:
-            psutil.cpu_times_percent(None)  # the next call is since this one
+        try:
+            self._before = self._counters()
+            if with_host:
+                psutil.cpu_times_percent(None)  # the next call is since this one
+        except _REFUSED as error:
+            self._give_up(error)
         self._thread = threading.Thread(target=self._run, name="unisono-monitor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop sampling. Idempotent."""
+        """Stop sampling. Idempotent. A device's reader that does not return is left behind: the run ends without it."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            _LOG.warning("the monitor is left behind: a figure could not be read within %g s", _CLOSE_S)
 
     def _run(self) -> None:
         while not self._stop.wait(self._every_s):
             try:
-                self._events.emit("system", step=self._step(), **self._sample())
-            except (psutil.Error, OSError) as error:  # such as /proc without the rights to read it
-                _LOG.warning("the monitor stops: %s: %s", type(error).__name__, error)
+                fields = self._sample()
+            except _REFUSED as error:
+                self._give_up(error)
                 return
+            if not self._stop.is_set():
+                self._events.emit("system", step=self._step(), **fields)
+
+    def _give_up(self, error: Exception) -> None:
+        _LOG.warning("the monitor stops: %s: %s", type(error).__name__, error)
+        self._stop.set()
 
     def _counters(self) -> dict[str, float]:
         """Counters that only grow, and the time."""

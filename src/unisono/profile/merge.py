@@ -10,6 +10,7 @@ from typing import IO, Any, Final, cast
 import msgspec
 
 from unisono.errors import DataError
+from unisono.observe.events import is_count
 from unisono.profile.rank_profile import MERGED_FILE, RankProfile
 from unisono.profile.trace_file import event_objects, open_trace
 from unisono.storage.files import new_file
@@ -51,7 +52,7 @@ def merge_traces(folder: Path, profiles: Sequence[RankProfile]) -> tuple[int, ..
                     for event in _events(folder / profile.trace_file, profile, base_ns):
                         file.write((b"" if first else b",\n") + _encode(event))
                         first = False
-                except (OSError, EOFError, ValueError, DataError):
+                except (OSError, EOFError, ValueError, OverflowError, DataError):
                     continue
                 merged.append(profile.rank)
             file.write(b"\n]}\n")
@@ -69,14 +70,18 @@ def _events(path: Path, profile: RankProfile, base_ns: int) -> Iterator[dict[str
                 event = _decode(text)
             except (msgspec.DecodeError, RecursionError):
                 continue
-            if "ph" not in event or event.get("name") in ("process_name", "process_sort_index", "process_labels"):
-                continue
             pid = event.get("pid", 0)
+            if (
+                "ph" not in event
+                or not isinstance(pid, int | str)
+                or event.get("name") in ("process_name", "process_sort_index", "process_labels")
+            ):
+                continue
             if pid not in pids:
                 pids[pid] = _PIDS * (rank + 1) + len(pids)
                 yield from _process(pids[pid], rank, _process_name(pid, len(pids) - 1))
             event["pid"] = pids[pid]
-            if isinstance(event.get("ts"), int | float):
+            if isinstance(event.get("ts"), float) or is_count(event.get("ts")):
                 event["ts"] = round(event["ts"] + shift_us, 3)
             if isinstance(event.get("id"), int):
                 event["id"] += _IDS * rank

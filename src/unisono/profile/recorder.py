@@ -201,6 +201,8 @@ class Recording:
                 merged = merge_traces(self._folder, read_profiles(self._folder)[0])
             except OSError as failure:
                 error = os_reason(failure)
+            except Exception as failure:
+                error = f"{type(failure).__name__}: {failure}"
         if error:
             _LOG.warning("the profile of step %s is not complete: %s", self.window.first, error)
         self._events.emit(

@@ -32,6 +32,7 @@ from unisono.storage.limits import (
     MAX_TRACE_EVENT_BYTES,
     MAX_TRACE_EVENTS,
     MAX_TRACE_NAMES,
+    MAX_TRACE_TEXT_BYTES,
     LimitError,
     num_elements,
 )
@@ -53,6 +54,7 @@ _CATEGORIES: Final = {
 }
 _PIECE_BYTES: Final = 4 << 20
 _HEAD_BYTES: Final = 1 << 20
+_COLLECTIVE_BYTES: Final = 256  # that one takes in memory
 _NO_TIME: Final = -1.0
 _QUOTE: Final = ord('"')
 _IS_STRUCTURE: Final = np.zeros(256, bool)
@@ -355,6 +357,7 @@ class _Columns:
         self._shape, self._sequence, self._correlation = array("i"), array("q"), array("q")
         self._memory = array("d"), array("q"), array("q"), array("q"), array("b")
         self._collectives: list[CollectiveEvent] = []
+        self._text_bytes = 0
 
     def add(self, text: bytes | memoryview) -> None:
         """Add the event of this text, if it is one that is kept."""
@@ -384,7 +387,7 @@ class _Columns:
             if dims := bytes(args.dims):
                 if len(self._shapes) > MAX_TRACE_NAMES:
                     raise ValueError(f"has more than {MAX_TRACE_NAMES:,} shapes")
-                shape = self._shapes.setdefault(dims, len(self._shapes))
+                shape = self._place(self._shapes, dims, len(dims))
             if args.sequence is not None:
                 sequence = 2 * args.sequence + (args.forward_thread not in (None, 0))
             correlation = -1 if args.correlation is None else args.correlation
@@ -392,10 +395,11 @@ class _Columns:
                 self._add_collective(event, args)
             elif kind == ANNOTATION and event.name.startswith("gloo:"):
                 self._add_gloo(event, args)
-        name = self._names.setdefault(event.name, len(self._names))
+        name = self._place(self._names, event.name, len(event.name))
         if len(self._names) > MAX_TRACE_NAMES:
             raise ValueError(f"has more than {MAX_TRACE_NAMES:,} names")
-        thread = self._threads.setdefault((event.pid, event.tid), len(self._threads))
+        whose = (event.pid, event.tid)
+        thread = self._place(self._threads, whose, sum(len(each) for each in whose if isinstance(each, str)))
         self._shape.append(shape)
         self._sequence.append(sequence)
         self._correlation.append(correlation)
@@ -405,7 +409,21 @@ class _Columns:
         self._start.append(event.ts)
         self._duration.append(event.dur)
 
+    def _place(self, known: dict[Any, int], key: Any, num_bytes: int) -> int:
+        """The place of ``key`` among ``known``, where it is added if it is new."""
+        place = known.get(key)
+        if place is None:
+            self._count_text(num_bytes)
+            place = known[key] = len(known)
+        return place
+
+    def _count_text(self, num_bytes: int) -> None:
+        self._text_bytes += num_bytes
+        if self._text_bytes > MAX_TRACE_TEXT_BYTES:
+            raise ValueError(f"has more than {MAX_TRACE_TEXT_BYTES:,} bytes of names, shapes and collectives")
+
     def _add_collective(self, event: _Event, args: _Args) -> None:
+        self._count_text(_COLLECTIVE_BYTES + sum(map(len, (args.collective or "", args.dtype or "", args.group or ""))))
         self._collectives.append(
             CollectiveEvent(
                 name=args.collective or "",
@@ -421,6 +439,7 @@ class _Columns:
         )
 
     def _add_gloo(self, event: _Event, args: _Args) -> None:
+        self._count_text(_COLLECTIVE_BYTES + len(event.name) + len(bytes(args.types)))
         dims, types = json_list(bytes(args.dims)), json_list(bytes(args.types))
         sizes = [num_elements(dim) for dim in dims if isinstance(dim, list) and all(isinstance(n, int) for n in dim)]
         self._collectives.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -60,7 +61,8 @@ def take_request(run_dir: Path, step: int) -> Window | None:
     except OSError:
         return None
     except ValueError:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
         return None
     request = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
     num_steps = request.get("num_steps")

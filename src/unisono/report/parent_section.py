@@ -13,9 +13,11 @@ from unisono.compare.differences import Difference, differences, environment_of,
 from unisono.compare.parent import first_start, gain_over_parent, parents_of
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.run_facts import RunFacts
+from unisono.observe.events import events_path
 from unisono.observe.history import RankHistory
 from unisono.report.section import Section, Table
 from unisono.sanitize import printable
+from unisono.storage.ownership import untrusted_reason
 
 _MAX_ROWS: Final = 200
 
@@ -23,7 +25,8 @@ _MAX_ROWS: Final = 200
 def parent_section(history: RankHistory, run_dir: Path, facts: RunFacts, findings: Sequence[Finding]) -> Section | None:
     """The section; None for a run that comes from no other, or whose parent is gone or may be another user's."""
     start = next((event for event in reversed(history.all_events) if event["kind"] == "run_start"), None)
-    if start is None:
+    # another user's run does not choose which files are read
+    if start is None or untrusted_reason(events_path(run_dir, 0)):
         return None
     for folder, how in parents_of(history.all_events, run_dir):
         if (parent := first_start(folder)) is not None:

@@ -87,11 +87,13 @@ MAX_JOB_BYTES: Final = 1 << 20
 MAX_LOCK_RECORD_BYTES: Final = 1 << 12
 # one event of a run
 MAX_EVENT_BYTES: Final = 1 << 24
-# a trace of a profiler: bytes after decompression, events, bytes of one event, different names or shapes; the summary of one
+# a trace of a profiler: bytes after decompression, events, bytes of one event, different names or shapes, bytes of these and of
+# collectives; the summary of one
 MAX_TRACE_BYTES: Final = 16 << 30
 MAX_TRACE_EVENTS: Final = 1 << 24
 MAX_TRACE_EVENT_BYTES: Final = 16 << 20
 MAX_TRACE_NAMES: Final = 1 << 20
+MAX_TRACE_TEXT_BYTES: Final = 1 << 28
 MAX_PROFILE_BYTES: Final = 16 << 20
 # a pattern of module names, in characters
 MAX_PATTERN: Final = 1_000

@@ -55,9 +55,12 @@ class RunOutputs:
             return None
         try:
             return write_report(self._run_dir)
-        except Exception as error:  # a rule of another package may raise anything, or yield anything
-            told = error.problems[0].given if isinstance(error, UnisonoError) else f"{type(error).__name__}: {error}"
-            reason = os_reason(error) if isinstance(error, OSError) else told
+        except Exception as error:  # such as what an earlier attempt, or somebody else, left in the folder
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, UnisonoError):
+                reason = error.problems[0].given
+            elif isinstance(error, OSError):
+                reason = os_reason(error)
             again = f"unisono report {shlex.quote(str(self._run_dir))}"
             _LOG.warning("report.html was not written: %s; %s makes it of the events", reason, again)
             return None

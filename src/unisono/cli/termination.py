@@ -1,0 +1,26 @@
+"""SIGTERM as an interrupt: what a command has started and made goes away before it ends."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextmanager
+def sigterm_interrupts() -> Generator[None]:
+    """SIGTERM ends what is inside as Ctrl-C does; a second one ends the process at once."""
+
+    def stop(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
