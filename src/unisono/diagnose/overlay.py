@@ -117,8 +117,9 @@ def _create(path: Path, text: str) -> None:
     try:
         create_file(path, f"{text}\n".encode())
     except (OSError, UnicodeEncodeError) as error:  # the latter of a folder whose name is no text
+        reason = os_reason(error) if isinstance(error, OSError) else "the name of the run's folder is no UTF-8"
         raise ConfigError(
-            given=f"{path}: {os_reason(error) if isinstance(error, OSError) else 'the name of the run has characters that are no UTF-8'}",
+            given=f"{path}: {reason}",
             rule="an overlay is a new file; one that exists is not overwritten",
             consequence="nothing was written",
             nearest="another name, in a folder that you may write to",
