@@ -33,6 +33,7 @@ from unisono.observe.history import RankHistory, read_history
 from unisono.observe.run_summary import summarise
 from unisono.report.charts import curves_of, rank_map, time_chart
 from unisono.report.goodput_section import goodput_section
+from unisono.report.monitor_section import MonitorCurves, monitor_section
 from unisono.report.page import DRAW_SCRIPT, PAGE
 from unisono.report.parent_section import parent_section
 from unisono.report.profile_sections import profile_sections
@@ -117,9 +118,10 @@ def make_report(run_dir: Path) -> Report:
     return Report(target, goodput)
 
 
-def _rank_sections(facts: RunFacts, events: RankEvents) -> list[Section]:
+def _rank_sections(facts: RunFacts, events: RankEvents, monitor: MonitorCurves) -> list[Section]:
     sections = [step_section(facts) if len(facts.ranks) > 1 else None, loading_section(facts), pipeline_section(facts)]
-    sections += [communication_section(facts, events), memory_section(facts, events), *profile_sections(facts.profiles)]
+    sections += [communication_section(facts, events), memory_section(facts, events), monitor_section(monitor)]
+    sections += profile_sections(facts.profiles)
     return [section for section in sections if section is not None]
 
 
@@ -133,6 +135,7 @@ class _ShownRanks:
         self.newest: list[Event] = []  # events of the table
         self.goodput = GoodputLedger()
         self.events = RankEvents()
+        self.monitor = MonitorCurves()
 
     def collect(self, history: RankHistory) -> RankHistory:
         """Take what the page shows of a rank; returns ``history``, for the next reader."""
@@ -145,6 +148,7 @@ class _ShownRanks:
             self.newest = newest_events([*self.newest, *shown])
         self.goodput.add(history)
         self.events.add(history)
+        self.monitor.add(history)
         return history
 
 
@@ -157,7 +161,7 @@ def render(
     with np.errstate(over="ignore", invalid="ignore"):  # figures of a damaged file may be of any size
         curves, shares, ranks = list(curves_of(history)), time_chart(summary), rank_map(facts)
     charts = [*([shares] if shares else []), *curves, *([ranks] if ranks else [])]
-    rank_sections = _rank_sections(facts, shown.events)
+    rank_sections = _rank_sections(facts, shown.events, shown.monitor)
     charts += [chart for section in (*([goodput] if goodput else []), *rank_sections) for chart in section.charts]
     plotly = files("unisono.report").joinpath(_PLOTLY).read_bytes()
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
