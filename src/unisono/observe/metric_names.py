@@ -123,7 +123,7 @@ METRIC_NAMES: Final[tuple[MetricName, ...]] = (
         ("sys/device_clock_hz", "Hz", "clock of its processors"),
         ("sys/device_max_clock_hz", "Hz", "the highest clock that they may have"),
         ("sys/device_memory_bytes", "bytes", "memory that processes hold"),
-        ("sys/device_throttled", "1", "1 where heat or power slow it down"),
+        ("sys/device_throttled", "1", "1 where heat or the power supply hold its clock down"),
         ("sys/device_corrected_errors", "errors", "of memory, which ECC corrected since the driver was loaded"),
         ("sys/device_uncorrected_errors", "errors", "of memory, which it could not correct"),
         ("sys/device_<figure>", "in its name", "a figure of an installed device reader"),
