@@ -85,6 +85,7 @@ def write_report(run_dir: Path) -> Path:
     return make_report(run_dir).path
 
 
+@np.errstate(over="ignore", invalid="ignore")  # figures of a damaged file may be of any size
 def make_report(run_dir: Path) -> Report:
     """Write the report as ``write_report`` does; returns its path and the goodput ledger.
 
@@ -158,10 +159,9 @@ def render(
     """Render the HTML page from the history of rank 0, the facts of all ranks, and what is shown of them."""
     summary = summarise(history)
     start, sample = _last(history.events, "run_start"), _last(history.events, "sample")
-    with np.errstate(over="ignore", invalid="ignore"):  # figures of a damaged file may be of any size
-        curves, shares, ranks = list(curves_of(history)), time_chart(summary), rank_map(facts)
-    charts = [*([shares] if shares else []), *curves, *([ranks] if ranks else [])]
+    curves, shares, ranks = list(curves_of(history)), time_chart(summary), rank_map(facts)
     rank_sections = _rank_sections(facts, shown.events, shown.monitor)
+    charts = [*([shares] if shares else []), *curves, *([ranks] if ranks else [])]
     charts += [chart for section in (*([goodput] if goodput else []), *rank_sections) for chart in section.charts]
     plotly = files("unisono.report").joinpath(_PLOTLY).read_bytes()
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
