@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
+import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 from commands import Desk
 from event_streams import write_events
 
@@ -16,13 +21,16 @@ def add(run_dir: Path, rank: int, *lines: bytes) -> None:
         file.write(b"".join(lines))
 
 
+def system(rank: int, **fields: Any) -> dict[str, Any]:
+    return {"kind": "system", "t": time.time(), "rank": rank, "step": 300, "host": f"n{rank}", **fields}
+
+
 def test_ranks_of_a_run_that_goes_on(desk: Desk, tmp_path: Path) -> None:
     fields = {"train/loss": 2.5, "perf/step_s": 0.1, "mem/now_bytes": 2**30, "mem/limit_bytes": 2**32}
     run = write_events(
         tmp_path / "run", lambda rank, step: {"forward": 0.08, "data_wait": 0.02}, steps=300, fields=fields
     )
-    system = {"kind": "system", "t": 5.0, "rank": 0, "step": 300, "sys/process_cpus": 1.5}
-    add(run, 0, encode(system) + b"\n")
+    add(run, 0, encode(system(0, **{"sys/process_cpus": 1.5})) + b"\n")
     add(run, 1, b'{"kind":"step","st')
     done = desk.here("top", str(run), "--once")
     assert done.code == 0, done.err
@@ -37,14 +45,105 @@ def test_ranks_of_a_run_that_goes_on(desk: Desk, tmp_path: Path) -> None:
         "comm",
         "memory",
         "CPUs",
-        "device",
         "seen",
     ]
-    assert rows[0].split()[:11] == ["0", "300", "2.5", "100", "ms", "20%", "0%", "1", "GiB", "of", "4"]
+    assert rows[0].split()[:11] == ["0", "300", "2.5", "100", "ms", "20%", "0%", "1", "of", "4", "GiB"]
     assert " 1.5 " in rows[0]
     assert "ago" in rows[1]
     ranks = desk.here("top", str(run), "--json").json["ranks"]
     assert [(rank["rank"], rank["step"]["step"], rank["ended"]) for rank in ranks] == [(0, 300, ""), (1, 300, "")]
+
+
+DEVICE = {
+    "sys/device_util_frac": 0.98,
+    "sys/device_power_w": 612.4,
+    "sys/device_power_limit_w": 700.0,
+    "sys/device_temperature_c": 84.0,
+    "sys/device_clock_hz": 1.41e9,
+    "sys/device_max_clock_hz": 1.98e9,
+    "sys/device_memory_bytes": 61.25 * 2**30,
+    "sys/device_throttled": 1.0,
+    "sys/device_slowdowns": "hardware thermal slowdown, power brake",
+    "sys/device_uncorrected_errors": 2.0,
+}
+HOST = {
+    "sys/cpu_frac": 0.42,
+    "sys/iowait_frac": 0.031,
+    "sys/memory_frac": 0.5,
+    "sys/disk_read_bytes_per_s": 1.5e9,
+    "sys/disk_written_bytes_per_s": 0.0,
+    "sys/network_sent_bytes_per_s": 12.5e6,
+    "sys/network_received_bytes_per_s": 999e3,
+}
+
+
+def test_devices_and_hosts(desk: Desk, tmp_path: Path) -> None:
+    fields = {
+        **{"train/loss": 0.06667, "perf/step_s": 0.12345},
+        **{"mem/now_bytes": 61.25 * 2**30, "mem/limit_bytes": 79.25 * 2**30},
+    }
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, steps=9, fields=fields)
+    cool = {**DEVICE, "sys/device_throttled": 0.0, "sys/device_slowdowns": "", "sys/device_uncorrected_errors": 0.0}
+    add(
+        run, 0, encode(system(0, **DEVICE, **HOST, **{"sys/process_cpus": 1.5}, host="node-17.cluster.example")) + b"\n"
+    )
+    add(run, 1, encode(system(1, **cool, **{"sys/process_cpus": 1.5})) + b"\n")
+    out = desk.here("top", str(run), "--once").out
+    ranks, devices, hosts = (block.splitlines() for block in out.strip("\n").split("\n\n"))
+    assert len(ranks) == 3
+    assert devices[0].split() == ["rank", "in", "use", "power", "clock", "heat", "memory", "ECC", "throttled"]
+    assert re.split("  +", devices[1]) == [
+        *("0", "98%", "612 of 700 W", "1.41 GHz", "84 °C", "61.2 GiB", "2"),
+        "hardware thermal, p…",
+    ]
+    assert re.split("  +", devices[2])[-1] == "0"
+    assert re.split("  +", hosts[0]) == [
+        *("host", "CPU", "I/O wait", "memory", "disk read", "written", "net sent", "received")
+    ]
+    assert re.split("  +", hosts[1]) == [
+        "node-17.cluster",
+        "42%",
+        "3%",
+        "50%",
+        "1.5GB/s",
+        "0B/s",
+        "12.5MB/s",
+        "999kB/s",
+    ]
+    assert len(hosts) == 2  # one rank of a host samples it
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_figures_that_no_sample_has_take_no_room(desk: Desk, tmp_path: Path) -> None:
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, steps=9)
+    add(run, 0, encode(system(0, **{"sys/device_power_w": 70.0, "sys/cpu_frac": 0.5}, host=None)) + b"\n")
+    _, devices, hosts = (
+        block.splitlines() for block in desk.here("top", str(run), "--once").out.strip("\n").split("\n\n")
+    )
+    assert [line.split() for line in devices] == [["rank", "power"], ["0", "70", "W"]]
+    assert [re.split("  +", line) for line in hosts] == [["host", "CPU"], ["of rank 0", "50%"]]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400, "text \x1b[31m", None, [1], {"a": 1}, True])
+def test_samples_of_others_are_no_trouble(desk: Desk, tmp_path: Path, value: Any) -> None:
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, steps=9)
+    names = (*DEVICE, *HOST, "host", "step", "sys/process_cpus")
+    for rank, changed in ((0, names), (1, ("sys/device_slowdowns", "host", "t"))):
+        sample = system(rank, **DEVICE, **HOST) | dict.fromkeys(changed, value)
+        add(run, rank, encode(sample) + b"\n")
+    for end in ("--once", "--json"):
+        done = desk.here("top", str(run), end)
+        assert done.code == 0, done.err
+        assert "\x1b" not in done.out
+
+
+def test_a_live_view_has_devices_and_hosts_too(desk: Desk, tmp_path: Path) -> None:
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
+    add(run, 0, encode(system(0, **DEVICE, **HOST)) + b"\n")
+    add(run, 0, encode({"kind": "run_end", "t": 9.0, "rank": 0, "reason": "finished"}) + b"\n")
+    done = desk.here("top", str(run))
+    assert done.code == 0, done.err
+    assert all(text in done.out for text in ("612 of 700 W", "1.5GB/s", "finished"))
 
 
 def test_a_run_that_has_ended_ends_the_command(desk: Desk, tmp_path: Path) -> None:

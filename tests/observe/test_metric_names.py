@@ -10,6 +10,7 @@ import tiny
 import torch
 from pool import Pool
 
+from unisono.device.health import DeviceHealth
 from unisono.dist import World
 from unisono.observe.events import SERIES, EventLog, read_events
 from unisono.observe.metric_names import GROUPS, METRIC_NAMES, find_metric, markdown_table
@@ -24,6 +25,18 @@ EMITTERS = (
     "observe/meters.py",
     "measure/flops.py",
     "observe/system_monitor.py",
+)
+DEVICE = DeviceHealth(
+    util_frac=0.5,
+    power_w=300.0,
+    power_limit_w=400.0,
+    temperature_c=60.0,
+    clock_hz=1e9,
+    max_clock_hz=2e9,
+    memory_bytes=1 << 30,
+    slowdowns=("power brake",),
+    corrected_errors=1,
+    uncorrected_errors=0,
 )
 PAGE = ROOT / "docs" / "trackers.md"
 
@@ -53,7 +66,8 @@ def test_every_number_of_a_run_is_in_the_table(pool: Pool, tmp_path: Path) -> No
     pool.run(emitting, str(tmp_path / "run"), ranks=2)
     events = tiny.events(tmp_path / "run")
     with EventLog(tmp_path / "system.jsonl", rank=0, run_id="r", attempt=1) as log:
-        monitor = SystemMonitor(log, every_s=0.05, step=lambda: 1, with_host=True, readers={})
+        readers = {"cpu": DEVICE.figures, "own": lambda: {"fan_hz": 30.0}}
+        monitor = SystemMonitor(log, every_s=0.05, step=lambda: 1, with_host=True, readers=readers)
         while not (tmp_path / "system.jsonl").stat().st_size:
             torch.zeros(1000).sum()
         monitor.close()
@@ -76,7 +90,8 @@ def test_every_number_of_a_run_is_in_the_table(pool: Pool, tmp_path: Path) -> No
     assert {name for name in missing if not name.startswith("time/comm_exposed_")} <= {
         *("perf/tflops_device", "perf/mfu", "perf/matmul_ceiling_frac", "perf/step_s", "perf/tokens_per_s"),
         *("mem/peak_reserved_bytes", "mem/alloc_retries"),
-        *("perf/tokens_per_s_device", "sys/device_<figure>"),
+        "perf/tokens_per_s_device",
+        *(() if Path("/proc/self/schedstat").exists() else ("sys/core_wait_frac",)),
     }
 
 
@@ -107,7 +122,8 @@ def test_names_are_plain_and_of_one_meaning() -> None:
         ("eval/loss", "eval/loss"),
         ("eval/confusion:2/0", "eval/<metric>"),
         ("time/comm_exposed_tp_frac", "time/comm_exposed_tp_frac"),
-        ("sys/device_util_frac", "sys/device_<figure>"),
+        ("sys/device_util_frac", "sys/device_util_frac"),
+        ("sys/device_fan_hz", "sys/device_<figure>"),
         ("train/lossy", None),
         ("own/loss", None),
     ],

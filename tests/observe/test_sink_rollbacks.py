@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import logging
+import math
 import os
 import struct
 import subprocess
@@ -68,6 +69,9 @@ class Ledger:
 
     def write(self, log: EventLog, kind: str, step: int, name: str, value: float) -> None:
         log.emit(kind, step=step, **{name: value})
+        self.take(step, name, value)
+
+    def take(self, step: int, name: str, value: float) -> None:
         if step > self._highest.get(name, -1):
             self.first[name, step], self._highest[name] = value, step
         if step > self._resumed:
@@ -94,6 +98,7 @@ def emit(run_dir: Path, trackers: list[str], attempts: list[Attempt]) -> Ledger:
                 ledger.write(log, "eval", step, "eval/loss", number)
             unread: list[int] = []
             for _ in range(attempt.steps):
+                sample(log, step, number)
                 step += 1
                 unread.append(step)
                 if step % attempt.log_every == 0:
@@ -107,7 +112,17 @@ def emit(run_dir: Path, trackers: list[str], attempts: list[Attempt]) -> Ledger:
                     ledger.write(log, "eval", step, "eval/loss", number + step / 64)
             for each in unread:
                 ledger.write(log, "step", each, "train/loss", number + each / 64)
+            sample(log, step, number)
+            # a tracker has the means of the samples of each step, of an attempt that made one
+            for each in range(step - attempt.steps, step + 1) if attempt.steps else ():
+                ledger.take(each, "sys/process_cpus", number + each / 64)
     return ledger
+
+
+def sample(log: EventLog, step: int, number: int) -> None:
+    """Samples of the monitor while the step after ``step`` goes on, of which one is no number."""
+    for difference in (-0.5, math.nan, 0.5):
+        log.emit("system", step=step, **{"sys/process_cpus": number + step / 64 + difference})
 
 
 def by_name(values: dict[Any, float]) -> Values:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -18,6 +22,8 @@ from procs import wait_until
 from unisono.observe import system_monitor
 from unisono.observe.events import Event, EventLog, read_events
 from unisono.observe.system_monitor import SystemMonitor, device_readers
+
+SCHEDSTAT = Path("/proc/self/schedstat")
 
 
 def sampled(folder: Path, count: int = 1, **options: Any) -> list[Event]:
@@ -50,7 +56,30 @@ def test_a_process_that_computes(tmp_path: Path) -> None:
 
 def test_one_rank_of_a_host_samples_the_host(tmp_path: Path) -> None:
     (event, *_) = sampled(tmp_path, with_host=False)
-    assert [name for name in event if name.startswith("sys/")] == ["sys/process_cpus"]
+    found = [name for name in event if name.startswith("sys/")]
+    assert found == ["sys/process_cpus", *(["sys/core_wait_frac"] if SCHEDSTAT.exists() else [])]
+    assert event["host"] == socket.gethostname()
+
+
+@pytest.mark.skipif(not SCHEDSTAT.exists(), reason="this system does not tell how long a thread waits for a core")
+def test_threads_that_share_a_core_wait_for_it(tmp_path: Path) -> None:
+    def work() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        events.extend(sampled(tmp_path))
+
+    events: list[Event] = []
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"]
+    )
+    try:
+        thread = threading.Thread(target=work)  # whose affinity ends with it
+        thread.start()
+        thread.join()
+    finally:
+        other.kill()
+        other.wait()
+    assert max(event["sys/core_wait_frac"] for event in events) > 0.1
+    assert all(0 <= event["sys/core_wait_frac"] <= 1 for event in events)
 
 
 def test_devices_are_read_by_other_packages_too(

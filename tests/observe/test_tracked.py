@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from modes import FILE, left, mode_of
 
-from unisono.observe.tracked import event_metrics, event_text, histogram_bins, run_settings, tracker_id
+from unisono.observe.tracked import SystemMeans, event_metrics, event_text, histogram_bins, run_settings, tracker_id
 
 
 def test_bins_of_a_histogram_cover_what_it_counts() -> None:
@@ -75,3 +76,46 @@ def test_the_sample_at_the_end_of_a_run_is_a_text(tmp_path: Path) -> None:
 
 def test_a_run_whose_name_is_a_number_has_no_such_metric() -> None:
     assert event_metrics({"kind": "step", "run": "NaN", "step": 1, "a": 1}) == {"a": 1.0}
+
+
+def system(step: Any, t: float = 0.0, **fields: Any) -> dict[str, Any]:
+    return {"kind": "system", "step": step, "t": t, "rank": 0, "host": "n1", **fields}
+
+
+def test_samples_of_a_step_are_one_when_the_next_one_is_read() -> None:
+    means = SystemMeans()
+    first, second = {"kind": "step", "step": 1}, {"kind": "step", "step": 2}
+    assert means.see(system(0, a=9.0)) == []
+    assert means.see(system(1, 3.0, a=1.0, b=4.0)) == []  # the step goes on behind the host
+    assert means.see(first) == [{"kind": "system", "step": 0, "t": 0.0, "rank": 0, "a": 9.0}, first]
+    assert means.see(system(1, 5.0, a=2.0, c="NaN")) == []
+    assert means.see(system(0, a=5.0)) == []  # given already
+    assert means.see(second) == [{"kind": "system", "step": 1, "t": 5.0, "rank": 0, "a": 1.5, "b": 4.0}, second]
+    assert means.see(system(2, a=7.0)) == []
+    end = {"kind": "run_end", "step": 2}
+    assert [event["step"] for event in means.see(end)] == [2, 2]
+    assert means.see(system(2, a=8.0)) == []  # while the run ends
+    assert means.rest() == []
+
+
+def test_samples_of_an_attempt_without_a_step_are_given_to_no_tracker() -> None:
+    means = SystemMeans()
+    assert means.see(system(0, a=9.0)) == []
+    assert means.see({"kind": "run_end", "step": 0}) == [{"kind": "run_end", "step": 0}]
+    assert means.rest() == []
+
+
+def test_samples_before_the_state_was_loaded_are_left_out() -> None:
+    means = SystemMeans()
+    assert means.see(system(0, a=9.0)) == []
+    resumed, step = {"kind": "resumed", "step": 7}, {"kind": "step", "step": 8}
+    assert means.see(resumed) == [resumed]
+    assert means.see(system(7, a=1.0)) == []
+    assert [event.get("a") for event in means.see(step)] == [1.0, None]
+
+
+@pytest.mark.parametrize("step", [None, "x", -3, [1]])
+def test_a_sample_of_no_step_is_left_out(step: Any) -> None:
+    means = SystemMeans()
+    assert means.see(system(step, a=1.0)) == []
+    assert means.see({"kind": "step", "step": 1}) == [{"kind": "step", "step": 1}]

@@ -41,6 +41,14 @@ KINDS = (
 )
 FIELDS = (
     *(
+        "host",
+        "sys/process_cpus",
+        "sys/cpu_frac",
+        "sys/device_throttled",
+        "sys/device_slowdowns",
+        "sys/device_clock_hz",
+    ),
+    *(
         "loss",
         "eval/loss",
         "text",

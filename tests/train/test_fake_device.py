@@ -120,6 +120,7 @@ def test_the_monitor_reads_the_state_of_the_device(tmp_path: Path, device: FakeD
         "sys/device_util_frac": 0.75,
         "sys/device_power_w": 300,
         "sys/device_throttled": 1,
+        "sys/device_slowdowns": "power brake",
         "sys/device_uncorrected_errors": 0,
     }
 

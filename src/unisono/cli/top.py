@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -17,7 +19,20 @@ if TYPE_CHECKING:
 
     from unisono.observe.rank_status import RankStatus
 
-_COLUMNS = ("rank", "step", "loss", "step time", "data", "comm", "memory", "CPUs", "device", "seen")
+_COLUMNS: Final = ("rank", "step", "loss", "step time", "data", "comm", "memory", "CPUs", "seen")
+_DEVICE_COLUMNS: Final = ("in use", "power", "clock", "heat", "memory", "ECC", "throttled")
+_HOST_COLUMNS: Final = ("CPU", "I/O wait", "memory", "disk read", "written", "net sent", "received")
+_MAX_CELL: Final = 16  # characters; lines have 80
+_MAX_HOST: Final = 15
+_MAX_REASON: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """A table as text: its head, and its rows of as many cells."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 @click.command("top")
@@ -28,9 +43,10 @@ _COLUMNS = ("rank", "step", "loss", "step time", "data", "comm", "memory", "CPUs
 def command(run_dir: str, every_s: float, once: bool, as_json: bool) -> None:
     """Show the ranks of the run in RUN_DIR, from their events, until it ends or Ctrl-C.
 
+    Below them: the devices and the hosts, where the run samples them (observe.monitor_every_s).
     It reads files alone: it can be started and ended at any time, on any host that sees the folder.
     """
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.live import Live
 
     from unisono.errors import DataError
@@ -45,17 +61,21 @@ def command(run_dir: str, every_s: float, once: bool, as_json: bool) -> None:
             nearest="give the folder of a run (run.dir), or start one: unisono train",
         )
     if once or as_json:
-        rows = [_row(status, time.time()) for status in statuses]
-        lines = ["  ".join(cells) for cells in zip(*map(_padded, zip(_COLUMNS, *rows, strict=True)), strict=True)]
+        lines = [line for table in _tables(statuses, time.time()) for line in ("", *_as_lines(table))][1:]
         print_result(as_json, {"run_dir": run_dir, "ranks": [_facts(status) for status in statuses]}, lines)
         return
     with Live(console=Console(), refresh_per_second=4, screen=False) as live:
         while True:
-            live.update(_table(statuses))
+            live.update(Group(*map(_drawn, _tables(statuses, time.time()))))
             if all(status.ended for status in statuses):
                 return
             time.sleep(every_s)
             statuses = rank_statuses(Path(run_dir)) or statuses
+
+
+def _as_lines(table: _Cells) -> list[str]:
+    columns = zip(table.head, *table.rows, strict=True)
+    return ["  ".join(cells).rstrip() for cells in zip(*map(_padded, columns), strict=True)]
 
 
 def _padded(column: Sequence[str]) -> list[str]:
@@ -63,44 +83,111 @@ def _padded(column: Sequence[str]) -> list[str]:
     return [text.ljust(width) for text in column]
 
 
-def _table(statuses: Sequence[RankStatus]) -> Table:
+def _drawn(table: _Cells) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, header_style="dim")
-    for name in _COLUMNS:
-        table.add_column(name, justify="right")
-    now_s = time.time()
-    for status in statuses:
-        table.add_row(*map(Text, _row(status, now_s)))
-    return table
+    drawn = Table(box=None, header_style="dim")
+    for name in table.head:
+        drawn.add_column(name, justify="right")
+    for row in table.rows:
+        drawn.add_row(*map(Text, row))
+    return drawn
+
+
+def _tables(statuses: Sequence[RankStatus], now_s: float) -> list[_Cells]:
+    """The ranks; their devices and their hosts, where the monitor has figures of them."""
+    tables = [_Cells(_COLUMNS, [_row(status, now_s) for status in statuses])]
+    for first, columns, row in (("rank", _DEVICE_COLUMNS, _device_row), ("host", _HOST_COLUMNS, _host_row)):
+        rows = [(key, cells) for status in statuses for key, cells in [row(status)] if any(cells)]
+        shown = [place for place in range(len(columns)) if any(cells[place] for _, cells in rows)]
+        if rows:
+            head = [first, *(columns[place] for place in shown)]
+            tables.append(_Cells(head, [[key, *(cells[place] for place in shown)] for key, cells in rows]))
+    return tables
 
 
 def _row(status: RankStatus, now_s: float) -> list[str]:
     """The cells of ``_COLUMNS``."""
     from unisono.observe.events import number
     from unisono.observe.formatting import percent
-    from unisono.observe.run_summary import duration, format_gib, short_time
+    from unisono.observe.run_summary import duration, short_time
 
-    def value(fields: Any, name: str) -> float | None:
-        return number(fields.get(name))
-
-    step, system = status.step, status.system
-    used, limit = value(step, "mem/now_bytes"), value(step, "mem/limit_bytes")
-    device = value(system, "sys/device_util_frac")
+    step = status.step
     cells = (
         str(status.rank),
-        str(step.get("step", "")),
-        "" if (loss := value(step, "train/loss")) is None else f"{loss:.4g}",
-        "" if (seconds := value(step, "perf/step_s")) is None else short_time(seconds),
-        "" if (share := value(step, "time/data_wait_frac")) is None else percent(share),
-        "" if (share := value(step, "time/comm_exposed_frac")) is None else percent(share),
-        "" if used is None else format_gib(used) + (f" of {format_gib(limit)}" if limit else ""),
-        "" if (cpus := value(system, "sys/process_cpus")) is None else f"{cpus:.1f}",
-        "" if device is None else percent(device),
-        status.ended or f"{duration(max(0.0, now_s - status.at_s))} ago",
+        str(step.get("step", ""))[:_MAX_CELL],
+        "" if (loss := number(step.get("train/loss"))) is None else f"{loss:.4g}",
+        _shown(step, "perf/step_s", short_time),
+        _shown(step, "time/data_wait_frac", percent),
+        _shown(step, "time/comm_exposed_frac", percent),
+        _of(step, "mem/now_bytes", "mem/limit_bytes", 2**30, "GiB"),
+        _shown(status.system, "sys/process_cpus", "{:.1f}".format),
+        status.ended[:_MAX_CELL] or f"{duration(max(0.0, now_s - status.at_s))} ago",
     )
     return [printable(cell) for cell in cells]
+
+
+def _device_row(status: RankStatus) -> tuple[str, list[str]]:
+    """The rank, and the cells of ``_DEVICE_COLUMNS``; empty where a figure is not known."""
+    from unisono.observe.formatting import percent
+
+    system = status.system
+    told = system.get("sys/device_slowdowns")
+    reasons = told.replace(" slowdown", "") if isinstance(told, str) else ""
+    reasons = reasons if len(reasons) <= _MAX_REASON else f"{reasons[: _MAX_REASON - 1]}…"
+    cells = [
+        _shown(system, "sys/device_util_frac", percent),
+        _of(system, "sys/device_power_w", "sys/device_power_limit_w", 1, "W"),
+        _of(system, "sys/device_clock_hz", "", 1e9, "GHz"),
+        _shown(system, "sys/device_temperature_c", "{:.0f} °C".format),
+        _of(system, "sys/device_memory_bytes", "", 2**30, "GiB"),
+        _shown(system, "sys/device_uncorrected_errors", "{:.0f}".format),
+        (reasons or "yes") if _number(system, "sys/device_throttled") else "",
+    ]
+    return str(status.rank), [printable(cell) for cell in cells]
+
+
+def _host_row(status: RankStatus) -> tuple[str, list[str]]:
+    """The host, or else the rank that samples it, and the cells of ``_HOST_COLUMNS``; empty where a figure is not known."""
+    from unisono.observe.formatting import percent
+    from unisono.observe.run_summary import short_number
+
+    def rate(bytes_per_s: float) -> str:
+        return f"{short_number(bytes_per_s)}B/s"
+
+    system = status.system
+    host = system.get("host")
+    cells = [
+        *(_shown(system, f"sys/{name}_frac", percent) for name in ("cpu", "iowait", "memory")),
+        *(
+            _shown(system, f"sys/{name}_bytes_per_s", rate)
+            for name in ("disk_read", "disk_written", "network_sent", "network_received")
+        ),
+    ]
+    return printable(host)[:_MAX_HOST] if isinstance(host, str) and host else f"of rank {status.rank}", cells
+
+
+def _number(event: Mapping[str, Any], name: str) -> float | None:
+    """A finite number of an event, which anybody may have written; None for anything else."""
+    from unisono.observe.events import number
+
+    value = number(event.get(name))
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _shown(event: Mapping[str, Any], name: str, text: Callable[[float], str]) -> str:
+    value = _number(event, name)
+    return "" if value is None else text(value)[:_MAX_CELL]
+
+
+def _of(event: Mapping[str, Any], name: str, limit_name: str, unit_size: float, unit: str) -> str:
+    """A figure and what it can be, such as ``1.2 of 4 GiB``."""
+    value, limit = _number(event, name), _number(event, limit_name)
+    if value is None:
+        return ""
+    most = f" of {limit / unit_size:.3g}" if limit else ""
+    return f"{value / unit_size:.3g}{most} {unit}"
 
 
 def _facts(status: RankStatus) -> dict[str, Any]:

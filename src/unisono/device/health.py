@@ -67,19 +67,25 @@ class DeviceHealth:
     is_partitioned: bool | None = None
     processes: Mapping[int, int] = field(default_factory=dict[int, int])
 
-    def figures(self) -> dict[str, float]:
-        """The numbers among them by name, for a ``system`` event; ``throttled`` is 1 where the device is slowed down."""
+    def figures(self) -> dict[str, float | str]:
+        """What changes in a run, by name, for a ``system`` event: numbers, and as text ``slowdowns`` where there are any.
+
+        ``throttled`` is 1 where the device is slowed down.
+        """
         found: dict[str, float | None] = {
             "util_frac": self.util_frac,
             "power_w": self.power_w,
+            "power_limit_w": self.power_limit_w,
             "temperature_c": self.temperature_c,
             "clock_hz": self.clock_hz,
+            "max_clock_hz": self.max_clock_hz,
             "memory_bytes": self.memory_bytes,
             "throttled": None if self.slowdowns is None else bool(self.slowdowns),
             "corrected_errors": self.corrected_errors,
             "uncorrected_errors": self.uncorrected_errors,
         }
-        return {name: float(value) for name, value in found.items() if value is not None}
+        figures: dict[str, float | str] = {name: float(value) for name, value in found.items() if value is not None}
+        return figures | ({"slowdowns": ", ".join(self.slowdowns)} if self.slowdowns else {})
 
 
 def no_health(index: int) -> DeviceHealth:

@@ -87,6 +87,21 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks)}"
 
 
+def named_host(rank: RankFacts) -> str:
+    """The host of a rank in brackets, for after its number; empty where it is not known."""
+    return f" (host {rank.host})" if rank.host else ""
+
+
+def busy_frac(ranks: Iterable[RankFacts]) -> float | None:
+    """Share of the processors that are busy, on the busiest host of ``ranks``; None where not known."""
+    return max((busy for rank in ranks if (busy := rank.monitor.mean("cpu_frac")) is not None), default=None)
+
+
+def host_busy_frac(facts: RunFacts, rank: RankFacts) -> float | None:
+    """The same of the host of ``rank``, which one rank of each host samples."""
+    return busy_frac([rank, *(other for other in facts.ranks if rank.host and other.host == rank.host)])
+
+
 def setting_text(facts: RunFacts, name: str) -> tuple[str, ...]:
     """A setting as evidence; nothing where the run has none of that name."""
     return (f"{name} is {facts.settings[name]}",) if name in facts.settings else ()

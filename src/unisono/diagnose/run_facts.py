@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from unisono.config.toml_file import read_toml
 from unisono.diagnose.corruption_facts import CorruptionFact, read_corruptions
 from unisono.diagnose.ending import Ending, read_ending
+from unisono.diagnose.monitor_facts import MonitorSamples, read_monitor
 from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps
 from unisono.errors import ConfigError, DataError
 from unisono.observe.events import MAX_COUNT, Event, as_mapping, event_step, number
@@ -36,6 +37,7 @@ COMPUTE_PHASES: Final = tuple(
 LOADER_STAGES: Final = ("read", "transform", "collate")
 # parts of comm_exposed; 0 in events of earlier releases
 COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)
+_MAX_HOST: Final = 255  # characters of a name
 _MAX_BYTES: Final = 1e18
 _MAX_S: Final = 1e12
 _MAX_FLOPS_PER_S: Final = 1e24
@@ -113,6 +115,8 @@ class RankFacts:
         baseline_flops_per_s: Rate of products that ``unisono doctor --bench`` measured on the rank's node; 0 if nothing.
         ceiling_frac: Model FLOP/s over the measured rate of a product, in the median reading; 0 if not known.
         mfu: The same over the data sheet; 0 if not known.
+        host: Name of its host; empty if not known.
+        monitor: Samples of the load of process, host and device, from the first reading on.
     """
 
     rank: int
@@ -136,6 +140,8 @@ class RankFacts:
     baseline_flops_per_s: float = 0.0
     ceiling_frac: float = 0.0
     mfu: float = 0.0
+    host: str = ""
+    monitor: MonitorSamples = field(default_factory=lambda: MonitorSamples())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -404,6 +410,8 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         baseline_flops_per_s=_below(_MAX_FLOPS_PER_S, start.get("baseline_flops_per_s")),
         ceiling_frac=_median(column("perf/matmul_ceiling_frac", kept)),
         mfu=_median(column("perf/mfu", kept)),
+        host=host[:_MAX_HOST] if isinstance(host := start.get("host"), str) else "",
+        monitor=read_monitor(events, int(history.steps[kept[0]]) if len(kept) else 0),
     )
 
 

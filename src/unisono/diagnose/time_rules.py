@@ -12,17 +12,21 @@ from collections.abc import Iterator
 from typing import Any, Final, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unisono.diagnose.figures import (
     MAX_SAMPLES,
     MIN_READINGS,
+    busy_frac,
     chosen_ranks,
     excess_over_others,
+    host_busy_frac,
     is_timed,
     least_wait_frac,
     lower_median,
     lower_medians,
     milliseconds,
+    named_host,
     named_ranks,
     plan_group,
     setting_text,
@@ -30,8 +34,10 @@ from unisono.diagnose.figures import (
     shares_of,
 )
 from unisono.diagnose.finding import Finding
+from unisono.diagnose.monitor_facts import SATURATED_FRAC, HostCause, host_cause
 from unisono.diagnose.run_facts import COMPUTE_PHASES, LOADER_STAGES, Floats, RunFacts
 from unisono.diagnose.server_rules import busiest_server
+from unisono.observe.events import MAX_COUNT
 from unisono.observe.meters import COMM_AXES
 
 _STEADY_FRAC: Final = 0.7  # of the readings in which a rank is slower than the others, for it to be called slow
@@ -40,6 +46,7 @@ _FEW_FRAC: Final = 0.05  # of the readings
 _MANY_READINGS: Final = 20  # of which a few are no chance
 _SAME_FRAC: Final = 0.1  # two shares that differ by less count as equal
 _LEAST_SLOWDOWN: Final = 0.03  # of a step now; less does not matter
+_IDLE_FRAC: Final = 0.7  # of a host's processors that are busy, below which more workers have cores
 _BUBBLE: Final = (0.15, 0.30)  # warning, critical
 _COMM_ADVICE: Final = {
     "dp": "more samples per rank and step (plan.global_batch) make fewer exchanges of the same size; plan.compression makes "
@@ -49,6 +56,9 @@ _COMM_ADVICE: Final = {
     "ep": "ranks of ep on one host, or a smaller plan.ep",
     "pp": "stages that share no parameters (untied embeddings)",
 }
+_LESS_WORK: Final = (
+    "data that is tokenised, decoded or transformed before the run (unisono data pack), or cheaper transforms"
+)
 _PHASE_WORDS: Final = {
     "forward": "the forward pass",
     "backward": "the backward pass",
@@ -82,6 +92,7 @@ def data_bound(facts: RunFacts) -> Iterator[Finding]:
                 f"each step waits {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)} for its batch{_of_ranks(shares)}",
                 *_longest_waits(facts),
                 *_loader_work(facts),
+                *_busy_text(facts),
                 *setting_text(facts, "loader.num_workers"),
             ),
             advice=advice,
@@ -129,6 +140,13 @@ def _loader_work(facts: RunFacts) -> Iterator[str]:
         yield f"the loader's work on it: {stages}"
 
 
+def _busy_text(facts: RunFacts) -> Iterator[str]:
+    busy = busy_frac(facts.ranks)
+    if busy is not None:
+        hosts = len({rank.host for rank in facts.ranks})
+        yield f"the processors of the {'host' if hosts == 1 else 'busiest host'} are busy for {busy:.0%} of the time"
+
+
 def _stage_shares(facts: RunFacts) -> dict[str, float]:
     """Time of the loader's workers in each stage over the time of a step, most first; empty where none is known."""
     ranks = [rank for rank in facts.ranks if rank.loader_s and rank.wall_s.sum() > 0]
@@ -142,7 +160,7 @@ def _stage_shares(facts: RunFacts) -> dict[str, float]:
 def _loader_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, str]:
     """Settings that hide the wait, the share of a step's time that they save, and advice."""
     workers = facts.settings.get("loader.num_workers")
-    compute = 1.0 - cost
+    compute, busy = 1.0 - cost, busy_frac(facts.ranks)
     if workers == 0:
         # one worker makes the next batch while this one is computed: at least that much of the wait is hidden
         return (
@@ -150,13 +168,19 @@ def _loader_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, 
             min(cost, compute),
             "let workers make batches ahead: loader.num_workers=-1 finds kind and number while running",
         )
+    if busy is not None and busy >= SATURATED_FRAC:
+        stage = next(iter(_stage_shares(facts)), "")
+        advice = _STAGE_ADVICE["collate"] if stage == "collate" else _LESS_WORK
+        return {}, 0.0, f"no core is left for more workers: {advice}"
     if isinstance(workers, int) and workers > 0:
         # the workers are busy all the time, so they set the pace: add workers until the computation does
         wanted = math.ceil(1.1 * workers / compute) if compute > 0 else 2 * workers
         return (
             {"loader.num_workers": max(workers + 1, min(wanted, 8 * workers))},
             cost * 0.9,
-            f"more workers, if the host has idle cores; else {_stage_advice(facts)}",
+            "more workers: the host has idle cores"
+            if busy is not None and busy < _IDLE_FRAC
+            else f"more workers, if the host has idle cores; else {_stage_advice(facts)}",
         )
     if workers == -1:
         return {}, 0.0, f"the number of workers is tuned already: {_stage_advice(facts)}"
@@ -300,7 +324,8 @@ def stragglers(facts: RunFacts) -> Iterator[Finding]:
     phase = max(extra, key=lambda name: extra[name])
     ranks = chosen_ranks(facts, is_slow)
     cost = float(excess[worst] / facts.wall_s().mean(axis=0).sum())
-    measured, advice = _baselines(facts, worst, int(totals.argmin()), float(scores[worst]))
+    cause = _host_cause(facts, worst, ~is_slow)
+    measured, advice = _baselines(facts, worst, int(totals.argmin()), float(scores[worst]), cause)
     yield Finding(
         id="BAL01",
         title=f"{named_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} slower than the others",
@@ -309,19 +334,27 @@ def stragglers(facts: RunFacts) -> Iterator[Finding]:
         confidence=float(slow_in[worst]),
         ranks=ranks,
         evidence=(
-            f"without waiting, rank {facts.rank_numbers[worst]} takes {1 / scores[worst]:.2f} times as long for a step as the "
-            "fastest rank",
+            f"without waiting, rank {facts.rank_numbers[worst]}{named_host(facts.ranks[worst])} takes {1 / scores[worst]:.2f} "
+            "times as long for a step as the fastest rank",
             f"{milliseconds(facts, cost)} of {milliseconds(facts, 1.0)} per step, most of it in {_PHASE_WORDS.get(phase, phase)}",
             f"it is slower than the others in {slow_in[worst]:.0%} of the readings",
+            *cause.evidence,
             *measured,
         ),
         advice=advice,
     )
 
 
-def _baselines(facts: RunFacts, slow: int, fast: int, score: float) -> tuple[tuple[str, ...], str]:
+def _host_cause(facts: RunFacts, slow: int, others: NDArray[np.bool_]) -> HostCause:
+    """What the monitor saw on the rank of the row ``slow`` and not on the ``others`` [ranks]."""
+    rank = facts.ranks[slow]
+    usual = [other.monitor for other, is_other in zip(facts.ranks, others, strict=True) if is_other]
+    return host_cause(rank.monitor, usual, host_busy_frac(facts, rank), "of the other ranks")
+
+
+def _baselines(facts: RunFacts, slow: int, fast: int, score: float, cause: HostCause) -> tuple[tuple[str, ...], str]:
     """Evidence from what ``unisono doctor --bench`` measured on the nodes of the rows ``slow`` and ``fast``, and advice."""
-    advice = (
+    advice = cause.advice or (
         "look at that host: clocks and throttling, other processes, cores of the rank; with a pipeline, at the layers of its "
         "stage"
     )
@@ -357,6 +390,9 @@ def own_slowdown(facts: RunFacts) -> Iterator[Finding]:
     if cost < _LEAST_SLOWDOWN:
         return
     ranks = chosen_ranks(facts, is_slow)
+    rank, since = facts.ranks[worst], int(np.array_split(facts.common_steps(), 5)[-1][0])
+    now_samples, usual = rank.monitor.between(since, MAX_COUNT), rank.monitor.between(0, since - 1)
+    cause = host_cause(now_samples, [usual], host_busy_frac(facts, rank), "of earlier steps")
     yield Finding(
         id="BAL02",
         title="steps take longer than earlier in the run",
@@ -365,12 +401,14 @@ def own_slowdown(facts: RunFacts) -> Iterator[Finding]:
         confidence=0.8 * float(slow_in[worst]),
         ranks=ranks if len(ranks) < len(facts.ranks) else (),
         evidence=(
-            f"without waiting, rank {facts.rank_numbers[worst]} takes {1 / scores[worst]:.2f} times as long for a step as in the "
-            "fastest fifth of the run",
+            f"without waiting, rank {rank.rank}{named_host(rank)} takes {1 / scores[worst]:.2f} times as long for a step as in "
+            "the fastest fifth of the run",
             f"that is {cost:.0%} of the time of a step now",
+            *cause.evidence,
         ),
-        advice="look at that host: clocks and throttling (unisono top), other processes; and at what grows with the steps: "
-        "lists, caches, sequences that become longer",
+        advice=cause.advice
+        or "look at that host: clocks and throttling (unisono top), other processes; and at what grows with the steps: lists, "
+        "caches, sequences that become longer",
     )
 
 

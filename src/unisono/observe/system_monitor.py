@@ -7,11 +7,13 @@ functions of other packages.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psutil
@@ -24,15 +26,18 @@ if TYPE_CHECKING:
 # An entry point of this group is a function of a device's index that returns figures by name, such as {"util_frac": 0.9}, or
 # raises where there is no such device.
 READER_GROUP: Final = "unisono.device_readers"
-DeviceReader = Callable[[], Mapping[str, float]]
+DeviceReader = Callable[[], Mapping[str, float | str]]
 # such as /proc without the rights to read it, or a sandbox in which parts of it are missing
 _REFUSED: Final = (psutil.Error, OSError, NotImplementedError)
 _CLOSE_S: Final = 5.0
+_MAX_TEXT: Final = 200  # characters of a figure that is a text
 _LOG: Final = logging.getLogger("unisono.observe")
 
 
 class SystemMonitor:
     """Emits a ``system`` event every ``every_s`` seconds, from construction until ``close``.
+
+    It is made on the thread that trains, whose waiting for a core is one of the figures.
 
     Args:
         events: Event log of this rank.
@@ -54,6 +59,8 @@ class SystemMonitor:
         self._events, self._every_s, self._step, self._with_host = events, every_s, step, with_host
         self._readers = dict(readers)
         self._process = psutil.Process()
+        self._thread_id = threading.get_native_id()
+        self._host = socket.gethostname()
         self._stop = threading.Event()
         try:
             self._before = self._counters()
@@ -79,7 +86,7 @@ class SystemMonitor:
                 self._give_up(error)
                 return
             if not self._stop.is_set():
-                self._events.emit("system", step=self._step(), **fields)
+                self._events.emit("system", step=self._step(), host=self._host, **fields)
 
     def _give_up(self, error: Exception) -> None:
         _LOG.warning("the monitor stops: %s: %s", type(error).__name__, error)
@@ -89,6 +96,8 @@ class SystemMonitor:
         """Counters that only grow, and the time."""
         times = self._process.cpu_times()
         found = {"at_s": time.monotonic(), "process_cpu_s": times.user + times.system}
+        if (waited_s := _waited_for_core_s(self._thread_id)) is not None:
+            found["core_wait_s"] = waited_s
         if self._with_host:
             disk, networks = psutil.disk_io_counters(), psutil.net_io_counters(pernic=True)
             links = [counters for name, counters in networks.items() if name != "lo"]
@@ -100,12 +109,14 @@ class SystemMonitor:
             }
         return found
 
-    def _sample(self) -> dict[str, float]:
+    def _sample(self) -> dict[str, float | str]:
         now, before = self._counters(), self._before
         self._before = now
         took_s = max(1e-9, now["at_s"] - before["at_s"])
-        grown = {name: max(0.0, now[name] - before[name]) / took_s for name in now}
-        fields = {"sys/process_cpus": grown.pop("process_cpu_s")}
+        grown = {name: max(0.0, now[name] - before[name]) / took_s for name in now if name in before}
+        fields: dict[str, float | str] = {"sys/process_cpus": grown.pop("process_cpu_s")}
+        if (waited := grown.pop("core_wait_s", None)) is not None:
+            fields["sys/core_wait_frac"] = min(1.0, waited)
         grown.pop("at_s")
         fields |= {f"sys/{name}_per_s": value for name, value in grown.items()}
         if self._with_host:
@@ -117,17 +128,32 @@ class SystemMonitor:
             }
         return fields | self._device_fields()
 
-    def _device_fields(self) -> dict[str, float]:
+    def _device_fields(self) -> dict[str, float | str]:
         """The figures of the device; a reader that fails is not asked again."""
-        found: dict[str, float] = {}
+        found: dict[str, float | str] = {}
         for name, reader in list(self._readers.items()):
             try:
                 values = reader()
-                found |= {f"sys/device_{key}": float(value) for key, value in values.items()}
+                found |= {f"sys/device_{key}": _plain(value) for key, value in values.items()}
             except Exception as error:
                 _LOG.warning("device reader %s is left out: %s: %s", name, type(error).__name__, error)
                 del self._readers[name]
         return found
+
+
+def _plain(value: float | str) -> float | str:
+    return value[:_MAX_TEXT] if isinstance(value, str) else float(value)
+
+
+def _waited_for_core_s(thread_id: int) -> float | None:
+    """Seconds in which a thread of this process could have run and had no core; None where the system does not tell it.
+
+    Source: Linux, Documentation/scheduler/sched-stats.rst, ``/proc/<pid>/schedstat``.
+    """
+    try:
+        return int(Path(f"/proc/self/task/{thread_id}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def device_readers(device: torch.device) -> dict[str, DeviceReader]:

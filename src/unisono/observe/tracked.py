@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import tomllib
@@ -10,11 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-from unisono.observe.events import ENVELOPE, number
+from unisono.observe.events import ENVELOPE, SERIES, Event, event_step, number
 from unisono.storage.files import create_file, open_regular
 from unisono.storage.limits import MAX_CONFIG_BYTES
 from unisono.storage.run_folder import RUN_FILE
 
+TRACKED: Final = (*SERIES, "system")  # kinds whose numbers trackers show
 _NOT_SERIES: Final = ENVELOPE | {"step", "steps_total", "epochs_total", "eta_s"}
 END_SAMPLE: Final = "end_of_run/sample"  # the text that a language model has generated at the end of its run
 _ID_FILE: Final = "tracker_id"
@@ -23,7 +25,7 @@ _MAX_PAYLOAD_BYTES: Final = 1 << 26
 
 
 def event_metrics(event: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of ``event`` (step, eval or log): its numeric fields without envelope, step and ETA."""
+    """The metrics of ``event`` (of a kind in ``TRACKED``): its numeric fields without envelope, step and ETA."""
     series = ((name, number(value)) for name, value in event.items() if name not in _NOT_SERIES)
     return {name: value for name, value in series if value is not None}
 
@@ -113,3 +115,53 @@ class FirstValues:
             return False
         self.last_steps[name] = step
         return True
+
+
+class SystemMeans:
+    """Makes one ``system`` event of all samples of a step: their means. Others pass as they are.
+
+    A sample belongs to the last finished step. Those of a step are given when the next one is read, so that a tracker gets them
+    in the order of steps; those of an attempt that makes no step are given to none.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[
+            int, tuple[Event, dict[str, list[float]]]
+        ] = {}  # envelope of its newest sample, values by name
+        self._last_given = -1
+        self._has_steps = False
+
+    def see(self, event: Event) -> list[Event]:
+        """The events that a tracker gets now."""
+        kind = event["kind"]
+        if kind == "system":
+            self._hold(event)
+            return []
+        if kind in ("resumed", "started_over"):
+            self._held, self._last_given = {}, -1
+        elif kind == "step":
+            self._has_steps = True
+            return [*self._give(event["step"]), event]
+        elif kind == "run_end":
+            return [*self.rest(), event]
+        return [event]
+
+    def rest(self) -> list[Event]:
+        """What is left at the end."""
+        return self._give(math.inf) if self._has_steps else []
+
+    def _hold(self, event: Event) -> None:
+        step = event_step(event)
+        if step is None or step <= self._last_given:
+            return
+        _, values = self._held.get(step, (event, {}))
+        for name, value in event_metrics(event).items():
+            if math.isfinite(value):
+                values.setdefault(name, []).append(value)
+        self._held[step] = {name: event[name] for name in (*ENVELOPE, "step") if name in event}, values
+
+    def _give(self, before_step: float) -> list[Event]:
+        steps = sorted(step for step in self._held if step < before_step)
+        held = [self._held.pop(step) for step in steps]
+        self._last_given = max([self._last_given, *steps])
+        return [event | {name: sum(each) / len(each) for name, each in values.items()} for event, values in held]

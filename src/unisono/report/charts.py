@@ -46,7 +46,8 @@ _STEP_CURVES: Final[tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...]] = 
 )
 
 
-def _layout(title: str, y_title: str, restarts: Sequence[int] = (), **more: Any) -> dict[str, Any]:
+def curve_layout(title: str, y_title: str, restarts: Sequence[int] = (), **more: Any) -> dict[str, Any]:
+    """Layout of a chart of curves over steps, with a dotted line at each of ``restarts``; ``more`` are other parts of it."""
     lines = [
         {
             "type": "line",
@@ -106,16 +107,16 @@ def curves_of(history: RankHistory) -> Iterator[dict[str, Any]]:
         losses.append(_line("eval loss", _points(evals, "eval/loss"), **shown))
     if losses:
         caption = "Loss (dotted: restarts)" if restarts else "Loss"
-        yield {"id": "loss", "data": losses, "layout": _layout(caption, "", restarts, height=380)}
+        yield {"id": "loss", "data": losses, "layout": curve_layout(caption, "", restarts, height=380)}
     for index, name in enumerate(metric for metric in metrics if metric != "loss"):
         line = _line(name, _points(evals, f"eval/{name}"), mode="lines+markers")
         title = "Bits per byte (eval)" if name == "bits_per_byte" else f"{line['name']} (eval)"
-        yield {"id": f"metric{index}", "data": [line], "layout": _layout(title, "", restarts)}
+        yield {"id": f"metric{index}", "data": [line], "layout": curve_layout(title, "", restarts)}
     logged = [event for event in history.events if event["kind"] == "log"]
     names = sorted({name for event in logged for name in event if name not in (*ENVELOPE, "step")})
     for index, name in enumerate(names):
         line = _line(name, _points(logged, name), mode="lines+markers")
-        yield {"id": f"log{index}", "data": [line], "layout": _layout(line["name"], "", restarts)}
+        yield {"id": f"log{index}", "data": [line], "layout": curve_layout(line["name"], "", restarts)}
     for index, (title, unit, series) in enumerate(_STEP_CURVES):
         found = [(name, history.points(field)) for name, field in series]
         curves = [(name, points) for name, points in found if len(points[0])]
@@ -126,7 +127,7 @@ def curves_of(history: RankHistory) -> Iterator[dict[str, Any]]:
         if curves:
             unit = f"{history.unit}/s" if title == "Throughput" else unit
             data = [_line(name, points) for name, points in curves]
-            yield {"id": f"curve{index}", "data": data, "layout": _layout(title, unit, restarts)}
+            yield {"id": f"curve{index}", "data": data, "layout": curve_layout(title, unit, restarts)}
 
 
 def _points(events: Sequence[Event], field: str) -> tuple[Counts, Floats]:
@@ -160,7 +161,7 @@ def time_chart(summary: RunSummary) -> dict[str, Any] | None:
         "yaxis": {"visible": False},
         "legend": {"orientation": "h", "traceorder": "normal", "y": 1.05, "yanchor": "bottom"},
     }
-    layout = _layout("", "", barmode="stack", height=190) | axes | {"hovermode": "closest"}
+    layout = curve_layout("", "", barmode="stack", height=190) | axes | {"hovermode": "closest"}
     return {
         "id": "time",
         "data": bars,
@@ -190,5 +191,5 @@ def rank_map(facts: RunFacts) -> dict[str, Any] | None:
         "hovertemplate": "%{y}, up to step %{x}: %{z} times the median<extra></extra>",
     }
     title = "Time that each rank computes, times the median rank"
-    layout = _layout(title, "", height=max(180, min(600, 100 + 22 * len(facts.ranks)))) | {"hovermode": "closest"}
+    layout = curve_layout(title, "", height=max(180, min(600, 100 + 22 * len(facts.ranks)))) | {"hovermode": "closest"}
     return {"id": "ranks", "data": [chart], "layout": layout}

@@ -98,8 +98,10 @@ details > summary { cursor: pointer; color: var(--accent); }
 <body>
 {% macro part(section) %}<h2>{{ section.title }}</h2>
 {% if section.note %}<p class="note">{{ section.note }}</p>{% endif %}
-{% for chart in section.charts %}<div id="{{ chart.id }}"></div>
-{% endfor %}{% for table in section.tables %}
+{% if section.in_grid %}<div class="charts">
+{% endif %}{% for chart in section.charts %}<div id="{{ chart.id }}"></div>
+{% endfor %}{% if section.in_grid %}</div>
+{% endif %}{% for table in section.tables %}
 <div class="scroll"><table class="cells">
 <thead><tr>{% for cell in table.head %}<th>{{ cell }}</th>
 {%- endfor %}</tr></thead>

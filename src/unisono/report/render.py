@@ -34,6 +34,7 @@ from unisono.observe.history import RankHistory, read_history
 from unisono.observe.run_summary import summarise
 from unisono.report.charts import curves_of, rank_map, time_chart
 from unisono.report.goodput_section import goodput_section
+from unisono.report.monitor_section import MonitorCurves, monitor_section
 from unisono.report.page import DRAW_SCRIPT, PAGE
 from unisono.report.parent_section import parent_section
 from unisono.report.profile_sections import profile_sections
@@ -85,6 +86,7 @@ def write_report(run_dir: Path) -> Path:
     return make_report(run_dir).path
 
 
+@np.errstate(over="ignore", invalid="ignore")  # figures of a damaged file may be of any size
 def make_report(run_dir: Path) -> Report:
     """Write the report as ``write_report`` does; returns its path and the goodput ledger.
 
@@ -120,9 +122,10 @@ def make_report(run_dir: Path) -> Report:
     return Report(target, goodput)
 
 
-def _rank_sections(facts: RunFacts, events: RankEvents) -> list[Section]:
+def _rank_sections(facts: RunFacts, events: RankEvents, monitor: MonitorCurves) -> list[Section]:
     sections = [step_section(facts) if len(facts.ranks) > 1 else None, loading_section(facts), pipeline_section(facts)]
-    sections += [communication_section(facts, events), memory_section(facts, events), *profile_sections(facts.profiles)]
+    sections += [communication_section(facts, events), memory_section(facts, events), monitor_section(monitor)]
+    sections += profile_sections(facts.profiles)
     return [section for section in sections if section is not None]
 
 
@@ -136,6 +139,7 @@ class _ShownRanks:
         self.newest: list[Event] = []  # events of the table
         self.goodput = GoodputLedger()
         self.events = RankEvents()
+        self.monitor = MonitorCurves()
 
     def collect(self, history: RankHistory) -> RankHistory:
         """Take what the page shows of a rank; returns ``history``, for the next reader."""
@@ -148,6 +152,7 @@ class _ShownRanks:
             self.newest = newest_events([*self.newest, *shown])
         self.goodput.add(history)
         self.events.add(history)
+        self.monitor.add(history)
         return history
 
 
@@ -172,10 +177,9 @@ def render(
     """
     summary = summarise(history)
     start, sample = _last(history.events, "run_start"), _last(history.events, "sample")
-    with np.errstate(over="ignore", invalid="ignore"):  # figures of a damaged file may be of any size
-        curves, shares, ranks = list(curves_of(history)), time_chart(summary), rank_map(facts)
+    curves, shares, ranks = list(curves_of(history)), time_chart(summary), rank_map(facts)
+    rank_sections = _rank_sections(facts, shown.events, shown.monitor)
     charts = [*([shares] if shares else []), *curves, *([ranks] if ranks else [])]
-    rank_sections = _rank_sections(facts, shown.events)
     charts += [chart for section in (*([goodput] if goodput else []), *rank_sections) for chart in section.charts]
     plotly = files("unisono.report").joinpath(_PLOTLY).read_bytes()
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)

@@ -25,9 +25,11 @@ class Section:
         note: What the figures are, in a sentence.
         charts: As plotly describes them, each with an ``id``.
         tables: Below the charts.
+        in_grid: Whether charts stand side by side where the page is wide enough.
     """
 
     title: str
     note: str = ""
     charts: Sequence[dict[str, Any]] = ()
     tables: Sequence[Table] = ()
+    in_grid: bool = False

@@ -6,6 +6,7 @@ The model, its shards, the training state, the checkpoint to resume from, the lo
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -373,6 +374,7 @@ def _emit_start(parts: RunParts, facts: Mapping[str, Any]) -> None:
         flops_convention=CONVENTION,
         precision_why=precision_reason(plan),
         device=str(parts.device),
+        host=socket.gethostname(),
         parameters=parts.sharded.sharded.num_parameters,
         parameters_trained=parts.built.num_trained,
         held_bytes={

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import ConfigError
-from unisono.observe.events import SERIES, Event, RewindFilter, number
-from unisono.observe.tracked import event_metrics
+from unisono.observe.events import Event, RewindFilter, number
+from unisono.observe.tracked import TRACKED, event_metrics
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file
 
 
 class CsvSink:
-    """Writes ``metrics.csv``: one row per step, eval or log event, and a column for each metric from its first value on.
+    """Writes ``metrics.csv``: one row per event of a kind in ``TRACKED``, and a column for each metric from its first value on.
 
     Each row is one append. A new column, or a step back after a crash, rewrites the file and replaces it atomically. A row
     truncated by a kill is dropped when the file is opened. An evaluation of the state that a run resumed from is left out where
@@ -60,7 +60,7 @@ class CsvSink:
             self._last_step = back_to - 1
         if event["kind"] == "resumed":
             self._resumed_step, self._resumed_names = event["step"], None
-        if event["kind"] not in SERIES:
+        if event["kind"] not in TRACKED:
             return
         if event["step"] <= self._resumed_step:
             event = self._without_known(event)
@@ -146,7 +146,7 @@ def _cell(value: Any) -> str:
         return ""
     if type(value) in (float, int):
         return repr(value)
-    if value in SERIES:
+    if value in TRACKED:
         return value
     encoded = number(value)
     return "" if encoded is None else repr(encoded)

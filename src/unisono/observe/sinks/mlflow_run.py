@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.observe.events import SERIES, Event
-from unisono.observe.tracked import FirstValues, event_metrics, event_text, run_settings
+from unisono.observe.events import Event
+from unisono.observe.tracked import TRACKED, FirstValues, event_metrics, event_text, run_settings
 from unisono.storage.directory import make_folder
 
 TRACKING_URI: Final = "MLFLOW_TRACKING_URI"
@@ -54,7 +54,7 @@ class MlflowSink:
         kind = event["kind"]
         if kind == "run_end":
             self._status = _STATUS.get(str(event.get("reason")), "")
-        elif kind in SERIES and (metrics := event_metrics(event)):
+        elif kind in TRACKED and (metrics := event_metrics(event)):
             self._open()
             step, at_ms = int(event["step"]), int(event["t"] * 1000)
             for name, value in metrics.items():

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.observe.events import SERIES, Event, RewindFilter
-from unisono.observe.tracked import event_metrics, event_text, histogram_bins, payload, run_settings
+from unisono.observe.events import Event, RewindFilter
+from unisono.observe.tracked import TRACKED, event_metrics, event_text, histogram_bins, payload, run_settings
 from unisono.storage.directory import make_folder
 from unisono.storage.files import open_new
 
@@ -77,7 +77,7 @@ class TensorBoardSink:
 
     def _values(self, event: Event) -> Iterator[Any]:
         kind, value = event["kind"], self._summaries.Summary.Value
-        if kind in SERIES:
+        if kind in TRACKED:
             for tag, metric in event_metrics(event).items():
                 yield value(tag=tag, simple_value=metric)
         elif kind == "histograms":

@@ -19,7 +19,7 @@ from unisono.observe.sinks.csv_file import CsvSink
 from unisono.observe.sinks.mlflow_run import TRACKING_URI, MlflowSink
 from unisono.observe.sinks.tensorboard_file import TensorBoardSink
 from unisono.observe.sinks.wandb_run import WandbSink
-from unisono.observe.tracked import tracker_id
+from unisono.observe.tracked import SystemMeans, tracker_id
 
 _QUEUE_LIMIT: Final = 10_000
 
@@ -60,7 +60,8 @@ class Trackers:
         self._feeding = True
         try:
             for name in names:
-                self._sinks.append(_open(name, run_dir, log.run_id, log.attempt))
+                sink = _open(name, run_dir, log.run_id, log.attempt)
+                self._sinks.append(_Averaged(sink) if name in BUILT_IN_SINKS else sink)
         except BaseException:
             self.close()
             raise
@@ -140,6 +141,26 @@ def _plugged(entry: EntryPoint, run_dir: Path, run_id: str, attempt: int) -> Sin
             consequence="nothing was started",
             nearest=f"update {package!r}, or leave {entry.name!r} out of observe.trackers",
         ) from error
+
+
+class _Averaged:
+    """Passes a tracker one ``system`` event of each step; see ``SystemMeans``."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.name = sink.name
+        self._sink = sink
+        self._means = SystemMeans()
+
+    def write(self, event: Event) -> None:
+        for each in self._means.see(event):
+            self._sink.write(each)
+
+    def close(self) -> None:
+        try:
+            for event in self._means.rest():
+                self._sink.write(event)
+        finally:
+            self._sink.close()
 
 
 class Background:

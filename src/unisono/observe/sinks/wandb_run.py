@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.observe.events import SERIES, Event
-from unisono.observe.tracked import FirstValues, event_metrics, event_text, histogram_bins, run_settings
+from unisono.observe.events import Event
+from unisono.observe.tracked import TRACKED, FirstValues, event_metrics, event_text, histogram_bins, run_settings
 from unisono.storage.directory import make_folder
 from unisono.storage.files import create_file
 
@@ -99,7 +99,7 @@ class WandbSink:
 
     def _values(self, event: Event) -> dict[str, Any]:
         kind = event["kind"]
-        if kind in SERIES:
+        if kind in TRACKED:
             return event_metrics(event)
         if kind == "histograms":
             found: dict[str, Any] = {}
