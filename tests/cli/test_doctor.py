@@ -43,6 +43,7 @@ def test_a_failure_is_an_exit_code(desk: Desk, tmp_path: Path, monkeypatch: pyte
         (("-n", "2", "--ladder", "run.toml"), "--processes with --ladder"),
         (("--smoke", "--hostfile", "hosts"), "--hostfile with --smoke"),
         (("--bench", "--ssh-port", "22"), "--ssh-port without --hostfile"),
+        (("--ladder", "run.toml", "--run-dir", "runs"), "--run-dir with --ladder"),
     ],
 )
 def test_options_that_would_have_no_effect(desk: Desk, arguments: tuple[str, ...], given: str) -> None:
@@ -190,13 +191,13 @@ def test_hosts_over_ssh(desk: Desk, tmp_path: Path, tmp_path_factory: pytest.Tem
         assert "alike: names of the hosts, ssh and the interpreter" in done.out
         found = doctor(desk, *arguments, "--json", PATH=path).json["checks"]
         by_code = {check["code"]: check for check in found}
-        assert by_code["LAUNCH02"]["evidence"].startswith("2 hosts have ")
+        assert by_code["JOB03"]["evidence"].startswith("2 hosts have ")
         assert by_code["NODE01"]["evidence"] == "alike on 2 ranks of 2 hosts"
         assert by_code["NODE06"]["evidence"] == f"all hosts see {tmp_path}"
         hosts.write_text(f"127.0.0.1 port={sshd.port}\nlocalhost port={sshd.port}\nno-such-host.invalid\n")
         done = doctor(desk, *arguments, PATH=path)
         assert done.code == 2
-        assert "LAUNCH01 FAILURE  names of the hosts: no-such-host.invalid: " in done.out
+        assert "JOB02   FAILURE  names of the hosts: no-such-host.invalid: " in done.out
         # localhost is not among the known hosts, and nobody is asked whether it should be
         assert "localhost: " in done.out
         assert "Host key verification failed" in done.out

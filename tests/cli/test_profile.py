@@ -15,7 +15,7 @@ from traces import TraceBuilder
 
 from unisono.observe.events import encode, events_path
 from unisono.profile import RankProfile
-from unisono.profile.rank_profile import StepTime, profile_folder
+from unisono.profile.rank_profile import StepTime, profile_folder, profile_folders
 from unisono.profile.window import request_path
 
 
@@ -38,6 +38,22 @@ def test_training_with_a_window_and_showing_it(desk: Desk, tmp_path: Path) -> No
     assert judged.code == 0, judged.err
     assert "steps: 2" in judged.out.splitlines()[0]
     assert "with the profile of steps 2 to 3" in desk.here("diagnose", str(run)).out
+
+
+def test_without_steps_those_after_the_resumed_one_are_profiled(desk: Desk, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = [f"--set=run.dir={run}", *desk.settings]
+    done = desk.process("train", *settings)
+    assert done.code == 0, done.err
+    done = desk.process("profile", *settings, "--set=train.steps=18")
+    assert done.code == 0, done.err
+    assert list(profile_folders(run)) == [14]
+    done = desk.process("profile", *settings, "--set=train.steps=20", "--steps", "10:13")
+    assert done.code == 0, done.err
+    assert list(profile_folders(run)) == [14]
+    (notice,) = [event for event in events_of(run) if event["kind"] == "notice" and event["code"] == "no_profile"]
+    assert notice["what"] == "steps 10 to 12 were not profiled: the run goes on after step 18"
+    assert notice["what"] in done.out + done.err
 
 
 def test_a_run_that_goes_on_is_asked(desk: Desk, tmp_path: Path) -> None:

@@ -155,6 +155,16 @@ def test_a_run_that_has_ended_ends_the_command(desk: Desk, tmp_path: Path) -> No
     assert (done.code, "finished" in done.out) == (0, True), done.err
 
 
+@pytest.mark.parametrize("mode", ["--once", "--json"])
+def test_a_time_between_looks_where_there_is_one(desk: Desk, tmp_path: Path, mode: str) -> None:
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
+    done = desk.here("top", str(run), mode, "--every-s", "2.0")
+    assert done.code == 2
+    assert f"--every-s with {mode}" in done.out + done.err
+    assert "it would have no effect" in done.out + done.err
+    assert desk.here("top", str(run), mode).code == 0
+
+
 def test_a_second_attempt_has_not_ended(tmp_path: Path) -> None:
     run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
     end = {"kind": "run_end", "t": 9.0, "rank": 0, "reason": "failed"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -151,6 +152,55 @@ def test_a_rank_that_stands_still_without_a_collective() -> None:
         found.sentence
         == "no step has ended for 30 s; rank 1 is in user_loader.py:42 read(), and rank 0 waits for others"
     )
+
+
+def test_ranks_that_wait_for_one_at_work_do_not_hang() -> None:
+    waiting, done = group([SUM, SUM], done=1, ranks=(0, 1)), group([SUM], done=1, ranks=(0, 1))
+    dumps = [dump(0, waiting, reason="no progress"), dump(1, done, frame=USERS, reason="working")]
+    assert explain_hang(dumps, working={1}) is None
+    found = explain_hang(dumps)
+    assert found is not None
+    assert found.ranks == (1,)
+
+
+def test_the_wait_for_a_rank_that_waits_for_one_at_work_is_none_either() -> None:
+    first, tp = group([SUM, SUM], done=1, ranks=(0, 1)), {"name": "1", "axis": "tp", "ranks": (1, 3)}
+    dumps = [
+        dump(0, first),
+        dump(1, group([SUM], done=1, ranks=(0, 1)), group([SUM], done=0, **tp)),
+        dump(3, reason="working"),
+    ]
+    assert explain_hang(dumps, working={3}) is None
+
+
+def test_a_rank_at_work_that_waits_itself_hides_nothing() -> None:
+    # ranks 0 and 1 wait for each other, both in a save
+    dp, tp = {"ranks": (0, 1)}, {"ranks": (0, 1), "name": "1", "axis": "tp"}
+    dumps = [
+        dump(0, group([SUM, SUM], done=1, **dp), group([SUM], done=1, **tp)),
+        dump(1, group([SUM], done=1, **dp), group([SUM, SUM], done=1, **tp)),
+    ]
+    found = explain_hang(dumps, working={0, 1})
+    assert found is not None
+    assert found.kind == "collective_mismatch"
+
+
+def test_a_rank_that_no_longer_says_that_it_works_is_missing(tmp_path: Path) -> None:
+    waiting, done = group([SUM, SUM], done=1, ranks=(0, 1)), group([SUM], done=1, ranks=(0, 1))
+    for at_s, ranks in ((time.time(), None), (time.time() - 100, (1,))):
+        working = msgspec.structs.replace(dump(1, done, reason="working"), at_s=at_s)
+        for each in (dump(0, waiting, reason="no progress"), working):
+            dump_path(tmp_path, each.rank).write_bytes(msgspec.json.encode(each))
+        found = read_hang(tmp_path)
+        assert (None if found is None else found.ranks) == ranks
+
+
+def test_dumps_of_earlier_releases_have_no_activity(tmp_path: Path) -> None:
+    fields = msgspec.to_builtins(dump(0, reason="no progress"))
+    del fields["activity"], fields["activity_s"]
+    dump_path(tmp_path, 0).write_bytes(msgspec.json.encode(fields))
+    (read,) = read_dumps(tmp_path)
+    assert read.activity == ""
 
 
 def test_ranks_that_meet_explain_nothing() -> None:

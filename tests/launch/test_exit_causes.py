@@ -11,15 +11,22 @@ from failures import FAILURES, Failing
 from launching import run
 
 MIN_RIGHT_FRAC = 0.95
-QUICK = ["kill-1", "full-disk-1", "name-1", "bytes-0"]
+# by name: whether the first attempt is followed by another one
+QUICK = {"kill-1": True, "full-disk-1": False, "name-1": False, "bytes-0": False}
+# what the reason of a decision begins with or has in it, where a restart would be decided against although some are left
+NOT_RESTARTED = {
+    "disk_full": "a restart finds the same disk",
+    "program": "would come back",
+    "bad_data": "would come back",
+}
 
 
-def launched(failing: Failing, folder: Path) -> tuple[dict[str, Any], str]:
-    """The record of the attempt, and what the launcher said."""
+def launched(failing: Failing, folder: Path, *, max_restarts: int = 0) -> tuple[dict[str, Any], str]:
+    """The record of the first attempt, and what the launcher said."""
     folder.mkdir(parents=True, exist_ok=True)
-    code, said, launch = run(failing.text(), folder, num_processes=failing.ranks, max_restarts=0)
+    code, said, launch = run(failing.text(), folder, num_processes=failing.ranks, max_restarts=max_restarts)
     assert code != 0, said
-    return launch.record()["attempts"][-1], said
+    return launch.record()["attempts"][0], said
 
 
 def found(attempt: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
@@ -30,10 +37,12 @@ def found(attempt: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
 @pytest.mark.parametrize("name", QUICK)
 def test_the_cause_and_its_rank(tmp_path: Path, name: str) -> None:
     failing = next(each for each in FAILURES if each.name == name)
-    attempt, _ = launched(failing, tmp_path)
+    attempt, said = launched(failing, tmp_path, max_restarts=1)
     assert found(attempt) == failing.label
     assert attempt["cause"]["sentence"]
-    assert attempt["decision"]["restart"] is False
+    assert attempt["decision"]["restart"] is QUICK[name]
+    assert ("restarting all ranks as attempt 1" in said) is QUICK[name]
+    assert NOT_RESTARTED.get(failing.cause, "") in attempt["decision"]["why"]
 
 
 @pytest.mark.full
@@ -53,6 +62,8 @@ def test_the_cause_and_the_first_rank_of_nearly_all_failures(tmp_path: Path) -> 
     print("\n".join(wrong))
     for each, (attempt, said) in zip(FAILURES, ends, strict=True):
         assert set(attempt["decision"]) == {"restart", "why"}
+        # the reason of the rule comes before that of restarts that are used up
+        assert NOT_RESTARTED.get(found(attempt)[0], "") in attempt["decision"]["why"], (each.name, attempt["decision"])
         if each.cause in ("hang", "collective_mismatch", "peer_left"):
             explained = [line for line in said.splitlines() if line.startswith("launch: attempt 0: ")]
             assert len(explained) == 1, said

@@ -15,7 +15,15 @@ from unisono.observe.options import ObserveOptions
 from unisono.profile import RankProfile, merge, merge_traces, read_trace
 from unisono.profile.clock import clock_between
 from unisono.profile.rank_profile import MERGED_FILE, Clock
-from unisono.profile.window import Window, request_path, take_request, window_of, write_request
+from unisono.profile.window import (
+    Window,
+    read_answer,
+    request_path,
+    take_request,
+    window_of,
+    write_answer,
+    write_request,
+)
 
 
 def profile_of(folder: Path, rank: int, trace: TraceBuilder, **clock: Any) -> RankProfile:
@@ -95,9 +103,13 @@ def test_windows_by_step_numbers() -> None:
     assert window_of("") is None
     assert window_of("100:103") == Window(first=100, num_steps=3)
     assert window_of("2:3+stacks") == Window(first=2, num_steps=1, stacks=True)
+    assert window_of("2:3", 90) == Window(first=2, num_steps=1)
+    assert window_of("+10:13+stacks", 90) == Window(first=100, num_steps=3, stacks=True)
 
 
-@pytest.mark.parametrize("text", ["5", "5:5", "6:5", "1:3", "5:106", "a:b", "5:8+stack", "5:8 ", "-5:8", "٥:٨"])
+@pytest.mark.parametrize(
+    "text", ["5", "5:5", "6:5", "1:3", "5:106", "a:b", "5:8+stack", "5:8 ", "++5:8", "-5:8", "٥:٨"]
+)
 def test_what_is_no_window(text: str) -> None:
     (found,) = ObserveOptions(profile_steps=text).problems()
     assert found[0] == "profile_steps"
@@ -106,7 +118,17 @@ def test_what_is_no_window(text: str) -> None:
 
 def test_a_request_is_taken_once(tmp_path: Path) -> None:
     assert take_request(tmp_path, 5) is None
-    write_request(tmp_path, 3, stacks=True)
-    assert take_request(tmp_path, 5) == Window(first=7, num_steps=3, stacks=True)
+    number = write_request(tmp_path, 3, stacks=True)
+    window = Window(first=7, num_steps=3, stacks=True, request=number)
+    assert take_request(tmp_path, 5) == window
+    assert read_answer(tmp_path, number) is None
+    write_answer(tmp_path, window)
+    planned = read_answer(tmp_path, number)
+    assert planned is not None
+    assert (planned[0], read_answer(tmp_path, "0")) == (7, None)
+    request_path(tmp_path).write_text('{"num_steps": 3, "request": "../x"}')
+    taken = take_request(tmp_path, 5)
+    assert taken is not None
+    assert taken.request.isalnum()
     assert not request_path(tmp_path).exists()
     assert take_request(tmp_path, 5) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pool import Pool
 
 from unisono.observe.options import ObserveOptions
 from unisono.profile import RankProfile, newest_profiles, read_profiles, recorder
-from unisono.profile.rank_profile import MERGED_FILE, profile_folder
+from unisono.profile.rank_profile import MERGED_FILE, profile_folder, profile_folders
 from unisono.profile.window import request_path, write_request
 from unisono.report import write_report
 
@@ -33,7 +34,7 @@ def train(world: Any, run_dir: str, **changes: Any) -> dict[str, Any]:
                 if step.index == ask_at and run.world.rank == 0:
                     profiler = run._loop.runner.profiler  # pyright: ignore[reportPrivateUsage]
                     write_request(Path(run_dir), 2, stacks=False)
-                    profiler._looked_s = -10.0  # pyright: ignore[reportPrivateUsage]
+                    profiler._polled_s = -10.0  # pyright: ignore[reportPrivateUsage]
     restored = (timers.phase, timers.comm_exposed) == plain
     return {"losses": losses, "restored": restored}
 
@@ -166,9 +167,68 @@ def test_a_window_that_the_run_does_not_reach_is_given_up(tmp_path: Path) -> Non
 
 
 def test_a_resumed_run_does_not_record_steps_that_it_has_made(tmp_path: Path) -> None:
-    train(None, str(tmp_path / "run"), steps_text="", every_steps=5)
-    train(None, str(tmp_path / "run"), steps_text="4:6", steps=10)
-    assert newest_profiles(tmp_path / "run") == ((), ())
+    run = tmp_path / "run"
+    train(None, str(run), steps_text="", every_steps=5)
+    train(None, str(run), steps_text="4:6", steps=10)
+    assert newest_profiles(run) == ((), ())
+    (notice,) = lost(run)
+    assert notice["what"] == "steps 4 to 5 were not profiled: the run goes on after step 8"
+    assert "observe.profile_steps=18:21, or +10:13" in notice["fix"]
+    train(None, str(run), steps_text="+3:5", steps=16)
+    (profile,), _ = newest_profiles(run)
+    assert [step.step for step in profile.steps] == [13, 14]
+    # it has been made: there is nothing to say when the run is started again
+    train(None, str(run), steps_text="13:15", steps=18)
+    assert len(lost(run)) == 1
+
+
+def lost(run: Path) -> list[dict[str, Any]]:
+    return [event for event in events(run, "notice") if event["code"] == "no_profile"]
+
+
+def windows(run: Path) -> list[list[int]]:
+    """The steps of each profile of a run."""
+    return [[step.step for step in read_profiles(folder)[0][0].steps] for folder in profile_folders(run).values()]
+
+
+@pytest.mark.parametrize(
+    ("ask_at", "window", "expected"),
+    [
+        (2, "16:18", [[5, 6], [16, 17]]),  # it ends before
+        (2, "7:9", [[7, 8], [11, 12]]),  # it would not
+        (5, "8:12", [[8, 11], [14, 15]]),  # asked for while the profiler is warmed up
+    ],
+)
+def test_a_request_and_the_window_of_the_configuration_are_both_recorded(
+    tmp_path: Path, ask_at: int, window: str, expected: list[list[int]]
+) -> None:
+    run = tmp_path / "run"
+    assert train(None, str(run), steps_text=window, ask_at=ask_at, steps=20)["restored"]
+    assert [[steps[0], steps[-1]] for steps in windows(run)] == expected
+    assert lost(run) == []
+
+
+def test_a_request_that_waits_at_the_end_is_reported(tmp_path: Path) -> None:
+    train(None, str(tmp_path / "run"), steps_text="6:8", ask_at=2, steps=8)
+    assert windows(tmp_path / "run") == [[6, 7]]
+    (notice,) = lost(tmp_path / "run")
+    assert notice["what"] == "requested steps were not profiled: the run ended after step 8"
+
+
+def test_files_of_an_earlier_attempt_with_more_ranks_are_removed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    folder = profile_folder(run, 4)
+    folder.mkdir(parents=True)
+    names = ("rank-0.json", "rank-3.json", "rank-3.trace.json.gz", "trace.json.gz", "notes.txt")
+    for name in names:
+        (folder / name).write_text("{}")
+        os.utime(folder / name, (1e9, 1e9))
+    train(None, str(run))
+    (profile,), notes = read_profiles(folder)
+    assert (profile.rank, notes) == (0, ())
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("notes.txt", "rank-0.json", "rank-0.trace.json.gz", "trace.json.gz"),
+    ]
 
 
 def test_a_trace_that_is_too_large_is_dropped_and_its_summary_kept(

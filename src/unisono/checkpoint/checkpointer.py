@@ -35,6 +35,7 @@ from unisono.checkpoint.safetensors_format import dtype_code
 from unisono.checkpoint.shard_assignment import ShardFileLayout, lay_out_shard
 from unisono.checkpoint.writer import Save, SaveWriter
 from unisono.dist import World
+from unisono.dist.progress import note_progress
 from unisono.errors import CheckpointError, Problem, UnisonoError
 from unisono.parallel.sharding import TensorShard
 
@@ -312,6 +313,7 @@ class _UnfinishedSave:
             return
         try:
             for _ in self._steps:
+                note_progress()
                 if is_over():
                     return
         except BaseException as error:

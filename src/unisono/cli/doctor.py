@@ -40,13 +40,15 @@ _INDENT = "        "
 @click.option("--run-dir", default="runs", type=click.Path(file_okay=False), help="Where runs will be written.")
 @trusts_python
 @every_verb
-def command(run_dir: str, as_json: bool, **options: Any) -> int:
+@click.pass_context
+def command(context: click.Context, run_dir: str, as_json: bool, **options: Any) -> int:
     """Examine this host: versions, devices, topology, limits, variables, storage and network, each with its cure.
 
     --nodes and --bench are of several ranks: those of a hosts file, of the job that this process is in, or of this host.
     Exits with 2 where a run would not work.
     """
-    _check_unused(options)
+    gives_folder = context.get_parameter_source("run_dir") is click.core.ParameterSource.COMMANDLINE
+    _check_unused(options, gives_folder=gives_folder)
     printed = _Printed(as_json=as_json, only_differences=bool(options["nodes"]))
     with sigterm_interrupts():
         more = _examine(run_dir, printed, options)
@@ -176,7 +178,7 @@ def _costly_findings(run_dir: Path) -> list[CostlyFinding]:
     ]
 
 
-def _check_unused(options: dict[str, Any]) -> None:
+def _check_unused(options: dict[str, Any], *, gives_folder: bool) -> None:
     """Raise ConfigError for options that would have no effect together."""
     modes = [f"--{name}" for name in ("nodes", "bench", "smoke", "ladder") if options[name]]
     ranks, hosts = options["processes"] is not None, options["hostfile"] is not None
@@ -193,6 +195,12 @@ def _check_unused(options: dict[str, Any]) -> None:
             f"--hostfile with {' '.join(modes)}",
             "these trainings are on this host",
             "leave it out, or start unisono doctor there",
+        ),
+        (
+            gives_folder and modes == ["--ladder"],
+            "--run-dir with --ladder",
+            "its trainings are in a temporary folder",
+            "leave it out, or unisono doctor --run-dir DIR, which examines the folder",
         ),
         (
             options["ssh_port"] is not None and not hosts,

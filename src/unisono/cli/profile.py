@@ -21,7 +21,12 @@ _GIVEN = click.core.ParameterSource.COMMANDLINE
 @click.command("profile")
 @takes_config
 @click.option(
-    "--steps", "steps", default="10:13", show_default=True, help="Steps A:B, from A to before B; with --now, how many."
+    "--steps",
+    "steps",
+    default="10:13",
+    show_default=True,
+    help="Steps A:B, from A to before B; +A:B from where the run resumes, "
+    "which the default does; with --now, how many.",
 )
 @click.option("--stacks", is_flag=True, help="Also Python's stacks, and the lines that read from tensors.")
 @click.option("--now", is_flag=True, help="Ask the run that is under way in the folder CONFIG.")
@@ -58,11 +63,15 @@ def command(
     _check_unused(context, folder, now=now)
     if folder is not None:
         if now:
-            _request(folder, _num_steps(context, steps), stacks=stacks, timeout_s=timeout_s)
-        _show(folder, as_json=as_json)
+            made = _request(folder, _num_steps(context, steps), stacks=stacks, timeout_s=timeout_s)
+            _show(folder, made, as_json=as_json)
+        else:
+            _show(folder, None, as_json=as_json)
         return 0
     from unisono.cli import train
 
+    if context.get_parameter_source("steps") is not _GIVEN:
+        steps = f"+{steps}"  # of a run that resumes, the steps after that
     profiled = json.dumps(f"{steps}+stacks" if stacks else steps)
     values: dict[str, Any] = {
         "config": config,
@@ -112,11 +121,10 @@ def _num_steps(context: click.Context, steps: str) -> int:
     return int(steps)
 
 
-def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -> None:
-    """Request a profile from the run, and wait until it is written. Raises DataError, ConfigError."""
+def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -> Path:
+    """Request a profile from the run, and wait until it is written; returns its folder. Raises DataError, ConfigError."""
     from unisono.observe.rank_status import rank_statuses
-    from unisono.profile.rank_profile import profile_folders
-    from unisono.profile.window import request_path, write_request
+    from unisono.profile.window import read_answer, request_path, write_request
     from unisono.storage.files import os_reason
 
     def has_ended() -> bool:
@@ -129,9 +137,8 @@ def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -
             consequence="no profile was requested",
             nearest=f"unisono profile CONFIG, which trains; or unisono profile {run_dir}, which shows the last profile",
         )
-    before = set(profile_folders(run_dir))
     try:
-        write_request(run_dir, num_steps, stacks=stacks)
+        request = write_request(run_dir, num_steps, stacks=stacks)
     except OSError as error:
         raise ConfigError(
             given=f"{request_path(run_dir)}, which cannot be written: {os_reason(error)}",
@@ -140,7 +147,11 @@ def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -
             nearest="the user who started the run",
         ) from None
     deadline_s = time.monotonic() + timeout_s
-    while not _is_done(run_dir, before):
+    planned: tuple[int, float] | None = None
+    while True:
+        planned = planned or read_answer(run_dir, request)
+        if planned is not None and (folder := _made(run_dir, planned)) is not None:
+            return folder
         if has_ended() or time.monotonic() > deadline_s:
             request_path(run_dir).unlink(missing_ok=True)
             raise DataError(
@@ -153,22 +164,26 @@ def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -
         time.sleep(_POLL_S)
 
 
-def _is_done(run_dir: Path, before: set[int]) -> bool:
-    """Whether a new folder has the merged trace, which is written last; ``before`` are the first steps of earlier profiles."""
-    from unisono.profile.rank_profile import MERGED_FILE, profile_folders
+def _made(run_dir: Path, planned: tuple[int, float]) -> Path | None:
+    """The folder of the profile whose first step and time were ``planned``; None while it has no merged trace, written last."""
+    from unisono.profile.rank_profile import MERGED_FILE, profile_folder
 
-    return any(
-        (folder / MERGED_FILE).is_file() for step, folder in profile_folders(run_dir).items() if step not in before
-    )
+    first, at_s = planned
+    folder = profile_folder(run_dir, first)
+    try:
+        # an earlier attempt may have made the same steps
+        return folder if (folder / MERGED_FILE).stat().st_mtime >= at_s else None
+    except OSError:
+        return None
 
 
-def _show(run_dir: Path, *, as_json: bool) -> None:
-    """Show the last profile of the run. Raises DataError where there is none."""
+def _show(run_dir: Path, folder: Path | None, *, as_json: bool) -> None:
+    """Show the profile in ``folder``, by default the last one of the run. Raises DataError where there is none."""
     from unisono.profile import read_profiles
     from unisono.profile.rank_profile import MERGED_FILE, newest_profile_folder
     from unisono.profile.text import profile_text
 
-    folder = newest_profile_folder(run_dir)
+    folder = newest_profile_folder(run_dir) if folder is None else folder
     profiles, notes = ((), ()) if folder is None else read_profiles(folder)
     if folder is None or not profiles:
         raise DataError(

@@ -40,7 +40,8 @@ class _Cells:
 @click.option("--every-s", default=2.0, type=click.FloatRange(min=0.1), help="Seconds between looks.")
 @click.option("--once", is_flag=True, help="Look once and end.")
 @every_verb
-def command(run_dir: str, every_s: float, once: bool, as_json: bool) -> None:
+@click.pass_context
+def command(context: click.Context, run_dir: str, every_s: float, once: bool, as_json: bool) -> None:
     """Show the ranks of the run in RUN_DIR, from their events, until it ends or Ctrl-C.
 
     Below them: the devices and the hosts, where the run samples them (observe.monitor_every_s).
@@ -49,9 +50,16 @@ def command(run_dir: str, every_s: float, once: bool, as_json: bool) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
-    from unisono.errors import DataError
+    from unisono.errors import ConfigError, DataError
     from unisono.observe.rank_status import rank_statuses
 
+    if (once or as_json) and context.get_parameter_source("every_s") is click.core.ParameterSource.COMMANDLINE:
+        raise ConfigError(
+            given=f"--every-s with {'--once' if once else '--json'}",
+            rule=f"it is the time between two looks, and {'--once' if once else '--json'} looks once",
+            consequence="it would have no effect, so nothing was shown",
+            nearest="one of them",
+        )
     statuses = rank_statuses(Path(run_dir))
     if not statuses:
         raise DataError(

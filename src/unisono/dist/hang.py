@@ -5,13 +5,14 @@ No torch.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.dist.rank_dump import Collective, GroupState, RankDump, StackFrame, parse_stacks, read_dumps
+from unisono.dist.rank_dump import WORKING, Collective, GroupState, RankDump, StackFrame, parse_stacks, read_dumps
 from unisono.storage.files import open_regular
 
 _ALL_RANKS: Final = ("", "default_pg", "undefined", "default")
@@ -22,6 +23,8 @@ _UNEQUAL_SIZES: Final = ("all_to_all", "alltoall", "scatter", "reduce_scatter")
 _WAITING_IN: Final = ("/torch/distributed/", "/unisono/dist/")
 _WAITING_FRAMES: Final = 6
 _MAX_STUCK_BYTES: Final = 1 << 20
+# a rank at work says so every 15 s (``watchdog``); one that was stopped does not
+_WORKING_VALID_S: Final = 60.0
 
 Signature = tuple[Any, ...]
 
@@ -45,7 +48,11 @@ class Hang:
 
 
 def explain_hang(
-    dumps: Sequence[RankDump], *, ended: Mapping[int, str] | None = None, stuck: Mapping[int, StackFrame] | None = None
+    dumps: Sequence[RankDump],
+    *,
+    ended: Mapping[int, str] | None = None,
+    stuck: Mapping[int, StackFrame] | None = None,
+    working: Collection[int] = (),
 ) -> Hang | None:
     """Why the ranks of ``dumps`` do not meet; None if all have met in every collective that they issued.
 
@@ -53,6 +60,8 @@ def explain_hang(
         dumps: The dumps of one attempt, one a rank at most.
         ended: How ranks ended that have no dump, or before they could join, in words.
         stuck: Where ranks were whose interpreter was blocked, so that they wrote no dump.
+        working: Ranks that get on with something else than steps. Where they wait in no collective, the others wait for them,
+            and nothing hangs.
     """
     by_rank = {dump.rank: dump for dump in dumps}
     groups: dict[str, dict[int, GroupState]] = {}
@@ -63,14 +72,29 @@ def explain_hang(
         if (found := _mismatch(states, by_rank)) is not None:
             places = (_rank_place(rank, by_rank.get(rank), {}, stuck or {}) for rank in found.ranks[:2])
             return replace(found, evidence=(*found.evidence, *places))
-    return _missing(groups, by_rank, ended or {}, stuck or {}) or _nobody_waits(by_rank, stuck or {})
+    waits = _waits(groups, ended or {})
+    working = set(working) - {rank for wait in waits for rank in wait.waiting}
+    if any(working.issuperset(wait.missing) for wait in waits):
+        return None  # those that wait for a rank that waits for these wait for these too
+    waits = [replace(wait, missing=[rank for rank in wait.missing if rank not in working]) for wait in waits]
+    return _missing(waits, by_rank, ended or {}, stuck or {}) or _nobody_waits(by_rank, stuck or {})
 
 
 def read_hang(folder: Path, restart_count: int | None = None, *, since_s: float = 0.0) -> Hang | None:
-    """The explanation of the dumps in a folder of logs that were written after ``since_s`` (seconds since 1970)."""
+    """The explanation of the dumps in a folder of logs that were written after ``since_s`` (seconds since 1970).
+
+    A rank that said a short time ago that it is at work does not hang.
+    """
     dumps = [dump for dump in read_dumps(folder, restart_count) if dump.at_s >= since_s]
     newest = max((dump.restart_count for dump in dumps), default=restart_count)
-    return explain_hang(dumps, stuck={} if newest is None else read_stuck(folder, newest, since_s=since_s))
+    stuck = {} if newest is None else read_stuck(folder, newest, since_s=since_s)
+    now_s = time.time()
+    working = {
+        dump.rank
+        for dump in dumps
+        if dump.reason == WORKING and now_s - dump.at_s < _WORKING_VALID_S and dump.rank not in stuck
+    }
+    return explain_hang(dumps, stuck=stuck, working=working)
 
 
 def stuck_path(folder: Path, rank: int, restart_count: int) -> Path:
@@ -202,14 +226,18 @@ def _different_roots(
 # --- ranks that are missing ----------------------------------------------------------------------------------------------
 
 
-def _missing(
-    groups: Mapping[str, Mapping[int, GroupState]],
-    dumps: Mapping[int, RankDump],
-    ended: Mapping[int, str],
-    stuck: Mapping[int, StackFrame],
-) -> Hang | None:
-    """Who has not entered the collective that others wait in; of several, one whose missing ranks wait nowhere themselves."""
-    waits: list[tuple[list[int], list[int], GroupState, Collective]] = []
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """Ranks that have not entered the collective in which others of its group wait."""
+
+    missing: list[int]
+    waiting: list[int]
+    state: GroupState
+    collective: Collective
+
+
+def _waits(groups: Mapping[str, Mapping[int, GroupState]], ended: Mapping[int, str]) -> list[_Wait]:
+    waits: list[_Wait] = []
     for states in groups.values():
         pending = {rank: each for rank, state in states.items() if (each := _pending(state)) is not None}
         if not pending:
@@ -222,27 +250,35 @@ def _missing(
             rank for rank in members if rank not in states or states[rank].num_entered < number or rank in ended
         )
         if missing:
-            waits.append((missing, waiting, state, pending[waiting[0]]))
+            waits.append(_Wait(missing, waiting, state, pending[waiting[0]]))
+    return waits
+
+
+def _missing(
+    waits: Sequence[_Wait], dumps: Mapping[int, RankDump], ended: Mapping[int, str], stuck: Mapping[int, StackFrame]
+) -> Hang | None:
+    """Who has not entered the collective that others wait in; of several, one whose missing ranks wait nowhere themselves."""
     if not waits:
         return None
-    all_waiting = {rank for _, waiting, _, _ in waits for rank in waiting}
-    chosen = next((wait for wait in waits if not all_waiting.issuperset(wait[0])), None)
+    all_waiting = {rank for wait in waits for rank in wait.waiting}
+    chosen = next((wait for wait in waits if not all_waiting.issuperset(wait.missing)), None)
     if chosen is None:
         texts = [
-            f"{_ranks(waiting)} wait{_s(waiting)} in {_named(each)}{_where(state)} for {_ranks(missing)}"
-            for missing, waiting, state, each in waits
+            f"{_ranks(wait.waiting)} wait{_s(wait.waiting)} in {_named(wait.collective)}{_where(wait.state)} "
+            f"for {_ranks(wait.missing)}"
+            for wait in waits
         ]
-        sides = sorted((waiting for _, waiting, _, _ in waits), key=len)
+        sides = sorted((wait.waiting for wait in waits), key=len)
         # of ranks that disagree about what comes next for all of them, the fewer are the odd ones
-        same_members = len({tuple(sorted({*missing, *waiting})) for missing, waiting, _, _ in waits}) == 1
+        same_members = len({tuple(sorted({*wait.missing, *wait.waiting})) for wait in waits}) == 1
         odd = sides[0] if same_members and len(sides[0]) < len(sides[1]) else sorted(all_waiting)
         return Hang(
             kind="collective_mismatch",
             ranks=tuple(odd),
             sentence=f"ranks wait for each other in different groups: {'; '.join(texts)}",
         )
-    missing, waiting, state, collective = chosen
-    missing = [rank for rank in missing if rank not in all_waiting]
+    waiting, state, collective = chosen.waiting, chosen.state, chosen.collective
+    missing = [rank for rank in chosen.missing if rank not in all_waiting]
     places = [_rank_place(rank, dumps.get(rank), ended, stuck) for rank in missing[:4]]
     return Hang(
         kind="hang",
@@ -285,7 +321,11 @@ def _rank_place(rank: int, dump: RankDump | None, ended: Mapping[int, str], stuc
     if rank in stuck:
         return f"rank {rank} is in {stuck[rank]}, and holds the interpreter"
     frame = None if dump is None else _frame_of(dump)
-    return f"rank {rank} left no stacks" if frame is None else f"rank {rank} is in {frame}"
+    if dump is None or frame is None:
+        return f"rank {rank} left no stacks"
+    return f"rank {rank} is in {frame}" + (
+        f", in {dump.activity} since {dump.activity_s:.0f} s" if dump.activity else ""
+    )
 
 
 def _frame_of(dump: RankDump) -> StackFrame | None:

@@ -21,11 +21,14 @@ import msgspec
 from msgspec import structs
 
 from unisono.dist.jobspec import JobSpec
+from unisono.dist.progress import current_activity
 from unisono.sanitize import redact_text
 from unisono.storage.directory import make_folder
 from unisono.storage.files import PRIVATE_MODE, write_atomically
 from unisono.storage.ownership import read_own_json
 
+# why a dump was written
+WORKING: Final = "working"
 _MAX_FRAMES: Final = 60
 _MAX_THREADS: Final = 64
 _MAX_CHAIN: Final = 20
@@ -106,13 +109,16 @@ class RankDump(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rank: The rank.
         restart_count: Restarts of the job before.
-        reason: Why it was written: ``no progress``, ``stop``, ``abort``, or the name of an error.
+        reason: Why it was written: ``no progress``, ``working`` (no step ends, and something else gets on), ``stop``, ``abort``,
+            or the name of an error.
         step: Steps made; None if unknown.
         at_s: Wall-clock time in seconds since 1970.
-        quiet_s: Seconds since the last sign of progress; 0 if unknown.
+        quiet_s: Seconds since the last step or collective; 0 if unknown.
         threads: Stacks, the main thread's first.
         groups: Groups with their last collectives.
         rooted: The collective with a root in which it was; None if it was in none.
+        activity: What it was at besides steps, such as ``an evaluation``; empty if nothing is known.
+        activity_s: Seconds since that began.
     """
 
     rank: int
@@ -124,6 +130,8 @@ class RankDump(msgspec.Struct, frozen=True, kw_only=True):
     threads: tuple[ThreadStack, ...]
     groups: tuple[GroupState, ...]
     rooted: RootedCall | None = None
+    activity: str = ""
+    activity_s: float = 0.0
 
 
 # set by ``join_world``: a process without a group has no collectives, and its failures need no dump
@@ -172,6 +180,19 @@ def dump_path(folder: Path, rank: int) -> Path:
     return folder / f"stacks-rank-{rank}.json"
 
 
+def waits_in_collective() -> bool:
+    """Whether a collective that this process has issued has not completed; False if that is unknown."""
+    return any(not _is_done(group) for group in _states())
+
+
+def _states() -> tuple[GroupState, ...]:
+    try:
+        groups = tuple(_source()) if _source is not None else ()
+    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        groups = ()  # another torch: stacks are worth having without
+    return (*groups, *(state() for state in tuple(_own_groups)))
+
+
 def write_dump(
     folder: Path,
     job: JobSpec,
@@ -189,16 +210,13 @@ def write_dump(
         job: The process's place in the job.
         reason: Why it is written.
         step: Steps made; None if unknown.
-        quiet_s: Seconds since the last sign of progress.
+        quiet_s: Seconds since the last step or collective.
         error: The error that ends the rank: where it was raised, the rank was before.
         in_collective: Whether the error is that of a collective, the one that was issued last unless an earlier dump has said
             which had not completed.
     """
-    try:
-        groups = tuple(_source()) if _source is not None else ()
-    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError):
-        groups = ()  # another torch: stacks are worth having without
-    groups = _with_unfinished((*groups, *(state() for state in tuple(_own_groups))), failed=in_collective)
+    groups = _with_unfinished(_states(), failed=in_collective)
+    activity = current_activity()
     dump = RankDump(
         rank=job.rank,
         restart_count=job.restart_count,
@@ -209,6 +227,8 @@ def write_dump(
         threads=tuple(thread_stacks(error)),
         groups=groups,
         rooted=_rooted_call(error),
+        activity="" if activity is None else activity.name,
+        activity_s=0.0 if activity is None else time.monotonic() - activity.began_s,
     )
     with suppress(OSError):
         make_folder(folder)

@@ -1,8 +1,9 @@
-"""Writes what this rank is doing when it makes no progress, before a collective's deadline ends the job. No torch.
+"""Writes what this rank is doing while no step ends, before a collective's deadline ends the job. No torch.
 
-Every rank has one, and ranks that step together stand still together, so no rank has to tell another. The thread runs while the
-main thread waits in C code. Where C code holds the interpreter for good, Python's faulthandler writes the stacks instead: its
-thread needs no interpreter. A rank that goes on removes what it has written.
+A rank that is at work on something else than a step (an evaluation, a save, a compilation) says so in what it writes, so that a
+diagnosis does not take it for one that hangs. Every rank has a watchdog, and ranks that step together stand still together, so no
+rank has to tell another. The thread runs while the main thread waits in C code. Where C code holds the interpreter for good,
+Python's faulthandler writes the stacks instead: its thread needs no interpreter. A rank that goes on removes what it has written.
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
 from unisono.dist.hang import stuck_path
 from unisono.dist.jobspec import JobSpec
-from unisono.dist.rank_dump import num_collectives, remove_dump, write_dump
+from unisono.dist.progress import current_activity, num_activities, num_signs
+from unisono.dist.rank_dump import (
+    WORKING,
+    num_collectives,
+    remove_dump,
+    thread_stacks,
+    waits_in_collective,
+    write_dump,
+)
 from unisono.dist.stop_notice import StopNotice
 from unisono.storage.directory import make_folder
 from unisono.storage.files import PRIVATE_MODE, open_new
@@ -28,6 +38,18 @@ _POLL_S: Final = 1.0
 # a step of less than a second may still wait for a disk; a pause may be several times the longest before it
 _MIN_QUIET_S: Final = 20.0
 _LONGEST_PAUSES: Final = 10.0
+# a compilation, a save or the set-up of a run shows no sign of progress for that long at most
+_MAX_SILENT_S: Final = 600.0
+# how often a rank that is at work on something else than a step says so again
+_REPEAT_S: Final = 15.0
+# a main thread that has used a processor for this share of a pause computes, on a machine that may be busy, and does not wait
+_COMPUTES_FRAC: Final = 0.05
+# on a stack during a compilation, and not when compiled code runs: files of torch 2.13 and Triton, parts of functions' names
+_COMPILING: Final = (
+    ("/torch/_dynamo/convert_frame.py", ""),
+    ("/torch/_inductor/compile_fx.py", "compile"),
+    ("/triton/compiler/", ""),
+)
 # a stop signal of the launcher gives a rank five seconds
 _STOP_QUIET_S: Final = 1.0
 
@@ -35,8 +57,9 @@ _STOP_QUIET_S: Final = 1.0
 class Watchdog:
     """Watches a rank from construction until ``close``.
 
-    Progress is a finished step or an issued collective. It is missing after 10 times the longest time between two, at least
-    20 s and at most half of the deadline.
+    Progress is a finished step, an issued collective, or a sign of another kind of work (``dist.progress``). It is missing after
+    10 times the longest time between two, at least 20 s and at most half of the deadline. An activity that may be silent, a
+    compilation, and a main thread that computes and waits in no collective have 10 minutes, at most half of the deadline too.
 
     Args:
         job: The process's place in the job.
@@ -51,7 +74,9 @@ class Watchdog:
         self._stop = threading.Event()
         self._poll_s = min(_POLL_S, self._deadline_s / 20)
         self._longest_s = 0.0
-        self._has_dump = False
+        self._reason = ""  # that of the dump that is there
+        self._written_s = 0.0
+        self._main = threading.main_thread()
         remove_dump(folder, job.rank)
         self._stuck_file = self._open_stuck_file()
         self._thread = threading.Thread(target=self._run, name="unisono-watchdog", daemon=True)
@@ -59,8 +84,13 @@ class Watchdog:
 
     @property
     def quiet_limit_s(self) -> float:
-        """Seconds without progress after which this rank writes its dump."""
+        """Seconds without a step and a collective after which a rank writes a dump, and without any progress until it hangs."""
         return min(self._deadline_s / 2, max(_MIN_QUIET_S, _LONGEST_PAUSES * self._longest_s))
+
+    @property
+    def silent_limit_s(self) -> float:
+        """The same of work that shows no progress, such as a compilation."""
+        return max(self.quiet_limit_s, min(self._deadline_s / 2, _MAX_SILENT_S))
 
     def follow(self, step: Callable[[], int] | None, folder: Path | None = None) -> None:
         """Count finished steps too, from now on, and write dumps into ``folder`` too. None counts collectives alone again."""
@@ -75,7 +105,7 @@ class Watchdog:
         if self._thread.is_alive():
             self._thread.join()
         if failed:
-            self._has_dump = False  # it stays, or a later one of the failure does
+            self._reason = ""  # it stays, or a later one of the failure does
         self._forget()
         self._close_stuck_file(keep=failed)
 
@@ -105,35 +135,100 @@ class Watchdog:
             return file
         return None
 
-    def _progress(self) -> tuple[int, int]:
+    def _steps(self) -> tuple[int, int]:
         step = self._step
         return (0 if step is None else step(), num_collectives())
 
     def _run(self) -> None:
-        before, since_s = self._progress(), time.monotonic()
+        stepped = worked = _Mark(self._steps(), num_signs(), num_activities(), time.monotonic(), self._cpu_s())
         is_first = True
         while True:
+            activity = current_activity()
             if self._stuck_file is not None:
-                faulthandler.dump_traceback_later(self.quiet_limit_s + 2 * self._poll_s, file=self._stuck_file)
+                is_silent = activity is not None and activity.is_silent
+                limit_s = self.silent_limit_s if is_silent else self.quiet_limit_s
+                faulthandler.dump_traceback_later(limit_s + 2 * self._poll_s, file=self._stuck_file)
             if self._stop.wait(self._poll_s):
                 return
-            now_s, now = time.monotonic(), self._progress()
-            if now != before:
-                if not is_first:  # the first one compiles
-                    self._longest_s = max(self._longest_s, now_s - since_s)
-                before, since_s, is_first = now, now_s, False
+            now = _Mark(self._steps(), num_signs(), num_activities(), time.monotonic(), self._cpu_s())
+            if now.steps != stepped.steps or now.signs != worked.signs:
+                # the first one compiles, and an activity has pauses of its own
+                was_silent = activity is not None and activity.is_silent
+                if now.steps == stepped.steps and not was_silent:
+                    self._longest_s = max(self._longest_s, now.at_s - worked.at_s)
+                elif (
+                    now.steps != stepped.steps
+                    and not is_first
+                    and now.activities == stepped.activities
+                    and not was_silent
+                ):
+                    self._longest_s = max(self._longest_s, now.at_s - stepped.at_s)
+                worked = now
+                self._clear_stuck_file()
+            if now.steps != stepped.steps:
+                stepped, is_first = now, False
                 self._forget()
                 continue
-            quiet_s = now_s - since_s
-            stopping = quiet_s >= _STOP_QUIET_S and StopNotice.is_requested()
-            if not self._has_dump and (stopping or quiet_s >= self.quiet_limit_s):
-                self._has_dump = True
-                for folder in tuple(self._folders):
-                    reason = "no progress" if quiet_s >= self.quiet_limit_s else "stop"
-                    write_dump(folder, self._job, reason, step=now[0] if self._step else None, quiet_s=quiet_s)
+            self._write_when_due(now, stepped, worked)
+
+    def _write_when_due(self, now: _Mark, stepped: _Mark, worked: _Mark) -> None:
+        stepless_s, quiet_s = now.at_s - stepped.at_s, now.at_s - worked.at_s
+        if stepless_s < self.quiet_limit_s:
+            if not self._reason and stepless_s >= _STOP_QUIET_S and StopNotice.is_requested():
+                self._write("stop", now, stepless_s)
+            return
+        reason = WORKING if self._is_at_work(now, worked, quiet_s) else "no progress"
+        if reason != self._reason or (reason == WORKING and now.at_s - self._written_s >= _REPEAT_S):
+            self._write(reason, now, stepless_s)
+
+    def _is_at_work(self, now: _Mark, worked: _Mark, quiet_s: float) -> bool:
+        """Whether a rank without a step gets on with something else."""
+        if quiet_s < self.quiet_limit_s:
+            return True
+        if quiet_s >= self.silent_limit_s:
+            return False
+        activity = current_activity()
+        if (activity is not None and activity.is_silent) or _is_compiling():
+            return True
+        # a wait for an accelerator may use a processor too
+        return now.cpu_s - worked.cpu_s >= _COMPUTES_FRAC * quiet_s and not waits_in_collective()
+
+    def _cpu_s(self) -> float:
+        """Processor time of the main thread in seconds; 0 where it cannot be read."""
+        try:
+            return time.clock_gettime(time.pthread_getcpuclockid(self._main.ident or 0))
+        except (AttributeError, OSError):
+            return 0.0
+
+    def _write(self, reason: str, now: _Mark, stepless_s: float) -> None:
+        self._reason, self._written_s = reason, now.at_s
+        for folder in tuple(self._folders):
+            write_dump(folder, self._job, reason, step=now.steps[0] if self._step else None, quiet_s=stepless_s)
+
+    def _clear_stuck_file(self) -> None:
+        """Remove the stacks of a rank whose interpreter was blocked, and which goes on."""
+        if self._stuck_file is not None and os.fstat(self._stuck_file.fileno()).st_size:
+            self._stuck_file.seek(0)
+            self._stuck_file.truncate()
 
     def _forget(self) -> None:
-        if self._has_dump:
-            self._has_dump = False
+        if self._reason:
+            self._reason = ""
             for folder in self._folders:
                 remove_dump(folder, self._job.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """How far the process is at a time: steps and collectives, signs of other work, activities, monotonic and processor time."""
+
+    steps: tuple[int, int]
+    signs: int
+    activities: int
+    at_s: float
+    cpu_s: float
+
+
+def _is_compiling() -> bool:
+    frames = [frame for thread in thread_stacks() for frame in thread.frames]
+    return any(file in frame.file and name in frame.function for frame in frames for file, name in _COMPILING)

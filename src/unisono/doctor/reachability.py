@@ -24,7 +24,7 @@ _SHOWN_CHARS: Final = 300
 
 
 def check_hosts(hostfile: Path, ssh_port: int | None = None) -> Iterator[Check]:
-    """LAUNCH01 and LAUNCH02 for the hosts of a file; raises LaunchError for a file that cannot be read."""
+    """JOB02 and JOB03 for the hosts of a file; raises LaunchError for a file that cannot be read."""
     hosts = read_hostfile(hostfile, port=ssh_port)
     names = _names([host.name for host in hosts])
     yield names
@@ -32,7 +32,7 @@ def check_hosts(hostfile: Path, ssh_port: int | None = None) -> Iterator[Check]:
 
 
 def check_slurm(environ: Mapping[str, str]) -> Iterator[Check]:
-    """LAUNCH01 for the hosts of this process's SLURM allocation; nothing outside of one."""
+    """JOB02 for the hosts of this process's SLURM allocation; nothing outside of one."""
     if not (listed := environ.get("SLURM_JOB_NODELIST")) or shutil.which("scontrol") is None:
         return
     told = subprocess.run(
@@ -45,7 +45,7 @@ def check_slurm(environ: Mapping[str, str]) -> Iterator[Check]:
     )
     if told.returncode or not told.stdout.split():
         yield judged(
-            "LAUNCH01",
+            "JOB02",
             "names of the hosts",
             f"scontrol does not read SLURM_JOB_NODELIST={printable(listed)}: {printable(told.stderr.strip())}",
             failure="ask SLURM for the allocation again (salloc, sbatch)",
@@ -63,7 +63,7 @@ def _names(names: Sequence[str]) -> Check:
             unknown.append(f"{name}: {error.strerror or error}")
     evidence = "; ".join(unknown) or f"{', '.join(names[:4])}{', …' if len(names) > 4 else ''} resolve"
     cure = "add the name to /etc/hosts or the name server, or give the address in its place"
-    return judged("LAUNCH01", "names of the hosts", evidence, failure=cure if unknown else "")
+    return judged("JOB02", "names of the hosts", evidence, failure=cure if unknown else "")
 
 
 def _interpreters(hosts: Sequence[Host]) -> Check:
@@ -106,4 +106,4 @@ def _interpreters(hosts: Sequence[Host]) -> Check:
             troubles.append(f"{host.name}: {sys.executable} is Python {version} there, {here} here")
     evidence = "; ".join(troubles) or f"{len(hosts)} hosts have {sys.executable}, Python {here}"
     cure = "ssh HOST true has to work without a question, and the interpreter and this folder have to be there as here"
-    return judged("LAUNCH02", title, evidence, failure=cure if troubles else "")
+    return judged("JOB03", title, evidence, failure=cure if troubles else "")

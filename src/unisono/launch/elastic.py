@@ -20,11 +20,11 @@ from unisono.exit_codes import FATAL, REQUEUE, USER_ERROR
 from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
 from unisono.launch.process_layout import ProcessSlot
+from unisono.launch.restart_rules import is_of_host, reason_to_restart, would_repeat
 from unisono.launch.supervise import (
     StopSignals,
     first_attempt,
     print_message,
-    would_repeat,
     write_record,
 )
 from unisono.launch.workers import WorkerProcess
@@ -141,12 +141,12 @@ def _record_end(
         attempt.decide(restart=False, why=f"{problem.given}: {problem.rule}")
         if not is_anothers:
             print_message(str(problem))
-        return "ended" if failure is not None else "no restart left"
+        return "ended" if failure is not None and not is_of_host(attempt) else "no restart left"
     if len(state.attempts) > options.max_restarts:
         print_message(f"no restart of {state.slot.name} left of {options.max_restarts} (launch.max_restarts)")
         attempt.decide(restart=False, why=f"no restart left of {options.max_restarts} (launch.max_restarts)")
         return "no restart left"
-    attempt.decide(restart=True, why="it may pass")
+    attempt.decide(restart=True, why=reason_to_restart(attempt))
     return "restart"
 
 

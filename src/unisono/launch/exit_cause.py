@@ -63,6 +63,11 @@ _ADVICE: Final = {
 }
 
 
+def cause_kinds() -> tuple[str, ...]:
+    """All causes of this module's documentation."""
+    return tuple(_WORDS)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
     """Why an attempt ended.

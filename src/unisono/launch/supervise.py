@@ -28,12 +28,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from unisono.dist import Failure
 from unisono.dist.early_signals import note_listener
-from unisono.errors import LaunchError, Problem
+from unisono.errors import LaunchError
 from unisono.exit_codes import FATAL, REQUEUE, USER_ERROR
 from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
+from unisono.launch.restart_rules import reason_to_restart, would_repeat
 from unisono.launch.workers import WorkerProcess, unwritable
 from unisono.sanitize import printable, redact, redact_text
 from unisono.storage.directory import make_folder
@@ -48,14 +48,8 @@ _SETTLE_S = 2.0
 _FAILED_GRACE_S = 5.0
 # time between SIGABRT and SIGKILL, for Python's fault handler to write the stacks of all threads to the rank's log
 _DUMP_S = 1.0
-# an error outside a trainer, of whose steps nothing is known, is one of the script's start for so long
-_SCRIPT_START_S = 60.0
-# codes above are a shell's for a command that was killed by a signal
-_LAST_OWN_CODE = 128
 # what a record or the name of a log says beyond this is no number of ours
 _MAX_ATTEMPT = 1 << 30
-# the same crash this often in a row ends the run
-_SAME_CRASH_LIMIT = 2
 
 
 # (attempt number, whether it is a restart) -> all ranks, started
@@ -156,119 +150,7 @@ def _verdict(history: Sequence[Attempt], options: LaunchOptions) -> tuple[int | 
         why = f"no restart left of {options.max_restarts} (launch.max_restarts)"
         print_message(f"{why}; the newest checkpoint is kept")
         return 1, why
-    cause = attempt.cause()
-    if cause is not None and cause.kind == "corruption":
-        return (
-            None,
-            f"{cause.words}: the newest checkpoint was compared before it was committed, and the run continues from it",
-        )
-    return None, "it may pass" if cause is None else f"{cause.words}: it may pass"
-
-
-def would_repeat(history: Sequence[Attempt]) -> Problem | None:
-    """Why the last crash is not restarted, although restarts are left; None if it may be.
-
-    An error of the program before its first finished step comes back at once, and so does a crash that has already
-    come back: at the same step, or at another one without a new checkpoint, which is where a restart begins. Of a script
-    outside a trainer the steps are unknown: its first minute counts as before the first one. An exit code without a
-    recorded error (``sys.exit(1)``, a program that is not Python) is restarted once. A kill leaves no record and is
-    always restarted.
-    """
-    attempt = history[-1]
-    failure = attempt.root_failure()
-    if (problem := _would_mismatch_again(history)) is not None:
-        return problem
-    if failure is None:
-        return _would_exit_again(history)
-    is_script = failure.script_s is not None
-    is_early = failure.script_s < _SCRIPT_START_S if failure.script_s is not None else not failure.step
-    if len(history) == 1 and is_early and not failure.may_pass:
-        when = failure.where if is_script else "before the first finished step"
-        begin = f"in its first {_SCRIPT_START_S:g} s" if is_script else "before its first finished step"
-        return Problem(
-            given=f"{failure.type} on rank {failure.rank} {when}",
-            rule=f"an error of the program {begin} would come back, so it is not restarted",
-            consequence="the run ends here",
-            nearest="repair the cause shown above, then start the same command again",
-        )
-    repeats = _same_crashes(history)
-    if repeats < _SAME_CRASH_LIMIT:
-        return _would_come_back(history, failure)
-    return Problem(
-        given=f"{failure.type} {failure.where} on rank {failure.rank}, {repeats} times in a row",
-        rule="a crash with the same type, message and step as the one before is not restarted again",
-        consequence="the run ends here; the newest checkpoint is kept",
-        nearest="repair the cause shown above, then start the same command again",
-    )
-
-
-def _would_come_back(history: Sequence[Attempt], failure: Failure) -> Problem | None:
-    """Why an error of the program that came back at another step is not restarted again; None if it may be."""
-    earlier = history[-2].root_failure() if len(history) > 1 else None
-    if failure.may_pass or earlier is None or not earlier.same_error(failure):
-        return None
-    if failure.checkpoint != earlier.checkpoint:
-        return None
-    return Problem(
-        given=f"{failure.type} {failure.where} on rank {failure.rank}, after the same error {earlier.where}",
-        rule="an error of the program that comes back is restarted again only if a checkpoint was committed in between",
-        consequence="the run ends here; the newest checkpoint is kept",
-        nearest="repair the cause shown above, then start the same command again",
-    )
-
-
-def _would_mismatch_again(history: Sequence[Attempt]) -> Problem | None:
-    """Why mismatched collectives that came back are not restarted again; None if they may be, or if it is another failure.
-
-    Their errors differ in seconds and process ids each time; a program that mismatches them does so again.
-    """
-    kinds = [None if (cause := attempt.cause()) is None else cause.kind for attempt in history[-2:]]
-    if kinds != ["collective_mismatch"] * 2 or history[-1].checkpoints != history[-2].checkpoints:
-        return None
-    return Problem(
-        given="mismatched collectives, 2 times in a row and without a new checkpoint",
-        rule="ranks issue the same collectives in the same order, which is a matter of the program",
-        consequence="the run ends here; the newest checkpoint is kept",
-        nearest="repair the cause shown above, then start the same command again",
-    )
-
-
-def _would_exit_again(history: Sequence[Attempt]) -> Problem | None:
-    """Why an exit code without a recorded error is not restarted again; None if it may be.
-
-    Nothing is known but the code, the time and the checkpoints: the same code twice in the first minute, and no checkpoint
-    between, is the same error. A signal is none, nor is a code above 128, by which a shell says that its command was killed.
-    """
-    last, earlier = history[-1], history[-2] if len(history) > 1 else None
-    rank = last.root()
-    if rank is None or earlier is None or not 0 < last.codes[rank] <= _LAST_OWN_CODE:
-        return None
-    before = earlier.root()
-    if before is None or earlier.root_failure() is not None or earlier.codes[before] != last.codes[rank]:
-        return None
-    is_early = all(
-        0 < attempt.took_s < _SCRIPT_START_S for attempt in (earlier, last)
-    )  # 0: a server, which has no steps
-    if not is_early or earlier.checkpoints != last.checkpoints:
-        return None
-    return Problem(
-        given=f"exit code {last.codes[rank]} of rank {rank}, {last.took_s:.1f} s after its start, 2 times in a row",
-        rule=f"the same exit code twice within {_SCRIPT_START_S:g} s and without a new checkpoint is not restarted again",
-        consequence="the run ends here",
-        nearest=f"the logs in {last.folder}, then start the same command again",
-    )
-
-
-def _same_crashes(history: Sequence[Attempt]) -> int:
-    """The number of last attempts that ended in the same crash; 0 if the last one recorded no failure."""
-    last = history[-1].root_failure()
-    count = 0
-    for attempt in reversed(history):
-        failure = attempt.root_failure()
-        if last is None or failure is None or not failure.same_as(last):
-            break
-        count += 1
-    return count
+    return None, reason_to_restart(attempt)
 
 
 # --- one attempt ---------------------------------------------------------------------------------------------------

@@ -320,6 +320,11 @@ class RateMeter:
         self._paused_ns = 0
         self._mark_ns = clock()
 
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the next step is one of the first after a start, as far as steps have been recorded."""
+        return self._warmup_left > 0
+
     def start(self) -> None:
         """Mark the begin of the first step; earlier time belongs to no step. Default: the time of construction."""
         self._mark_ns = self._clock()

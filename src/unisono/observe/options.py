@@ -18,7 +18,7 @@ HISTOGRAM_SINKS: Final = frozenset({"tensorboard", "wandb"})  # show the event `
 MAX_PROFILE_STEPS: Final = 100  # a trace of more would be of no use, and too large to be read
 TAP_EVERY_STEPS: Final = 100  # where a pattern has no cadence of its own
 _TAP: Final = re.compile(r"([^@]+)(?:@([0-9]{1,15}))?")
-_PROFILE_STEPS: Final = re.compile(r"([0-9]{1,15}):([0-9]{1,15})(\+stacks)?")
+_PROFILE_STEPS: Final = re.compile(r"(\+)?([0-9]{1,15}):([0-9]{1,15})(\+stacks)?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,8 @@ class ObserveOptions:
     )
     profile_steps: str = option(
         "",
-        "Steps to profile on all ranks, A:B from A to before B, such as 100:103; 100:103+stacks with Python's stacks.",
+        "Steps to profile on all ranks, A:B from A to before B, such as 100:103; +100:103 counts from where the run starts or "
+        "resumes; 100:103+stacks with Python's stacks.",
     )
 
     taps: tuple[str, ...] = option(
@@ -106,15 +107,18 @@ class ObserveOptions:
                 )
 
 
-def parse_profile_steps(text: str) -> tuple[int, int, bool]:
-    """First step, the step after the last, and whether stacks are recorded. Raises ValueError with the rule that is broken."""
+def parse_profile_steps(text: str) -> tuple[int, int, bool, bool]:
+    """First step, the step after the last, whether they count from where the run starts or resumes, and whether stacks are
+    recorded. Raises ValueError with the rule that is broken."""
     found = _PROFILE_STEPS.fullmatch(text)
     if found is None:
-        raise ValueError("it is A:B, from step A to before step B, with +stacks behind it or not")
-    first, end = int(found[1]), int(found[2])
+        raise ValueError(
+            "it is A:B, from step A to before step B, with + before it or not, and +stacks behind it or not"
+        )
+    first, end = int(found[2]), int(found[3])
     if not 2 <= first < end <= first + MAX_PROFILE_STEPS:
         raise ValueError(f"A is 2 or more, as step 1 warms up, and B is 1 to {MAX_PROFILE_STEPS} more")
-    return first, end, found[3] is not None
+    return first, end, found[1] is not None, found[4] is not None
 
 
 def parse_tap(text: str) -> tuple[str, int]:

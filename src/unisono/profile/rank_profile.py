@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -20,6 +21,7 @@ VERSION: Final = 1
 MERGED_FILE: Final = "trace.json.gz"
 MEMORY_CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "other")
 _FILE_NAME: Final = re.compile(r"rank-([0-9]{1,9})\.json")
+_ALL_FILES: Final = re.compile(r"rank-[0-9]{1,9}\.(?:json|trace\.json\.gz)|trace\.json\.gz")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -359,6 +361,20 @@ def read_profiles(folder: Path) -> tuple[tuple[RankProfile, ...], tuple[str, ...
         except DataError as error:
             notes.append(error.problems[0].given)
     return tuple(sorted(profiles, key=lambda profile: profile.rank)), tuple(notes)
+
+
+def remove_earlier(folder: Path, rank: int | None, before_s: float) -> None:
+    """Remove what attempts that began before ``before_s`` (seconds since 1970) left in a profile's folder: of one rank, or of all
+    with None, and the merged trace. What cannot be removed stays."""
+    names = _ALL_FILES if rank is None else re.compile(rf"rank-{rank}\.(?:json|trace\.json\.gz)")
+    try:
+        found = [path for path in folder.iterdir() if names.fullmatch(path.name)]
+    except OSError:
+        return
+    for path in found:
+        with suppress(OSError):
+            if path.lstat().st_mtime < before_s:
+                path.unlink()
 
 
 def newest_profiles(run_dir: Path) -> tuple[tuple[RankProfile, ...], Sequence[str]]:

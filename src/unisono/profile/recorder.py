@@ -37,6 +37,7 @@ from unisono.profile.rank_profile import (
     RankProfile,
     profile_folder,
     read_profiles,
+    remove_earlier,
 )
 from unisono.profile.spans import recording
 from unisono.profile.summary import RunFactsOfWindow, summarise_trace
@@ -92,6 +93,8 @@ class Recording:
         limit_bytes: The memory there is.
         lines: Whether to find the source lines that read from tensors, or whose allocations stay. Not for compiled code, which
             the watching modes would make torch.compile compile again.
+        made_at_s: When this attempt of the run began, in seconds since 1970. What is in the window's folder of an earlier one,
+            which may have had more ranks, is removed.
     """
 
     def __init__(
@@ -108,11 +111,12 @@ class Recording:
         planned: Mapping[str, int],
         limit_bytes: int,
         lines: bool,
+        made_at_s: float,
     ) -> None:
         self.window = window
         self._run_dir, self._world, self._events, self._timers = run_dir, world, events, timers
         self._device, self._mesh, self._held, self._planned = device, mesh, held, planned
-        self._limit_bytes = limit_bytes
+        self._limit_bytes, self._made_at_s = limit_bytes, made_at_s
         self._rank = world.job.rank
         self._folder = profile_folder(run_dir, window.first)
         self._phases: list[str] = ["other"]
@@ -134,6 +138,7 @@ class Recording:
 
     def begin(self) -> None:
         """Begin to record. A collective."""
+        remove_earlier(self._folder, None if self._rank == 0 else self._rank, self._made_at_s)
         self._clock = measure_clocks(self._world)[self._world.rank]
         self._at_start, self._compiled = dict(self._held()), compile_counts()
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,25 +18,34 @@ from unisono.storage.run_folder import PROFILE_FOLDER
 
 DEFAULT_STEPS: Final = 3
 _REQUEST_FILE: Final = "request.json"
+_ANSWER_FILE: Final = "answer.json"
+_REQUEST_NUMBER: Final = re.compile("[0-9a-f]{1,32}")
 _MAX_REQUEST_BYTES: Final = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """``num_steps`` steps from step ``first`` on, counted from 1. ``stacks``: also Python's stacks, and the
-    source lines that read from tensors or whose allocations stay."""
+    """Steps to profile.
+
+    Attributes:
+        first: The first of them, counted from 1.
+        num_steps: Their number.
+        stacks: Whether Python's stacks are recorded too, and the source lines that read from tensors or whose allocations stay.
+        request: Number of the request that asks for it; empty for that of the configuration.
+    """
 
     first: int
     num_steps: int
     stacks: bool = False
+    request: str = ""
 
 
-def window_of(text: str) -> Window | None:
-    """The window of ``observe.profile_steps``; None for the empty text."""
+def window_of(text: str, step: int = 0) -> Window | None:
+    """The window of ``observe.profile_steps`` of a run that goes on after ``step`` steps; None for the empty text."""
     if not text:
         return None
-    first, end, stacks = parse_profile_steps(text)
-    return Window(first=first, num_steps=end - first, stacks=stacks)
+    first, end, is_relative, stacks = parse_profile_steps(text)
+    return Window(first=first + (step if is_relative else 0), num_steps=end - first, stacks=stacks)
 
 
 def request_path(run_dir: Path) -> Path:
@@ -42,11 +53,31 @@ def request_path(run_dir: Path) -> Path:
     return run_dir / PROFILE_FOLDER / _REQUEST_FILE
 
 
-def write_request(run_dir: Path, num_steps: int, *, stacks: bool) -> None:
-    """Ask the run in ``run_dir`` for a profile of its next steps. Raises OSError."""
-    path = request_path(run_dir)
+def write_request(run_dir: Path, num_steps: int, *, stacks: bool) -> str:
+    """Ask the run in ``run_dir`` for a profile of its next steps; returns the number of the request. Raises OSError."""
+    path, number = request_path(run_dir), secrets.token_hex(8)
     make_folder(path.parent)
-    write_atomically(path, json.dumps({"num_steps": num_steps, "stacks": stacks}).encode())
+    write_atomically(path, json.dumps({"num_steps": num_steps, "stacks": stacks, "request": number}).encode())
+    return number
+
+
+def write_answer(run_dir: Path, window: Window) -> None:
+    """Tell who requested ``window`` which step it begins with. Raises OSError."""
+    content = json.dumps({"request": window.request, "first": window.first}).encode()
+    write_atomically(run_dir / PROFILE_FOLDER / _ANSWER_FILE, content)
+
+
+def read_answer(run_dir: Path, request: str) -> tuple[int, float] | None:
+    """The first step of the window of a request, and when it was planned, in seconds since 1970; None while it is not planned."""
+    path = run_dir / PROFILE_FOLDER / _ANSWER_FILE
+    try:
+        found: Any = read_json(path, max_bytes=_MAX_REQUEST_BYTES)
+        at_s = path.stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    answer = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    first = answer.get("first")
+    return (first, at_s) if isinstance(first, int) and answer.get("request") == request else None
 
 
 def take_request(run_dir: Path, step: int) -> Window | None:
@@ -68,7 +99,14 @@ def take_request(run_dir: Path, step: int) -> Window | None:
     num_steps = request.get("num_steps")
     if not isinstance(num_steps, int) or not 1 <= num_steps <= MAX_PROFILE_STEPS:
         return None
-    return Window(first=step + 2, num_steps=num_steps, stacks=request.get("stacks") is True)
+    number = request.get("request", "")
+    return Window(
+        first=step + 2,
+        num_steps=num_steps,
+        stacks=request.get("stacks") is True,
+        # a file that somebody else wrote may have none
+        request=number if isinstance(number, str) and _REQUEST_NUMBER.fullmatch(number) else secrets.token_hex(8),
+    )
 
 
 def window_to_json(window: Window | None) -> dict[str, Any] | None:

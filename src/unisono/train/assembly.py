@@ -423,7 +423,7 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
         device=parts.device,
         limit_bytes=host_memory_limit_bytes() if memory is None else memory.limit_bytes,
     )
-    profiler.plan_window(window_of(parts.profile_steps))
+    profiler.plan_window(window_of(parts.profile_steps, state.step))
     ranks_diverge = state.sync_state is not None and state.sync_state.params_diverge
     stage_groups = pipeline.shared_parameter_groups if pipeline is not None else ()
     train_step = TrainStep(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unisono.data.dataset import Dataset
 from unisono.data.loading.loader import eval_batches, rank_range, to_device
+from unisono.dist.progress import at_work, note_progress
 from unisono.errors import ConfigError
 from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter, StepTimers
@@ -59,6 +60,7 @@ def evaluate(
                         total.add_(torch.cat(sums))
 
                 forward_backward.evaluate([to_device(batch, device) for batch, _ in group], add)
+                note_progress()
         forward_backward.world.all_reduce(total).div_(plan.mesh.tp)  # tensor-parallel ranks saw the same samples
     finally:
         reshard(model)
@@ -112,7 +114,7 @@ class Evaluator:
                 consequence="nothing was evaluated",
                 nearest="run.evaluate(data), or Trainer(…, eval_data=data)",
             )
-        with self.timers.phase("eval"), self.rates.paused(), self.state.averaged_weights():
+        with at_work("an evaluation"), self.timers.phase("eval"), self.rates.paused(), self.state.averaged_weights():
             values = evaluate(
                 self.forward_backward,
                 chosen,
@@ -140,7 +142,7 @@ class Evaluator:
         plan = self.forward_backward.plan
         if self.held_out is None or not self.metrics or plan.backend.compile != "off":
             return
-        with restored(self.forward_backward.model):
+        with at_work("a trial of the metrics", silent=True), restored(self.forward_backward.model):
             evaluate(
                 self.forward_backward,
                 self.held_out,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from unisono.data.loading.loader import Loader, StepBatch, prefetch_to_device
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.dist import StopNotice
+from unisono.dist.progress import at_work
 from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter, StepTimers, collecting_every
 from unisono.parallel.fsdp import reshard
@@ -99,9 +100,9 @@ class StepRunner:
             self.metrics_reader.profile_requested = False
             self.profiler.start_requested()
         if self.state.step >= self.profiler.due:
-            with self.rates.paused():
+            with at_work("the profiler", silent=True), self.rates.paused():
                 self.profiler.at_boundary(self.state.step)
-        with self.timers.phase("data_wait"):
+        with self._beginning("the first batches"), self.timers.phase("data_wait"):
             batch = next(batches, None)
         if batch is not None and batch.skipped_ids:
             self.events.emit("data_skipped", step=batch.step + 1, samples=batch.skipped_ids)
@@ -114,7 +115,7 @@ class StepRunner:
         self.metrics_reader.loading.add(batch.stages)
         if self.metrics_reader.nonfinite_search is not None:
             self.metrics_reader.nonfinite_search.remember(batch)
-        with counting_exposed_time(self.timers):
+        with self._beginning("the first steps"), counting_exposed_time(self.timers):
             if self.recorder is not None:
                 step = self.recorder.run(self.train_step, batch)
             else:
@@ -126,6 +127,10 @@ class StepRunner:
             for callback in self.callbacks:
                 callback.observe(step, self.train_step.forward_backward.model)
         return step
+
+    def _beginning(self, name: str) -> AbstractContextManager[None]:
+        """What takes longer in the first steps than later: workers start, libraries load, and models are compiled."""
+        return at_work(name, silent=True) if self.rates.is_warming_up else nullcontext()
 
     def report_preemption(self) -> None:
         """Emit that a signal ended the loop."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from unisono.dist.progress import at_work
 from unisono.errors import UnisonoError
 from unisono.observe.console import Console
 from unisono.observe.events import Event, EventLog
@@ -49,6 +50,7 @@ class RunOutputs:
         if not (event["kind"] == "run_end" and event.get("reason") == "failed"):  # its error is printed in full
             self._console(event)
 
+    @at_work("the report", silent=True)
     def write_report(self) -> Path | None:
         """Write the report; returns its path, or None if there is to be none or it cannot be written: the run is finished."""
         if not self._options.report:

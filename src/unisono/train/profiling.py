@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,8 +17,9 @@ from unisono.observe.events import EventLog
 from unisono.observe.meters import StepTimers
 from unisono.parallel.memory_ledger import MemoryLedger
 from unisono.plan.plan import Plan
+from unisono.profile.rank_profile import profile_folder
 from unisono.profile.recorder import Recording
-from unisono.profile.window import Window, take_request, window_to_json
+from unisono.profile.window import Window, take_request, window_to_json, write_answer
 from unisono.train.state import TrainState
 
 NEVER: Final = 1 << 62
@@ -54,6 +57,8 @@ class StepProfiler:
     _num_started: int = 0  # steps that are recorded, or have been
     _polled_s: float = 0.0
     _pending: Window | None = None  # a request that rank 0 has read, and not yet announced to the others
+    _later: list[Window] = field(default_factory=list[Window])  # windows that wait for the end of another one
+    _made_at_s: float = field(default_factory=time.time)  # profiles that are older are of earlier attempts
 
     @property
     def is_recording(self) -> bool:
@@ -61,10 +66,47 @@ class StepProfiler:
         return self._recording is not None
 
     def plan_window(self, window: Window | None) -> None:
-        """Record ``window``, unless its steps are made already."""
-        if window is None or self._recording is not None or window.first - 2 < self.state.step:
+        """Record the window of the configuration, if there is one; a notice where the run is past it and has no profile of it."""
+        if window is None:
             return
+        if window.first - 2 < self.state.step:
+            step = self.state.step
+            if not (profile_folder(self.run_dir, window.first) / f"rank-{self.world.job.rank}.json").is_file():
+                self._tell_lost(
+                    window,
+                    f"the run goes on after step {step}",
+                    "the step before a window warms the profiler up, and steps that are made are not made again",
+                    f"observe.profile_steps={step + 10}:{step + 13}, or +10:13, which counts from where the run goes on",
+                )
+            return
+        self._plan(window)
+
+    def _plan(self, window: Window) -> None:
         self._window, self.due = window, window.first - 2
+        if window.request and self.world.job.rank == 0:
+            with suppress(OSError):  # who asked for it waits until the time-out
+                write_answer(self.run_dir, window)
+
+    def _add_requested(self, requested: Window) -> None:
+        """Record the steps that were requested: before the window of the configuration if they end in time, else after it."""
+        planned = self._window
+        if planned is None:
+            self._plan(requested)
+        elif (
+            self._recording is None
+            and not planned.request
+            and requested.first + requested.num_steps + 2 <= planned.first
+        ):
+            self._later.insert(0, planned)
+            self._plan(requested)
+        else:
+            self._later.append(requested)
+
+    def _plan_next(self, step: int) -> None:
+        """After a window that ended with ``step``: the next one that waits. A requested one begins as soon as it can."""
+        if self._later:
+            window = self._later.pop(0)
+            self._plan(replace(window, first=step + 3) if window.request else window)
 
     def at_boundary(self, step: int) -> None:
         """Called between steps, ``step`` of them being finished, where ``step >= due``. A collective."""
@@ -86,6 +128,7 @@ class StepProfiler:
             recording = self._recording
             self._clear()
             recording.finish()
+            self._plan_next(step)
             return
         self.due = step + 1
 
@@ -97,18 +140,28 @@ class StepProfiler:
         """Give up a window that has not ended. Not a collective."""
         if self._recording is not None:
             self._recording.abandon()
-        if (window := self._window) is not None:
-            self._clear()
-            self.events.emit(
-                "notice",
-                step=self.state.step,
-                code="no_profile",
-                what=f"steps {window.first} to {window.first + window.num_steps - 1} were not profiled: the run ended after step "
-                f"{self.state.step}",
-                why="a profile is written when its last step is made",
-                cost="there is none",
-                fix=f"observe.profile_steps before step {self.state.step}",
+        lost = [*([] if self._window is None else [self._window]), *self._later]
+        self._clear()
+        self._later.clear()
+        for window in lost:
+            self._tell_lost(
+                window,
+                f"the run ended after step {self.state.step}",
+                "a profile is written when its last step is made",
+                f"observe.profile_steps before step {self.state.step}",
             )
+
+    def _tell_lost(self, window: Window, how: str, why: str, fix: str) -> None:
+        steps = f"steps {window.first} to {window.first + window.num_steps - 1}"
+        self.events.emit(
+            "notice",
+            step=self.state.step,
+            code="no_profile",
+            what=f"{'requested steps' if window.request else steps} were not profiled: {how}",
+            why=why,
+            cost="there is none",
+            fix=fix,
+        )
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -122,13 +175,13 @@ class StepProfiler:
         return self._pending is not None
 
     def start_requested(self) -> None:
-        """Plan the window that the request names. A collective, which all ranks enter after the same step."""
+        """Plan the window that the request names, now or after another one. A collective, entered after the same step."""
         step = self.state.step
         requested = self._pending if self.world.rank == 0 else None
         announced: dict[str, Any] | None = self.world.broadcast_json(window_to_json(requested))
         self._pending = None
         if announced is not None:
-            self.plan_window(Window(first=step + 2, num_steps=announced["num_steps"], stacks=announced["stacks"]))
+            self._add_requested(Window(**{**announced, "first": step + 2}))
 
     # --- memory ----------------------------------------------------------------------------------------------------
 
@@ -150,6 +203,7 @@ class StepProfiler:
             },
             limit_bytes=self.limit_bytes,
             lines=self.plan.backend.compile == "off",
+            made_at_s=self._made_at_s,
         )
 
     def _held(self) -> Mapping[str, int]:

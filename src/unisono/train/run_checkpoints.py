@@ -29,6 +29,7 @@ from unisono.checkpoint.folder import is_committed, step_name
 from unisono.checkpoint.remote import RemoteCheckpoints
 from unisono.config.renames import migrate_plan
 from unisono.dist import World, fault_point
+from unisono.dist.progress import at_work
 from unisono.errors import CheckpointError
 from unisono.observe.events import EventLog
 from unisono.parallel.mesh import ParallelDims
@@ -152,6 +153,11 @@ class RunCheckpoints:
         if self.saved_step == state.step:
             return
         self.saved_step = state.step
+        with at_work("a save", silent=True):
+            self._begin_save(score)
+
+    def _begin_save(self, score: float | None) -> None:
+        state = self._state
         tensors, shards = state.global_state(), state.shards()
         rank_state = state.rank_state(self._dims.rng_rank) if self._dims.rank_along("tp") == 0 else {}
         settings = {**self._meta["settings"], "code": self._code.unchanged()}
@@ -178,8 +184,9 @@ class RunCheckpoints:
 
     def wait(self) -> None:
         """Return when the current step is committed. Raises CheckpointError if it could not be written."""
-        self._checkpointer.wait()
-        self._checkpointer.finish_uploads()
+        with at_work("a wait for a save", silent=True):
+            self._checkpointer.wait()
+            self._checkpointer.finish_uploads()
         step, committed = self._state.step, self._checkpointer.committed_step
         if step not in (committed, self._resumed_step):
             raise CheckpointError(
@@ -192,7 +199,8 @@ class RunCheckpoints:
 
     def close(self) -> None:
         """Finish a save that is under way."""
-        self._checkpointer.close()
+        with at_work("a wait for a save", silent=True):
+            self._checkpointer.close()
 
 
 def _choose(root: Path, mode: str, world: World, events: EventLog) -> Path | None:

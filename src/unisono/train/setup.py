@@ -25,6 +25,7 @@ from unisono.dist import JobSpec, World, agree, job_from_environ, join_world, re
 from unisono.dist.dmlc import take_role
 from unisono.dist.job_store import JobStore
 from unisono.dist.notebook import in_notebook, notebook_name
+from unisono.dist.watchdog import Watchdog
 from unisono.dist.world import MIN_MEET_S, on_first_rank
 from unisono.errors import ConfigError, PlanError, Problem
 from unisono.kvstore import KVStore, create_kvstore
@@ -66,6 +67,15 @@ def resolve_plan(plan: Plan | PlanOptions, job: JobSpec) -> tuple[torch.device, 
     device = find_device(with_strategy_file(plan)[0].device, job.local_rank)
     native_bf16 = computes_bf16(device)
     return device, derive_plan(plan, world_size=job.world_size, device=device.type, native_bf16=native_bf16)
+
+
+def watch_steps(world: World, run_dir: Path, step: Callable[[], int]) -> Watchdog | None:
+    """Have the watchdog of the world count steps too, and write into the run's folder; returns a new one where it has none."""
+    logs = run_dir / LOGS_FOLDER
+    if world.watchdog is not None:
+        world.watchdog.follow(step, logs)
+        return None
+    return Watchdog(world.job, logs, deadline_s=0.0 if world.group is None else world.timeout_s, step=step)
 
 
 def step_timers(device: torch.device) -> StepTimers:

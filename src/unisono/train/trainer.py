@@ -25,6 +25,7 @@ from unisono.data.dataset import CollateFn, Dataset, MapStyle
 from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
 from unisono.data.options import LoaderOptions
 from unisono.dist import StopNotice, World
+from unisono.dist.progress import at_work
 from unisono.dist.watchdog import Watchdog
 from unisono.errors import ConfigError
 from unisono.observe.events import EventLog
@@ -39,7 +40,7 @@ from unisono.parallel.batch_norm import batch_norms
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.sanitize import redact
-from unisono.storage.run_folder import CHECKPOINTS_FOLDER, LOGS_FOLDER
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER
 from unisono.train.argument_checks import check_arguments, check_without_eval_data, inert_metrics_notice
 from unisono.train.assembly import (
     RunInputs,
@@ -74,6 +75,7 @@ from unisono.train.setup import (
     report_failure,
     resolve_plan,
     step_timers,
+    watch_steps,
 )
 from unisono.train.state import seed_generators
 from unisono.train.step import Step
@@ -311,6 +313,7 @@ class Trainer:
         if self._stop_notice is not None:
             self._stop_notice.__enter__()
 
+    @at_work("the set-up", silent=True)
     def _assemble(self) -> None:
         """Make the parts of the run in order, each as soon as it can be made; a failure closes those made so far."""
         world, device, events = self.world, self.device, self.events
@@ -374,12 +377,7 @@ class Trainer:
                 readers=device_readers(device),
             )
             self._resources.append(monitor)
-        logs = self.run_dir / LOGS_FOLDER
-        if world.watchdog is not None:
-            world.watchdog.follow(lambda: self.state.step, logs)
-        else:
-            deadline_s = 0.0 if world.group is None else world.timeout_s
-            self._watchdog = Watchdog(world.job, logs, deadline_s=deadline_s, step=lambda: self.state.step)
+        self._watchdog = watch_steps(world, self.run_dir, lambda: self.state.step)
 
     # --- closing ---------------------------------------------------------------------------------------------------
 
@@ -416,9 +414,9 @@ class Trainer:
             else:
                 preempted, best = self._loop.preempted, best_before(self.run_dir, self.state.step)
                 report = None if preempted else self._outputs.write_report()
-                commands = again() if preempted else ()
                 shown = None if report is None else self._as_given(report)
                 shown_best = None if best is None else (*best[:2], self._as_given(best[2]))
+                commands = again() if preempted else ()
                 self._outputs.summary(RunEndFacts(report_path=shown, best=shown_best, next_commands=commands))
             self._outputs.close()
         if self._given_events is None:

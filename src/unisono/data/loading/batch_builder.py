@@ -28,6 +28,7 @@ from unisono.data.dataset import (
     read_samples,
 )
 from unisono.data.order.permutation import pair_generator, sample_generator, sample_generators
+from unisono.dist.progress import note_progress
 from unisono.errors import DataError, UnisonoError
 
 Transform = Callable[[Batch, np.random.Generator], Batch]
@@ -87,6 +88,7 @@ class ThreadProgress:
 
     def mark(self, sample: int) -> None:
         self.sample = sample
+        note_progress()
 
 
 @dataclass(slots=True)

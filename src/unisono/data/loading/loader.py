@@ -48,6 +48,7 @@ from unisono.data.order.samplers import SampleOrder, SequentialOrder, ShuffledOr
 from unisono.data.order.step_schedule import StepSchedule
 from unisono.device.adapter import DeviceEvent
 from unisono.device.torch_adapters import adapter_of
+from unisono.dist.progress import note_progress
 from unisono.errors import DataError
 from unisono.storage.limits import MAX_STEP_SAMPLES
 
@@ -56,6 +57,7 @@ _Delivered = tuple[Tensors, list[int], StageTimes]  # and the ids of skipped sam
 _Job = Job[MicroBatchSpec, _Delivered]
 _Pool = WorkerPool[MicroBatchSpec, _Delivered]
 
+_LOOK_S = 1.0  # how often a worker that lets others wait is looked at
 _MIN_JUDGED_SAMPLES = 1000  # the share of bad samples is taken of at least this many
 _LOG = logging.getLogger("unisono")
 
@@ -326,11 +328,11 @@ class Loader:
 
     def _wait(self, job: _Job) -> _Delivered:
         try:
-            return job.future.result(self.options.timeout_s)
+            return _result(job, self.options.timeout_s)
         except TimeoutError as error:
             if job.future.done():
                 raise  # the worker's own
-            sample = job.worker.progress.sample if isinstance(job.worker, ThreadWorker | ProcessWorker) else -1
+            sample = _sample_of(job)
             if self._workers is not None:
                 self._workers.close(patience_s=0.1)
             raise DataError(
@@ -432,6 +434,26 @@ class _LoaderWorkers:
         self._setting, self._retired = None, []
 
 
+def _sample_of(job: _Job) -> int:
+    """The sample that the job's worker reads; -1 if that is unknown."""
+    return job.worker.progress.sample if isinstance(job.worker, ThreadWorker | ProcessWorker) else -1
+
+
+def _result(job: _Job, timeout_s: float) -> _Delivered:
+    """The outcome of a job. Samples that a worker process begins meanwhile are progress of this one. Raises TimeoutError."""
+    deadline_s, sample = time.monotonic() + timeout_s, -1
+    while (left_s := deadline_s - time.monotonic()) > _LOOK_S:
+        try:
+            return job.future.result(_LOOK_S)
+        except TimeoutError:
+            if job.future.done():
+                return job.future.result()  # it has just ended, or the error is the worker's own
+        before, sample = sample, _sample_of(job)
+        if sample != before:
+            note_progress()
+    return job.future.result(max(0.0, left_s))
+
+
 def eval_batches(
     dataset: Dataset, micro_batch: int, rank: int, world_size: int, limit: int | None = None
 ) -> Iterator[Tensors]:
@@ -519,6 +541,7 @@ def needs_pinned_memory(device: torch.device | None) -> bool:
 
 def to_tensors(built: BuiltBatch, *, pin: bool) -> _Delivered:
     """The arrays of a built micro-batch as tensors, the ids of its skipped samples, and the times of its stages."""
+    note_progress()
     tensors = {name: _tensor(name, array) for name, array in built.arrays.items()}
     if pin:
         tensors = {name: map_leaves(torch.Tensor.pin_memory, tensor) for name, tensor in tensors.items()}

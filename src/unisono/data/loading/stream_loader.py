@@ -24,6 +24,7 @@ from unisono.data.loading.loader import StepBatch, needs_pinned_memory, to_tenso
 from unisono.data.loading.micro_batch_specs import rank_range
 from unisono.data.loading.worker_pool import FunctionWorker, WorkerPool
 from unisono.data.order.permutation import sample_generator
+from unisono.dist.progress import note_progress
 from unisono.errors import DataError
 
 
@@ -167,6 +168,7 @@ class StreamLoader:
             if isinstance(self._stream, EpochAwareStream):
                 self._stream.set_epoch(epoch)
             for item in self._stream:
+                note_progress()
                 if to_skip:
                     to_skip -= 1
                 else:
