@@ -45,6 +45,7 @@ FIELDS = (
         "eval/loss",
         "text",
         "links",
+        "axes",
         "layers",
         "samples",
         "data",

@@ -114,7 +114,8 @@ class StepRunner:
         self.metrics_reader.loading.add(batch.stages)
         if self.metrics_reader.nonfinite_search is not None:
             self.metrics_reader.nonfinite_search.remember(batch)
-        with counting_exposed_time(self.timers):
+        comm_stats = self.metrics_reader.comm_stats
+        with counting_exposed_time(self.timers, None if comm_stats is None else comm_stats.traffic):
             if self.recorder is not None:
                 step = self.recorder.run(self.train_step, batch)
             else:
