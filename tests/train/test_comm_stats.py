@@ -27,6 +27,7 @@ from unisono.measure.calibration import CALIBRATION_FILE, SHARED_MEMORY, Calibra
 from unisono.parallel.mesh import GROUP_NAMES
 from unisono.parallel.timed_collectives import counting_exposed_time
 from unisono.parallel.traffic import GroupTraffic, part_wire_bytes, sum_wire_bytes
+from unisono.plan.rules import ParameterPlacement
 from unisono.train import comm_stats, loop
 
 STEPS = 6
@@ -260,6 +261,22 @@ def test_the_traffic_of_each_axis(
             # sums of two ranks, and messages, put the payload on the wire, all else half of it
             assert row["payload_bytes"] // 2 - row["collectives"] <= row["wire_bytes"] <= 2 * row["payload_bytes"]
             assert "measured_s" not in row
+
+
+def test_the_traffic_of_placements(tmp_path: Path, pool: Pool) -> None:
+    """A feed-forward layer sums its outputs and the gradients of its inputs, in each of two blocks."""
+    columns, rows = ("tp", None), (None, "tp")
+    placements = tuple(
+        ParameterPlacement(module="blocks.*.ffn", parameter=f"{name}.weight", dims=dims)
+        for name, dims in (("gate", columns), ("up", columns), ("down", rows))
+    )
+    for outcome in pool.run(told, str(tmp_path / "run"), 4, tp=2, placements=placements):
+        assert [event["steps"] for event in outcome["events"]] == [4, 2]
+        for event in outcome["events"]:
+            (row,) = [row for row in event["axes"] if row["group"] == "tp"]
+            activations = 8 * tiny.SEQ_LEN * 16 * 4
+            assert row["collectives"] == 4 * event["steps"]
+            assert row["payload_bytes"] == row["wire_bytes"] == 4 * event["steps"] * activations
 
 
 def group_of(name: str) -> str:

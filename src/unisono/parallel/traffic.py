@@ -12,7 +12,7 @@ exchanged (the input). On the wire a rank puts, of n ranks,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch.distributed as dist
@@ -85,6 +85,14 @@ class GroupTraffic:
         known.count += count
         known.payload_bytes += count * payload_bytes
         known.wire_bytes += count * wire_bytes
+
+    def times(self, factor: int) -> GroupTraffic:
+        """The traffic of ``factor`` times as long."""
+        messages = {
+            size: Messages(factor * each.count, factor * each.payload_bytes, factor * each.wire_bytes)
+            for size, each in self.messages.items()
+        }
+        return replace(self, messages=messages)
 
 
 class Traffic:

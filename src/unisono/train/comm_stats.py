@@ -2,8 +2,8 @@
 
 By axis and group of ranks an event has the collectives of ``unisono.parallel.traffic``: their number, payload, and bytes on the
 wire. Exchanges of gradients, averages included, are counted where they are started; those of FSDP2, tensor, context, expert and
-pipeline parallelism in ``unisono.parallel.timed_collectives``. What DTensor issues for pinned placements is not counted, nor
-what compiled layers exchange.
+pipeline parallelism in ``unisono.parallel.timed_collectives``. What DTensor issues for pinned placements is counted in the first
+step of each event, and taken to be the same in the others. What compiled layers exchange is not counted.
 
 Under ``dist_async`` each server is a peer; its bytes are those of the socket and of memory shared with it, headers included.
 ``dist_sync`` and ``dist_local`` have one peer, all other ranks; its bytes are this rank's inputs to sums and their results.
@@ -19,6 +19,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -74,6 +75,8 @@ class CommStats:
         traffic: What counts the collectives of the steps.
         sums: Returns exchanges since its last call that ``traffic`` does not count.
         measured: What the links were measured to do.
+        sample: Inside it ``sampled`` counts what it is too costly to count in all steps.
+        sampled: See ``sample``.
     """
 
     def __init__(
@@ -84,11 +87,21 @@ class CommStats:
         traffic: Traffic | None = None,
         sums: Callable[[], Sequence[GroupTraffic]] = tuple,
         measured: Calibration | None = None,
+        sample: AbstractContextManager[Any] | None = None,
+        sampled: Traffic | None = None,
     ) -> None:
         self._events, self._peers, self.traffic, self._sums = events, peers, traffic, sums
+        self._sample, self._sampled = sample, sampled
         self._measured, self._host = measured or Calibration(), socket.gethostname()
         sums()
         self._begin(time.monotonic(), peers())
+
+    def sampling(self) -> AbstractContextManager[Any]:
+        """The context of a step."""
+        if self._sample is None or self._has_sample:
+            return nullcontext()
+        self._has_sample = True
+        return self._sample
 
     def add(self, step: int, steps: int, exposed_s: Mapping[str, float]) -> None:
         """Count ``steps`` more finished steps, up to ``step``, which waited ``exposed_s`` along each axis."""
@@ -106,6 +119,7 @@ class CommStats:
         now_s, links = time.monotonic(), self._peers()
         wall_s = now_s - self._began_s
         groups = [*self._sums(), *(self.traffic.take() if self.traffic is not None else ())]
+        groups += [group.times(self._steps) for group in (self._sampled.take() if self._sampled is not None else ())]
         axes = [axis_row(group, self._measured, self._host, wall_s) for group in groups]
         rows: list[dict[str, Any]] = []
         for link, before in zip(links, self._before, strict=True):
@@ -132,6 +146,7 @@ class CommStats:
         self._began_s, self._before = now_s, links
         self._step = self._steps = 0
         self._exposed_s: dict[str, float] = {}
+        self._has_sample = False
 
 
 def axis_row(group: GroupTraffic, measured: Calibration, host: str, wall_s: float) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from unisono.parallel.fsdp import FSDPGradients
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.tensor.dtensor_placements import DTensorGradients
+from unisono.parallel.tensor.dtensor_traffic import DTensorCollectives
 from unisono.parallel.traffic import Traffic
 from unisono.plan.plan import Plan
 from unisono.train.comm_stats import CommStats, PeerTraffic, ReportsTraffic, SumTraffic, measured_link
@@ -170,6 +171,10 @@ def build_comm_stats(events: EventLog, sync: GradientSync | ReportsTraffic, dims
             compressed=sync.compressed,
         )
         return CommStats(events, sync.peer_traffic, traffic=traffic, sums=counted, measured=known)
+    if plan.tensor_parallel.placements and plan.backend.compile == "off":
+        sampled = Traffic(world)
+        sample = DTensorCollectives(sampled, dims.group("tp"))
+        return CommStats(events, tuple, traffic=traffic, measured=known, sample=sample, sampled=sampled)
     if not isinstance(sync, BucketedAllReduce) or sync.num_workers == 1:
         return CommStats(events, tuple, traffic=traffic, measured=known)
     facts: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -114,8 +114,10 @@ class StepRunner:
         self.metrics_reader.loading.add(batch.stages)
         if self.metrics_reader.nonfinite_search is not None:
             self.metrics_reader.nonfinite_search.remember(batch)
-        comm_stats = self.metrics_reader.comm_stats
-        with counting_exposed_time(self.timers, None if comm_stats is None else comm_stats.traffic):
+        stats = self.metrics_reader.comm_stats
+        # a step that is computed twice is no sample of the others
+        sampling = nullcontext() if stats is None or self.verifier is not None else stats.sampling()
+        with counting_exposed_time(self.timers, None if stats is None else stats.traffic), sampling:
             if self.recorder is not None:
                 step = self.recorder.run(self.train_step, batch)
             else:
