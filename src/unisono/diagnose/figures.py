@@ -34,9 +34,8 @@ def least_wait_frac(facts: RunFacts, phase: str) -> float:
 
 
 def steady_wait_frac(facts: RunFacts, phase: str) -> float:
-    """As ``least_wait_frac``, in the median reading: without single interruptions."""
-    wall_s = facts.wall_s().mean(axis=0)
-    return float(np.median(facts.phase_s(phase).min(axis=0) / wall_s))
+    """As ``least_wait_frac``, with the wait of the median reading for that of the mean one: single interruptions are left out."""
+    return float(np.median(facts.phase_s(phase).min(axis=0)) / facts.wall_s().mean())
 
 
 def lower_medians(values: Floats) -> Floats:

@@ -87,7 +87,9 @@ def _slow_links(facts: RunFacts) -> Iterator[_SlowLink]:
         if share - expected < _LEAST_COST or link.severity is None:
             continue
         is_far = share >= _FAR_COST and share >= _FAR_TIMES * expected
-        if expected >= _LEAST_EXPECTED or (is_far and use.measured_s >= _MOSTLY_BYTES * use.measured_latency_s):
+        if round(expected, 4) >= _LEAST_EXPECTED or (
+            is_far and use.measured_s >= _MOSTLY_BYTES * use.measured_latency_s
+        ):
             yield link
 
 

@@ -12,6 +12,7 @@ exchanged (the input). On the wire a rank puts, of n ranks,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -95,6 +96,23 @@ class GroupTraffic:
         return replace(self, messages=messages)
 
 
+def merged(groups: Iterable[GroupTraffic]) -> list[GroupTraffic]:
+    """One entry for each kind of group that exchanged anything."""
+    kinds: dict[tuple[str, str, str, int, int], GroupTraffic] = {}
+    for group in groups:
+        key = group.axis, group.group, group.transport, group.ranks, group.hosts
+        if key not in kinds:
+            kinds[key] = replace(group, messages={})
+        first = kinds[key]
+        first.is_timed &= group.is_timed
+        for size, each in group.messages.items():
+            known = first.messages.setdefault(size, Messages())
+            known.count += each.count
+            known.payload_bytes += each.payload_bytes
+            known.wire_bytes += each.wire_bytes
+    return [group for group in kinds.values() if group.messages]
+
+
 class Traffic:
     """Counts the collectives of this rank by group. Not thread-safe; a collective costs some look-ups.
 
@@ -123,15 +141,7 @@ class Traffic:
     def take(self) -> list[GroupTraffic]:
         """What was counted since the last call, one entry for each kind of group."""
         groups, self._groups = self._groups, {}
-        kinds: dict[tuple[str, str, str, int, int], GroupTraffic] = {}
-        for row in groups.values():
-            first = kinds.setdefault((row.axis, row.group, row.transport, row.ranks, row.hosts), row)
-            for size, messages in row.messages.items() if first is not row else ():
-                known = first.messages.setdefault(size, Messages())
-                known.count += messages.count
-                known.payload_bytes += messages.payload_bytes
-                known.wire_bytes += messages.wire_bytes
-        return [row for row in kinds.values() if row.messages]
+        return merged(groups.values())
 
     def _row(self, group: ProcessGroup | None) -> GroupTraffic | None:
         """The entry of a group; None for one of this rank alone."""

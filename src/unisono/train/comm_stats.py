@@ -26,7 +26,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from unisono.measure.calibration import SHARED_MEMORY, Calibration
 from unisono.observe.events import EventLog
-from unisono.parallel.traffic import GroupTraffic, Messages, Traffic, sum_wire_bytes
+from unisono.parallel.traffic import GroupTraffic, Messages, Traffic, merged, sum_wire_bytes
 
 _EVENT_EVERY_STEPS = 100
 
@@ -120,7 +120,7 @@ class CommStats:
         wall_s = now_s - self._began_s
         groups = [*self._sums(), *(self.traffic.take() if self.traffic is not None else ())]
         groups += [group.times(self._steps) for group in (self._sampled.take() if self._sampled is not None else ())]
-        axes = [axis_row(group, self._measured, self._host, wall_s) for group in groups]
+        axes = [axis_row(group, self._measured, self._host, wall_s) for group in merged(groups)]
         rows: list[dict[str, Any]] = []
         for link, before in zip(links, self._before, strict=True):
             sent, received = link.sent_bytes - before.sent_bytes, link.received_bytes - before.received_bytes
