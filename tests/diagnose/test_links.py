@@ -103,6 +103,7 @@ def test_an_axis_whose_link_is_slow(tmp_path: Path, axis: str) -> None:
         (0.08, 0.049, 0.001, True),  # 16 times as long, half of the step
         (0.08, 0.090, 0.001, True),  # more than 5 % of the step
         (0.08, 0.049, 0.049, False),  # small messages, which take as long as their latency
+        (0.08, 0.090, 0.030, False),  # a third of it is latency
         (0.02, 0.010, 0.001, False),  # 20 times as long, but a fifth of the step
     ],
 )

@@ -143,7 +143,7 @@ def measure_links(world: Any) -> None:
     given: dict[str, Any] = {
         "hosts": [socket.gethostname()] * 2,
         "device": torch.device("cpu"),
-        "sizes": (4, 1 << 16, 1 << 22),
+        "sizes": (4, 1 << 20),
     }
     by_torch = probe_all_reduce(
         world, lambda tensor: dist.all_reduce(tensor, group=world.group), transport="gloo", budget_s=0.2, **given

@@ -15,7 +15,9 @@ _LEAST_COST: Final = 0.02  # of a step: below it a slow link costs nothing that 
 _LEAST_EXPECTED: Final = 0.05  # of a step: below it ranks also wait for each other's interruptions about as long
 # what shows that a link is slow even if less is expected: so much of a step, and so many times what is expected
 _FAR_COST, _FAR_TIMES = 0.25, 10.0
-_MOSTLY_BYTES: Final = 4.0  # times the latency: then it is bytes that take the time
+_MOSTLY_BYTES: Final = (
+    4.0  # times the latency, from which on it is bytes that take the time; ranks wait longer for small messages
+)
 _ADVICE = {
     "shared memory": "sums use the same cores as other processes: end those, or use fewer threads (launch.num_threads)",
     "nccl": "look at the links of that interface (unisono doctor --nodes, ibstat, nvidia-smi nvlink -s), and at "
@@ -45,8 +47,9 @@ def slow_link(facts: RunFacts) -> Iterator[Finding]:
     """COMM03: what ranks exchange along an axis takes longer than the link was measured to need (``unisono doctor --bench``).
 
     Only the exposed part is measured, which is at most all of it: the rate computed from it is an upper bound of the link's.
-    Where little is exchanged, ranks wait for each other rather than for the link: then only a wait counts that is many times
-    what is expected, and of so many bytes that these take the time, not the number of messages.
+    Traffic is not judged where the number of messages takes the time rather than their bytes: a rank comes to each a little
+    earlier or later than the others, which the measurement does not. Where little is exchanged, only a wait counts that is many
+    times what is expected.
     """
     if not is_timed(facts) or len(facts.ranks) < 2 or not facts.steps_together:
         return
