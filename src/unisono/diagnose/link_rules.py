@@ -90,9 +90,8 @@ def _slow_links(facts: RunFacts) -> Iterator[_SlowLink]:
         if share - expected < _LEAST_COST or link.severity is None:
             continue
         is_far = share >= _FAR_COST and share >= _FAR_TIMES * expected
-        if round(expected, 4) >= _LEAST_EXPECTED or (
-            is_far and use.measured_s >= _MOSTLY_BYTES * use.measured_latency_s
-        ):
+        is_bytes = use.measured_s >= _MOSTLY_BYTES * use.measured_latency_s
+        if is_bytes and (round(expected, 4) >= _LEAST_EXPECTED or is_far):
             yield link
 
 
