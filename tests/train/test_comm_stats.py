@@ -150,7 +150,7 @@ def test_the_time_that_traffic_was_measured_to_need(row: dict[str, Any], measure
     wire_bytes = sum_wire_bytes(sums, 3) + part_wire_bytes(parts, 3) + payload
     if group.ranks == 2 and sums:
         wire_bytes = sums
-    group.add(sums + parts + payload, wire_bytes, count=7)
+    group.add(sums + parts + payload, wire_bytes, sums + parts // 2 + payload, count=7)
     rate: dict[str, Any] = {"ranks": 3, "hosts": ("a",), "spread_frac": 0.0}
     links = [
         LinkRate(operation="all_reduce", transport=transport, nbytes=nbytes, seconds=nbytes / 1e6, **rate)
@@ -172,7 +172,7 @@ def test_the_time_that_traffic_was_measured_to_need(row: dict[str, Any], measure
 def test_messages_of_many_sizes_take_few_entries() -> None:
     group = GroupTraffic(axis="ep", group="ep", transport="gloo", ranks=2, hosts=1)
     for nbytes in range(5000):
-        group.add(2 * nbytes, nbytes)
+        group.add(2 * nbytes, nbytes, nbytes)
     assert len(group.messages) == 14
     assert sum(each.count for each in group.messages.values()) == 5000
     assert sum(each.wire_bytes for each in group.messages.values()) == 5000 * 4999 // 2

@@ -105,7 +105,7 @@ def all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup) -> Non
 def reduce_scatter_single(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
     """This rank's part of the summed ``input`` [ranks · n] into ``output`` [n]."""
     if (traffic := counted_traffic()) is not None:
-        traffic.parts(group, input.nbytes)
+        traffic.scattered_sums(group, input.nbytes)
     with exposed(group):
         _reduce_scatter_single(output, input, group=group)
 
@@ -146,7 +146,9 @@ class FSDPCollective:
     ) -> Any:
         """The work to wait for if ``async_op``, else None."""
         if (traffic := counted_traffic()) is not None:
-            traffic.parts(group, max(output_tensor.nbytes, input_tensor.nbytes))
+            gathers = output_tensor.nbytes > input_tensor.nbytes
+            count = traffic.parts if gathers else traffic.scattered_sums
+            count(group, max(output_tensor.nbytes, input_tensor.nbytes))
         # the host waits for those on the CPU; elsewhere streams do
         with nullcontext() if async_op or input_tensor.device.type != "cpu" else exposed(group):
             return self.collective(output_tensor, input_tensor, group=group, async_op=async_op, **options)

@@ -7,7 +7,7 @@ exchanged (the input). On the wire a rank puts, of n ranks,
     gather, reduce-scatter, exchange of parts      (n - 1) / n             all parts but its own
     message                                        1
 
-(Thakur et al. 2005). A library may choose an algorithm that sends more.
+(Thakur et al. 2005). A library may choose an algorithm that sends more: Gloo of torch 2.13 makes a reduce-scatter of a sum.
 """
 
 from __future__ import annotations
@@ -45,11 +45,26 @@ def part_wire_bytes(nbytes: int, ranks: int) -> int:
 
 @dataclass(slots=True)
 class Messages:
-    """Messages of about one size: their number, and the bytes of all of them."""
+    """Messages of about one size: their number, and the bytes of all of them.
+
+    Attributes:
+        count: Their number.
+        payload_bytes: Bytes of the payload.
+        wire_bytes: Bytes that this rank puts on the wire.
+        sum_bytes: Bytes of the sums that take about as long; for messages to one rank, their own.
+    """
 
     count: int = 0
     payload_bytes: int = 0
     wire_bytes: int = 0
+    sum_bytes: int = 0
+
+    def add(self, more: Messages) -> None:
+        """Add ``more`` to these."""
+        self.count += more.count
+        self.payload_bytes += more.payload_bytes
+        self.wire_bytes += more.wire_bytes
+        self.sum_bytes += more.sum_bytes
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,8 +92,8 @@ class GroupTraffic:
     is_timed: bool = True
     messages: dict[int, Messages] = field(default_factory=dict[int, Messages])
 
-    def add(self, payload_bytes: int, wire_bytes: int, count: int = 1) -> None:
-        """Count ``count`` messages of these bytes each."""
+    def add(self, payload_bytes: int, wire_bytes: int, sum_bytes: int, count: int = 1) -> None:
+        """Count ``count`` messages of these bytes each, see ``Messages``."""
         size = wire_bytes.bit_length()
         known = self.messages.get(size)
         if known is None:
@@ -86,11 +101,14 @@ class GroupTraffic:
         known.count += count
         known.payload_bytes += count * payload_bytes
         known.wire_bytes += count * wire_bytes
+        known.sum_bytes += count * sum_bytes
 
     def times(self, factor: int) -> GroupTraffic:
         """The traffic of ``factor`` times as long."""
         messages = {
-            size: Messages(factor * each.count, factor * each.payload_bytes, factor * each.wire_bytes)
+            size: Messages(
+                factor * each.count, factor * each.payload_bytes, factor * each.wire_bytes, factor * each.sum_bytes
+            )
             for size, each in self.messages.items()
         }
         return replace(self, messages=messages)
@@ -106,10 +124,7 @@ def merged(groups: Iterable[GroupTraffic]) -> list[GroupTraffic]:
         first = kinds[key]
         first.is_timed &= group.is_timed
         for size, each in group.messages.items():
-            known = first.messages.setdefault(size, Messages())
-            known.count += each.count
-            known.payload_bytes += each.payload_bytes
-            known.wire_bytes += each.wire_bytes
+            first.messages.setdefault(size, Messages()).add(each)
     return [group for group in kinds.values() if group.messages]
 
 
@@ -126,17 +141,23 @@ class Traffic:
     def sums(self, group: ProcessGroup | None, nbytes: int) -> None:
         """Count a sum (or another reduction) of ``nbytes``."""
         if (row := self._row(group)) is not None:
-            row.add(nbytes, sum_wire_bytes(nbytes, row.ranks))
+            row.add(nbytes, sum_wire_bytes(nbytes, row.ranks), nbytes)
+
+    def scattered_sums(self, group: ProcessGroup | None, nbytes: int) -> None:
+        """Count a reduce-scatter of ``nbytes``."""
+        if (row := self._row(group)) is not None:
+            row.add(nbytes, part_wire_bytes(nbytes, row.ranks), nbytes if row.transport == "gloo" else nbytes // 2)
 
     def parts(self, group: ProcessGroup | None, nbytes: int, own_bytes: int | None = None) -> None:
-        """Count a gather, reduce-scatter or exchange of ``nbytes``, of which ``own_bytes`` stay here; equal parts without."""
+        """Count a gather or exchange of ``nbytes``, of which ``own_bytes`` stay here; equal parts without."""
         if (row := self._row(group)) is not None:
-            row.add(nbytes, part_wire_bytes(nbytes, row.ranks) if own_bytes is None else nbytes - own_bytes)
+            wire_bytes = part_wire_bytes(nbytes, row.ranks) if own_bytes is None else nbytes - own_bytes
+            row.add(nbytes, wire_bytes, nbytes // 2)  # half of what a sum has on the wire
 
     def message(self, group: ProcessGroup, nbytes: int) -> None:
         """Count a message that this rank sends."""
         if (row := self._row(group)) is not None:
-            row.add(nbytes, nbytes)
+            row.add(nbytes, nbytes, nbytes)
 
     def take(self) -> list[GroupTraffic]:
         """What was counted since the last call, one entry for each kind of group."""

@@ -10,7 +10,8 @@ Under ``dist_async`` each server is a peer; its bytes are those of the socket an
 
 Where ``unisono doctor --bench`` has measured the same transport between as many ranks on as many hosts, this one among them, the
 event also has how long it needs for this traffic, one message after the other, and the share of it that was used. Only sums and
-messages between two ranks are measured: a gather or an exchange of parts is taken for the sum that has as many bytes on the wire.
+messages between two ranks are measured: a gather or an exchange of parts is taken for the sum that has as many bytes on the wire,
+a reduce-scatter too, and over Gloo for the sum of all.
 """
 
 from __future__ import annotations
@@ -187,11 +188,7 @@ def axis_row(group: GroupTraffic, measured: Calibration, host: str, wall_s: floa
 
 def _measured_s(group: GroupTraffic, messages: Messages, measured: Calibration, host: str) -> float | None:
     """Seconds of messages of about one size."""
-    if group.operation == "send" or group.transport == SHARED_MEMORY:
-        nbytes = messages.payload_bytes
-    else:
-        nbytes = messages.wire_bytes * group.ranks // (2 * (group.ranks - 1))
-    seconds = _seconds_of(group, nbytes // messages.count, measured, host)
+    seconds = _seconds_of(group, messages.sum_bytes // messages.count, measured, host)
     return None if seconds is None else messages.count * seconds
 
 
@@ -243,11 +240,11 @@ class SumTraffic:
         num_steps, rest = divmod(sent, sum(self._sizes)) if self._sizes else (0, sent)
         if not rest:
             for nbytes in self._sizes:
-                row.add(nbytes, self._wire_bytes(row, nbytes), num_steps)
+                row.add(nbytes, self._wire_bytes(row, nbytes), nbytes, num_steps)
             return [row]
         gathered = (received - sent) // (row.ranks - 2) if row.ranks > 2 else 0
         wire_bytes = self._wire_bytes(row, sent - gathered) + gathered * (row.ranks - 1)
-        row.messages[(wire_bytes // count).bit_length()] = Messages(count, sent, wire_bytes)
+        row.messages[(wire_bytes // count).bit_length()] = Messages(count, sent, wire_bytes, sent)
         return [row]
 
     def _wire_bytes(self, row: GroupTraffic, nbytes: int) -> int:

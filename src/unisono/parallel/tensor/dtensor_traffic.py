@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from unisono.parallel.traffic import Traffic
 
 _SUMS: Final = ("_c10d_functional::all_reduce",)
+_SCATTERED_SUMS: Final = ("_c10d_functional::reduce_scatter_tensor",)
 _PARTS: Final = (
-    *("_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor"),
-    *("_c10d_functional::all_to_all_single", "_dtensor::shard_dim_alltoall"),
+    *("_c10d_functional::all_gather_into_tensor", "_c10d_functional::all_to_all_single"),
+    "_dtensor::shard_dim_alltoall",
 )
 
 
@@ -38,6 +39,8 @@ class DTensorCollectives(TorchDispatchMode):
         name = func._schema.name
         if name in _SUMS:
             self._traffic.sums(self._group, args[0].nbytes)
+        elif name in _SCATTERED_SUMS:
+            self._traffic.scattered_sums(self._group, args[0].nbytes)
         elif name in _PARTS:
             tensors = [each for each in pytree.tree_leaves((args, result)) if isinstance(each, Tensor)]
             self._traffic.parts(self._group, max(each.nbytes for each in tensors))
