@@ -37,6 +37,7 @@ from unisono.observe.meters import COMM_AXES
 
 _STEADY_FRAC: Final = 0.7  # of the readings in which a rank is slower than the others, for it to be called slow
 _SAME_FRAC: Final = 0.1  # two shares that differ by less count as equal
+_LEAST_BYTES: Final = 1000  # a step: less is sums of single numbers
 _BUBBLE: Final = (0.15, 0.30)  # warning, critical
 _COMM_ADVICE: Final = {
     "dp": "more samples per rank and step (plan.global_batch) make fewer exchanges of the same size; plan.compression makes "
@@ -221,6 +222,8 @@ def _traffic_texts(facts: RunFacts) -> Iterator[str]:
             continue
         use = max(known, key=lambda use: use.wire_bytes)
         main = use.main
+        if use.wire_bytes < _LEAST_BYTES * main.steps:
+            continue
         where = f"{main.transport}, {main.ranks} ranks" + (f" on {main.hosts} hosts" if main.hosts > 1 else "")
         text = (
             f"{axis}: {use.wire_bytes / main.steps / 1e6:.3g} MB a step over {where}; "
