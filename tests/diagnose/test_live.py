@@ -20,14 +20,17 @@ import numpy as np
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 from pool import Pool
 
 from unisono.data.options import default_cache_dir
 from unisono.diagnose import Finding, diagnose, read_run, use_rules
 from unisono.errors import ConfigError
 from unisono.kvstore.allreduce import buckets
+from unisono.kvstore.allreduce.shared_memory import SharedMemoryAllReduce
 from unisono.measure.calibration import CALIBRATION_FILE, SHARED_MEMORY, LinkRate, add_to_calibration
 from unisono.measure.ceiling import PeakFlops
+from unisono.measure.links import probe_all_reduce
 from unisono.observe.monitor import peak_rss_bytes
 from unisono.parallel import timed_collectives
 from unisono.train import assembly, setup
@@ -75,16 +78,22 @@ def train(world: Any, run_dir: str, fault: str, rank: int | None, plan: dict[str
             options |= {"flops_per_token": 0.9 * peak.value * SLEEP_S / 2 / (8 * 7.5)}
         if "slower link" in fault:  # than it was measured to be
             patch.setenv("XDG_CACHE_HOME", f"{run_dir}-cache")
-            rate = LinkRate(
-                operation="all_reduce",
-                transport=SHARED_MEMORY,
-                ranks=2,
-                hosts=(socket.gethostname(),),
-                nbytes=1 << 16,
-                seconds=1e-3,
-                spread_frac=0.01,
-            )
-            add_to_calibration(default_cache_dir(os.environ) / CALIBRATION_FILE, links=[rate])
+            rates = [
+                LinkRate(
+                    operation="all_reduce",
+                    transport=SHARED_MEMORY,
+                    ranks=2,
+                    hosts=(socket.gethostname(),),
+                    nbytes=nbytes,
+                    seconds=seconds,
+                    spread_frac=0.01,
+                )
+                for nbytes, seconds in ((4, 1e-5), (1 << 16, 1e-3))
+            ]
+            add_to_calibration(default_cache_dir(os.environ) / CALIBRATION_FILE, links=rates)
+        if "measured" in fault:
+            patch.setenv("XDG_CACHE_HOME", f"{run_dir}-cache")
+            measure_links(world)
         if "save" in fault:
             patch.setattr(RunCheckpoints, "save", slowly(RunCheckpoints.save))
         if "exchange" in fault:
@@ -134,6 +143,24 @@ def train(world: Any, run_dir: str, fault: str, rank: int | None, plan: dict[str
                 sync = run._loop.runner.train_step.sync  # pyright: ignore[reportPrivateUsage]
                 patch.setattr(type(sync), "wait", slowly(type(sync).wait))
             run.fit()
+
+
+def measure_links(world: Any) -> None:
+    """As ``unisono doctor --bench`` does, with smaller sums."""
+    given: dict[str, Any] = {
+        "hosts": [socket.gethostname()] * 2,
+        "device": torch.device("cpu"),
+        "sizes": (4, 1 << 20),
+    }
+    by_torch = probe_all_reduce(
+        world, lambda tensor: dist.all_reduce(tensor, group=world.group), transport="gloo", budget_s=0.2, **given
+    )
+    memory = SharedMemoryAllReduce(world)
+    by_memory = probe_all_reduce(world, memory.all_reduce, transport=SHARED_MEMORY, budget_s=0.2, **given)
+    memory.close()
+    if world.rank == 0:
+        add_to_calibration(default_cache_dir(os.environ) / CALIBRATION_FILE, links=[*by_torch, *by_memory])
+    world.barrier()
 
 
 class Heavy(torch.nn.Module):
@@ -234,6 +261,16 @@ def test_a_link_that_has_become_slower(pool: Pool, tmp_path: Path) -> None:
     assert (findings["COMM03"].severity, findings["COMM03"].ranks) == ("critical", ())
     assert findings["COMM03"].title == f"the link is slower than it was: {SHARED_MEMORY}"
     assert findings["COMM03"].cost_frac > 0.3
+
+
+@pytest.mark.parametrize(("plan", "group"), [({}, "dp_replicate"), ({"dp_shard": 2}, "shard"), ({"tp": 2}, "tp")])
+def test_a_healthy_link_that_was_measured(pool: Pool, tmp_path: Path, plan: dict[str, Any], group: str) -> None:
+    findings = found(pool, tmp_path, "none, measured", **plan)
+    assert "COMM03" not in findings, findings["COMM03"]
+    for rank in read_run(tmp_path / "run").ranks:
+        (traffic,) = [each for each in rank.axes if each.group == group]
+        assert traffic.steps == STEPS
+        assert 0 < traffic.measured_latency_s <= traffic.measured_s
 
 
 @pytest.mark.parametrize(

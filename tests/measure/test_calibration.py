@@ -58,6 +58,18 @@ def test_the_time_of_a_size_that_was_not_measured(nbytes: int, seconds: float) -
         assert known.all_reduce_s(nbytes, **asked) is None
 
 
+@pytest.mark.parametrize(("nbytes", "seconds"), [(400, 2.0), (1, 0.25)])  # a message takes as long as a sum of nothing
+def test_the_time_of_a_message(nbytes: int, seconds: float) -> None:
+    pair = replace(LINK, operation="send", hosts=("a", "b"), nbytes=200, seconds=1.0)
+    sums = [replace(LINK, hosts=("a", "b"), nbytes=size, seconds=size / 16) for size in (4, 1024)]
+    more = replace(pair, ranks=8, seconds=9.0)
+    known = Calibration(links=[more, pair, *sums])
+    assert known.send_s(nbytes, transport="gloo", host="b", num_hosts=2) == pytest.approx(seconds)
+    for like in ({"transport": "nccl"}, {"host": "c"}, {"num_hosts": 3}):
+        asked: dict[str, Any] = {"transport": "gloo", "host": "b", "num_hosts": 2, **like}
+        assert known.send_s(nbytes, **asked) is None
+
+
 def entry(**changes: Any) -> dict[str, Any]:
     return {
         "operation": "all_reduce",

@@ -328,6 +328,20 @@ def test_summary_names_links_and_their_speed() -> None:
     assert ("link", "n1:4711: sent 41.2MB/s, received 999B/s, 12% of what doctor --bench measured") in rows
 
 
+def test_summary_names_the_axes_of_the_mesh_and_their_speed() -> None:
+    rows = [
+        {"axis": "dp", "group": "all", "transport": "gloo", "wire_bytes_per_s": 9.0},
+        {"axis": "dp", "group": "shard", "transport": "gloo", "wire_bytes_per_s": 41.2e6, "used_frac": 0.123},
+        {"axis": "tp", "group": "tp", "transport": "nccl", "wire_bytes_per_s": 1e9},
+    ]
+    told = {"kind": "links", "step": 4, "links": [], "axes": rows, "run": "r", "rank": 0, "attempt": 1, "m": 104.5}
+    shown = summary_lines(summarise(history_of([*history(reason="finished"), told])), RunEndFacts(), 80)
+    assert [text for label, text in shown if label == "link"] == [
+        "dp (shard, gloo): 41.2MB/s on the wire, 12% of what doctor --bench measured",
+        "tp (nccl): 1GB/s on the wire",
+    ]
+
+
 @pytest.mark.parametrize(
     ("events", "state"),
     [

@@ -53,6 +53,7 @@ FIELDS = (
         "eval/loss",
         "text",
         "links",
+        "axes",
         "layers",
         "samples",
         "data",

@@ -43,8 +43,11 @@ PHASES_S = {
 EVIL = "<b onclick=alert(1)>"
 
 
-def make_run(run_dir: Path, *, ranks: int = 4, evil: str = "", **start: Any) -> Path:
-    """Two attempts on ``ranks`` ranks, two pipeline stages: the second stage waits longer. Killed at 30, resumed from 20."""
+def make_run(
+    run_dir: Path, *, ranks: int = 4, evil: str = "", traffic: dict[str, Any] | None = None, **start: Any
+) -> Path:
+    """Two attempts on ``ranks`` ranks, two pipeline stages: the second stage waits longer. Killed at 30, resumed from 20.
+    ``traffic`` has more fields of the events ``links``."""
     plan = {
         "mesh": {"pp": 2, "dp_replicate": ranks // 2},
         "pipeline": {"schedule": "1f1b"},
@@ -70,7 +73,7 @@ def make_run(run_dir: Path, *, ranks: int = 4, evil: str = "", **start: Any) -> 
                 {"peer": f"host{peer}{evil}", "sent_bytes": 2**20 * (rank + 1), "received_bytes": 2**21}
                 for peer in range(2)
             ]
-            stream.emit("links", step=last, wall_s=10.0, links=links)
+            stream.emit("links", step=last, wall_s=10.0, links=links, **(traffic or {}))
         stream.emit("run_end", reason="finished", step=60)
     return run_dir
 
@@ -132,6 +135,29 @@ def test_communication(tmp_path: Path) -> None:
     assert table[1] == ["0", "host0", "1 MiB", "2 MiB", "105kB/s", "210kB/s"]
     assert table[9] == ["rank", "exposed, dp", "of a step"]
     assert table[10] == ["0", "30 ms", "7%"]
+
+
+def test_communication_by_axis(tmp_path: Path) -> None:
+    kinds = {"transport": "gloo", "ranks": 2, "hosts": 1, "collectives": 120}
+    traffic = {
+        "steps": 60,
+        "axes": [
+            {"axis": "tp", "group": "tp", **kinds, "payload_bytes": 3e7, "wire_bytes": 6e7},
+            {"axis": "dp", "group": "shard", **kinds, "payload_bytes": 12e7, "wire_bytes": 6e7, "measured_s": 2.5},
+            {"axis": "dp", "group": "all", **kinds, "hosts": 2, "payload_bytes": 6e2, "wire_bytes": 6e2},
+        ],
+    }
+    page = write_report(make_run(tmp_path, traffic=traffic)).read_text()
+    (matrix,) = charts(page)["links"]["data"]
+    assert (matrix["x"], matrix["y"]) == (["dp: all", "dp: shard", "tp"], [f"rank {rank}" for rank in range(4)])
+    assert matrix["z"] == [[pytest.approx(10 / 2**20, rel=1e-3), 0.9537, 0.9537]] * 4  # MiB a step
+    table = rows(page, "Communication")
+    assert table[0][:6] == ["axis", "group", "ranks", "transport", "collectives a step", "payload a step"]
+    assert table[0][6:] == ["wire a step", "wire per second", "measured", "used", "exposed a step", "of a step"]
+    shown = ["dp", "shard", "2", "gloo", "2", "2MB", "1MB", "6MB/s", "24MB/s", "25%"]
+    assert table[1] == [*shown, "30 ms", "7%"]
+    assert table[2] == ["dp", "all", "2 on 2 hosts", "gloo", "2", "10B", "10B", "60B/s", "", "", "", ""]
+    assert table[3] == ["tp", "tp", "2", "gloo", "2", "500kB", "1MB", "6MB/s", "", "", "0 ms", "0%"]
 
 
 def test_goodput(tmp_path: Path) -> None:
@@ -239,6 +265,9 @@ WRONG: list[dict[str, Any]] = [
     {"links": 3},
     {"links": [3, {"peer": None}, {"peer": "x", "sent_bytes": "NaN", "received_bytes": []}], "wall_s": "x"},
     {"links": [{"peer": EVIL * 9, "sent_bytes": 1, "received_bytes": 1}], "wall_s": 0},
+    {"steps": 3, "wall_s": 1.0, "axes": [{"axis": "dp", "group": EVIL * 9, "transport": EVIL, "wire_bytes": 1}]},
+    {"steps": 3, "wall_s": 1.0, "axes": [3, [], {"axis": "x"}, {"axis": "tp", "wire_bytes": "NaN", "ranks": 1 << 70}]},
+    {"steps": 3, "wall_s": "x", "axes": {"axis": "tp"}},
 ]
 
 

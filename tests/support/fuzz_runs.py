@@ -75,7 +75,17 @@ def _events(rank: int, step: int) -> list[dict[str, Any]]:
         {"kind": "eval", "eval/loss": 1.5, "train/loss": 1.0},
         {"kind": "gradient_stats", "layers": layers},
         {"kind": "tap", "taps": [tapped]},
-        {"kind": "links", "links": [{"peer": "gloo", "steps": 4, "sent_bytes": 1e6, "pushes": 2, "lag_total": 3}]},
+        {
+            "kind": "links",
+            "steps": 4,
+            "wall_s": 0.4,
+            "links": [{"peer": "gloo", "sent_bytes": 1e6, "pushes": 2, "lag_total": 3}],
+            "axes": [
+                {"axis": axis, "group": axis, "transport": "gloo", "ranks": 2, "hosts": 1, "collectives": 3}
+                | {"payload_bytes": 1e6, "wire_bytes": 1e6, "measured_s": 0.02, "measured_latency_s": 1e-4}
+                for axis in ("dp", "tp")
+            ],
+        },
         {"kind": "skipped_step", "loss": "NaN", "grad_norm": 1.0, "samples": [1, 2]},
         {"kind": "nonfinite", "reproduced": True, "where": "forward", "layer": "a", "operator": "aten.div", "samples": [1]},
     ]  # fmt: skip

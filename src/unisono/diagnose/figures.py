@@ -33,6 +33,11 @@ def least_wait_frac(facts: RunFacts, phase: str) -> float:
     return float(facts.phase_s(phase).min(axis=0).sum() / facts.wall_s().mean(axis=0).sum())
 
 
+def steady_wait_frac(facts: RunFacts, phase: str) -> float:
+    """As ``least_wait_frac``, with the wait of the median reading for that of the mean one: single interruptions are left out."""
+    return float(np.median(facts.phase_s(phase).min(axis=0)) / facts.wall_s().mean())
+
+
 def lower_medians(values: Floats) -> Floats:
     """The median over ranks [ranks, …] -> […]; of an even number the lower of the two in the middle, so that one of two ranks
     is no majority."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from unisono.config.toml_file import read_toml
 from unisono.diagnose.corruption_facts import CorruptionFact, read_corruptions
 from unisono.diagnose.ending import Ending, read_ending
+from unisono.diagnose.link_facts import AxisTraffic, read_axes
 from unisono.diagnose.monitor_facts import MonitorSamples, read_monitor
 from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps
 from unisono.errors import ConfigError, DataError
@@ -108,6 +109,7 @@ class RankFacts:
         peak_reserved_bytes: Most that the allocator of the device held, in bytes; 0 on the CPU.
         num_alloc_retries: Allocations that succeeded only after the allocator gave back its free blocks.
         links: Traffic with each peer.
+        axes: Traffic by mesh axis; empty in runs of earlier releases.
         origins: First non-finite tensors of skipped steps, on this rank.
         corruptions: Silent corruption that this rank reported, in all attempts, as later ones may use the same faulty host.
         device: ``cpu``, or type and number of the accelerator; empty if not known.
@@ -133,6 +135,7 @@ class RankFacts:
     peak_reserved_bytes: float = 0.0
     num_alloc_retries: int = 0
     links: tuple[LinkTraffic, ...] = ()
+    axes: tuple[AxisTraffic, ...] = ()
     origins: tuple[NonfiniteOrigin, ...] = ()
     corruptions: tuple[CorruptionFact, ...] = ()
     device: str = ""
@@ -403,6 +406,7 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
             _skipped(event) for event in events if event["kind"] == "skipped_step" and event_step(event) is not None
         ),
         links=_links(events),
+        axes=read_axes(events),
         origins=read_origins(events),
         corruptions=read_corruptions(history.all_events),
         device=str(start.get("device") or ""),

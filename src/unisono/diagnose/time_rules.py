@@ -34,6 +34,7 @@ from unisono.diagnose.figures import (
     shares_of,
 )
 from unisono.diagnose.finding import Finding
+from unisono.diagnose.link_facts import uses_by_axis
 from unisono.diagnose.monitor_facts import SATURATED_FRAC, HostCause, host_cause
 from unisono.diagnose.run_facts import COMPUTE_PHASES, LOADER_STAGES, Floats, RunFacts
 from unisono.diagnose.server_rules import busiest_server
@@ -47,6 +48,7 @@ _MANY_READINGS: Final = 20  # of which a few are no chance
 _SAME_FRAC: Final = 0.1  # two shares that differ by less count as equal
 _LEAST_SLOWDOWN: Final = 0.03  # of a step now; less does not matter
 _IDLE_FRAC: Final = 0.7  # of a host's processors that are busy, below which more workers have cores
+_LEAST_BYTES: Final = 1000  # a step: less is sums of single numbers
 _BUBBLE: Final = (0.15, 0.30)  # warning, critical
 _COMM_ADVICE: Final = {
     "dp": "more samples per rank and step (plan.global_batch) make fewer exchanges of the same size; plan.compression makes "
@@ -240,6 +242,7 @@ def exposed_communication(facts: RunFacts) -> Iterator[Finding]:
                     if axes
                     else []
                 ),
+                *_traffic_texts(facts),
             ),
             advice=_COMM_ADVICE[axis],
         )
@@ -253,6 +256,28 @@ def _axis_shares(facts: RunFacts) -> dict[str, float]:
     readings, total = np.arange(len(least)), facts.wall_s().mean(axis=0).sum()
     shares = {axis: float(facts.phase_s(f"comm_exposed_{axis}")[least, readings].sum() / total) for axis in COMM_AXES}
     return {axis: share for axis, share in sorted(shares.items(), key=lambda item: -item[1]) if share > 0}
+
+
+def _traffic_texts(facts: RunFacts) -> Iterator[str]:
+    """Traffic by axis, of the rank that sends most along it."""
+    of_ranks = [uses_by_axis(rank.axes) for rank in facts.ranks]
+    for axis in COMM_AXES:
+        known = [uses[axis] for uses in of_ranks if axis in uses]
+        if not known:
+            continue
+        use = max(known, key=lambda use: use.wire_bytes)
+        main = use.main
+        if use.wire_bytes < _LEAST_BYTES * main.steps:
+            continue
+        where = f"{main.transport}, {main.ranks} ranks" + (f" on {main.hosts} hosts" if main.hosts > 1 else "")
+        text = (
+            f"{axis}: {use.wire_bytes / main.steps / 1e6:.3g} MB a step over {where}; "
+            f"{use.wire_bytes / main.wall_s / 1e6:,.3g} MB/s"
+        )
+        if use.measured_s:
+            rate = use.wire_bytes / use.measured_s
+            text += f", {use.used_frac:.0%} of the {rate / 1e6:,.3g} MB/s that unisono doctor --bench measured"
+        yield text
 
 
 def pipeline_bubble(facts: RunFacts) -> Iterator[Finding]:

@@ -155,14 +155,11 @@ class Calibration:
         Between two measured sizes it is interpolated, above the largest one the time grows with the bytes. None where
         nothing like it was measured.
         """
-        found = [
-            rate
-            for rate in self.links
-            if (rate.operation, rate.transport, rate.ranks) == ("all_reduce", transport, ranks)
-            and len(rate.hosts) == num_hosts
-            and host in rate.hosts
-        ]
-        points = sorted({rate.nbytes: rate.seconds for rate in found}.items())
+        points = sorted(
+            (rate.nbytes, rate.seconds)
+            for rate in self._like("all_reduce", transport, host, num_hosts)
+            if rate.ranks == ranks
+        )
         if not points:
             return None
         if nbytes <= points[0][0]:
@@ -171,6 +168,27 @@ class Calibration:
             if nbytes <= high:
                 return low_s + (high_s - low_s) * (nbytes - low) / (high - low)
         return points[-1][1] * nbytes / points[-1][0]
+
+    def send_s(self, nbytes: int, *, transport: str, host: str, num_hosts: int) -> float | None:
+        """Seconds of a message of ``nbytes`` between two ranks of ``num_hosts`` hosts, of which ``host`` is one.
+
+        The slowest pair counts, of the job with the fewest ranks; a message takes at least as long as the smallest sum of that
+        job. None where no pair was measured.
+        """
+        found = self._like("send", transport, host, num_hosts)
+        if not found:
+            return None
+        pair = min(found, key=lambda rate: (rate.ranks, -rate.at_s))
+        least_s = self.all_reduce_s(0, transport=transport, ranks=pair.ranks, host=host, num_hosts=num_hosts)
+        return max(pair.seconds * nbytes / pair.nbytes, least_s or 0.0)
+
+    def _like(self, operation: Operation, transport: str, host: str, num_hosts: int) -> list[LinkRate]:
+        return [
+            rate
+            for rate in self.links
+            if (rate.operation, rate.transport, len(rate.hosts)) == (operation, transport, num_hosts)
+            and host in rate.hosts
+        ]
 
 
 def read_calibration(path: Path | None) -> Calibration:

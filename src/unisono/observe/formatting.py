@@ -456,6 +456,11 @@ def summary_lines(
     if summary.goodput is not None:
         rows.append(("goodput", goodput_text(summary.goodput)))
     rows += [("link", _link(link)) for link in summary.links]
+    # the sums of gradients are those of the link to all ranks
+    shown = [
+        row for row in summary.axes if row.get("group") != "all" and not (summary.links and row.get("axis") == "dp")
+    ]
+    rows += [("link", _axis_link(row)) for row in shown]
     if len(values := summary.losses):
         ends = f"  {values[0]:.4g} -> {values[-1]:.4g}"
         rows.append(("loss", sparkline(values, max(8, min(60, width - 10 - len(ends))), ascii_only=ascii_only) + ends))
@@ -494,9 +499,19 @@ def _speed(summary: RunSummary) -> str:
 def _link(link: Fields) -> str:
     """``gloo: sent 41.2MB/s, received 41.2MB/s, 12% of what doctor --bench measured``."""
     sent, received = (short_number(link[f"{way}_bytes_per_s"]) for way in ("sent", "received"))
+    return f"{printable(str(link['peer']))}: sent {sent}B/s, received {received}B/s{_used(link)}"
+
+
+def _axis_link(row: Fields) -> str:
+    """``dp (shard, gloo): 41.2MB/s on the wire, 12% of what doctor --bench measured``."""
+    names = [str(row.get(name)) for name in ("group", "transport") if row.get(name) != row.get("axis")]
+    rate = short_number(number(row.get("wire_bytes_per_s")) or 0.0)
+    return f"{printable(str(row.get('axis')))} ({printable(', '.join(names))}): {rate}B/s on the wire{_used(row)}"
+
+
+def _used(link: Fields) -> str:
     used_frac = number(link.get("used_frac"))
-    used = "" if used_frac is None else f", {percent(used_frac)} of what doctor --bench measured"
-    return f"{printable(str(link['peer']))}: sent {sent}B/s, received {received}B/s{used}"
+    return "" if used_frac is None else f", {percent(used_frac)} of what doctor --bench measured"
 
 
 def _time(time_frac: Mapping[str, float]) -> str:

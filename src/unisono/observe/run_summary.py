@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -42,6 +42,7 @@ class RunSummary:
         time_frac: Share of each phase in the wall time of the logged steps, from 0 to 1.
         losses: Train loss of every logged step, without steps that were repeated after a crash [steps].
         links: Entries of the last ``links`` event, one for each connection.
+        axes: Its entries of traffic by mesh axis and group.
         goodput: Where the wall time of all attempts went; None where it is not known. ``summarise`` leaves it out.
     """
 
@@ -63,6 +64,7 @@ class RunSummary:
     time_frac: Mapping[str, float]
     losses: Floats
     links: Sequence[Mapping[str, Any]]
+    axes: Sequence[Mapping[str, Any]] = ()
     goodput: Goodput | None = None
 
     @property
@@ -97,6 +99,7 @@ def summarise(history: RankHistory) -> RunSummary:
         time_frac=time_frac(history),
         losses=losses,
         links=_last_of(events, "links", "links") or (),
+        axes=_mappings(_last_of(events, "links", "axes")),
     )
 
 
@@ -167,6 +170,10 @@ def time_frac(history: RankHistory) -> dict[str, float]:
 
 def _last_of(events: Sequence[Event], kind: str, field: str) -> Any:
     return next((event.get(field) for event in reversed(events) if event["kind"] == kind), None)
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [entry for entry in cast("list[Any]", value) if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
 def _int(value: Any) -> int | None:

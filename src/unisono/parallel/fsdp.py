@@ -31,7 +31,12 @@ from unisono.errors import PlanError, nearest_name
 from unisono.parallel.expert import expert_layers
 from unisono.parallel.mesh import ParallelDims, clear_mesh_caches
 from unisono.parallel.sharding import ShardedParameters, ShardTable
-from unisono.parallel.timed_collectives import FSDP_ALL_GATHER, FSDP_REDUCE_SCATTER, all_reduce
+from unisono.parallel.timed_collectives import (
+    FSDP_ALL_GATHER,
+    FSDP_REDUCE_SCATTER,
+    all_reduce,
+    count_replica_sum,
+)
 from unisono.plan.plan import Plan
 from unisono.plan.rules import match_modules
 
@@ -78,14 +83,15 @@ def apply_fsdp(model: nn.Module, blocks: list[nn.Module], dims: ParallelDims, ta
         unit.set_reduce_scatter_unused_params(True)
         # otherwise the collective multiplies by a factor, which gloo does not support
         unit.set_force_sum_reduction_for_comms(True)
-        if plan.mesh.device == "cpu":  # the host waits for them; elsewhere streams do
-            _time_collectives(unit)
+        _time_collectives(unit, dims)
     _record(model, dims, table)
 
 
-def _time_collectives(unit: Any) -> None:
+def _time_collectives(unit: Any, dims: ParallelDims) -> None:
     unit.set_custom_all_gather(FSDP_ALL_GATHER)
     unit.set_custom_reduce_scatter(FSDP_REDUCE_SCATTER)
+    if dims.plan.mesh.dp_replicate > 1:
+        unit.set_all_reduce_hook(partial(count_replica_sum, dims.group("dp_replicate")))
 
 
 def _record(model: nn.Module, dims: ParallelDims, table: ShardTable) -> None:

@@ -1,9 +1,13 @@
-"""torch's collectives that a pass waits for, timed by the mesh axis of their group.
+"""torch's collectives that a pass waits for: timed by the mesh axis of their group, and their bytes counted by group.
 
 The time in them is exposed communication: what computes waits for it. It is counted inside ``counting_exposed_time``, on the
 thread that has entered it, and on the one that torch runs a backward pass on, if ``count_in_backward`` was called for it. It is
 not counted in compiled graphs, which the compiler traces, for collectives that DTensor issues, and on an accelerator for those
 of FSDP2, which runs them on streams of its own.
+
+Bytes are counted in the same places, and for FSDP2 on every device. Its gathers and reduce-scatters are counted as they are
+issued, through the interface that torch has for a library's own (``set_custom_all_gather``, ``set_custom_reduce_scatter``); its
+sums over replicas through ``set_all_reduce_hook``, which torch calls after each with the tensor that was summed.
 """
 
 from __future__ import annotations
@@ -20,39 +24,35 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from unisono.observe.meters import StepTimers
+from unisono.parallel.traffic import Traffic, axis_of
 
 # torch 2.13 calls them so, and warns of the names that 2.11 and 2.12 have
 _torch: Any = dist
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or _torch.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or _torch.reduce_scatter_tensor
 
-_AXES: Final = {
-    "cp": "cp",
-    "tp": "tp",
-    "ep": "ep",
-    "pp": "pp",
-}  # all other groups reduce over data ranks, or gather for them
-
 
 @dataclass(slots=True)
 class _Counting:
-    """The timers that count; None once the context is left, also for threads that still hold this value."""
+    """What counts; None once the context is left, also for threads that still hold this value."""
 
     timers: StepTimers | None
+    traffic: Traffic | None
 
 
 _counting: ContextVar[_Counting | None] = ContextVar("counting", default=None)
 
 
 @contextmanager
-def counting_exposed_time(timers: StepTimers) -> Generator[None]:
-    """Inside, the time that this thread spends in the functions below is exposed communication of ``timers``."""
-    counting = _Counting(timers)
+def counting_exposed_time(timers: StepTimers, traffic: Traffic | None = None) -> Generator[None]:
+    """Inside, the time that this thread spends in the functions below is exposed communication of ``timers``, and ``traffic``
+    has their bytes."""
+    counting = _Counting(timers, traffic)
     token = _counting.set(counting)
     try:
         yield
     finally:
-        counting.timers = None
+        counting.timers = counting.traffic = None
         _counting.reset(token)
 
 
@@ -77,24 +77,35 @@ def exposed(group: ProcessGroup | None) -> AbstractContextManager[Any]:
     timers = None if counting is None else counting.timers
     if timers is None:
         return nullcontext()
-    name = "" if group is None else group.group_desc
-    return timers.comm_exposed("pp" if name.startswith("stage") else _AXES.get(name, "dp"))
+    return timers.comm_exposed(axis_of("" if group is None else group.group_desc))
+
+
+def counted_traffic() -> Traffic | None:
+    """What counts the bytes of collectives here; None outside ``counting_exposed_time``, and where the compiler traces."""
+    counting = None if torch.compiler.is_compiling() else _counting.get()
+    return None if counting is None else counting.traffic
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup | None, op: Any = ReduceOp.SUM) -> None:
     """``tensor`` reduced over the group, in place."""
+    if (traffic := counted_traffic()) is not None:
+        traffic.sums(group, tensor.nbytes)
     with exposed(group):
         dist.all_reduce(tensor, op=op, group=group)
 
 
 def all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
     """All ranks' ``input`` [n] into ``output`` [ranks · n], in order of ranks."""
+    if (traffic := counted_traffic()) is not None:
+        traffic.parts(group, output.nbytes)
     with exposed(group):
         _all_gather_single(output, input, group=group)
 
 
 def reduce_scatter_single(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
     """This rank's part of the summed ``input`` [ranks · n] into ``output`` [n]."""
+    if (traffic := counted_traffic()) is not None:
+        traffic.scattered_sums(group, input.nbytes)
     with exposed(group):
         _reduce_scatter_single(output, input, group=group)
 
@@ -107,6 +118,9 @@ def all_to_all_single(
     input_sizes: Sequence[int] | None = None,
 ) -> None:
     """Parts of ``input`` to their ranks, parts of all ranks into ``output``; equal parts unless sizes along dim 0 are given."""
+    if (traffic := counted_traffic()) is not None:
+        own = None if input_sizes is None else input_sizes[group.rank()] * input[:1].nbytes
+        traffic.parts(group, input.nbytes, own)
     with exposed(group):
         dist.all_to_all_single(
             output,
@@ -131,9 +145,26 @@ class FSDPCollective:
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False, **options: Any
     ) -> Any:
         """The work to wait for if ``async_op``, else None."""
-        with nullcontext() if async_op else exposed(group):
+        if (traffic := counted_traffic()) is not None:
+            gathers = output_tensor.nbytes > input_tensor.nbytes
+            count = traffic.parts if gathers else traffic.scattered_sums
+            count(group, max(output_tensor.nbytes, input_tensor.nbytes))
+        # the host waits for those on the CPU; elsewhere streams do
+        with nullcontext() if async_op or input_tensor.device.type != "cpu" else exposed(group):
             return self.collective(output_tensor, input_tensor, group=group, async_op=async_op, **options)
 
 
 FSDP_ALL_GATHER: Final = FSDPCollective(_all_gather_single)
 FSDP_REDUCE_SCATTER: Final = FSDPCollective(_reduce_scatter_single)
+
+
+def count_replica_sum(group: ProcessGroup, summed: Tensor) -> None:
+    """Count a sum of FSDP2 over replicas."""
+    if (traffic := counted_traffic()) is not None:
+        traffic.sums(group, summed.nbytes)
+
+
+def count_message(group: ProcessGroup, tensor: Tensor) -> None:
+    """Count a message to another stage."""
+    if (traffic := counted_traffic()) is not None:
+        traffic.message(group, tensor.nbytes)

@@ -10,10 +10,12 @@ import numpy as np
 
 from unisono.diagnose import RankFacts, RunFacts
 from unisono.diagnose.figures import per_step, plan_group
+from unisono.diagnose.link_facts import AxisTraffic
 from unisono.diagnose.run_facts import ALL_PHASES, COMM_PHASES, LOADER_STAGES
 from unisono.observe.events import Event, number
 from unisono.observe.formatting import percent
 from unisono.observe.history import Floats, RankHistory
+from unisono.observe.meters import COMM_AXES
 from unisono.observe.run_summary import format_gib, short_number, short_time
 from unisono.report.bars import MAX_ROWS, plain, stacked_bars
 from unisono.report.charts import PHASE_COLOURS
@@ -205,14 +207,24 @@ def loading_section(facts: RunFacts) -> Section | None:
 
 
 def communication_section(facts: RunFacts, events: RankEvents) -> Section | None:
-    """Traffic between ranks and peers, and waiting for it by axis; None where there is neither."""
+    """Traffic by axis of the mesh and by peer, and waiting for it; None where there is neither."""
     charts: list[dict[str, Any]] = []
     tables: list[Table] = []
-    peers = sorted({peer for links in events.links.values() for peer in links})
+    by_axis = {rank.rank: rank.axes for rank in facts.ranks if rank.axes}
+    if by_axis:
+        tables.append(_axis_table(facts))
+    # what servers exchange is by peer only; of the other kinds both name the same bytes
+    columns = {
+        rank: {_axis_name(each): each.wire_bytes / each.steps / 2**20 for each in axes}
+        for rank, axes in by_axis.items()
+    } or {
+        rank: {peer: (link.sent_bytes + link.received_bytes) / 2**20 for peer, link in links.items()}
+        for rank, links in events.links.items()
+    }
+    if len(columns) > 1:
+        charts.append(_matrix(columns, "MiB a step" if by_axis else "MiB"))
     ranks = sorted(events.links)
-    if len(peers) > 1 and len(ranks) > 1:
-        charts.append(_matrix(ranks, peers, events))
-    if peers:
+    if any(events.links.values()):
         rows = [
             [str(rank), peer, *_traffic(link)]
             for rank in ranks[:MAX_ROWS]
@@ -237,9 +249,65 @@ def communication_section(facts: RunFacts, events: RankEvents) -> Section | None
         return None
     note = (
         "Exposed communication is what a rank waits for others while it computes nothing, by the axis of the plan. "
-        "Bytes are those of the last attempt, where the run counts them."
+        "Bytes are those of the last attempt, where the run counts them: the payload of collectives, and what a ring sends of it "
+        "on the wire. Used is the time that the link was measured to need for them (unisono doctor --bench), of all time."
     )
     return Section(title="Communication", note=note, charts=charts, tables=tables)
+
+
+def _axis_table(facts: RunFacts) -> Table:
+    """Traffic by axis and group, as the mean over the ranks that have any; the exposed time of an axis in its first row."""
+    kinds: dict[tuple[str, str, str, int, int], list[AxisTraffic]] = {}
+    for each in (each for rank in facts.ranks for each in rank.axes if each.steps and each.wall_s):
+        kinds.setdefault((each.axis, each.group, each.transport, each.ranks, each.hosts), []).append(each)
+    rows: list[list[str]] = []
+    seen: set[str] = set()
+    timed = [rank for rank in facts.ranks if len(rank.steps) > 1]
+    for (axis, *_), group in sorted(kinds.items(), key=lambda item: COMM_AXES.index(item[0][0])):
+        first, wall_s = group[0], sum(each.wall_s for each in group)
+        steps, wire_bytes = sum(each.steps for each in group), sum(each.wire_bytes for each in group)
+        measured_s = sum(each.measured_s for each in group) if all(each.measured_s for each in group) else 0.0
+        exposed = ["", ""]
+        if axis not in seen and timed:
+            phase = f"comm_exposed_{axis}"
+            share = sum(float(rank.phase_s[phase].sum()) for rank in timed) / sum(
+                float(rank.wall_s.sum()) for rank in timed
+            )
+            exposed = [short_time(float(np.mean([_step_s(rank, phase) for rank in timed]))), percent(share)]
+        seen.add(axis)
+        rows.append(
+            [
+                axis,
+                plain(printable(first.group)),
+                str(first.ranks) + (f" on {first.hosts} hosts" if first.hosts > 1 else ""),
+                plain(printable(first.transport)),
+                f"{sum(each.collectives for each in group) / steps:.3g}",
+                f"{short_number(sum(each.payload_bytes for each in group) / steps)}B",
+                f"{short_number(wire_bytes / steps)}B",
+                f"{short_number(wire_bytes / wall_s)}B/s",
+                f"{short_number(wire_bytes / measured_s)}B/s" if measured_s else "",
+                percent(measured_s / wall_s) if measured_s else "",
+                *exposed,
+            ]
+        )
+    head = (
+        *(
+            "axis",
+            "group",
+            "ranks",
+            "transport",
+            "collectives a step",
+            "payload a step",
+            "wire a step",
+            "wire per second",
+        ),
+        *("measured", "used", "exposed a step", "of a step"),
+    )
+    return Table(head=head, rows=rows[:MAX_ROWS], left_out=max(0, len(rows) - MAX_ROWS))
+
+
+def _axis_name(traffic: AxisTraffic) -> str:
+    return plain(printable(f"{traffic.axis}: {traffic.group}" if traffic.group != traffic.axis else traffic.axis))
 
 
 def _traffic(link: Link) -> list[str]:
@@ -254,19 +322,18 @@ def _share(rank: RankFacts, phase: str) -> str:
     return percent(float(rank.phase_s[phase].sum() / rank.wall_s.sum()))
 
 
-def _matrix(ranks: Sequence[int], peers: Sequence[str], events: RankEvents) -> dict[str, Any]:
-    """Bytes that each rank exchanged with each peer."""
-    nothing = Link()
-    links = [[events.links[rank].get(peer, nothing) for peer in peers] for rank in ranks]
+def _matrix(columns: Mapping[int, Mapping[str, float]], unit: str) -> dict[str, Any]:
+    """Bytes, in ``unit``, that each rank exchanged by axis or with each peer."""
+    ranks, names = sorted(columns), list(dict.fromkeys(name for row in columns.values() for name in sorted(row)))
     chart = {
         "type": "heatmap",
-        "z": [[float(f"{(link.sent_bytes + link.received_bytes) / 2**20:.4g}") for link in row] for row in links],
-        "x": list(peers),
+        "z": [[float(f"{columns[rank].get(name, 0.0):.4g}") for name in names] for rank in ranks],
+        "x": names,
         "y": [f"rank {rank}" for rank in ranks],
         "colorscale": "Blues",
         "reversescale": True,
-        "colorbar": {"title": {"text": "MiB"}},
-        "hovertemplate": "%{y} and %{x}: %{z} MiB<extra></extra>",
+        "colorbar": {"title": {"text": unit}},
+        "hovertemplate": f"%{{y}} and %{{x}}: %{{z}} {unit}<extra></extra>",
     }
     layout = {
         "height": max(200, min(600, 130 + 24 * len(ranks))),

@@ -559,7 +559,7 @@ def _build_metrics_reader(
         device=parts.device,
         memory_limit_bytes=host_memory_limit_bytes(),
         flops_per_token=flops_per_token,
-        comm_stats=build_comm_stats(parts.events, traffic, parts.world),
+        comm_stats=build_comm_stats(parts.events, traffic, parts.built.dims),
         peak=find_peak(parts.device, parts.plan, parts.world) if flops_per_token else None,
         weight_total=float(parts.state.weight_total),
         skipped_total=int(parts.state.guard.skipped),

@@ -1,12 +1,17 @@
-"""Communication statistics: the bytes a rank exchanges with each peer, their rate, and how long its steps wait for them.
+"""Communication statistics: bytes that a rank exchanges by mesh axis and by peer, their rate, and how long steps wait for them.
+
+By axis and group of ranks an event has the collectives of ``unisono.parallel.traffic``: their number, payload, and bytes on the
+wire. Exchanges of gradients, averages included, are counted where they are started; those of FSDP2, tensor, context, expert and
+pipeline parallelism in ``unisono.parallel.timed_collectives``. What DTensor issues for pinned placements is counted in the first
+step of each event, and taken to be the same in the others. What compiled layers exchange is not counted.
 
 Under ``dist_async`` each server is a peer; its bytes are those of the socket and of memory shared with it, headers included.
-``dist_sync`` and ``dist_local`` have one peer, all other ranks; its bytes are this rank's inputs to sums and their results. A
-transport may send more: a ring sends 2 (n - 1) / n of them, shared memory exactly them. Traffic of FSDP2 and DTensor is not
-counted, and such runs have no event.
+``dist_sync`` and ``dist_local`` have one peer, all other ranks; its bytes are this rank's inputs to sums and their results.
 
-Where ``unisono doctor --bench`` has measured such sums between as many ranks of this host, the event also has the rate that it
-found at the sizes of this run's sums, and the share of it that was used.
+Where ``unisono doctor --bench`` has measured the same transport between as many ranks on as many hosts, this one among them, the
+event also has how long it needs for this traffic, one message after the other, and the share of it that was used. Only sums and
+messages between two ranks are measured: a gather or an exchange of parts is taken for the sum that has as many bytes on the wire,
+a reduce-scatter too, and over Gloo for the sum of all.
 """
 
 from __future__ import annotations
@@ -15,12 +20,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from unisono.measure.calibration import read_calibration
+from unisono.measure.calibration import SHARED_MEMORY, Calibration
 from unisono.observe.events import EventLog
+from unisono.parallel.traffic import GroupTraffic, Messages, Traffic, merged, sum_wire_bytes
 
 _EVENT_EVERY_STEPS = 100
 
@@ -40,6 +47,14 @@ class PeerTraffic:
     counters: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
+class CountsSums(Protocol):
+    """What counts the sums it has started, and their bytes, since the start."""
+
+    sent_bytes: int
+    received_bytes: int
+    num_collectives: int
+
+
 @runtime_checkable
 class ReportsTraffic(Protocol):
     """A gradient synchronisation that counts its traffic."""
@@ -53,18 +68,48 @@ class CommStats:
     """Emits a ``links`` event every hundred steps of this rank (batch shards under ``dist_async``) and after its last one.
 
     It has the bytes and bytes per second of each peer since the previous event, ``wall_s`` seconds ago; the ``steps`` since then
-    waited ``comm_exposed_s`` for communication.
+    waited ``comm_exposed_s`` for communication, ``exposed_s`` of it along each axis. ``axes`` has the traffic by axis and group.
+
+    Args:
+        events: Where it is written.
+        peers: Returns the traffic with each peer since the start.
+        traffic: What counts the collectives of the steps.
+        sums: Returns exchanges since its last call that ``traffic`` does not count.
+        measured: What the links were measured to do.
+        sample: Inside it ``sampled`` counts what it is too costly to count in all steps.
+        sampled: See ``sample``.
     """
 
-    def __init__(self, events: EventLog, read: Callable[[], Sequence[PeerTraffic]]) -> None:
-        self._events, self._read = events, read
-        self._begin(time.monotonic(), read())
+    def __init__(
+        self,
+        events: EventLog,
+        peers: Callable[[], Sequence[PeerTraffic]],
+        *,
+        traffic: Traffic | None = None,
+        sums: Callable[[], Sequence[GroupTraffic]] = tuple,
+        measured: Calibration | None = None,
+        sample: AbstractContextManager[Any] | None = None,
+        sampled: Traffic | None = None,
+    ) -> None:
+        self._events, self._peers, self.traffic, self._sums = events, peers, traffic, sums
+        self._sample, self._sampled = sample, sampled
+        self._measured, self._host = measured or Calibration(), socket.gethostname()
+        sums()
+        self._begin(time.monotonic(), peers())
 
-    def add(self, step: int, steps: int, exposed_s: float) -> None:
-        """Count ``steps`` more finished steps, up to ``step``, which waited ``exposed_s``."""
+    def sampling(self) -> AbstractContextManager[Any]:
+        """The context of a step."""
+        if self._sample is None or self._has_sample:
+            return nullcontext()
+        self._has_sample = True
+        return self._sample
+
+    def add(self, step: int, steps: int, exposed_s: Mapping[str, float]) -> None:
+        """Count ``steps`` more finished steps, up to ``step``, which waited ``exposed_s`` along each axis."""
         self._step = step
         self._steps += steps
-        self._exposed_s += exposed_s
+        for axis, seconds in exposed_s.items():
+            self._exposed_s[axis] = self._exposed_s.get(axis, 0.0) + seconds
         if self._steps >= _EVENT_EVERY_STEPS:
             self.emit()
 
@@ -72,8 +117,11 @@ class CommStats:
         """Emit the event of the steps since the previous one, if there are any."""
         if not self._steps:
             return
-        now_s, links = time.monotonic(), self._read()
+        now_s, links = time.monotonic(), self._peers()
         wall_s = now_s - self._began_s
+        groups = [*self._sums(), *(self.traffic.take() if self.traffic is not None else ())]
+        groups += [group.times(self._steps) for group in (self._sampled.take() if self._sampled is not None else ())]
+        axes = [axis_row(group, self._measured, self._host, wall_s) for group in merged(groups)]
         rows: list[dict[str, Any]] = []
         for link, before in zip(links, self._before, strict=True):
             sent, received = link.sent_bytes - before.sent_bytes, link.received_bytes - before.received_bytes
@@ -90,14 +138,117 @@ class CommStats:
             )
             if measured_rate := link.facts.get("measured_bytes_per_s"):
                 rows[-1]["used_frac"] = sent / wall_s / measured_rate
-        measured = {"steps": self._steps, "wall_s": wall_s, "comm_exposed_s": self._exposed_s}
-        self._events.emit("links", step=self._step, **measured, links=rows)
+        exposed_s = {axis: seconds for axis, seconds in self._exposed_s.items() if seconds}
+        times = {"steps": self._steps, "wall_s": wall_s, "comm_exposed_s": sum(exposed_s.values())}
+        self._events.emit("links", step=self._step, **times, exposed_s=exposed_s, axes=axes, links=rows)
         self._begin(now_s, links)
 
     def _begin(self, now_s: float, links: Sequence[PeerTraffic]) -> None:
         self._began_s, self._before = now_s, links
         self._step = self._steps = 0
-        self._exposed_s = 0.0
+        self._exposed_s: dict[str, float] = {}
+        self._has_sample = False
+
+
+def axis_row(group: GroupTraffic, measured: Calibration, host: str, wall_s: float) -> dict[str, Any]:
+    """The entry of ``group`` in the list ``axes`` of an event: what it exchanged in ``wall_s`` seconds.
+
+    ``measured_s`` is how long ``host`` and the others were measured to need for it, ``measured_latency_s`` for as many of the
+    smallest messages. They are left out where that is not known, or time for this traffic
+    cannot be compared with it.
+    """
+    messages = list(group.messages.values())
+    wire_bytes = sum(each.wire_bytes for each in messages)
+    row: dict[str, Any] = {
+        "axis": group.axis,
+        "group": group.group,
+        "transport": group.transport,
+        "ranks": group.ranks,
+        "hosts": group.hosts,
+        "collectives": sum(each.count for each in messages),
+        "payload_bytes": sum(each.payload_bytes for each in messages),
+        "wire_bytes": wire_bytes,
+        "wire_bytes_per_s": wire_bytes / wall_s,
+        **_interface(group.transport),
+    }
+    seconds = [_measured_s(group, each, measured, host) for each in messages]
+    latency_s = _seconds_of(group, 0, measured, host)
+    if not group.is_timed or None in seconds or latency_s is None:
+        return row
+    measured_s = sum(each for each in seconds if each is not None)
+    if measured_s > 0:
+        row |= {
+            "measured_s": measured_s,
+            "measured_latency_s": latency_s * row["collectives"],
+            "measured_bytes_per_s": wire_bytes / measured_s,
+            "used_frac": measured_s / wall_s,
+        }
+    return row
+
+
+def _measured_s(group: GroupTraffic, messages: Messages, measured: Calibration, host: str) -> float | None:
+    """Seconds of messages of about one size."""
+    seconds = _seconds_of(group, messages.sum_bytes // messages.count, measured, host)
+    return None if seconds is None else messages.count * seconds
+
+
+def _seconds_of(group: GroupTraffic, nbytes: int, measured: Calibration, host: str) -> float | None:
+    where: Any = {"transport": group.transport, "host": host, "num_hosts": group.hosts}
+    if group.operation == "send":
+        return measured.send_s(nbytes, **where)
+    return measured.all_reduce_s(nbytes, ranks=group.ranks, **where)
+
+
+class SumTraffic:
+    """The exchanges of gradients, or of averages, of ``sync`` since its last call, as those of a group of ``ranks`` ranks.
+
+    Codes that cannot be added are gathered: a rank then receives the bytes of all others. Shared memory has each rank write
+    its values once.
+    """
+
+    def __init__(
+        self,
+        sync: CountsSums,
+        transport: str,
+        *,
+        ranks: int,
+        hosts: int,
+        compressed: bool,
+        sizes: Sequence[int] = (),
+    ) -> None:
+        """``sizes`` are the bytes of each sum of a step, where they are the same in all."""
+        self._sync, self._sizes, self._begun = sync, sizes, (0, 0, 0)
+        self._row = partial(
+            GroupTraffic,
+            axis="dp",
+            group="dp_replicate",
+            transport=transport.partition(":")[0],
+            ranks=ranks,
+            hosts=hosts,
+            # a rank that waits for compressed sums also decodes them, which no link was measured with
+            is_timed=not compressed,
+        )
+
+    def __call__(self) -> list[GroupTraffic]:
+        """One entry; none where nothing was exchanged."""
+        now = self._sync.sent_bytes, self._sync.received_bytes, self._sync.num_collectives
+        sent, received, count = (value - before for value, before in zip(now, self._begun, strict=True))
+        self._begun = now
+        row = self._row()
+        if count <= 0 or row.ranks < 2:
+            return []
+        num_steps, rest = divmod(sent, sum(self._sizes)) if self._sizes else (0, sent)
+        if not rest:
+            for nbytes in self._sizes:
+                row.add(nbytes, self._wire_bytes(row, nbytes), nbytes, num_steps)
+            return [row]
+        gathered = (received - sent) // (row.ranks - 2) if row.ranks > 2 else 0
+        wire_bytes = self._wire_bytes(row, sent - gathered) + gathered * (row.ranks - 1)
+        row.messages[(wire_bytes // count).bit_length()] = Messages(count, sent, wire_bytes, sent)
+        return [row]
+
+    def _wire_bytes(self, row: GroupTraffic, nbytes: int) -> int:
+        return nbytes if row.transport == SHARED_MEMORY else sum_wire_bytes(nbytes, row.ranks)
 
 
 def _growth(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
@@ -106,20 +257,27 @@ def _growth(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, 
     return {name: value - (0 if restarted else before.get(name, 0)) for name, value in now.items()}
 
 
-def measured_link(cache: Path, transport: str, sizes: Sequence[int], *, ranks: int, num_hosts: int) -> dict[str, Any]:
+def measured_link(
+    known: Calibration, transport: str, sizes: Sequence[int], *, ranks: int, num_hosts: int
+) -> dict[str, Any]:
     """Facts of a link over which sums of ``sizes`` bytes go in each step: its measured rate, and the network interface.
 
     Args:
-        cache: The calibration file.
+        known: What was measured.
         transport: Its name, with the reason for it after a colon.
         ranks: Number of ranks that sum.
         num_hosts: Number of their hosts.
     """
     name = transport.partition(":")[0]
-    known, host = read_calibration(cache), socket.gethostname()
+    host = socket.gethostname()
     seconds = [known.all_reduce_s(size, transport=name, ranks=ranks, host=host, num_hosts=num_hosts) for size in sizes]
-    variable = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}.get(name, "")
-    facts: dict[str, Any] = {"interface": os.environ[variable]} if os.environ.get(variable) else {}
+    facts: dict[str, Any] = _interface(name)
     if seconds and None not in seconds:
         facts["measured_bytes_per_s"] = sum(sizes) / sum(second for second in seconds if second is not None)
     return facts
+
+
+def _interface(transport: str) -> dict[str, Any]:
+    """The network interface that the transport was set to use, where it was."""
+    variable = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}.get(transport, "")
+    return {"interface": os.environ[variable]} if os.environ.get(variable) else {}

@@ -19,14 +19,16 @@ from unisono.kvstore.allreduce.buckets import COMPRESSED, BucketedAllReduce, tra
 from unisono.kvstore.backends.local import LocalGradientSync
 from unisono.kvstore.compression import Codec, auto_codec, find_codec
 from unisono.kvstore.compression.registry import COARSE_CODEC_WITH_ADAM
-from unisono.measure.calibration import CALIBRATION_FILE
+from unisono.measure.calibration import CALIBRATION_FILE, read_calibration
 from unisono.observe.events import EventLog
 from unisono.parallel.fsdp import FSDPGradients
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.tensor.dtensor_placements import DTensorGradients
+from unisono.parallel.tensor.dtensor_traffic import DTensorCollectives
+from unisono.parallel.traffic import Traffic
 from unisono.plan.plan import Plan
-from unisono.train.comm_stats import CommStats, PeerTraffic, ReportsTraffic, measured_link
+from unisono.train.comm_stats import CommStats, PeerTraffic, ReportsTraffic, SumTraffic, measured_link
 from unisono.train.ema import swapped_values
 from unisono.train.options import TrainOptions, is_due
 from unisono.train.state import SyncState
@@ -150,20 +152,48 @@ class CompressionState(SyncState):
             self.sync.load_state_dict(tensors)
 
 
-def build_comm_stats(events: EventLog, sync: GradientSync | ReportsTraffic, world: World) -> CommStats | None:
-    """The statistics of ``sync``; None where torch sends the gradients, or nothing is sent."""
-    if isinstance(sync, BucketedAllReduce) and sync.num_workers > 1:
-        facts: dict[str, Any] = {}
-        if sync.num_workers == world.world_size and not sync.transport.endswith(COMPRESSED):
-            facts = measured_link(
-                default_cache_dir(os.environ) / CALIBRATION_FILE,
-                sync.transport,
-                sync.bucket_nbytes,
-                ranks=world.world_size,
-                num_hosts=-(-world.world_size // world.job.local_world),
-            )
-        return CommStats(events, lambda: [PeerTraffic(sync.transport, sync.sent_bytes, sync.received_bytes, facts)])
-    return CommStats(events, sync.peer_traffic) if isinstance(sync, ReportsTraffic) else None
+def build_comm_stats(events: EventLog, sync: GradientSync | ReportsTraffic, dims: ParallelDims) -> CommStats | None:
+    """The statistics of the ranks of ``dims``, which ``sync`` synchronises; None where nothing is exchanged."""
+    plan, world = dims.plan, dims.world
+    if isinstance(sync, ReportsTraffic) and not isinstance(sync, LocalSGDSync):
+        return CommStats(events, sync.peer_traffic)  # with servers
+    if world.world_size == 1:
+        return None
+    known = read_calibration(default_cache_dir(os.environ) / CALIBRATION_FILE)
+    traffic = Traffic(world, compiled=plan.backend.compile != "off")
+    num_hosts = -(-world.world_size // world.job.local_world)
+    if isinstance(sync, LocalSGDSync):
+        counted = SumTraffic(
+            sync.local_sgd,
+            sync.peer_traffic()[0].peer,
+            ranks=world.world_size,
+            hosts=num_hosts,
+            compressed=sync.compressed,
+        )
+        return CommStats(events, sync.peer_traffic, traffic=traffic, sums=counted, measured=known)
+    if plan.tensor_parallel.placements and plan.backend.compile == "off":
+        sampled = Traffic(world)
+        sample = DTensorCollectives(sampled, dims.group("tp"))
+        return CommStats(events, tuple, traffic=traffic, measured=known, sample=sample, sampled=sampled)
+    if not isinstance(sync, BucketedAllReduce) or sync.num_workers == 1:
+        return CommStats(events, tuple, traffic=traffic, measured=known)
+    facts: dict[str, Any] = {}
+    compressed = sync.transport.endswith(COMPRESSED)
+    if sync.num_workers == world.world_size and not compressed:
+        facts = measured_link(known, sync.transport, sync.bucket_nbytes, ranks=world.world_size, num_hosts=num_hosts)
+    counted = SumTraffic(
+        sync,
+        sync.transport,
+        ranks=sync.num_workers,
+        hosts=len({rank // world.job.local_world for rank in dims.ranks_along("dp_replicate")}),
+        sizes=() if compressed else sync.bucket_nbytes,
+        compressed=compressed,
+    )
+
+    def peers() -> list[PeerTraffic]:
+        return [PeerTraffic(sync.transport, sync.sent_bytes, sync.received_bytes, facts)]
+
+    return CommStats(events, peers, traffic=traffic, sums=counted, measured=known)
 
 
 class LocalSGDSync(SyncState):
@@ -185,7 +215,8 @@ class LocalSGDSync(SyncState):
         self._world, self._step = world, step
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._gradients = LocalGradientSync(self._parameters)
-        self._local_sgd = LocalSGD(self._parameters, world, local_sgd_config(plan), codec)
+        self.compressed = codec is not None
+        self.local_sgd = LocalSGD(self._parameters, world, local_sgd_config(plan), codec)
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """See ``GradientSync``."""
@@ -196,7 +227,7 @@ class LocalSGDSync(SyncState):
         self._gradients.wait(totals)
         stop_requests = totals[-1:].clone()
         totals[-1] = 0
-        if self._local_sgd.due_fragments(self._step()):
+        if self.local_sgd.due_fragments(self._step()):
             totals[-1:] = self._world.all_reduce(stop_requests)
 
     def gradients(self) -> list[Tensor]:
@@ -213,16 +244,16 @@ class LocalSGDSync(SyncState):
 
     def after_step(self, step: int, good: Tensor) -> None:
         """Average the fragments that are due after ``step``, also if this rank's own step did not count."""
-        self._local_sgd.after_step(step - 1)
+        self.local_sgd.after_step(step - 1)
 
     def peer_traffic(self) -> list[PeerTraffic]:
         """See ``ReportsTraffic``: all other ranks are one peer."""
-        sent_bytes, received_bytes = self._local_sgd.sent_bytes, self._local_sgd.received_bytes
+        sent_bytes, received_bytes = self.local_sgd.sent_bytes, self.local_sgd.received_bytes
         return [PeerTraffic(transport_name(self._world.group), sent_bytes, received_bytes)]
 
     def global_state(self) -> dict[str, Tensor]:
         """See ``SyncState``: the averaged parameters, in place of this rank's, and the outer momentum."""
-        outer = self._local_sgd.outer_state()
+        outer = self.local_sgd.outer_state()
         names = self._parameters
         return {f"model/{name}": outer[name] for name in names} | {
             f"outer/momentum/{name}": outer[f"momentum/{name}"] for name in names
@@ -230,18 +261,18 @@ class LocalSGDSync(SyncState):
 
     def rank_state(self) -> dict[str, Tensor]:
         """See ``SyncState``: averages in flight, and residuals of a codec."""
-        return self._local_sgd.in_flight_state()
+        return self.local_sgd.in_flight_state()
 
     @torch.no_grad()
     def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
         """See ``SyncState``: a new rank starts from the averaged parameters, with the optimizer state that one rank saved."""
         if tensors is not None:
-            self._local_sgd.load_in_flight_state(tensors)
+            self.local_sgd.load_in_flight_state(tensors)
         else:
-            outer = self._local_sgd.outer_state()
+            outer = self.local_sgd.outer_state()
             for name, parameter in self._parameters.items():
                 parameter.copy_(outer[name])
 
     def consensus_parameters(self) -> AbstractContextManager[None]:
         """Inside, the model has the averaged parameters."""
-        return swapped_values(self._parameters, self._local_sgd.outer_state())
+        return swapped_values(self._parameters, self.local_sgd.outer_state())

@@ -115,7 +115,11 @@ class StepRunner:
         self.metrics_reader.loading.add(batch.stages)
         if self.metrics_reader.nonfinite_search is not None:
             self.metrics_reader.nonfinite_search.remember(batch)
-        with self._beginning("the first steps"), counting_exposed_time(self.timers):
+        stats = self.metrics_reader.comm_stats
+        # a step that is computed twice is no sample of the others
+        sampling = nullcontext() if stats is None or self.verifier is not None else stats.sampling()
+        traffic = None if stats is None else stats.traffic
+        with self._beginning("the first steps"), counting_exposed_time(self.timers, traffic), sampling:
             if self.recorder is not None:
                 step = self.recorder.run(self.train_step, batch)
             else:

@@ -79,8 +79,8 @@ class BucketedAllReduce:
 
     ``transport``: "shared memory", or a torch backend and the reason for it. ``num_workers``: how many ranks sum.
     ``sent_bytes`` and ``received_bytes`` count what this rank gives to the sums and gets from them, not the transport's
-    traffic (a ring sends 2 (n - 1) / n of it). The constructor is a collective over all ranks of ``world``. Raises
-    ConfigError for a codec together with ``reduce_dtypes``.
+    traffic (a ring sends 2 (n - 1) / n of it); ``num_collectives`` how many collectives that took. The constructor is a
+    collective over all ranks of ``world``. Raises ConfigError for a codec together with ``reduce_dtypes``.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class BucketedAllReduce:
         self._memory: SharedMemoryAllReduce | None = None
         self._sum: Callable[[Tensor], Any] = partial(dist.all_reduce, group=self._group, async_op=True)
         self.transport = self._choose_transport() if codec is None else f"{transport_name(self._group)}: {COMPRESSED}"
-        self.sent_bytes = self.received_bytes = 0
+        self.sent_bytes = self.received_bytes = self.num_collectives = 0
         self._is_last_backward = False
         self._next = 0
         self._pending: list[Any] = []
@@ -180,7 +180,7 @@ class BucketedAllReduce:
             with self._world.explain_errors("gradient all-reduce"):
                 if self._exchange is not None:
                     pending = self._exchange.launch(bucket.views)
-                    self._count(pending.sent_bytes, pending.received_bytes)
+                    self._count(pending.sent_bytes, pending.received_bytes, pending.num_collectives)
                     self._pending.append(pending)
                 else:
                     sent = bucket.pack()
@@ -188,9 +188,10 @@ class BucketedAllReduce:
                     self._pending.append(self._sum(sent))
             self._next += 1
 
-    def _count(self, sent_bytes: int, received_bytes: int) -> None:
+    def _count(self, sent_bytes: int, received_bytes: int, num_collectives: int = 1) -> None:
         self.sent_bytes += sent_bytes
         self.received_bytes += received_bytes
+        self.num_collectives += num_collectives
 
     def wait(self, totals: Tensor) -> None:
         """Send the buckets that were not sent yet (incomplete where no sample of this rank used a parameter), sum

@@ -139,6 +139,7 @@ class LocalSGD:
     Attributes:
         sent_bytes: Bytes that this worker has given to the sums.
         received_bytes: Bytes that it has got from them.
+        num_collectives: Number of collectives that this took.
 
     Raises:
         ConfigError: There are more fragments than parameters.
@@ -159,7 +160,7 @@ class LocalSGD:
             for number, run in enumerate(split_into_fragments(parameters, config.num_fragments))
         ]
         self._pending: dict[int, list[Any]] = {}
-        self.sent_bytes = self.received_bytes = 0
+        self.sent_bytes = self.received_bytes = self.num_collectives = 0
         # one per fragment, as several may be in flight
         self._exchanges = [
             compressed_sum(codec, {part.name: part.delta for part in parts}, world.group)
@@ -271,13 +272,14 @@ class LocalSGD:
             deltas = {part.name: part.delta for part in self._fragments[fragment]}
             with self._world.explain_errors(f"average of fragment {fragment}"):
                 pending = self._exchanges[fragment].launch(deltas)
-            self._count(pending.sent_bytes, pending.received_bytes)
+            self._count(pending.sent_bytes, pending.received_bytes, pending.num_collectives)
             works.append(pending)
         self._pending[fragment] = works
 
-    def _count(self, sent_bytes: int, received_bytes: int) -> None:
+    def _count(self, sent_bytes: int, received_bytes: int, num_collectives: int = 1) -> None:
         self.sent_bytes += sent_bytes
         self.received_bytes += received_bytes
+        self.num_collectives += num_collectives
 
     def _wait(self, fragment: int) -> None:
         works = self._pending.get(fragment, [])

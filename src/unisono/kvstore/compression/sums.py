@@ -25,13 +25,14 @@ from unisono.kvstore.compression.quantize import Cast
 
 @dataclass(frozen=True, slots=True)
 class PendingSum:
-    """A running collective, the function that turns its result into gradients, and the bytes this rank sends and
-    receives."""
+    """A running collective, the function that turns its result into gradients, the bytes this rank sends and receives, and
+    the number of collectives they take."""
 
     work: Any
     then: Callable[[], None]
     sent_bytes: int
     received_bytes: int
+    num_collectives: int = 1
 
     def wait(self) -> None:
         """Return when the gradients hold the sums."""
@@ -142,7 +143,7 @@ class PowerSGDSum:
         both = sent.nbytes + sum(
             self._factors[name].nbytes for name in matrices
         )  # the second factors are of the first's shape
-        return PendingSum(work, then, both, both)
+        return PendingSum(work, then, both, both, num_collectives=2 if matrices else 1)
 
     @torch.no_grad()
     def _second(self, gradients: Mapping[str, Tensor], matrices: dict[str, Tensor], bases: dict[str, Tensor]) -> None:

@@ -21,7 +21,7 @@ from unisono.errors import PlanError
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.stages import PipelineStages
 from unisono.parallel.pipeline.weight_gradients import PendingGradients, WeightGradients
-from unisono.parallel.timed_collectives import count_in_backward
+from unisono.parallel.timed_collectives import count_in_backward, count_message
 from unisono.plan.pipeline_schedule import Action, forward_order, schedule_order, stage_index
 
 Micro = Mapping[str, Tensor]
@@ -280,8 +280,9 @@ class PipelineExecutor:
             store.clear()
 
     def _isend(self, tensor: Tensor, sender: int, receiver: int) -> Any:
-        peer = self._peers[self._rank_of_stage[receiver]]
-        return dist.isend(tensor, peer, group=self._groups[_link(sender, receiver)])
+        peer, group = self._peers[self._rank_of_stage[receiver]], self._groups[_link(sender, receiver)]
+        count_message(group, tensor)
+        return dist.isend(tensor, peer, group=group)
 
     def _irecv(self, tensor: Tensor, sender: int, receiver: int) -> Any:
         peer = self._peers[self._rank_of_stage[sender]]

@@ -1,0 +1,142 @@
+"""Traffic of a rank by mesh axis, from the ``links`` events of its last attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from unisono.observe.events import MAX_COUNT, Event, as_mapping, number
+from unisono.observe.meters import COMM_AXES
+
+_MAX_BYTES: Final = 1e18
+_MAX_S: Final = 1e12
+_MAX_GROUPS: Final = 64
+_NEGLIGIBLE_FRAC: Final = 0.05  # of the bytes of an axis: groups with less need no measured rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisTraffic:
+    """Traffic of a rank in one kind of group; see ``unisono.parallel.traffic``.
+
+    Attributes:
+        axis: Axis of the mesh, one of ``COMM_AXES``.
+        group: The ranks that exchange, such as ``shard``.
+        transport: torch's backend, or what else sends.
+        ranks: Number of ranks in the group.
+        hosts: Number of their hosts.
+        interface: The network interface that the run was set to use; empty if none.
+        steps: Number of steps.
+        wall_s: Seconds of these steps.
+        collectives: Number of collectives or messages in them.
+        payload_bytes: Bytes that they exchanged.
+        wire_bytes: Bytes that this rank put on the wire.
+        measured_s: Seconds that the link was measured to need for that; 0 if not known.
+        measured_latency_s: The part of it that messages take however small they are.
+    """
+
+    axis: str
+    group: str
+    transport: str
+    ranks: int = 0
+    hosts: int = 0
+    interface: str = ""
+    steps: int = 0
+    wall_s: float = 0.0
+    collectives: float = 0.0
+    payload_bytes: float = 0.0
+    wire_bytes: float = 0.0
+    measured_s: float = 0.0
+    measured_latency_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisUse:
+    """How a rank used the links of one axis; bytes and seconds are of all its steps.
+
+    Attributes:
+        main: The group with the most bytes.
+        wire_bytes: Bytes on the wire in all groups.
+        measured_s: Seconds that they were measured to need; 0 if not known.
+        measured_latency_s: The part of it that messages take however small they are.
+        used_frac: Share of the measured rate that was used; 0 if not known.
+    """
+
+    main: AxisTraffic
+    wire_bytes: float
+    measured_s: float
+    measured_latency_s: float
+    used_frac: float
+
+
+def read_axes(events: Sequence[Event]) -> tuple[AxisTraffic, ...]:
+    """The traffic in all ``links`` events together, by axis and group. Entries that cannot be read are left out."""
+    found: dict[tuple[str, str, str, int, int], AxisTraffic] = {}
+    for event in events:
+        steps, wall_s = event.get("steps"), _below(_MAX_S, event.get("wall_s"))
+        if event["kind"] != "links" or not isinstance(steps, int) or not 0 < steps < MAX_COUNT or not wall_s:
+            continue
+        for row in _rows(event):
+            axis, group, transport = (str(row.get(name) or "")[:100] for name in ("axis", "group", "transport"))
+            ranks, hosts = (int(_below(MAX_COUNT, row.get(name))) for name in ("ranks", "hosts"))
+            wire_bytes = number(row.get("wire_bytes"))
+            key = axis, group, transport, ranks, hosts
+            if axis not in COMM_AXES or wire_bytes is None or not 0 <= wire_bytes < _MAX_BYTES:
+                continue
+            known = found.get(key)
+            if known is None and len(found) >= _MAX_GROUPS:
+                continue
+            measured_s = _below(_MAX_S, row.get("measured_s"))
+            if known is not None and not (measured_s and known.measured_s):
+                measured_s = -known.measured_s  # not known for all of the traffic
+            known = known or AxisTraffic(axis=axis, group=group, transport=transport, ranks=ranks, hosts=hosts)
+            found[key] = AxisTraffic(
+                axis=axis,
+                group=group,
+                transport=transport,
+                ranks=ranks,
+                hosts=hosts,
+                interface=str(row.get("interface") or "")[:100],
+                steps=known.steps + steps,
+                wall_s=known.wall_s + wall_s,
+                collectives=known.collectives + _below(_MAX_BYTES, row.get("collectives")),
+                payload_bytes=known.payload_bytes + _below(_MAX_BYTES, row.get("payload_bytes")),
+                wire_bytes=known.wire_bytes + wire_bytes,
+                measured_s=known.measured_s + measured_s,
+                measured_latency_s=known.measured_latency_s + _below(_MAX_S, row.get("measured_latency_s")),
+            )
+    return tuple(found.values())
+
+
+def uses_by_axis(traffic: Sequence[AxisTraffic]) -> dict[str, AxisUse]:
+    """The use of each axis, in the order of ``COMM_AXES``."""
+    uses: dict[str, AxisUse] = {}
+    for axis in COMM_AXES:
+        groups = [group for group in traffic if group.axis == axis and group.wire_bytes]
+        if not groups:
+            continue
+        main = max(groups, key=lambda group: group.wire_bytes)
+        total = sum(group.wire_bytes for group in groups)
+        measured = [group for group in groups if group.measured_s]
+        is_known = sum(group.wire_bytes for group in measured) >= (1 - _NEGLIGIBLE_FRAC) * total
+        measured_s = sum(group.measured_s for group in measured) if is_known else 0.0
+        uses[axis] = AxisUse(
+            main=main,
+            wire_bytes=total,
+            measured_s=measured_s,
+            measured_latency_s=sum(group.measured_latency_s for group in measured),
+            used_frac=measured_s / main.wall_s if main.wall_s else 0.0,
+        )
+    return uses
+
+
+def _rows(event: Event) -> Iterator[dict[str, Any]]:
+    rows = event.get("axes")
+    for row in cast("list[Any]", rows) if isinstance(rows, list) else ():
+        yield dict(as_mapping(row))
+
+
+def _below(limit: float, value: Any) -> float:
+    """``value`` if it is a number from 0 to below ``limit``, else 0."""
+    found = number(value)
+    return found if found is not None and 0 <= found < limit else 0.0
