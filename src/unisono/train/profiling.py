@@ -181,7 +181,14 @@ class StepProfiler:
         announced: dict[str, Any] | None = self.world.broadcast_json(window_to_json(requested))
         self._pending = None
         if announced is not None:
-            self._add_requested(Window(**{**announced, "first": step + 2}))
+            self._add_requested(
+                Window(
+                    first=step + 2,
+                    num_steps=announced["num_steps"],
+                    stacks=announced["stacks"],
+                    request=announced["request"],
+                )
+            )
 
     # --- memory ----------------------------------------------------------------------------------------------------
 
