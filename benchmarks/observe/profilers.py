@@ -247,20 +247,23 @@ def compared(faults: Sequence[str], tools: Sequence[str], python: str) -> dict[s
         with tempfile.TemporaryDirectory() as folder:
             return run(fault, Path(folder), python)
 
+    def answers(tool: str, fault: str) -> dict[str, Any]:
+        if tool in ("torch", "lightning"):
+            usual = tops(tool, f"healthy, {FAULTS[fault].processes} process{'es' * (FAULTS[fault].processes > 1)}")
+            return {name: read_tables(fault, rows, usual[name]) for name, rows in tops(tool, fault).items()}
+        with tempfile.TemporaryDirectory() as folder:
+            if tool == "unisono":
+                return with_unisono(fault, Path(folder))
+            return with_traceml(fault, Path(folder), python)
+
     result: dict[str, Any] = {}
     for fault in faults:
-        said: dict[str, Any] = {}  # by tool
-        if "unisono" in tools:
-            with tempfile.TemporaryDirectory() as folder:
-                said |= with_unisono(fault, Path(folder))
-        if "traceml" in tools:
-            with tempfile.TemporaryDirectory() as folder:
-                said |= with_traceml(fault, Path(folder), python)
-        healthy = f"healthy, {FAULTS[fault].processes} process{'es' * (FAULTS[fault].processes > 1)}"
-        for tool in ("torch", "lightning"):
-            if tool in tools:
-                usual = tops(tool, healthy)
-                said |= {name: read_tables(fault, rows, usual[name]) for name, rows in tops(tool, fault).items()}
+        said: dict[str, Any] = {}
+        for tool in tools:
+            try:
+                said |= answers(tool, fault)
+            except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+                said[tool] = {"says": _short(f"did not run: {error}"), "cause_right": False, "rank_right": None}
         result[fault] = said
         print(f"{fault}: {json.dumps(said, indent=1)}", file=sys.stderr)
     return result
