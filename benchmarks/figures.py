@@ -367,7 +367,7 @@ def answers(match: Match) -> Figure:
     """What each tool says of a fault, and whether that is right."""
     words: list[str] = []
     for tool, answer in match.node.items():
-        right = "right" if answer["cause_right"] else "wrong"
+        right = {True: "right", False: "wrong", None: "not judged"}[answer["cause_right"]]
         if answer["cause_right"] and answer["rank_right"] is False:
             right = "right cause, not its rank"
         words.append(f"**{tool}**, {right}: {answer['says']}")

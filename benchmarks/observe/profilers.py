@@ -42,6 +42,12 @@ TABLES = {
     "Lightning, advanced": ("fit-advanced-{rank}.txt", advanced_rows),
     "Lightning, PyTorchProfiler": ("fit-pytorch-{rank}.txt", torch_rows),
 }
+TOOLS = {
+    "unisono": ["unisono"],
+    "traceml": ["TraceML"],
+    "torch": ["torch.profiler"],
+    "lightning": [name for name in TABLES if name.startswith("Lightning")],
+}
 WHOLE_STEP = ("ProfilerStep", "run_training_epoch", "run_training_batch", "optimizer_step")
 
 
@@ -135,7 +141,7 @@ def start(fault: str, command: Sequence[str | Path], folder: Path) -> str:
     )
     if done.returncode:
         raise RuntimeError(
-            f"{fault}: {command} ended with {done.returncode}: {done.stdout[-1000:]}{done.stderr[-3000:]}"
+            f"{Path(command[0]).name} ended with {done.returncode}: {done.stdout[-1000:]}{done.stderr[-3000:]}"
         )
     return done.stdout
 
@@ -211,7 +217,10 @@ def tables_of(tool: str, fault: str, folder: Path) -> list[tuple[str, float]]:
     name, rows_of = TABLES[tool]
     tops: list[tuple[str, float]] = []
     for rank in range(FAULTS[fault].processes):
-        text = (folder / name.format(rank=rank)).read_text()
+        path = folder / name.format(rank=rank)
+        if not path.exists():  # Lightning's name for the only process
+            path = folder / name.replace("-{rank}", "")
+        text = path.read_text()
         column = "Self CPU Mem" if fault == "memory leak" else "Self CPU"
         rows = rows_of(text, column) if rows_of is torch_rows else rows_of(text)
         inner = {row: value for row, value in rows.items() if not any(part in row for part in WHOLE_STEP)}
@@ -229,7 +238,7 @@ def with_torch(fault: str, folder: Path, python: str) -> dict[str, list[tuple[st
 def with_lightning(fault: str, folder: Path, python: str) -> dict[str, list[tuple[str, float]]]:
     """The tables of Lightning's profilers."""
     start(fault, [*_torchrun(python, FAULTS[fault]), "-m", LIGHTNING, folder], folder)
-    return {tool: tables_of(tool, fault, folder) for tool in TABLES if tool.startswith("Lightning")}
+    return {tool: tables_of(tool, fault, folder) for tool in TOOLS["lightning"]}
 
 
 def _torchrun(python: str, fault: Fault) -> list[str]:
@@ -263,7 +272,9 @@ def compared(faults: Sequence[str], tools: Sequence[str], python: str) -> dict[s
             try:
                 said |= answers(tool, fault)
             except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-                said[tool] = {"says": _short(f"did not run: {error}"), "cause_right": False, "rank_right": None}
+                print(f"{fault}: {tool}: {error}", file=sys.stderr)
+                failed = {"says": _short(f"did not run: {error}"), "cause_right": None, "rank_right": None}
+                said |= dict.fromkeys(TOOLS[tool], failed)
         result[fault] = said
         print(f"{fault}: {json.dumps(said, indent=1)}", file=sys.stderr)
     return result
@@ -280,7 +291,7 @@ def main() -> None:
     """Print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default=";".join(FAULTS), help="faults, separated by ;")
-    parser.add_argument("--tools", default="unisono,traceml,torch,lightning")
+    parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/unisono-bench").expanduser())
     arguments = parser.parse_args()
     python = interpreter("profilers", arguments.cache)
@@ -289,8 +300,9 @@ def main() -> None:
     for said in faults.values():
         for tool, answer in said.items():
             score = right.setdefault(tool, {"right": 0, "total": 0})
-            score["right"] += answer["cause_right"] and answer["rank_right"] is not False
-            score["total"] += 1
+            if answer["cause_right"] is not None:  # it ran
+                score["right"] += answer["cause_right"] and answer["rank_right"] is not False
+                score["total"] += 1
     print(json.dumps({"faults": faults, "tools": right, "versions": versions(python)}, indent=1))
 
 
