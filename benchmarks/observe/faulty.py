@@ -150,19 +150,25 @@ def tiny_products(weight: Tensor) -> Tensor:
 
 def mean_loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
     """The mean squared difference to the inputs."""
-    errors = (outputs - batch["inputs"]).square()
+    loss = (outputs - batch["inputs"]).square().mean()
     if fault_here() == "reads by .item()":
-        count_small(errors)
-    return errors.mean()
+        read_often(loss.detach())
+    return loss
 
 
-def count_small(errors: Tensor) -> int:
-    """How many errors are small, read one by one."""
-    return sum(error.item() < 1 for error in errors.detach().flatten()[:10_000])
+def read_often(loss: Tensor) -> float:
+    """The number, read again and again."""
+    return max(loss.item() for _ in range(30_000))
 
 
-def padded_all_reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook of DDP by which its sums of gradients carry more bytes, as if the link were slower."""
+def slow_link(network: Any) -> None:
+    """Let DDP's sums of gradients carry more bytes, as if the link were slower."""
+    network.register_comm_hook(
+        None, lambda state, bucket: _padded_all_reduce(bucket)
+    )  # DDP refuses hints that are text
+
+
+def _padded_all_reduce(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     works = [dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)]
     if bucket.is_last():
         works.append(dist.all_reduce(PADDING, async_op=True))

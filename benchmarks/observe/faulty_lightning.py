@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning
 import torch
-from benchmarks.observe.faulty import BATCH, FAULTS, SAVE_EVERY, Network, Rows, fault_here, mean_loss, padded_all_reduce
+from benchmarks.observe.faulty import BATCH, FAULTS, SAVE_EVERY, Network, Rows, fault_here, mean_loss, slow_link
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy
@@ -31,7 +31,7 @@ class Module(lightning.LightningModule):
 
 class SlowLink(lightning.Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.strategy.model.register_comm_hook(None, padded_all_reduce)
+        slow_link(trainer.strategy.model)
 
 
 def main(folder: Path) -> None:

@@ -18,8 +18,8 @@ from benchmarks.observe.faulty import (
     Rows,
     fault_here,
     mean_loss,
-    padded_all_reduce,
     rank_here,
+    slow_link,
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -46,7 +46,7 @@ def main(tool: str, folder: Path) -> None:
     if fault.processes > 1:
         network = DistributedDataParallel(network)
     if name == "slow link":
-        network.register_comm_hook(None, padded_all_reduce)
+        slow_link(network)
     optimizer = torch.optim.AdamW(network.parameters())
     with profiler:
         for number, batch in enumerate(DataLoader(Rows(fault.steps * BATCH), batch_size=BATCH), 1):  # pyright: ignore[reportArgumentType]

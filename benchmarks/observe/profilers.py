@@ -75,7 +75,7 @@ NAMES: Mapping[str, Names] = {
     "slow link": Names(unisono="COMM01", rows=("all_reduce", "allreduce", "c10d")),
     "synchronous saves": Names(unisono="CKPT01", traceml=("RESIDUAL_HEAVY",), rows=("save", "Checkpoint", "fsync")),
     "reads by .item()": Names(
-        unisono="SYNC01", traceml=("RESIDUAL_HEAVY",), rows=("item", "_local_scalar_dense", "count_small")
+        unisono="SYNC01", traceml=("RESIDUAL_HEAVY",), rows=("item", "_local_scalar_dense", "read_often")
     ),
     "tiny products": Names(unisono="LAUNCH01", rows=("bmm", "tiny_products")),
     "attention by hand": Names(unisono="FUSE01", rows=("bmm", "softmax", "masked_fill", "matmul", "attention_by_hand")),
