@@ -84,7 +84,6 @@ CODE_FROM_DATA = {
 BENCHMARKS = {
     "benchmarks/checkpoint_stall.py",  # writes torch's own checkpoints to measure how long that takes; reads none
     "benchmarks/kvstore/convergence.py",  # functions of its own in processes of its own
-    "benchmarks/observe/faulty_loop.py",  # writes checkpoints that nothing reads
 }
 
 

@@ -358,8 +358,10 @@ Profile stats for: run_training_batch rank: 1
    ncalls  tottime  percall  cumtime  percall filename:lineno(function)
      3/1    0.250    0.083    0.500    0.500 loop.py:1(advance)
 """
-SIMPLE = "|  Action\t|  Mean duration (s)\t|  Num calls\t|  Total time (s)\t|  Percentage %\t|\n"
-SIMPLE += "|  Total\t|  -\t|  9\t|  3.0\t|  100 %\t|\n|  backward\t|  0.5\t|  4\t|  2.0\t|  66.6\t|\n"
+SIMPLE = (
+    "|  Action\t|  Mean duration (s)\t|  Num calls\t|  Total time (s)\t|  Percentage %\t|\n"
+    "|  Total\t|  -\t|  9\t|  3.0\t|  100 %\t|\n|  backward\t|  0.5\t|  4\t|  2.0\t|  66.6\t|\n"
+)
 
 
 def test_rows_of_the_tables_of_profilers() -> None:

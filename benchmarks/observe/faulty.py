@@ -115,7 +115,10 @@ class Network(nn.Module):
             self.frozen = nn.Parameter(torch.zeros(2**21), requires_grad=False)
         self.kept: list[Tensor] = []
         self.length = 1
-        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10**6
+        limits: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+        limits.recompile_limit = limits.accumulated_recompile_limit = (
+            10**6
+        )  # or it would run uncompiled after the eighth
         self.scaled = torch.compile(lambda rows: rows * 2 + 1, backend="eager", dynamic=False)
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows of the tables that profilers print: name → time of its own (seconds, or the share in percent), or bytes."""
+"""Rows of the tables that profilers print: name → seconds of its own, or bytes. A ``column`` is one of torch.profiler's."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def torch_rows(text: str, column: str) -> dict[str, float]:
     return rows
 
 
-def simple_rows(text: str) -> dict[str, float]:
+def simple_rows(text: str, column: str = "") -> dict[str, float]:
     """Of Lightning's simple profiler: actions and their total time."""
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     return {row[0]: float(row[3]) for row in cells if row[0] not in ("Action", "Total")}
 
 
-def advanced_rows(text: str) -> dict[str, float]:
+def advanced_rows(text: str, column: str = "") -> dict[str, float]:
     """Of Lightning's advanced profiler: "action: function" and the function's time of its own."""
     rows: dict[str, float] = {}
     action = ""

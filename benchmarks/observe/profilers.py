@@ -222,7 +222,7 @@ def tables_of(tool: str, fault: str, folder: Path) -> list[tuple[str, float]]:
             path = folder / name.replace("-{rank}", "")
         text = path.read_text()
         column = "Self CPU Mem" if fault == "memory leak" else "Self CPU"
-        rows = rows_of(text, column) if rows_of is torch_rows else rows_of(text)
+        rows = rows_of(text, column)
         inner = {row: value for row, value in rows.items() if not any(part in row for part in WHOLE_STEP)}
         top = max(inner, key=lambda row: inner[row])
         tops.append((top, inner[top] / sum(value for value in inner.values() if value > 0)))
