@@ -68,10 +68,10 @@ class Rows:
     def __init__(self, samples: int) -> None:
         self.fault, self.num_read = fault_here(), 0
         self.inputs = np.random.default_rng(0).standard_normal((16, LENGTH, WIDTH), dtype=np.float32)
-        self.samples = samples
+        self.num_samples = samples
 
     def __len__(self) -> int:
-        return self.samples
+        return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if "slow loader" in self.fault:
