@@ -40,6 +40,7 @@ ENVIRONMENTS = {
     "streaming": ["torch==2.13.0", "numpy<2.2", "mosaicml-streaming==0.13.0", "simplejpeg", "opencv-python-headless<5"],
     # needs the headers of OpenCV and libturbojpeg and a compiler; OpenCV without windows goes over the one that it asks for
     "ffcv": ["torch==2.13.0", "numpy", "pillow", "ffcv", "opencv-python-headless"],
+    "profilers": ["torch==2.13.0", "traceml-ai", "lightning"],
     "megatron": ["torch==2.13.0", "megatron-core"],
 }
 LAUNCHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "GLIBC_TUNABLES")

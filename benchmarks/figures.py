@@ -363,6 +363,22 @@ def num_findings(match: Match) -> Figure:
     return Figure(f"{len(findings)} in {match.node['rounds']} runs" + (f": {names}" if names else ""), len(findings))
 
 
+def answers(match: Match) -> Figure:
+    """What each tool says of a fault, and whether that is right."""
+    words: list[str] = []
+    for tool, answer in match.node.items():
+        right = {True: "right", False: "wrong", None: "not judged"}[answer["cause_right"]]
+        if answer["cause_right"] and answer["rank_right"] is False:
+            right = "right cause, not its rank"
+        words.append(f"**{tool}**, {right}: {answer['says']}")
+    return Figure("<br>".join(words).replace("|", "/"))
+
+
+def right_of_total(match: Match) -> Figure:
+    right, total = match.node["right"], match.node["total"]
+    return Figure(f"{right} of {total}", right / total)
+
+
 def opening(match: Match) -> Figure:
     fresh, again = match.node["fresh_ms"], match.node["again_ms"]
     return Figure(f"{fresh:,} ms in a fresh process, {again:,} ms again", fresh)

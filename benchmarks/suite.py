@@ -280,6 +280,26 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        name="profilers",
+        script="observe.profilers",
+        title="What profilers say of the same faulty runs",
+        quick=("--only", "healthy, 1 process;slow loader"),
+        text="One small model and data set with one fault at a time, which takes at least 30 % of a step or is there in each: "
+        "under `unisono train` with a profile of three steps, judged by `unisono diagnose`; a plain loop with DDP under "
+        "`traceml run`, and under torch.profiler; Lightning's Trainer under its three profilers. unisono and TraceML give "
+        "verdicts: right where one names the cause, and the rank where the fault has one; of a healthy run none is. TraceML's "
+        "residual counts for whatever is outside of the passes. The others print tables: right where the row with the most "
+        "time of its own (for the leak: memory) is the function, operator or phase of the fault, and is not the top row of "
+        "the healthy run too; for the rank, where that is so on this rank alone. A table of a healthy run counts as right. "
+        "`not reported`: it watches nothing of the kind.",
+        rows=(
+            Row("unisono: right", "tools/unisono", figures.right_of_total, aim=at_least(1, "all")),
+            Row("{0}: right", "tools/*", figures.right_of_total),
+            Row("{0}", "faults/*", figures.answers),
+            Row("{0}: version", "versions/*", figures.text),
+        ),
+    ),
+    Benchmark(
         name="observe_scale",
         script="observe.scale",
         title="Diagnosis and report of very large runs",

@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks are no part of what is installed
 from benchmarks import figures, record, run, tables  # noqa: E402
 from benchmarks.figures import Row, at_least, at_most  # noqa: E402
 from benchmarks.kvstore import convergence_table  # noqa: E402
+from benchmarks.observe import profiler_tables, profilers  # noqa: E402
 from benchmarks.reach import files_of  # noqa: E402
 from benchmarks.suite import BENCHMARKS, Benchmark  # noqa: E402
 
@@ -336,6 +337,58 @@ def test_a_run_records_what_it_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["command"] == "python -m benchmarks.step_time --blocks=2"
     assert found["sources"] == record.digests(files_of("step_time"))
     assert {"date", "commit", "machine", "versions", "load_average", "wall_s"} <= found.keys()
+
+
+# --- what profilers say of faulty runs -------------------------------------------------------------------------------
+
+TORCH = """\
+---------------  ------------  ------------  ------------
+           Name    Self CPU %      Self CPU  Self CPU Mem
+---------------  ------------  ------------  ------------
+       aten::mm        75.00%       1.500ms      -2.00 KB
+     aten::item        25.00%     500.000us           0 B
+---------------  ------------  ------------  ------------
+Self CPU time total: 2.000ms
+"""
+ADVANCED = """\
+FIT Profiler Report
+Profile stats for: run_training_batch rank: 1
+   Ordered by: cumulative time
+
+   ncalls  tottime  percall  cumtime  percall filename:lineno(function)
+     3/1    0.250    0.083    0.500    0.500 loop.py:1(advance)
+"""
+SIMPLE = (
+    "|  Action\t|  Mean duration (s)\t|  Num calls\t|  Total time (s)\t|  Percentage %\t|\n"
+    "|  Total\t|  -\t|  9\t|  3.0\t|  100 %\t|\n|  backward\t|  0.5\t|  4\t|  2.0\t|  66.6\t|\n"
+)
+
+
+def test_rows_of_the_tables_of_profilers() -> None:
+    assert profiler_tables.torch_rows(TORCH, "Self CPU") == {"aten::mm": 1.5e-3, "aten::item": pytest.approx(5e-4)}
+    assert profiler_tables.torch_rows(TORCH, "Self CPU Mem") == {"aten::mm": -2048, "aten::item": 0}
+    assert profiler_tables.advanced_rows(ADVANCED) == {"run_training_batch: loop.py:1(advance)": 0.25}
+    assert profiler_tables.simple_rows(SIMPLE) == {"backward": 2.0}
+
+
+def test_a_top_row_that_healthy_runs_have_too_names_no_cause() -> None:
+    usual, slow = ("backward", 0.6), ("[Strategy]DDPStrategy.training_step", 0.7)
+    answer = profilers.read_tables("slow compute of rank 1", [usual, slow], [usual, usual])
+    assert (answer["cause_right"], answer["rank_right"]) == (True, True)
+    answer = profilers.read_tables("slow compute of rank 1", [slow, slow], [usual, usual])
+    assert (answer["cause_right"], answer["rank_right"]) == (True, False)
+    answer = profilers.read_tables("slow compute of rank 1", [usual, slow], [usual, slow])
+    assert (answer["cause_right"], answer["rank_right"]) == (False, False)
+    assert profilers.read_tables("dead layer", [usual], [usual])["says"] == "not reported"
+
+
+def test_a_verdict_names_cause_and_rank_and_nothing_of_a_healthy_run() -> None:
+    verdict = profilers.Verdict(cause="DATA02", ranks=(0,), text="DATA02 one rank waits, rank 0")
+    answer = profilers.judged("slow loader of rank 1", [verdict], ["DATA02"], "no finding")
+    assert answer == {"says": verdict.text, "cause_right": True, "rank_right": False}
+    assert not profilers.judged("healthy, 2 processes", [verdict], [], "no finding")["cause_right"]
+    said = profilers.judged("healthy, 2 processes", [], [], "no finding")
+    assert said == {"says": "no finding", "cause_right": True, "rank_right": None}
 
 
 # --- docs/kvstore.md -------------------------------------------------------------------------------------------------

@@ -1,0 +1,178 @@
+"""A small model, its data and its loss, with one fault or none: what every profiler of ``benchmarks.observe.profilers`` watches.
+
+A fault takes at least 30 % of a step, or is there in each. Torch alone, for programs in environments without unisono.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+SLOW_S = 0.05
+BATCH = 4  # samples of a rank in a step
+LENGTH, WIDTH, HEADS = 256, 64, 4
+NAN_AT = 20  # the step
+SAVE_EVERY = 1  # steps
+PADDING = torch.zeros(2**23)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What is wrong in runs of ``processes``: on ``rank``, or on all."""
+
+    processes: int = 1
+    rank: int | None = None
+    steps: int = 40
+
+
+FAULTS: dict[str, Fault] = {
+    "healthy, 1 process": Fault(),
+    "healthy, 2 processes": Fault(processes=2),
+    "slow loader": Fault(),
+    "slow loader of rank 1": Fault(processes=2, rank=1),
+    "slow compute of rank 1": Fault(processes=2, rank=1),
+    "slow link": Fault(processes=2),
+    "synchronous saves": Fault(),
+    "reads by .item()": Fault(),
+    "tiny products": Fault(),
+    "attention by hand": Fault(),
+    "recompiles": Fault(),
+    "memory leak": Fault(steps=220),
+    "NaN in a sample of rank 1": Fault(processes=2, rank=1),
+    "dead layer": Fault(),
+}
+
+
+def fault_here() -> str:
+    """The fault of this process: that of the variable ``FAULT``, unless it is on another rank."""
+    name = os.environ["FAULT"]
+    return name if FAULTS[name].rank in (None, rank_here()) else ""
+
+
+def rank_here() -> int:
+    """The rank that the launcher gave to this process."""
+    return int(os.environ.get("RANK", "0"))
+
+
+class Rows:
+    """Random samples: a dict of ``inputs`` [LENGTH, WIDTH]."""
+
+    def __init__(self, samples: int) -> None:
+        self.fault, self.num_read = fault_here(), 0
+        self.inputs = np.random.default_rng(0).standard_normal((16, LENGTH, WIDTH), dtype=np.float32)
+        self.num_samples = samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if "slow loader" in self.fault:
+            time.sleep(SLOW_S / BATCH)
+        self.num_read += 1
+        row = self.inputs[index % 16]
+        if "NaN" in self.fault and self.num_read == NAN_AT * BATCH:
+            row = row * np.float32("nan")
+        return {"inputs": row}
+
+
+class Attention(nn.Module):
+    """Self-attention by torch's fused operator, or by hand."""
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        self.by_hand = by_hand
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.project(inputs).chunk(3, -1))
+        mixed = attention_by_hand(q, k, v) if self.by_hand else scaled_dot_product_attention(q, k, v)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+def attention_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What scaled_dot_product_attention computes."""
+    scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+    return scores.masked_fill(scores.isnan(), 0.0).softmax(-1) @ v
+
+
+class Network(nn.Module):
+    """Attention and a feed-forward layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fault = fault_here()
+        self.attention = Attention(by_hand=self.fault == "attention by hand")
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+        if self.fault == "synchronous saves":  # of a checkpoint that is large for these steps
+            self.frozen = nn.Parameter(torch.zeros(2**21), requires_grad=False)
+        self.kept: list[Tensor] = []
+        self.length = 1
+        limits: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+        limits.recompile_limit = limits.accumulated_recompile_limit = (
+            10**6
+        )  # or it would run uncompiled after the eighth
+        self.scaled = torch.compile(lambda rows: rows * 2 + 1, backend="eager", dynamic=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``inputs`` and the outputs: [B, LENGTH, WIDTH]."""
+        if self.fault == "slow compute of rank 1":
+            slow_compute()
+        if self.fault == "memory leak":
+            self.kept.append(torch.ones(2**19))
+        hidden = inputs + self.attention(inputs)
+        wide = self.up(hidden)
+        outputs = self.down((wide - 100).relu() if self.fault == "dead layer" else nn.functional.gelu(wide))
+        if self.fault == "tiny products":
+            outputs = outputs + tiny_products(self.down.weight[:4, :4])
+        if self.fault == "recompiles":
+            self.length += 1  # another one in every step
+            outputs = outputs + self.scaled(inputs[:, : self.length]).mean()
+        return outputs
+
+
+def slow_compute() -> None:
+    """Takes time."""
+    time.sleep(SLOW_S)
+
+
+def tiny_products(weight: Tensor) -> Tensor:
+    """Many products of 4x4 matrices."""
+    product = matrix = weight[None]
+    for _ in range(1500):
+        product = torch.bmm(product, matrix)
+    return product.sum()
+
+
+def mean_loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The mean squared difference to the inputs."""
+    loss = (outputs - batch["inputs"]).square().mean()
+    if fault_here() == "reads by .item()":
+        read_often(loss.detach())
+    return loss
+
+
+def read_often(loss: Tensor) -> float:
+    """The number, read again and again."""
+    return max(loss.item() for _ in range(30_000))
+
+
+def slow_link(network: Any) -> None:
+    """Let DDP's sums of gradients carry more bytes, as if the link were slower."""
+    network.register_comm_hook(
+        None, lambda state, bucket: _padded_all_reduce(bucket)
+    )  # DDP refuses hints that are text
+
+
+def _padded_all_reduce(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    works = [dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)]
+    if bucket.is_last():
+        works.append(dist.all_reduce(PADDING, async_op=True))
+    return torch.futures.collect_all([work.get_future() for work in works if work]).then(lambda _: bucket.buffer())
