@@ -172,3 +172,16 @@ def test_a_float_beyond_float32_is_an_error(data: list[Any]) -> None:
         "  try:  scale the values, or return numpy.float64(…)"
     )
     assert from_map_style([math.inf, math.nan]).read(np.arange(1))["inputs"].tolist() == [math.inf]
+
+
+def test_a_number_that_is_called_samples_is_no_method() -> None:
+    class Counted:
+        samples = 3
+
+        def __len__(self) -> int:
+            return self.samples
+
+        def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+            return {"inputs": indices * 2}
+
+    assert [int(row["inputs"]) for row in read_samples(Counted(), np.array([1, 2]))] == [2, 4]

@@ -81,7 +81,13 @@ def test_parameters_without_gradients(tmp_path: Path) -> None:
     finding = only(tmp_path, lambda rank, step: COMPUTE, extra=norms)
     assert (finding.id, finding.severity) == ("NUM04", "warning")
     assert finding.evidence[0] == "1 of 3: blocks.0.gate"
-    assert "in steps 20, 30, 40, the median is 1" in finding.evidence[1]
+    assert "in steps 20, 30, 40, the median of those with a gradient is 1" in finding.evidence[1]
+
+
+def test_most_parameters_without_gradients(tmp_path: Path) -> None:
+    norms = stats({"a": lambda step: 1.0, **{f"blocks.{n}.gate": lambda step: 0.0 for n in range(3)}})
+    finding = only(tmp_path, lambda rank, step: COMPUTE, extra=norms)
+    assert finding.evidence[0] == "3 of 4: blocks.0.gate, blocks.1.gate, blocks.2.gate"
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def _stack_numbers(values: list[Any]) -> NDArray[Any] | None:
 
 def read_samples(dataset: Dataset, indices: Ids) -> list[Batch]:
     """Samples of any data set, one by one. Raises DataError for arrays of another length than ``indices``."""
-    if isinstance(dataset, PerSampleDataset):
+    if isinstance(dataset, PerSampleDataset) and callable(dataset.samples):  # a number may have that name
         return dataset.samples(indices)
     batch = check_batch(dataset.read(indices), indices.size)
     return [{name: _row(array, row) for name, array in batch.items()} for row in range(indices.size)]

@@ -217,7 +217,8 @@ def dead_layers(facts: RunFacts) -> Iterator[Finding]:
     if len(norms) < 2:
         return
     largest = {name: float(values.max()) for name, values in norms.items() if np.isfinite(values).all()}
-    usual = float(np.median(list(largest.values()))) if largest else 0.0
+    alive = [value for value in largest.values() if value > 0]  # most of a model may be dead
+    usual = float(np.median(alive)) if alive else 0.0
     dead = [name for name, value in largest.items() if value <= 1e-7 * usual]
     if not dead or not usual:
         return
@@ -231,7 +232,7 @@ def dead_layers(facts: RunFacts) -> Iterator[Finding]:
         evidence=(
             f"{len(dead)} of {len(norms)}: {', '.join(dead[:5])}" + (", …" if len(dead) > 5 else ""),
             f"their norms are below {1e-7 * usual:.2g} in steps {listed(facts.training.layer_steps[-3:].tolist())}, "
-            f"the median is {usual:.3g}",
+            f"the median of those with a gradient is {usual:.3g}",
         ),
         advice="units that are never active, a detach(), or a layer whose output is not used: it does not learn; freeze it, or "
         "mend its activation or initial values",

@@ -320,8 +320,10 @@ def undisturbed(events: Iterable[Event], first_steps: Counts, last_steps: Counts
         if last is None or event["kind"] not in ("compiled", "profile"):
             continue
         first = last
-        if event["kind"] == "profile":  # the step before the first one warms the profiler up
+        if event["kind"] == "profile":
+            # the step before the first one warms the profiler up, and what its stop takes is of the step after the last one
             first = min(last, event_step({"step": event.get("first_step")}) or last) - 1
+            last += 1
         spans.append((first, last))
     begins, ends = (
         np.sort(np.array(steps, dtype=np.int64)) for steps in (zip(*spans, strict=True) if spans else ((), ()))
