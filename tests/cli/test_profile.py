@@ -23,6 +23,7 @@ def test_training_with_a_window_and_showing_it(desk: Desk, tmp_path: Path) -> No
     run = tmp_path / "run"
     done = desk.process("profile", f"--set=run.dir={run}", *desk.settings, "--steps", "2:4", "--stacks")
     assert done.code == 0, done.err
+    assert "\nsteps 2 to 3, 1 rank, cpu\n" in done.out
     folder = profile_folder(run, 2)
     assert sorted(path.name for path in folder.iterdir()) == ["rank-0.json", "rank-0.trace.json.gz", "trace.json.gz"]
     assert [event["code"] for event in events_of(run) if event["kind"] == "notice"] == []

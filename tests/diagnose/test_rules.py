@@ -186,6 +186,7 @@ def test_a_slow_rank(tmp_path: Path, rank: int, phase: str) -> None:
     assert finding.cost_frac == pytest.approx(0.03 / 0.105)
     words = {"forward": "the forward pass", "other": "code between steps", "optimizer": "the optimizer"}
     assert words[phase] in finding.evidence[1]
+    assert ("the body of the loop" in finding.advice) == (phase == "other")
 
 
 def test_two_slow_ranks_of_a_host_are_one_finding(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from unisono.cli.common import every_verb, print_json, print_result, takes_config
+from unisono.cli.common import every_verb, load_run_config, print_json, print_result, takes_config
 from unisono.errors import ConfigError, DataError
 from unisono.sanitize import printable
 
@@ -55,7 +55,7 @@ def command(
     folder = Path(config[0]) if len(config) == 1 and os.path.isdir(config[0]) else None
     if folder is None and now:
         raise ConfigError(
-            given=f"--now with {' '.join(config) or 'no folder'}",
+            given=f"--now with {f'{config[0]}, which is no folder' if len(config) == 1 else ' '.join(config) or 'no folder'}",
             rule="it asks the run that is under way in a folder",
             consequence="no profile was requested",
             nearest="unisono profile RUN_DIR --now --steps 3",
@@ -69,6 +69,8 @@ def command(
             _show(folder, None, as_json=as_json)
         return 0
     from unisono.cli import train
+    from unisono.dist import job_from_environ
+    from unisono.profile.rank_profile import newest_profile_folder
 
     if context.get_parameter_source("steps") is not _GIVEN:
         steps = f"+{steps}"  # of a run that resumes, the steps after that
@@ -81,6 +83,10 @@ def command(
         "as_json": as_json,
     }
     code: int = context.invoke(train.command, **values)
+    if code == 0 and not as_json and job_from_environ(os.environ).source == "single":
+        run_dir = Path(load_run_config(config, values["overrides"]).value.run.dir)
+        if newest_profile_folder(run_dir) is not None:  # a window after the last step leaves none, and says so
+            _show(run_dir, None, as_json=False)
     return code
 
 

@@ -351,6 +351,8 @@ def stragglers(facts: RunFacts) -> Iterator[Finding]:
     cost = float(excess[worst] / facts.wall_s().mean(axis=0).sum())
     cause = _host_cause(facts, worst, ~is_slow)
     measured, advice = _baselines(facts, worst, int(totals.argmin()), float(scores[worst]), cause)
+    if phase == "other" and not cause.advice:
+        advice = f"look at what that rank does between steps: the body of the loop, callbacks; else {advice}"
     yield Finding(
         id="BAL01",
         title=f"{named_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} slower than the others",
