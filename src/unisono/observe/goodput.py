@@ -454,7 +454,9 @@ def _offset_s(rows: Mapping[str, Floats], events: Sequence[Event]) -> float:
     """Seconds to add to the monotonic clock of an attempt for seconds since 1970; robust against a clock that was set."""
     pairs = [(_time(event.get("t")), _time(event.get("m"))) for event in events]
     found = [t - m for t, m in pairs if t is not None and m is not None]
-    differences = np.concatenate([rows["t"] - rows["m"], np.array(found, np.float64)])
+    with np.errstate(invalid="ignore", over="ignore"):  # times of a damaged file may be of any size
+        of_rows = rows["t"] - rows["m"]
+    differences = np.concatenate([of_rows, np.array(found, np.float64)])
     differences = differences[np.isfinite(differences)]
     return float(np.median(differences)) if len(differences) else 0.0
 
