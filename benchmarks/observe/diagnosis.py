@@ -36,8 +36,10 @@ from PIL import Image
 from unisono.diagnose import Finding, diagnose, read_run
 from unisono.dist import World, job_from_environ, join_world
 from unisono.observe import meters
-from unisono.observe.events import Event, events_path, read_events
+from unisono.observe.events import Event, EventLog, events_path, read_events
+from unisono.parallel.traffic import Traffic
 from unisono.train.build import build_data, build_trainer
+from unisono.train.nonfinite_search import NonfiniteSearch
 from unisono.train.setup import open_events, resolve_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -260,12 +262,25 @@ def _trainer(settings: Settings, steps: int, folder: Path, world: World) -> Iter
 
 
 def measure_overhead(settings: Settings, blocks: int, folder: Path, world: World) -> dict[str, Any]:
-    """Time of steps with accounting / without it."""
-    phase: Any = meters._Phase
-    accounting = phase.__enter__, phase.__exit__
+    """Time of steps with accounting / without it: phases, traffic, what a search for NaN keeps, events."""
+    always_on: list[tuple[Any, str]] = [
+        (meters._Phase, "__enter__"),
+        (meters._Phase, "__exit__"),
+        (Traffic, "sums"),
+        (Traffic, "parts"),
+        (Traffic, "scattered_sums"),
+        (Traffic, "message"),
+        (NonfiniteSearch, "remember"),
+        (EventLog, "emit"),
+    ]
+    accounting = [getattr(owner, name) for owner, name in always_on]
 
-    def nothing(*_: object) -> None:
+    def nothing(*_: object, **options: object) -> None:
         pass
+
+    def set_to(functions: Sequence[Any]) -> None:
+        for (owner, name), function in zip(always_on, functions, strict=True):
+            setattr(owner, name, function)
 
     steps_per_block = 4
     with _trainer(settings, 2 * blocks * steps_per_block + 20, folder, world) as trainer:
@@ -274,15 +289,15 @@ def measure_overhead(settings: Settings, blocks: int, folder: Path, world: World
             next(steps)
 
         def with_accounting() -> None:
-            phase.__enter__, phase.__exit__ = accounting
+            set_to(accounting)
             next(steps)
 
         def without() -> None:
-            phase.__enter__, phase.__exit__ = nothing, nothing
+            set_to([nothing] * len(always_on))
             next(steps)
 
         times = alternate(with_accounting, without, blocks, steps_per_block)
-        phase.__enter__, phase.__exit__ = accounting
+        set_to(accounting)
     mine, other = times["mine"], times["other"]
     return {
         "wall": ratio(mine[:, 0].tolist(), other[:, 0].tolist()),
