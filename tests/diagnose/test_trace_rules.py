@@ -218,7 +218,13 @@ def test_profiled_steps_are_no_readings_of_the_diagnosis(tmp_path: Path) -> None
         return [{"kind": "profile", "step": step, "first_step": 10}] if step == 12 else []
 
     facts = read_run(write_events(tmp_path / "run", lambda rank, step: {"forward": 0.06}, extra=extra))
-    assert set(range(3, 41)) - set(facts.common_steps().tolist()) == {9, 10, 11, 12}  # 9 warms up
+    assert set(range(3, 41)) - set(facts.common_steps().tolist()) == {
+        9,
+        10,
+        11,
+        12,
+        13,
+    }  # 9 warms up, 13 waits for the stop
 
 
 def test_a_foreign_trace(tmp_path: Path) -> None:
