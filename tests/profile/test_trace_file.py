@@ -144,12 +144,13 @@ def test_a_folder_is_no_trace(tmp_path: Path) -> None:
 
 
 PEAK = """
-import resource, sys
+import sys
 from pathlib import Path
 from unisono.diagnose import diagnose, read_trace_facts
+from unisono.observe.monitor import peak_rss_bytes  # that of rusage has the parent's before exec
 facts = read_trace_facts(Path(sys.argv[1]))
 diagnose(facts)
-print(facts.profiles[0].num_events, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+print(facts.profiles[0].num_events, peak_rss_bytes() >> 20)
 """
 
 

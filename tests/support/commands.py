@@ -105,7 +105,7 @@ class Desk:
             env=self.child_environ(**environ),
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=300,
             check=False,
         )
         return Outcome(done.returncode, done.stdout, done.stderr)

@@ -164,7 +164,8 @@ class Watchdog:
                 ):
                     self._longest_s = max(self._longest_s, now.at_s - stepped.at_s)
                 worked = now
-                self._clear_stuck_file()
+                if not StopNotice.is_requested():  # a stop signal ends the call in which it hung
+                    self._clear_stuck_file()
             if now.steps != stepped.steps:
                 stepped, is_first = now, False
                 self._forget()
