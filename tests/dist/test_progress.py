@@ -72,8 +72,11 @@ def test_without_an_activity_a_rank_that_waits_makes_no_progress(watched: Watche
 
 def test_an_evaluation_that_gets_on_works_and_one_that_does_not_hangs(watched: Watched) -> None:
     with at_work("an evaluation"):
-        wait_until(lambda: note_progress() or watched.reason == "working", "its dump")
-        assert read_hang(watched.folder) is None
+        # on a busy machine the next moment may be without progress
+        wait_until(
+            lambda: note_progress() or (watched.reason == "working" and read_hang(watched.folder) is None),
+            "its dump, which is no hang",
+        )
         watched.wait_for("no progress")
         found = read_hang(watched.folder)
         assert found is not None
