@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # raises where there is no such device.
 READER_GROUP: Final = "unisono.device_readers"
 DeviceReader = Callable[[], Mapping[str, float | str]]
-# such as /proc without the rights to read it, or a sandbox in which parts of it are missing
+# such as /proc without the rights to read it; psutil raises NotImplementedError where a sandbox has no /proc/diskstats
 _REFUSED: Final = (psutil.Error, OSError, NotImplementedError)
 _CLOSE_S: Final = 5.0
 _MAX_TEXT: Final = 200  # characters of a figure that is a text
