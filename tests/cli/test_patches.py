@@ -1,12 +1,12 @@
 """The settings of a diagnosis remove the finding that they are for: ``diagnose --apply`` on injected faults, then ``train``.
 
-``DATA01`` is in ``test_diagnose``; ``PP01`` and ``MEM04`` are in ``tests/diagnose``. ``UTIL02`` is of accelerators.
-Not shown is that the settings of ``SRV01`` and ``STALE01`` remove them: that depends on how busy the machine is.
+``DATA01`` is in ``test_diagnose``; ``PP01`` and ``MEM04`` are in ``tests/diagnose``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +254,16 @@ def test_kept_activations_remove_recompute(desk: Desk, tmp_path: Path) -> None:
     assert "RECOMP01" not in after
 
 
+@pytest.mark.gpu
+def test_a_padded_vocabulary(desk: Desk, tmp_path: Path) -> None:
+    settings = dict(pair.removeprefix("--set=").split("=", 1) for pair in desk.settings)
+    settings |= {"train.steps": 10, "train.eval_every_steps": 0, "model.dim": 64, "model.vocab_size": 50_257}
+    settings |= {"plan.device": "auto", "observe.profile_steps": "5:8", "loader.num_workers": 0}
+    before, _, after = before_and_after(desk.process, desk, tmp_path, "UTIL02", **settings)
+    assert before["patch"] == {"model.vocab_size": 50_304}
+    assert "UTIL02" not in after
+
+
 # in a parameter server each byte takes its time, and one request waits for the other
 SLOW_SERVER = """
 import sys
@@ -268,7 +278,7 @@ if "unisono.kvstore.server" in sys.orig_argv:
 
     def slowly(self, run, peer, frame):
         with lock:
-            time.sleep(sum(part.nbytes for part in payload_views(frame)) * 3e-6)
+            time.sleep(sum(part.nbytes for part in payload_views(frame)) * SECONDS)
         return exchange(self, run, peer, frame)
 
     ParameterServer._exchange = slowly
@@ -283,10 +293,60 @@ config = partial(config, model=lambda run: torch.nn.Sequential(*layers))
 SERVERS = {"plan.sync": "dist_async", "launch.num_processes": 2, "launch.num_threads": 1, "launch.num_servers": 1}
 
 
+def test_more_servers_remove_the_wait_for_one(desk: Desk, tmp_path: Path) -> None:
+    """A step of a worker takes 80 ms and the gradients that it sends 100 ms of one server, or 50 ms of each of two: two workers
+    keep one server busy all the time, and two servers less than 80 % of it."""
+    (tmp_path / "own.py").write_text(ROWS + DEEP + PAUSE.replace("0.06", "0.08"))
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(SLOW_SERVER.replace("SECONDS", "0.1 / 46_212"))
+    train = partial(desk.process, PYTHONPATH=str(tmp_path / "site"))
+    before, _, after = before_and_after(train, desk, tmp_path, "SRV01", **RUN | SERVERS | {"train.steps": 60})
+    assert before["patch"] == {"launch.num_servers": 2}
+    assert "SRV01" not in after, after["SRV01"]
+
+
+# Worker 1 pushes gradients of noise; worker 0 pulls the weight back to 0 at once, as far as it has not moved meanwhile. In every
+# second period worker 0 is slow, and worker 1 moves the weight several times before its push arrives.
+STALE = """
+import os
+from functools import partial
+
+calls = 0
+
+
+class Weight(torch.nn.Linear):
+    def forward(self, inputs):
+        global calls
+        if not self.training:
+            return super().forward(inputs)
+        if os.environ.get("UNISONO_RANK") != "0":
+            time.sleep(0.005)
+            return super().forward(inputs) + torch.randn(1)
+        calls += 1
+        time.sleep(0.05 if calls // PERIOD % 2 else 0.005)
+        return 10**0.5 * super().forward(inputs)
+
+
+class Ones(Rows):
+    def __getitem__(self, index):
+        return np.ones(1, np.float32), np.zeros(1, np.float32)
+
+
+config = partial(config, model=lambda run: Weight(1, 1, bias=False), data=lambda run: (Ones(), Ones()))
+"""
+
+
+def test_a_bound_removes_the_noise_of_stale_gradients(desk: Desk, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(ROWS + STALE)
+    settings = RUN | SERVERS | {"train.steps": 600, "plan.staleness": "none", "optim.kind": "sgd", "optim.lr": 0.05}
+    before, _, after = before_and_after(desk.process, desk, tmp_path, "STALE01", **settings)
+    assert "STALE01" not in after, after["STALE01"]
+
+
 def test_a_server_that_workers_wait_for(desk: Desk, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(ROWS + DEEP)
     (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text(SLOW_SERVER)
+    (tmp_path / "site/sitecustomize.py").write_text(SLOW_SERVER.replace("SECONDS", "3e-6"))
     settings = RUN | SERVERS | {"run.dir": tmp_path / "run", "train.steps": 60}
     changes = [f"--set={name}={value}" for name, value in settings.items()]
     done = desk.process("train", str(tmp_path / "own.py"), *changes, PYTHONPATH=str(tmp_path / "site"))

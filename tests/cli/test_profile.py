@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -78,6 +80,17 @@ def test_a_run_that_goes_on_is_asked(desk: Desk, tmp_path: Path) -> None:
         (rank,) = done.json["ranks"]
         assert rank["num_steps"] == 2
         assert not request_path(run).exists()
+        # two at once: each shows its own
+        command = [sys.executable, "-m", "unisono", "profile", str(run), "--now", "--json", "--steps"]
+        asking = [
+            subprocess.Popen(
+                [*command, steps], cwd=desk.folder, env=desk.child_environ(), stdout=subprocess.PIPE, text=True
+            )
+            for steps in ("1", "2")
+        ]
+        shown = [json.loads(each.communicate(timeout=120)[0]) for each in asking]
+        assert [told["ranks"][0]["num_steps"] for told in shown] == [1, 2]
+        assert shown[0]["folder"] != shown[1]["folder"]
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
@@ -119,6 +132,13 @@ def test_a_run_that_does_not_answer(desk: Desk, tmp_path: Path) -> None:
     run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
     assert "made no profile within 0.3 s" in refused(desk, str(run), "--now", "--timeout-s", "0.3")
     assert not request_path(run).exists()
+
+
+def test_a_run_that_was_killed_is_not_asked(desk: Desk, tmp_path: Path) -> None:
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
+    (run / "run.lock").write_text('{"pid": 7, "host": "here", "since": "2026-01-01 00:00:00"}')
+    os.utime(run / "run.lock", (0, 0))
+    assert "in which no run is under way" in refused(desk, str(run), "--now")
 
 
 def test_names_in_a_profile_cannot_write_to_the_terminal(desk: Desk, tmp_path: Path) -> None:

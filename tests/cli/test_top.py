@@ -47,7 +47,7 @@ def test_ranks_of_a_run_that_goes_on(desk: Desk, tmp_path: Path) -> None:
         "CPUs",
         "seen",
     ]
-    assert rows[0].split()[:11] == ["0", "300", "2.5", "100", "ms", "20%", "0%", "1", "of", "4", "GiB"]
+    assert rows[0].split()[:11] == ["0", "300", "2.5", "100", "ms", "20%", "0%", "1/4", "GiB"]
     assert " 1.5 " in rows[0]
     assert "ago" in rows[1]
     ranks = desk.here("top", str(run), "--json").json["ranks"]
@@ -93,7 +93,7 @@ def test_devices_and_hosts(desk: Desk, tmp_path: Path) -> None:
     assert len(ranks) == 3
     assert devices[0].split() == ["rank", "in", "use", "power", "clock", "heat", "memory", "ECC", "throttled"]
     assert re.split("  +", devices[1]) == [
-        *("0", "98%", "612 of 700 W", "1.41 GHz", "84 °C", "61.2 GiB", "2"),
+        *("0", "98%", "612/700 W", "1.41 GHz", "84 °C", "61.2 GiB", "2"),
         "hardware thermal, p…",
     ]
     assert re.split("  +", devices[2])[-1] == "0"
@@ -143,7 +143,7 @@ def test_a_live_view_has_devices_and_hosts_too(desk: Desk, tmp_path: Path) -> No
     add(run, 0, encode({"kind": "run_end", "t": 9.0, "rank": 0, "reason": "finished"}) + b"\n")
     done = desk.here("top", str(run))
     assert done.code == 0, done.err
-    assert all(text in done.out for text in ("612 of 700 W", "1.5GB/s", "finished"))
+    assert all(text in done.out for text in ("612/700 W", "1.5GB/s", "finished"))
 
 
 def test_a_run_that_has_ended_ends_the_command(desk: Desk, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_text_output_says_how_it_went_and_what_next(desk: Desk, tmp_path: Path) 
     assert any(line.startswith("result   Finished 4 of 4 steps in ") for line in lines)
     assert lines[-4:] == [
         f"export   {run_dir}/export",
-        f"try next unisono generate '{run_dir}' --prompt 'class '",
+        f"try next unisono generate '{run_dir}'",
         f"         unisono eval '{run_dir}'",
         f"         unisono train --set 'run.dir={run_dir}' --set train.steps=8"
         "  # stretches the cosine schedule to the new length",

@@ -19,6 +19,7 @@ from unisono.compare import first_difference
 from unisono.compare.alignment import first_mismatch
 from unisono.compare.divergence_text import divergence_lines
 from unisono.compare.first_difference import FirstDifference, find_first_difference
+from unisono.compare.replay_child import replay_as_child
 from unisono.compare.replayable import ReplayableRun, read_run
 from unisono.compare.step_record import Entry, ReplayRequest
 from unisono.data.order.permutation import Permutation
@@ -307,7 +308,18 @@ def test_long_histories_that_differ_at_their_end(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError):
         find_first_difference(tmp_path / "a", tmp_path / "b", replay=note, scratch=tmp_path / "scratch")
-    assert [(each.record, each.last) for each in asked] == [((19_999, 20_000), 20_000)]
+    assert [(each.record_steps, each.last_step) for each in asked] == [((19_999, 20_000), 20_000)]
+
+
+def test_a_run_that_claims_many_ranks_starts_none(tmp_path: Path) -> None:
+    events = tmp_path / "a/events/rank00000.jsonl"
+    events.parent.mkdir(parents=True)
+    lines = [{"kind": "run_start", "environment": {"world": 1 << 20}}, {"kind": "step", "step": 1, "train/loss": 1.0}]
+    events.write_text("\n".join(json.dumps({"attempt": 1, "t": 1.0, **line}) for line in lines))
+    request = ReplayRequest(run_dir="", resume="", record_dir=str(tmp_path / "records"), record_steps=(1,), last_step=1)
+    with pytest.raises(ConfigError, match="a run of 1,048,576 ranks"):
+        replay_as_child(read_run(tmp_path / "a"), request, script=None, flags=[], timeout_s=1.0)
+    assert not (tmp_path / "request.json").exists()
 
 
 def _never(run: ReplayableRun, request: ReplayRequest) -> None:

@@ -18,7 +18,7 @@ from unisono.doctor import host as host_checks
 from unisono.doctor import storage as storage_checks
 from unisono.doctor.environment import check_environment
 from unisono.doctor.host import check_host
-from unisono.doctor.network import check_network
+from unisono.doctor.network import check_network, infiniband_ports
 from unisono.doctor.storage import check_storage
 from unisono.doctor.versions import check_versions
 
@@ -176,6 +176,30 @@ def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     check = by_code(check_network())["NET01"]
     assert (check.status, "Name or service not known" in check.evidence) == ("warning", True)
+
+
+@pytest.mark.parametrize(
+    ("states", "status"),
+    [
+        ({"mlx5_0/ports/1": "4: ACTIVE", "mlx5_1/ports/1": "1: DOWN"}, "ok"),
+        ({"mlx5_0/ports/1": "1: DOWN", "mlx5_1/ports/1": "2: INIT"}, "warning"),
+        ({"mlx5_0/ports/1": ""}, "warning"),
+    ],
+)
+def test_ports_of_infiniband(tmp_path: Path, states: Mapping[str, str], status: str) -> None:
+    for place, state in states.items():
+        (tmp_path / place).mkdir(parents=True)
+        if state:
+            (tmp_path / place / "state").write_text(f"{state}\n")
+            (tmp_path / place / "rate").write_text("100 Gb/sec (4X EDR)\n")
+    (check,) = infiniband_ports(tmp_path)
+    assert (check.code, check.status, "subnet manager" in check.cure) == ("NET03", status, status != "ok")
+    if status == "ok":
+        assert check.evidence.startswith("mlx5_0 port 1: ACTIVE, 100 Gb/sec (4X EDR); mlx5_1 port 1: DOWN")
+
+
+def test_a_host_without_infiniband_has_no_row_of_it(tmp_path: Path) -> None:
+    assert list(infiniband_ports(tmp_path / "nothing")) == []
 
 
 def test_an_examination_has_each_code_once_and_a_cure_for_each_trouble(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from unisono.profile import RankProfile, summarise_trace
 from unisono.profile.communication import bus_factor, collective_kind
 from unisono.profile.memory import HeldMemory
 from unisono.profile.rank_profile import Clock, CompileCounts
-from unisono.profile.summary import RunFactsOfWindow
+from unisono.profile.summary import ProfiledRun
 
 FLOATS = {"Input Dims": [[4]], "Input type": ["float"]}
 
 
-def facts(**mesh: int) -> RunFactsOfWindow:
+def facts(**mesh: int) -> ProfiledRun:
     """What a run of two ranks knows of its window."""
     held = HeldMemory(
         at_start={"parameters": 100, "gradients": 0, "optimizer": 200, "other": 7},
@@ -25,7 +25,7 @@ def facts(**mesh: int) -> RunFactsOfWindow:
         planned={"parameters": 100, "gradients": 40, "optimizer": 200},
         limit_bytes=10_000,
     )
-    return RunFactsOfWindow(
+    return ProfiledRun(
         rank=1, world_size=2, device="cpu", mesh=mesh or {"dp": 2}, held=held, compiled=CompileCounts(), clock=Clock()
     )
 

@@ -21,7 +21,7 @@ from procs import wait_until
 
 from unisono.errors import ConfigError
 from unisono.storage import folder_lock
-from unisono.storage.folder_lock import FolderLock
+from unisono.storage.folder_lock import FolderLock, is_abandoned
 
 HOLD = """
 import os, sys, time
@@ -89,6 +89,21 @@ def test_the_same_process(tmp_path: Path) -> None:
     assert f"process {os.getpid()} on " in refusal(tmp_path / "run.lock")
     held.close()
     held.close()
+
+
+def test_a_lock_whose_holder_was_killed(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    assert not is_abandoned(path)
+    held = lock(path)
+    assert not is_abandoned(path)
+    os.utime(path, (0, 0))  # no heartbeat for a minute
+    assert is_abandoned(path)
+    held.close()
+    os.utime(path, (0, 0))
+    assert not is_abandoned(path)
+    path.unlink()
+    path.symlink_to("elsewhere")
+    assert not is_abandoned(path)
 
 
 def test_a_record_is_not_believed(tmp_path: Path) -> None:

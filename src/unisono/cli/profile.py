@@ -132,9 +132,11 @@ def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -
     from unisono.observe.rank_status import rank_statuses
     from unisono.profile.window import read_answer, request_path, write_request
     from unisono.storage.files import os_reason
+    from unisono.storage.folder_lock import is_abandoned
+    from unisono.storage.run_folder import LOCK_FILE
 
     def has_ended() -> bool:
-        return all(status.ended for status in rank_statuses(run_dir)[:1])
+        return all(status.ended for status in rank_statuses(run_dir)[:1]) or is_abandoned(run_dir / LOCK_FILE)
 
     if has_ended():
         raise DataError(
@@ -143,7 +145,10 @@ def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -
             consequence="no profile was requested",
             nearest=f"unisono profile CONFIG, which trains; or unisono profile {run_dir}, which shows the last profile",
         )
+    deadline_s = time.monotonic() + timeout_s
     try:
+        while request_path(run_dir).exists() and time.monotonic() < deadline_s and not has_ended():
+            time.sleep(_POLL_S)  # that of somebody else, which the run takes within a second
         request = write_request(run_dir, num_steps, stacks=stacks)
     except OSError as error:
         raise ConfigError(
@@ -152,7 +157,6 @@ def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -
             consequence="no profile was requested",
             nearest="the user who started the run",
         ) from None
-    deadline_s = time.monotonic() + timeout_s
     planned: tuple[int, float] | None = None
     while True:
         planned = planned or read_answer(run_dir, request)

@@ -132,7 +132,7 @@ def next_commands(config: RunConfig, reason: str, *, writes: bool) -> list[str]:
     if reason == "preempted":
         return [f"unisono train --set {setting}"]
     return [
-        *([f"unisono generate {run_dir} --prompt 'class '"] if writes else []),
+        *([f"unisono generate {run_dir}"] if writes else []),
         f"unisono eval {run_dir}",
         f"unisono train --set {setting} --set train.steps={2 * config.train.steps}" + _stretched(config),
     ]

@@ -190,11 +190,11 @@ def _shown(event: Mapping[str, Any], name: str, text: Callable[[float], str]) ->
 
 
 def _of(event: Mapping[str, Any], name: str, limit_name: str, unit_size: float, unit: str) -> str:
-    """A figure and what it can be, such as ``1.2 of 4 GiB``."""
+    """A figure and what it can be, such as ``1.2/4 GiB``: lines have 80 columns."""
     value, limit = _number(event, name), _number(event, limit_name)
     if value is None:
         return ""
-    most = f" of {limit / unit_size:.3g}" if limit else ""
+    most = f"/{limit / unit_size:.3g}" if limit else ""
     return f"{value / unit_size:.3g}{most} {unit}"
 
 

@@ -280,9 +280,9 @@ class _Search:
             request = ReplayRequest(
                 run_dir=str(folder / "run"),
                 resume="" if checkpoint is None else str(checkpoint.absolute()),
-                folder=str(records),
-                record=tuple(record),
-                last=record[-1],
+                record_dir=str(records),
+                record_steps=tuple(record),
+                last_step=record[-1],
             )
             self.replay(run, request)
             folders.append(records)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from unisono.errors import ConfigError
 from unisono.storage.files import write_atomically
 from unisono.storage.run_folder import RUN_FILE
 
+_RANKS_PER_CORE: Final = 8  # a run folder may say any number of them
 # a replay writes to no tracker and uploads nothing; whatever it does not need is off
 _QUIET: Final[dict[str, Any]] = {
     "observe.console": "off",
@@ -47,9 +49,18 @@ def replay_as_child(
         timeout_s: Most seconds that it may take.
 
     Raises:
-        ConfigError: It is the run of a script and ``script`` is None, or the child failed.
+        ConfigError: It is the run of a script and ``script`` is None, it had more ranks than this host can start, or the child
+            failed.
     """
-    folder = Path(request.folder).parent
+    most = _RANKS_PER_CORE * len(os.sched_getaffinity(0))
+    if run.world > most:
+        raise ConfigError(
+            given=f"{run.run_dir}, by its events a run of {run.world:,} ranks",
+            rule=f"a replay starts them all on this host, whose cores allow {most}",
+            consequence="it was not replayed",
+            nearest="a host with more cores; or the same comparison of two runs with fewer ranks",
+        )
+    folder = Path(request.record_dir).parent
     file = folder / "request.json"
     write_atomically(file, msgspec.json.encode(request))
     if script is not None:

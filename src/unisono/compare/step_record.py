@@ -31,16 +31,16 @@ class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         run_dir: Folder of the replay, in place of that of the run.
         resume: The checkpoint to start from; empty for step 0.
-        folder: Where the records go.
-        record: Numbers of the steps to record, from 1.
-        last: The step after which the process ends.
+        record_dir: Where the records go.
+        record_steps: Numbers of the steps to record, from 1.
+        last_step: The step after which the process ends.
     """
 
     run_dir: str
     resume: str
-    folder: str
-    record: tuple[int, ...]
-    last: int
+    record_dir: str
+    record_steps: tuple[int, ...]
+    last_step: int
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):

@@ -1,4 +1,4 @@
-"""Traffic of a rank by mesh axis, from the ``links`` events of its last attempt."""
+"""Traffic of a rank by peer and by mesh axis, from the ``links`` events of its last attempt."""
 
 from __future__ import annotations
 
@@ -11,8 +11,38 @@ from unisono.observe.meters import COMM_AXES
 
 _MAX_BYTES: Final = 1e18
 _MAX_S: Final = 1e12
+_MAX_PEERS: Final = 64
 _MAX_GROUPS: Final = 64
 _NEGLIGIBLE_FRAC: Final = 0.05  # of the bytes of an axis: groups with less need no measured rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkTraffic:
+    """Traffic of a rank with one peer in the steps of its last attempt; see ``unisono.train.comm_stats``.
+
+    Attributes:
+        peer: The transport of sums over all ranks, or a server's address.
+        steps: Number of steps.
+        sent_bytes: Bytes sent in them.
+        received_bytes: Bytes received in them.
+        measured_bytes_per_s: Rate of the link that ``unisono doctor --bench`` measured, at the sizes of this run; 0 if not known.
+        interface: The network interface that the run was set to use; empty if none.
+        wall_s: Seconds of these steps.
+        busy_s: Seconds in which a server served values to any worker; 0 for other peers.
+        served_s: The same, summed over its requests, several of which it serves at once.
+        cpu_s: Processor seconds of the server meanwhile.
+    """
+
+    peer: str
+    steps: int
+    sent_bytes: float
+    received_bytes: float = 0.0
+    measured_bytes_per_s: float = 0.0
+    interface: str = ""
+    wall_s: float = 0.0
+    busy_s: float = 0.0
+    served_s: float = 0.0
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +99,44 @@ class AxisUse:
     used_frac: float
 
 
+def read_links(events: Sequence[Event]) -> tuple[LinkTraffic, ...]:
+    """Traffic with each peer in all ``links`` events together. Entries that cannot be read are left out."""
+    found: dict[str, LinkTraffic] = {}
+    for event in events:
+        steps = event.get("steps")
+        if event["kind"] != "links" or not isinstance(steps, int) or not 0 < steps < MAX_COUNT:
+            continue
+        for link in _rows(event, "links"):
+            peer, sent = str(link.get("peer")), number(link.get("sent_bytes"))
+            if sent is None or not 0 <= sent < _MAX_BYTES or (peer not in found and len(found) >= _MAX_PEERS):
+                continue
+            known = found.get(peer, LinkTraffic(peer=peer, steps=0, sent_bytes=0.0))
+            seconds = {name: _below(_MAX_S, link.get(name)) for name in ("busy_s", "served_s", "cpu_s")}
+            found[peer] = LinkTraffic(
+                peer=peer,
+                steps=known.steps + steps,
+                sent_bytes=known.sent_bytes + sent,
+                received_bytes=known.received_bytes + _below(_MAX_BYTES, link.get("received_bytes")),
+                measured_bytes_per_s=_below(_MAX_BYTES, link.get("measured_bytes_per_s")),
+                interface=str(link.get("interface") or ""),
+                wall_s=known.wall_s + _below(_MAX_S, event.get("wall_s")),
+                busy_s=known.busy_s + seconds["busy_s"],
+                served_s=known.served_s + seconds["served_s"],
+                cpu_s=known.cpu_s + seconds["cpu_s"],
+            )
+    return tuple(found.values())
+
+
+def mean_lag(event: Event) -> float | None:
+    """Mean lag of the pushes to all servers; None where the event has none."""
+    links = list(_rows(event, "links"))
+    pushes, lags = (
+        sum(value for link in links if (value := number(link.get(name))) is not None and 0 <= value < _MAX_BYTES)
+        for name in ("pushes", "lag_total")
+    )
+    return lags / pushes if pushes >= 1 else None
+
+
 def read_axes(events: Sequence[Event]) -> tuple[AxisTraffic, ...]:
     """The traffic in all ``links`` events together, by axis and group. Entries that cannot be read are left out."""
     found: dict[tuple[str, str, str, int, int], AxisTraffic] = {}
@@ -76,7 +144,7 @@ def read_axes(events: Sequence[Event]) -> tuple[AxisTraffic, ...]:
         steps, wall_s = event.get("steps"), _below(_MAX_S, event.get("wall_s"))
         if event["kind"] != "links" or not isinstance(steps, int) or not 0 < steps < MAX_COUNT or not wall_s:
             continue
-        for row in _rows(event):
+        for row in _rows(event, "axes"):
             axis, group, transport = (str(row.get(name) or "")[:100] for name in ("axis", "group", "transport"))
             ranks, hosts = (int(_below(MAX_COUNT, row.get(name))) for name in ("ranks", "hosts"))
             wire_bytes = number(row.get("wire_bytes"))
@@ -130,8 +198,8 @@ def uses_by_axis(traffic: Sequence[AxisTraffic]) -> dict[str, AxisUse]:
     return uses
 
 
-def _rows(event: Event) -> Iterator[dict[str, Any]]:
-    rows = event.get("axes")
+def _rows(event: Event, name: str) -> Iterator[dict[str, Any]]:
+    rows = event.get(name)
     for row in cast("list[Any]", rows) if isinstance(rows, list) else ():
         yield dict(as_mapping(row))
 

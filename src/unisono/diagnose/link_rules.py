@@ -8,8 +8,8 @@ from typing import Final
 
 from unisono.diagnose.figures import is_timed, milliseconds, severity_of, steady_wait_frac, step_s
 from unisono.diagnose.finding import Finding, Severity
-from unisono.diagnose.link_facts import AxisTraffic, AxisUse, uses_by_axis
-from unisono.diagnose.run_facts import LinkTraffic, RankFacts, RunFacts
+from unisono.diagnose.link_facts import AxisTraffic, AxisUse, LinkTraffic, uses_by_axis
+from unisono.diagnose.run_facts import RankFacts, RunFacts
 
 _LEAST_COST: Final = 0.02  # of a step: below it a slow link costs nothing that can be measured
 _LEAST_EXPECTED: Final = 0.05  # of a step: below it ranks also wait for each other's interruptions about as long

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from unisono.config.toml_file import read_toml
 from unisono.diagnose.corruption_facts import CorruptionFact, read_corruptions
 from unisono.diagnose.ending import Ending, read_ending
-from unisono.diagnose.link_facts import AxisTraffic, read_axes
+from unisono.diagnose.link_facts import AxisTraffic, LinkTraffic, mean_lag, read_axes, read_links
 from unisono.diagnose.monitor_facts import MonitorSamples, read_monitor
 from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps
 from unisono.errors import ConfigError, DataError
-from unisono.observe.events import MAX_COUNT, Event, as_mapping, event_step, number
+from unisono.observe.events import Event, as_mapping, event_step, number
 from unisono.observe.history import WARM_UP_READINGS, Floats, RankHistory, read_history, undisturbed
 from unisono.observe.meters import COMM_AXES, PHASES
 from unisono.profile import RankProfile, newest_profiles, read_trace, summarise_trace
@@ -38,6 +38,8 @@ COMPUTE_PHASES: Final = tuple(
 LOADER_STAGES: Final = ("read", "transform", "collate")
 # parts of comm_exposed; 0 in events of earlier releases
 COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)
+# what a plan has a rank hold throughout
+HELD_CATEGORIES: Final = ("parameters", "gradients", "optimizer")
 _MAX_HOST: Final = 255  # characters of a name
 _MAX_BYTES: Final = 1e18
 _MAX_S: Final = 1e12
@@ -64,33 +66,6 @@ class SkippedStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinkTraffic:
-    """Traffic of a rank with one peer in the steps of its last attempt; see ``unisono.train.comm_stats``.
-
-    Attributes:
-        peer: The transport of sums over all ranks, or a server's address.
-        steps: Number of steps.
-        sent_bytes: Bytes sent in them.
-        measured_bytes_per_s: Rate of the link that ``unisono doctor --bench`` measured, at the sizes of this run; 0 if not known.
-        interface: The network interface that the run was set to use; empty if none.
-        wall_s: Seconds of these steps.
-        busy_s: Seconds in which a server served values to any worker; 0 for other peers.
-        served_s: The same, summed over its requests, several of which it serves at once.
-        cpu_s: Processor seconds of the server meanwhile.
-    """
-
-    peer: str
-    steps: int
-    sent_bytes: float
-    measured_bytes_per_s: float = 0.0
-    interface: str = ""
-    wall_s: float = 0.0
-    busy_s: float = 0.0
-    served_s: float = 0.0
-    cpu_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:
     """The last attempt of one rank.
 
@@ -113,7 +88,8 @@ class RankFacts:
         origins: First non-finite tensors of skipped steps, on this rank.
         corruptions: Silent corruption that this rank reported, in all attempts, as later ones may use the same faulty host.
         device: ``cpu``, or type and number of the accelerator; empty if not known.
-        held_bytes: Parameters, gradients and optimizer state that the plan has the rank hold; 0 if not known.
+        held_bytes: Bytes of ``parameters``, ``gradients`` and ``optimizer`` state that the plan has the rank hold; empty if not
+            known.
         baseline_flops_per_s: Rate of products that ``unisono doctor --bench`` measured on the rank's node; 0 if nothing.
         ceiling_frac: Model FLOP/s over the measured rate of a product, in the median reading; 0 if not known.
         mfu: The same over the data sheet; 0 if not known.
@@ -139,7 +115,7 @@ class RankFacts:
     origins: tuple[NonfiniteOrigin, ...] = ()
     corruptions: tuple[CorruptionFact, ...] = ()
     device: str = ""
-    held_bytes: float = 0.0
+    held_bytes: Mapping[str, float] = field(default_factory=dict[str, float])
     baseline_flops_per_s: float = 0.0
     ceiling_frac: float = 0.0
     mfu: float = 0.0
@@ -187,7 +163,8 @@ class RunFacts:
         plan: The run's strategy, as in a strategy file.
         profiles: The last profile of the run by rank, or the one of a foreign trace; empty without.
         notes: What could not be read.
-        moved_s: Wall-clock time of the newest step, or of the start of the attempt, in seconds since 1970; 0 if not known.
+        last_progress_at_s: Wall-clock time of the newest step, or of the start of the attempt, in seconds since 1970; 0 if not
+            known.
         is_script: Whether a Python script made the run, rather than ``unisono train``.
         num_parameters: Parameters of the model; 0 if not known.
         ending: Why the attempt failed, or why its ranks do not meet; None if it goes on, or has ended without an error.
@@ -199,7 +176,7 @@ class RunFacts:
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
     profiles: Sequence[RankProfile] = ()
     notes: Sequence[str] = ()
-    moved_s: float = 0.0
+    last_progress_at_s: float = 0.0
     is_script: bool = False
     num_parameters: float = 0.0
     ending: Ending | None = None
@@ -284,7 +261,7 @@ def _settings_of_script(run_dir: Path) -> dict[str, Any]:
 def with_run_files(facts: RunFacts, run_dir: Path) -> RunFacts:
     """``facts`` with what other files of the run say: its last profile, why it failed or hangs, and the options of a script."""
     profiles, notes = newest_profiles(run_dir)
-    ending = read_ending(run_dir, since_s=facts.moved_s) or facts.ending
+    ending = read_ending(run_dir, since_s=facts.last_progress_at_s) or facts.ending
     facts = replace(facts, profiles=profiles, ending=ending, notes=(*facts.notes, *notes))
     return facts if facts.settings else replace(facts, settings=_settings_of_script(run_dir), is_script=True)
 
@@ -302,7 +279,7 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
     start: Event = {}
     training: tuple[int, TrainingFacts] | None = None
     errors: list[tuple[int, Event]] = []
-    moved_s = 0.0
+    last_progress_at_s = 0.0
     began_s = 0.0  # wall-clock time at which the last attempt of the lowest rank began
     for history in histories:
         notes += history.notes
@@ -328,7 +305,7 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
         began_s = began_s or min(times, default=0.0)
         start = start or next((event for event in events if event["kind"] == "run_start"), start)
         ranks.append(_rank_facts(rank, history, events, last))
-        moved_s = max(moved_s, began_s, float(step_times.max(initial=0.0)))
+        last_progress_at_s = max(last_progress_at_s, began_s, float(step_times.max(initial=0.0)))
         if training is None or rank < training[0]:
             training = rank, _training_facts(history, events, last)
     ranks.sort(key=lambda facts: facts.rank)
@@ -338,7 +315,7 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
         settings=as_mapping(start.get("config")),
         plan=as_mapping(start.get("plan")),
         notes=tuple(notes),
-        moved_s=moved_s,
+        last_progress_at_s=last_progress_at_s,
         num_parameters=number(start.get("parameters")) or 0.0,
         ending=_ending_of(errors),
     )
@@ -405,12 +382,16 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         skipped=tuple(
             _skipped(event) for event in events if event["kind"] == "skipped_step" and event_step(event) is not None
         ),
-        links=_links(events),
+        links=read_links(events),
         axes=read_axes(events),
         origins=read_origins(events),
         corruptions=read_corruptions(history.all_events),
         device=str(start.get("device") or ""),
-        held_bytes=sum(_below(_MAX_BYTES, value) for value in as_mapping(start.get("held_bytes")).values()),
+        held_bytes={
+            name: _below(_MAX_BYTES, value)
+            for name, value in as_mapping(start.get("held_bytes")).items()
+            if name in HELD_CATEGORIES
+        },
         baseline_flops_per_s=_below(_MAX_FLOPS_PER_S, start.get("baseline_flops_per_s")),
         ceiling_frac=_median(column("perf/matmul_ceiling_frac", kept)),
         mfu=_median(column("perf/mfu", kept)),
@@ -431,39 +412,6 @@ def _median(values: Floats) -> float:
     return float(np.median(known)) if len(known) else 0.0
 
 
-def _links(events: Sequence[Event]) -> tuple[LinkTraffic, ...]:
-    """Traffic with each peer in all ``links`` events together."""
-    found: dict[str, LinkTraffic] = {}
-    for event in events:
-        steps, rows = event.get("steps"), event.get("links")
-        if (
-            event["kind"] != "links"
-            or not isinstance(steps, int)
-            or not 0 < steps < MAX_COUNT
-            or not isinstance(rows, list)
-        ):
-            continue
-        for row in cast("list[Any]", rows):
-            link = as_mapping(row)
-            peer, sent = str(link.get("peer")), number(link.get("sent_bytes"))
-            if sent is None or not 0 <= sent < _MAX_BYTES:
-                continue
-            known = found.get(peer, LinkTraffic(peer=peer, steps=0, sent_bytes=0.0))
-            seconds = {name: _below(_MAX_S, link.get(name)) for name in ("busy_s", "served_s", "cpu_s")}
-            found[peer] = LinkTraffic(
-                peer=peer,
-                steps=known.steps + steps,
-                sent_bytes=known.sent_bytes + sent,
-                measured_bytes_per_s=_below(_MAX_BYTES, link.get("measured_bytes_per_s")),
-                interface=str(link.get("interface") or ""),
-                wall_s=known.wall_s + _below(_MAX_S, event.get("wall_s")),
-                busy_s=known.busy_s + seconds["busy_s"],
-                served_s=known.served_s + seconds["served_s"],
-                cpu_s=known.cpu_s + seconds["cpu_s"],
-            )
-    return tuple(found.values())
-
-
 def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int) -> TrainingFacts:
     rows = history.attempts == attempt
     evals = [
@@ -481,9 +429,7 @@ def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int)
     lags = [
         (step, lag)
         for event in events
-        if event["kind"] == "links"
-        and (step := event_step(event)) is not None
-        and (lag := _mean_lag(event)) is not None
+        if event["kind"] == "links" and (step := event_step(event)) is not None and (lag := mean_lag(event)) is not None
     ]
     names = list(stats[-1][1]) if stats else []
     norms = {name: [number(as_mapping(layers.get(name)).get("norm")) for _, layers in stats] for name in names}
@@ -501,17 +447,6 @@ def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int)
         lags=np.array([lag for _, lag in lags], dtype=np.float64),
         taps=read_taps(events),
     )
-
-
-def _mean_lag(event: Event) -> float | None:
-    """Mean lag of the pushes to all servers; None where the event has none."""
-    rows = event.get("links")
-    links = [as_mapping(row) for row in cast("list[Any]", rows)] if isinstance(rows, list) else []
-    pushes, lags = (
-        sum(value for link in links if (value := number(link.get(name))) is not None and 0 <= value < _MAX_BYTES)
-        for name in ("pushes", "lag_total")
-    )
-    return lags / pushes if pushes >= 1 else None
 
 
 def _shares_in_s(shares: Floats, wall_s: Floats) -> Floats:

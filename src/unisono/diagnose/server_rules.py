@@ -9,7 +9,8 @@ import numpy as np
 
 from unisono.diagnose.figures import is_timed, lower_median, milliseconds, setting_text, severity_of, shares_of
 from unisono.diagnose.finding import Finding
-from unisono.diagnose.run_facts import Floats, LinkTraffic, RunFacts
+from unisono.diagnose.link_facts import LinkTraffic
+from unisono.diagnose.run_facts import Floats, RunFacts
 
 _BUSY_FRAC: Final = 0.8  # of the time, for a server to be what workers wait for
 _MIN_WINDOWS: Final = 8

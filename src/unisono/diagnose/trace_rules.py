@@ -92,8 +92,11 @@ def exposed_gradient_sums(facts: RunFacts) -> Iterator[Finding]:
 
 
 def launch_bound(facts: RunFacts) -> Iterator[Finding]:
-    """LAUNCH01: the calls of operators take longer than their work."""
+    """LAUNCH01: the calls of operators take longer than their work. Nothing of a profile with Python's stacks, whose recording
+    makes the calls several times as long."""
     profiles = _profiles(facts)
+    if any(profile.has_stacks for profile in profiles):
+        return
     if not profiles or not all(profile.launch.num_operators for profile in profiles):
         return
     on_device = any(profile.launch.num_kernels for profile in profiles)

@@ -99,4 +99,8 @@ def _peak_bytes(rank: RankFacts, factor: int, ranks: Sequence[RankFacts]) -> flo
     That is an upper bound, as the interpreter and libraries do not grow.
     """
     together = ranks if rank.device == "cpu" else (rank,)
-    return sum(each.held_bytes + factor * max(0.0, each.peak_bytes - each.held_bytes) for each in together)
+    held = [sum(each.held_bytes.values()) for each in together]
+    return sum(
+        held_bytes + factor * max(0.0, each.peak_bytes - held_bytes)
+        for each, held_bytes in zip(together, held, strict=True)
+    )

@@ -9,7 +9,7 @@ waiting      no process of the run was there, between two attempts
 starting     from the start of an attempt to its first step: imports, the model, restoring a checkpoint
 checkpoint   training stood still for a checkpoint
 evaluation   evaluations
-other        callbacks, the body of the loop, export, sample, and what no event explains
+other        callbacks, the body of the loop, ends of profiles, export, sample, and what no event explains
 
 Ranks of one attempt share its time: the ledger is their mean. Times are those of the events (``t``, with ``m`` inside an
 attempt), and where the launcher recorded them (``launch.json``) the start and end of an attempt's processes. No torch.

@@ -40,7 +40,7 @@ from unisono.profile.rank_profile import (
     remove_earlier,
 )
 from unisono.profile.spans import recording
-from unisono.profile.summary import RunFactsOfWindow, summarise_trace
+from unisono.profile.summary import ProfiledRun, summarise_trace
 from unisono.profile.sync_watch import SyncWatch
 from unisono.profile.trace_file import read_trace
 from unisono.profile.window import Window
@@ -245,9 +245,9 @@ class Recording:
         write_atomically(self._folder / f"rank-{self._rank}.json", profile.to_bytes())
         return profile
 
-    def _facts(self, meta: Mapping[str, Any], notes: tuple[str, ...]) -> RunFactsOfWindow:
+    def _facts(self, meta: Mapping[str, Any], notes: tuple[str, ...]) -> ProfiledRun:
         base_ns = meta.get("baseTimeNanoseconds")
-        return RunFactsOfWindow(
+        return ProfiledRun(
             rank=self._rank,
             world_size=self._world.world_size,
             device=self._device,

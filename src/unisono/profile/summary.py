@@ -51,7 +51,7 @@ _COMPILES: Final = "_compile.compile_inner"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunFactsOfWindow:
+class ProfiledRun:
     """Facts about a window of a run that are not in its trace.
 
     Attributes:
@@ -79,7 +79,7 @@ class RunFactsOfWindow:
     notes: Sequence[str] = ()
 
 
-def summarise_trace(trace: Trace, run: RunFactsOfWindow | None = None) -> RankProfile:
+def summarise_trace(trace: Trace, run: ProfiledRun | None = None) -> RankProfile:
     """The profile of a trace: of a window of a run, or with ``run`` None of another program."""
     host = host_events(trace)
     steps, is_numbered = _steps(trace, host)
@@ -313,7 +313,7 @@ def _is_long(trace: Trace, host: HostEvents, chosen: NDArray[np.int64]) -> NDArr
     return (own_us[order][middles] >= SHORT_US)[kind]
 
 
-def _compiled(trace: Trace, host: HostEvents, within: NDArray[np.bool_], run: RunFactsOfWindow | None) -> CompileCounts:
+def _compiled(trace: Trace, host: HostEvents, within: NDArray[np.bool_], run: ProfiledRun | None) -> CompileCounts:
     """Compilations in the window: those that the trace shows, or that torch has counted."""
     marks = host.place[within & trace.named(lambda name: name.startswith(_COMPILES))[host.place]]
     counted = run.compiled if run is not None else CompileCounts()

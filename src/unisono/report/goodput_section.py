@@ -31,7 +31,7 @@ _MEANINGS: Final = {
     "starting": "from the start of an attempt to its first step",
     "checkpoint": "training stood still for a checkpoint",
     "evaluation": "evaluations",
-    "other": "callbacks, the body of the loop, export, sample, what no event explains",
+    "other": "callbacks, the body of the loop, ends of profiles, export, sample, what no event explains",
 }
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 
 from unisono.diagnose import RankFacts, RunFacts
 from unisono.diagnose.figures import per_step, plan_group
-from unisono.diagnose.link_facts import AxisTraffic
-from unisono.diagnose.run_facts import ALL_PHASES, COMM_PHASES, LOADER_STAGES
-from unisono.observe.events import Event, number
+from unisono.diagnose.link_facts import AxisTraffic, LinkTraffic
+from unisono.diagnose.run_facts import ALL_PHASES, COMM_PHASES, HELD_CATEGORIES, LOADER_STAGES
 from unisono.observe.formatting import percent
-from unisono.observe.history import Floats, RankHistory
+from unisono.observe.history import Floats
 from unisono.observe.meters import COMM_AXES
 from unisono.observe.run_summary import format_gib, short_number, short_time
 from unisono.report.bars import MAX_ROWS, plain, stacked_bars
@@ -22,7 +20,6 @@ from unisono.report.charts import PHASE_COLOURS
 from unisono.report.section import Section, Table
 from unisono.sanitize import printable
 
-_HELD: Final = ("parameters", "gradients", "optimizer")
 _STAGE_COLOURS: Final = {"read": "#1f6feb", "transform": "#d29922", "collate": "#8250df"}
 _MEMORY_COLOURS: Final = {
     "parameters": "#1f6feb",
@@ -30,65 +27,6 @@ _MEMORY_COLOURS: Final = {
     "optimizer": "#8250df",
     "more than planned": "#afb8c1",
 }
-_MAX_PEERS: Final = 64
-
-
-@dataclass(kw_only=True, slots=True)
-class Link:
-    """Bytes that a rank exchanged with a peer, in the seconds of its events."""
-
-    sent_bytes: float = 0.0
-    received_bytes: float = 0.0
-    wall_s: float = 0.0
-
-
-@dataclass(kw_only=True, slots=True)
-class RankEvents:
-    """Planned memory and communication of the last attempt, by rank.
-
-    Attributes:
-        held_bytes: Bytes that the rank holds by the plan, by category.
-        links: Traffic with each peer.
-    """
-
-    held_bytes: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
-    links: dict[int, dict[str, Link]] = field(default_factory=dict[int, dict[str, Link]])
-
-    def add(self, history: RankHistory) -> None:
-        """Take the events of a rank."""
-        rank = history.rank
-        if rank is None or history.is_empty:
-            return
-        last = max(history.attempt_s)
-        for event in history.all_events:
-            if event.get("attempt") != last:
-                continue
-            if event["kind"] == "run_start":
-                held: Any = event.get("held_bytes")
-                if isinstance(held, Mapping):
-                    found = {name: number(cast("Mapping[str, Any]", held).get(name)) for name in _HELD}
-                    self.held_bytes[rank] = {
-                        name: max(0.0, value) for name, value in found.items() if value is not None
-                    }
-            elif event["kind"] == "links":
-                self._add_links(rank, event)
-
-    def _add_links(self, rank: int, event: Event) -> None:
-        listed: Any = event.get("links")
-        wall_s = number(event.get("wall_s"))
-        for entry in cast("list[Any]", listed if isinstance(listed, list) else []):
-            if not isinstance(entry, dict):
-                continue
-            entry = cast("dict[str, Any]", entry)
-            sent, received = number(entry.get("sent_bytes")), number(entry.get("received_bytes"))
-            peer = plain(printable(str(entry.get("peer"))))[:100]
-            peers = self.links.setdefault(rank, {})
-            if sent is None or received is None or (peer not in peers and len(peers) >= _MAX_PEERS):
-                continue
-            link = peers.setdefault(peer, Link())
-            link.sent_bytes += sent
-            link.received_bytes += received
-            link.wall_s += wall_s or 0.0
 
 
 def step_section(facts: RunFacts) -> Section | None:
@@ -134,15 +72,15 @@ def _left_out_note(left_out: int) -> str:
     return f" Of {left_out + MAX_ROWS} ranks those that compute shortest and longest." if left_out else ""
 
 
-def memory_section(facts: RunFacts, events: RankEvents) -> Section | None:
+def memory_section(facts: RunFacts) -> Section | None:
     """Bytes that each rank holds by the plan, and the most that was in use; None where either is not known."""
-    ranks = [rank for rank in facts.ranks if rank.peak_bytes and events.held_bytes.get(rank.rank)]
+    ranks = [rank for rank in facts.ranks if rank.peak_bytes and rank.held_bytes]
     if not ranks:
         return None
     shown, left_out = _shown(ranks)
-    held = [events.held_bytes[rank.rank] for rank in shown]
+    held = [rank.held_bytes for rank in shown]
     planned = [sum(each.values()) for each in held]
-    series: dict[str, list[float]] = {name: [each.get(name, 0.0) / 2**30 for each in held] for name in _HELD}
+    series: dict[str, list[float]] = {name: [each.get(name, 0.0) / 2**30 for each in held] for name in HELD_CATEGORIES}
     series["more than planned"] = [
         max(0.0, rank.peak_bytes - plan) / 2**30 for rank, plan in zip(shown, planned, strict=True)
     ]
@@ -157,7 +95,7 @@ def memory_section(facts: RunFacts, events: RankEvents) -> Section | None:
     rows = [
         [
             str(rank.rank),
-            *(format_gib(each.get(name, 0.0)) for name in _HELD),
+            *(format_gib(each.get(name, 0.0)) for name in HELD_CATEGORIES),
             format_gib(plan),
             format_gib(rank.peak_bytes),
             format_gib(max(0.0, rank.peak_bytes - plan)),
@@ -167,7 +105,7 @@ def memory_section(facts: RunFacts, events: RankEvents) -> Section | None:
         ]
         for rank, each, plan in zip(shown, held, planned, strict=True)
     ]
-    head = ("rank", *_HELD, "planned", "most in use", "more than planned", "there is (used)")
+    head = ("rank", *HELD_CATEGORIES, "planned", "most in use", "more than planned", "there is (used)")
     note = (
         "Parameters, gradients and optimizer state as the plan counts them. The rest is activations, buffers and "
         "temporary tensors; on the CPU also the interpreter, libraries and loaded data."
@@ -206,7 +144,7 @@ def loading_section(facts: RunFacts) -> Section | None:
     )
 
 
-def communication_section(facts: RunFacts, events: RankEvents) -> Section | None:
+def communication_section(facts: RunFacts) -> Section | None:
     """Traffic by axis of the mesh and by peer, and waiting for it; None where there is neither."""
     charts: list[dict[str, Any]] = []
     tables: list[Table] = []
@@ -218,17 +156,17 @@ def communication_section(facts: RunFacts, events: RankEvents) -> Section | None
         rank: {_axis_name(each): each.wire_bytes / each.steps / 2**20 for each in axes}
         for rank, axes in by_axis.items()
     } or {
-        rank: {peer: (link.sent_bytes + link.received_bytes) / 2**20 for peer, link in links.items()}
-        for rank, links in events.links.items()
+        rank.rank: {_peer_name(link): (link.sent_bytes + link.received_bytes) / 2**20 for link in rank.links}
+        for rank in facts.ranks
+        if rank.links
     }
     if len(columns) > 1:
         charts.append(_matrix(columns, "MiB a step" if by_axis else "MiB"))
-    ranks = sorted(events.links)
-    if any(events.links.values()):
+    if any(rank.links for rank in facts.ranks):
         rows = [
-            [str(rank), peer, *_traffic(link)]
-            for rank in ranks[:MAX_ROWS]
-            for peer, link in sorted(events.links[rank].items())
+            [str(rank.rank), _peer_name(link), *_traffic(link)]
+            for rank in [rank for rank in facts.ranks if rank.links][:MAX_ROWS]
+            for link in sorted(rank.links, key=lambda link: link.peer)
         ]
         head = ("rank", "peer", "sent", "received", "sent per second", "received per second")
         tables.append(Table(head=head, rows=rows[:MAX_ROWS], left_out=max(0, len(rows) - MAX_ROWS)))
@@ -310,7 +248,11 @@ def _axis_name(traffic: AxisTraffic) -> str:
     return plain(printable(f"{traffic.axis}: {traffic.group}" if traffic.group != traffic.axis else traffic.axis))
 
 
-def _traffic(link: Link) -> list[str]:
+def _peer_name(link: LinkTraffic) -> str:
+    return plain(printable(link.peer))[:100]
+
+
+def _traffic(link: LinkTraffic) -> list[str]:
     rates = [
         f"{short_number(count / link.wall_s)}B/s" if link.wall_s > 0 else ""
         for count in (link.sent_bytes, link.received_bytes)

@@ -39,7 +39,6 @@ from unisono.report.page import DRAW_SCRIPT, PAGE
 from unisono.report.parent_section import parent_section
 from unisono.report.profile_sections import profile_sections
 from unisono.report.rank_sections import (
-    RankEvents,
     communication_section,
     loading_section,
     memory_section,
@@ -122,9 +121,9 @@ def make_report(run_dir: Path) -> Report:
     return Report(target, goodput)
 
 
-def _rank_sections(facts: RunFacts, events: RankEvents, monitor: MonitorCurves) -> list[Section]:
+def _rank_sections(facts: RunFacts, monitor: MonitorCurves) -> list[Section]:
     sections = [step_section(facts) if len(facts.ranks) > 1 else None, loading_section(facts), pipeline_section(facts)]
-    sections += [communication_section(facts, events), memory_section(facts, events), monitor_section(monitor)]
+    sections += [communication_section(facts), memory_section(facts), monitor_section(monitor)]
     sections += profile_sections(facts.profiles)
     return [section for section in sections if section is not None]
 
@@ -138,7 +137,6 @@ class _ShownRanks:
         self.num_events = 0
         self.newest: list[Event] = []  # events of the table
         self.goodput = GoodputLedger()
-        self.events = RankEvents()
         self.monitor = MonitorCurves()
 
     def collect(self, history: RankHistory) -> RankHistory:
@@ -151,7 +149,6 @@ class _ShownRanks:
             self.num_events += len(shown)
             self.newest = newest_events([*self.newest, *shown])
         self.goodput.add(history)
-        self.events.add(history)
         self.monitor.add(history)
         return history
 
@@ -178,7 +175,7 @@ def render(
     summary = summarise(history)
     start, sample = _last(history.events, "run_start"), _last(history.events, "sample")
     curves, shares, ranks = list(curves_of(history)), time_chart(summary), rank_map(facts)
-    rank_sections = _rank_sections(facts, shown.events, shown.monitor)
+    rank_sections = _rank_sections(facts, shown.monitor)
     charts = [*([shares] if shares else []), *curves, *([ranks] if ranks else [])]
     charts += [chart for section in (*([goodput] if goodput else []), *rank_sections) for chart in section.charts]
     plotly = files("unisono.report").joinpath(_PLOTLY).read_bytes()

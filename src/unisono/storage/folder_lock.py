@@ -112,6 +112,20 @@ class FolderLock:
                     _LOG.error("%s: %s works here too: end one of the two", path.parent, _holder(_record(self._fd)))
 
 
+def is_abandoned(path: Path) -> bool:
+    """Whether the holder of the lock on ``path``, which has a heartbeat, ended a minute or more ago without giving it up: by a
+    kill, or with its host. A file that is missing, or cannot be read, says nothing.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return bool(_record(fd)) and time.time() - os.fstat(fd).st_mtime >= _STALE_S
+    finally:
+        os.close(fd)
+
+
 def _forget_all() -> None:
     for lock in list(_HELD):
         lock._forget()  # pyright: ignore[reportPrivateUsage]

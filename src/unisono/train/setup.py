@@ -50,7 +50,7 @@ from unisono.plan.validate import validate_plan
 from unisono.storage.directory import make_folder
 from unisono.storage.files import os_reason
 from unisono.storage.folder_lock import FolderLock
-from unisono.storage.run_folder import CHECKPOINTS_FOLDER, LOGS_FOLDER
+from unisono.storage.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE, LOGS_FOLDER
 from unisono.train.gradient_sync import local_sgd_config
 from unisono.train.objectives import Batch, Objective, find_targets, masked_token, next_token
 from unisono.train.run_record import TOKEN_ENTRIES
@@ -152,12 +152,12 @@ def open_events(run_dir: Path, world: World) -> EventLog:
         try:
             make_folder(run_dir)
             lock = FolderLock(
-                run_dir / "run.lock", work="is training", nearest="wait until it has ended, or another run.dir"
+                run_dir / LOCK_FILE, work="is training", nearest="wait until it has ended, or another run.dir"
             )
         except OSError as error:
             if os.access(run_dir, os.W_OK):  # else it is the log's error
                 raise ConfigError(
-                    given=f"{run_dir / 'run.lock'}, which cannot be opened ({os_reason(error)})",
+                    given=f"{run_dir / LOCK_FILE}, which cannot be opened ({os_reason(error)})",
                     rule="one run at a time works in a folder, and holds this file meanwhile",
                     consequence="nothing was started",
                     nearest="remove it if no run works there, or another run.dir",

@@ -88,8 +88,8 @@ class StepRecorder:
     def run(self, train_step: TrainStep, batch: StepBatch) -> Step:
         """Make the step. Raises SystemExit after the last one that was asked for."""
         number, rank = batch.step + 1, self.dims.world.rank
-        folder = Path(self.request.folder)
-        if number in self.request.record:
+        folder = Path(self.request.record_dir)
+        if number in self.request.record_steps:
             with open_new(values_path(folder, number, rank)) as values:
                 recording = _StepObserver(train_step, self.dims, values)
                 recording.begin(batch)
@@ -99,7 +99,7 @@ class StepRecorder:
             step = train_step.run(batch)
         self._replay.losses[number], self._replay.grad_norms[number] = step.loss, step.grad_norm
         self._replay.states[number] = _state_digest(train_step)
-        if number < self.request.last:
+        if number < self.request.last_step:
             return step
         write_replay(folder, rank, self._replay)
         self.dims.world.barrier()
