@@ -88,7 +88,9 @@ def _head(run_dir: str, facts: RunFacts) -> Iterator[str]:
         yield from (printable(note) for note in facts.notes)
         return
     steps = facts.common_steps()
-    measured = f"steps {steps[0]} to {steps[-1]} measured" if len(steps) else "no steps measured"
+    rank = facts.ranks[0]
+    first = steps[0] - rank.steps_per_reading[0] + 1 if len(steps) else 0
+    measured = f"steps {first} to {steps[-1]} measured" if len(steps) else "no steps measured"
     yield f"{run_dir}: {len(facts.ranks)} {'rank' if len(facts.ranks) == 1 else 'ranks'}, {measured}"
     if facts.profiles and (profiled := facts.profiles[0].steps):
         yield f"with the profile of steps {profiled[0].step} to {profiled[-1].step}"

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from unisono.compare.differences import environment_of, settings_of
 from unisono.errors import DataError
 from unisono.observe.events import ENVELOPE, Event, number
 from unisono.observe.goodput import CATEGORIES, GoodputLedger, launch_spans
-from unisono.observe.history import WARM_UP_READINGS, Counts, Floats, RankHistory, read_history, undisturbed
+from unisono.observe.history import Counts, Floats, RankHistory, read_history, steady_readings
 from unisono.observe.meters import COMM_AXES, PHASES
 from unisono.observe.run_summary import RunSummary, eval_metrics, summarise
 from unisono.storage.run_folder import EVENTS_FOLDER
@@ -124,10 +123,11 @@ class _StepTimes:
         self._num_ranks = 0
 
     def add(self, history: RankHistory) -> None:
-        rows, counts = _steady_readings(history)
+        readings = steady_readings(history)
+        rows = readings.rows
         if not len(rows):
             return
-        window_s = history.columns["time/window_s"][rows] / counts
+        window_s = readings.wall_s / readings.num_steps
         shares = np.stack([history.columns[f"time/{name}_frac"][rows] for name in _TIMES])
         seconds = np.clip(np.where(np.isfinite(shares), shares, 0.0), 0.0, 1.0) * window_s
         steps, places = np.unique(history.steps[rows], return_index=True)
@@ -163,23 +163,6 @@ class _StepTimes:
         total_s = self._wall_s.sum()
         shares = zip(_TIMES, self._seconds.sum(axis=1), strict=True)
         return {f"time/{name}_frac": float(each / total_s) for name, each in shares if each > 0} if total_s > 0 else {}
-
-
-def _steady_readings(history: RankHistory) -> tuple[NDArray[np.int64], Floats]:
-    """Rows of the last step of each reading after warm-up, and the number of steps that the reading has [readings]."""
-    columns = history.columns
-    readings = np.flatnonzero(np.isfinite(columns["time/other_frac"]) & (columns["time/window_s"] > 0))
-    if not len(readings):
-        return readings, np.zeros(0)
-    attempts = history.attempts[readings]
-    is_first = np.append(True, attempts[1:] != attempts[:-1])
-    begins = np.searchsorted(history.attempts, attempts)  # attempts follow each other
-    counts = np.where(is_first, readings - begins + 1, np.diff(readings, prepend=0)).astype(np.float64)
-    place = np.arange(len(readings)) - np.maximum.accumulate(np.where(is_first, np.arange(len(readings)), 0))
-    steps = history.steps[readings]
-    keep = (place >= WARM_UP_READINGS) & (counts > 0)
-    keep &= undisturbed(history.events, steps - counts.astype(np.int64) + 1, steps)
-    return readings[keep], counts[keep]
 
 
 def _rates(history: RankHistory, step_s: Floats) -> dict[str, Floats]:

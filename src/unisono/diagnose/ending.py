@@ -33,15 +33,17 @@ class Ending:
     advice: str = ""
 
 
-def read_ending(run_dir: Path, *, since_s: float) -> Ending | None:
-    """The ending of the run's last attempt, of what was written after ``since_s`` (seconds since 1970); None if there is none."""
+def read_ending(run_dir: Path, *, since_s: float) -> tuple[bool, Ending | None]:
+    """Whether the launcher has recorded how the run's last attempt ended, and why that attempt failed or hangs; None where it
+    does not, or nobody knows. What was written before ``since_s`` (seconds since 1970) is of an earlier attempt.
+    """
     is_over, recorded = _recorded(run_dir / LAUNCH_FILE, since_s)
     if is_over:
-        return recorded
+        return True, recorded
     hang = read_hang(run_dir / LOGS_FOLDER, since_s=since_s)
     if hang is None:
-        return None
-    return Ending(kind=hang.kind, ranks=hang.ranks, sentence=hang.sentence, evidence=hang.evidence)
+        return False, None
+    return False, Ending(kind=hang.kind, ranks=hang.ranks, sentence=hang.sentence, evidence=hang.evidence)
 
 
 def _recorded(path: Path, since_s: float) -> tuple[bool, Ending | None]:

@@ -61,6 +61,13 @@ def excess_over_others(values: Floats) -> Floats:
     return values - values[order][middle + (place <= middle)]
 
 
+def standing_out(facts: RunFacts, shares: Floats) -> tuple[int, ...]:
+    """The ranks that have most of a cost [ranks]: those whose share is above that of the others by half of the largest one. None
+    of a single rank, and none where it is the same on all."""
+    excess = excess_over_others(shares)
+    return chosen_ranks(facts, excess >= max(0.5 * float(shares.max()), 1e-12))
+
+
 def severity_of(share: float, warning: float, critical: float) -> Severity | None:
     """None below both thresholds."""
     return "critical" if share >= critical else "warning" if share >= warning else None
@@ -68,8 +75,7 @@ def severity_of(share: float, warning: float, critical: float) -> Severity | Non
 
 def per_step(rank: RankFacts, seconds: Floats) -> float:
     """Mean over the steps of a rank of its ``seconds`` [readings]."""
-    steps_per_reading = int(rank.steps[-1] - rank.steps[0]) / max(1, len(rank.steps) - 1)
-    return float(seconds.mean()) / max(1.0, steps_per_reading)
+    return float(seconds.sum() / max(1, rank.steps_per_reading.sum()))
 
 
 def step_s(facts: RunFacts) -> float:
@@ -97,9 +103,14 @@ def named_host(rank: RankFacts) -> str:
     return f" (host {rank.host})" if rank.host else ""
 
 
+def highest_of_hosts(ranks: Iterable[RankFacts], name: str) -> float | None:
+    """Mean of a figure of the monitor, on the host of ``ranks`` where it is highest; None where not known."""
+    return max((mean for rank in ranks if (mean := rank.monitor.mean(name)) is not None), default=None)
+
+
 def busy_frac(ranks: Iterable[RankFacts]) -> float | None:
     """Share of the processors that are busy, on the busiest host of ``ranks``; None where not known."""
-    return max((busy for rank in ranks if (busy := rank.monitor.mean("cpu_frac")) is not None), default=None)
+    return highest_of_hosts(ranks, "cpu_frac")
 
 
 def host_busy_frac(facts: RunFacts, rank: RankFacts) -> float | None:

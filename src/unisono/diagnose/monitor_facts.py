@@ -23,6 +23,8 @@ _FIGURES: Final = {
     "process_cpus": 1e6,
     "core_wait_frac": 1.0,
     "cpu_frac": 1.0,
+    "iowait_frac": 1.0,
+    "disk_read_bytes_per_s": 1e15,
     "device_throttled": 1.0,
     "device_clock_hz": 1e12,
     "device_max_clock_hz": 1e12,

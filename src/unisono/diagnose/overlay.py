@@ -44,7 +44,8 @@ def patch_text(patch: Mapping[str, Any], *, is_script: bool) -> str:
     texts: list[str] = []
     for name, value in patch.items():
         section, _, option = name.partition(".")
-        texts.append(f"{_OPTIONS.get(section, section)}({option}={value!r})")
+        # the model and the launch are no options of a Trainer
+        texts.append(f"{_OPTIONS[section]}({option}={value!r})" if section in _OPTIONS else f"{name}={value!r}")
     return ", ".join(texts)
 
 

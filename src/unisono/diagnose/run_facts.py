@@ -24,7 +24,7 @@ from unisono.diagnose.monitor_facts import MonitorSamples, read_monitor
 from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps
 from unisono.errors import ConfigError, DataError
 from unisono.observe.events import Event, as_mapping, event_step, number
-from unisono.observe.history import WARM_UP_READINGS, Floats, RankHistory, read_history, undisturbed
+from unisono.observe.history import Floats, RankHistory, read_history, steady_readings
 from unisono.observe.meters import COMM_AXES, PHASES
 from unisono.profile import RankProfile, newest_profiles, read_trace, summarise_trace
 from unisono.storage.run_folder import EVENTS_FOLDER, RUN_FILE
@@ -72,6 +72,7 @@ class RankFacts:
     Attributes:
         rank: The rank.
         steps: Last step of each reading [readings].
+        steps_per_reading: Number of steps of each reading [readings].
         wall_s: Seconds of each reading [readings].
         phase_s: Seconds of each phase of ``ALL_PHASES`` and ``COMM_PHASES`` in each reading [readings].
         num_steps: Number of steps that the attempt has made, warm-up included.
@@ -99,6 +100,7 @@ class RankFacts:
 
     rank: int
     steps: NDArray[np.int64]
+    steps_per_reading: NDArray[np.int64]
     wall_s: Floats
     phase_s: Mapping[str, Floats]
     num_steps: int
@@ -261,7 +263,8 @@ def _settings_of_script(run_dir: Path) -> dict[str, Any]:
 def with_run_files(facts: RunFacts, run_dir: Path) -> RunFacts:
     """``facts`` with what other files of the run say: its last profile, why it failed or hangs, and the options of a script."""
     profiles, notes = newest_profiles(run_dir)
-    ending = read_ending(run_dir, since_s=facts.last_progress_at_s) or facts.ending
+    is_recorded, ending = read_ending(run_dir, since_s=facts.last_progress_at_s)
+    ending = ending if is_recorded else ending or facts.ending
     facts = replace(facts, profiles=profiles, ending=ending, notes=(*facts.notes, *notes))
     return facts if facts.settings else replace(facts, settings=_settings_of_script(run_dir), is_script=True)
 
@@ -291,9 +294,6 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
         last = int(history.attempts.max()) if len(history.attempts) else newest
         if last != newest and not ranks:
             notes.append(f"attempt {newest} has made no step yet: the figures are those of attempt {last}")
-        errors += [
-            (rank, event) for event in history.all_events if _is_failure(event) and event.get("attempt") == newest
-        ]
         events = [event for event in history.all_events if event.get("attempt") == last]
         # wall-clock times: of the steps, and of all events
         step_times = history.columns["t"][history.attempts == last]
@@ -302,6 +302,9 @@ def facts_of(histories: Iterable[RankHistory]) -> RunFacts:
         times += [float(step_times.min()), float(step_times.max())] if len(step_times) else []
         if max(times, default=0.0) < began_s:
             continue  # of an earlier attempt, which had more ranks
+        errors += [
+            (rank, event) for event in history.all_events if _is_failure(event) and event.get("attempt") == newest
+        ]
         began_s = began_s or min(times, default=0.0)
         start = start or next((event for event in events if event["kind"] == "run_start"), start)
         ranks.append(_rank_facts(rank, history, events, last))
@@ -349,21 +352,16 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
 
     num_steps = len(rows)
     peaks, limits = column("mem/peak_bytes", rows), column("mem/limit_bytes", rows)
-    readings = rows[~np.isnan(column("time/other_frac", rows))]  # the last step of each reading
-    wall_s = column("time/window_s", readings)
-    if np.isnan(wall_s).all():  # events of an earlier release
-        wall_s = np.diff(column("m", readings), prepend=np.nan)
-    steps = history.steps[readings]
-    first_steps = np.append(history.steps[rows[:1]], steps[:-1] + 1) if len(steps) else steps
-    keep = (wall_s > 0) & np.isfinite(wall_s)
-    keep[:WARM_UP_READINGS] = False
-    keep[1:] &= steps[1:] > np.maximum.accumulate(steps)[:-1]
-    keep &= undisturbed(events, first_steps, steps)
-    kept, wall_s = readings[keep], wall_s[keep]
+    readings = steady_readings(history)
+    readings = readings.where(history.attempts[readings.rows] == attempt)
+    steps = history.steps[readings.rows]
+    readings = readings.where(steps > np.append(-1, np.maximum.accumulate(steps))[:-1])
+    kept, wall_s = readings.rows, readings.wall_s
     start = next((event for event in events if event["kind"] == "run_start"), {})
     return RankFacts(
         rank=rank,
         steps=history.steps[kept],
+        steps_per_reading=readings.num_steps,
         wall_s=wall_s,
         phase_s={
             phase: _shares_in_s(column(f"time/{phase}_frac", kept), wall_s) for phase in (*ALL_PHASES, *COMM_PHASES)

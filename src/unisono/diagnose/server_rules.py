@@ -15,6 +15,7 @@ from unisono.diagnose.run_facts import Floats, RunFacts
 _BUSY_FRAC: Final = 0.8  # of the time, for a server to be what workers wait for
 _MIN_WINDOWS: Final = 8
 _MIN_CORRELATION: Final = 0.7
+_SHOWN_SERVERS: Final = 4
 
 
 def busiest_server(facts: RunFacts) -> LinkTraffic | None:
@@ -35,8 +36,8 @@ def server_bound(facts: RunFacts) -> Iterator[Finding]:
     if severity := severity_of(cost, 0.10, 0.25):
         cores = server.cpu_s / server.busy_s
         by_cpu = cores >= 0.7
-        number = facts.settings.get("launch.num_servers")
-        can_add = isinstance(number, int) and 0 < number < 64
+        num_servers = facts.settings.get("launch.num_servers")
+        can_add = isinstance(num_servers, int) and 0 < num_servers < 64
         yield Finding(
             id="SRV01",
             title=f"workers wait for the parameter server {server.peer}",
@@ -48,13 +49,24 @@ def server_bound(facts: RunFacts) -> Iterator[Finding]:
                 f"{server.peer} is busy {server.busy_s / server.wall_s:.0%} of the time with "
                 f"{server.served_s / server.busy_s:.1f} requests at once; it computes on {cores:.1f} cores"
                 + ("" if by_cpu else ", so it waits for its network, its replica or other processes"),
+                *_server_rates(facts),
                 *setting_text(facts, "launch.num_servers"),
             ),
             advice="more servers share the parameters (launch.num_servers), on cores or hosts of their own; "
             + ("plan.compression=none computes less" if by_cpu else "plan.compression sends less"),
-            patch={"launch.num_servers": number + 1} if can_add and isinstance(number, int) else {},
-            expected_gain=cost / (number + 1) if can_add and isinstance(number, int) else 0.0,
+            patch={"launch.num_servers": num_servers + 1} if can_add else {},
+            expected_gain=cost / (num_servers + 1) if can_add else 0.0,
         )
+
+
+def _server_rates(facts: RunFacts) -> Iterator[str]:
+    """Bytes a second that all workers together exchange with each server, which its network carries; the busiest first."""
+    rates: dict[str, float] = {}
+    for link in (link for rank in facts.ranks for link in rank.links if link.wall_s > 0 and link.served_s > 0):
+        rates[link.peer] = rates.get(link.peer, 0.0) + (link.sent_bytes + link.received_bytes) / link.wall_s
+    shown = sorted(rates.items(), key=lambda item: -item[1])[:_SHOWN_SERVERS]
+    if shown:
+        yield "bytes a second, there and back: " + ", ".join(f"{peer} {rate / 1e6:,.3g} MB/s" for peer, rate in shown)
 
 
 def stale_updates(facts: RunFacts) -> Iterator[Finding]:
@@ -67,7 +79,7 @@ def stale_updates(facts: RunFacts) -> Iterator[Finding]:
     lags, noise = training.lags[known], noise[known]
     if len(lags) < _MIN_WINDOWS or np.ptp(lags) < 1.0 or np.ptp(noise) == 0:
         return
-    correlation = float(np.corrcoef(_places(lags.round()), _places(noise))[0, 1])
+    correlation = float(np.corrcoef(_average_ranks(lags.round()), _average_ranks(noise))[0, 1])
     low, high = noise[lags <= np.median(lags)], noise[lags > np.median(lags)]
     if correlation < _MIN_CORRELATION or not len(high) or np.median(high) < 1.5 * np.median(low):
         return
@@ -94,16 +106,16 @@ def _noise(steps: Any, losses: Floats, ends: Any) -> Floats:
     """Deviation of the losses from a line through them, in the steps up to each of ``ends`` [periods]; NaN for fewer than 8."""
     noise = np.full(len(ends), np.nan)
     begin = -1
-    for place, end in enumerate(ends):
+    for period, end in enumerate(ends):
         chosen = (steps > begin) & (steps <= end) & np.isfinite(losses)
         begin = end
         if chosen.sum() >= 8:
             where, values = steps[chosen].astype(np.float64), losses[chosen]
-            noise[place] = float(np.std(values - np.polyval(np.polyfit(where, values, 1), where)))
+            noise[period] = float(np.std(values - np.polyval(np.polyfit(where, values, 1), where)))
     return noise
 
 
-def _places(values: Floats) -> Floats:
-    """The place of each value among the sorted ones; equal values have the mean of theirs."""
+def _average_ranks(values: Floats) -> Floats:
+    """The rank of each value, from 0 for the smallest; equal values have the mean of theirs (Spearman)."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[which]

@@ -20,6 +20,7 @@ from unisono.diagnose.figures import (
     busy_frac,
     chosen_ranks,
     excess_over_others,
+    highest_of_hosts,
     host_busy_frac,
     is_timed,
     least_wait_frac,
@@ -32,6 +33,7 @@ from unisono.diagnose.figures import (
     setting_text,
     severity_of,
     shares_of,
+    standing_out,
 )
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.link_facts import uses_by_axis
@@ -47,9 +49,13 @@ _FEW_FRAC: Final = 0.05  # of the readings
 _MANY_READINGS: Final = 20  # of which a few are no chance
 _SAME_FRAC: Final = 0.1  # two shares that differ by less count as equal
 _LEAST_SLOWDOWN: Final = 0.03  # of a step now; less does not matter
+_DISK_BOUND_FRAC: Final = 0.1  # of the time of a host's processors, idle with a request to the disk under way
+_SHOWN_WAIT_FRAC: Final = 0.05
 _IDLE_FRAC: Final = 0.7  # of a host's processors that are busy, below which more workers have cores
 _LEAST_BYTES: Final = 1000  # a step: less is sums of single numbers
 _BUBBLE: Final = (0.15, 0.30)  # warning, critical
+_SAVE_STALL: Final = (0.01, 0.05)
+_SAVE_STALL_AIM: Final = 0.008  # what rarer saves shall leave of it
 _COMM_ADVICE: Final = {
     "dp": "more samples per rank and step (plan.global_batch) make fewer exchanges of the same size; plan.compression makes "
     "those of gradients smaller",
@@ -127,10 +133,11 @@ def _longest_waits(facts: RunFacts) -> Iterator[str]:
     order = np.argsort(-waits, kind="stable")
     count = int(np.searchsorted(np.cumsum(waits[order]), _MOST_OF_WAIT * waits.sum())) + 1
     if len(waits) >= _MANY_READINGS and count <= _FEW_FRAC * len(waits):
-        steps = ", ".join(str(step) for step in sorted(rank.steps[order[: min(count, 5)]].tolist()))
+        ends = ", ".join(str(step) for step in sorted(rank.steps[order[: min(count, 5)]].tolist()))
         yield (
-            f"{_MOST_OF_WAIT:.0%} of that is before {count} of {len(waits)} steps ({steps}{', …' if count > 5 else ''}): pauses, "
-            "such as workers that start or storage that stands still, rather than slow work"
+            f"{_MOST_OF_WAIT:.0%} of that is in {count} of {len(waits)} readings, which end with step "
+            f"{ends}{', …' if count > 5 else ''}: pauses, such as workers that start or storage that stands still, rather than "
+            "slow work"
         )
 
 
@@ -146,7 +153,12 @@ def _busy_text(facts: RunFacts) -> Iterator[str]:
     busy = busy_frac(facts.ranks)
     if busy is not None:
         hosts = len({rank.host for rank in facts.ranks})
-        yield f"the processors of the {'host' if hosts == 1 else 'busiest host'} are busy for {busy:.0%} of the time"
+        text = f"the processors of the {'host' if hosts == 1 else 'busiest host'} are busy for {busy:.0%} of the time"
+        waits = highest_of_hosts(facts.ranks, "iowait_frac") or 0.0
+        if waits >= _SHOWN_WAIT_FRAC:
+            rate = highest_of_hosts(facts.ranks, "disk_read_bytes_per_s") or 0.0
+            text += f", and wait for the disk for {waits:.0%} of it; {rate / 1e6:,.3g} MB/s are read"
+        yield text
 
 
 def _stage_shares(facts: RunFacts) -> dict[str, float]:
@@ -174,6 +186,9 @@ def _loader_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, 
         stage = next(iter(_stage_shares(facts)), "")
         advice = _STAGE_ADVICE["collate"] if stage == "collate" else _LESS_WORK
         return {}, 0.0, f"no core is left for more workers: {advice}"
+    waits_for_disk = highest_of_hosts(facts.ranks, "iowait_frac")
+    if waits_for_disk is not None and waits_for_disk >= _DISK_BOUND_FRAC:
+        return {}, 0.0, f"more workers would wait for the disk too: {_STAGE_ADVICE['read']}"
     if isinstance(workers, int) and workers > 0:
         # the workers are busy all the time, so they set the pace: add workers until the computation does
         wanted = math.ceil(1.1 * workers / compute) if compute > 0 else 2 * workers
@@ -454,6 +469,7 @@ def garbage_collection(facts: RunFacts) -> Iterator[Finding]:
             severity=severity,
             cost_frac=cost,
             confidence=0.95,
+            ranks=standing_out(facts, shares),
             evidence=(
                 f"on rank {facts.rank_numbers[worst]} collections take {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)}",
                 *(["each rank collects at its own time, and the others wait for it"] if len(shares) > 1 else []),
@@ -470,24 +486,28 @@ def save_stall(facts: RunFacts) -> Iterator[Finding]:
     """CKPT01: training stands still while checkpoints are saved."""
     if not is_timed(facts):
         return
-    cost = float(shares_of(facts, "ckpt_stall").max())
-    if severity := severity_of(cost, 0.01, 0.05):
+    shares = shares_of(facts, "ckpt_stall")
+    cost = float(shares.max())
+    if severity := severity_of(cost, *_SAVE_STALL):
         every = facts.settings.get("checkpoint.every_steps")
         patch: dict[str, Any] = {}
         gain = 0.0
         if facts.settings.get("checkpoint.asynchronous") is False:
             patch, gain = {"checkpoint.asynchronous": True}, cost / 2
         elif isinstance(every, int) and every > 0:
-            factor = math.ceil(cost / 0.01)
-            patch, gain = {"checkpoint.every_steps": every * factor}, cost * (1 - 1 / factor)
+            # a step is the stall's share and the rest: with factor times as many steps to a save the share is below the warning
+            factor = math.ceil(cost * (1 - _SAVE_STALL_AIM) / (_SAVE_STALL_AIM * (1 - cost))) if cost < 1 else 1
+            if factor > 1:
+                patch, gain = {"checkpoint.every_steps": every * factor}, cost * (1 - 1 / factor)
         yield Finding(
             id="CKPT01",
             title="training stands still while it saves",
             severity=severity,
             cost_frac=cost,
             confidence=0.95,
+            ranks=standing_out(facts, shares),
             evidence=(
-                f"saving takes {cost:.1%} of the time",
+                f"saving takes {cost:.1%} of the time{_of_ranks(shares)}",
                 *setting_text(facts, "checkpoint.every_steps"),
                 *setting_text(facts, "checkpoint.asynchronous"),
             ),

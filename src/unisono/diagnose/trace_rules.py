@@ -19,6 +19,7 @@ from unisono.profile.rank_profile import Overlap, RankProfile, SyncPoint
 _MODEL_AXES: Final = frozenset({"cp", "tp", "ep", "pp"})
 _LAUNCH_CPU: Final = (0.50, 0.75)  # warning, critical; an operator on the CPU is its own kernel
 _LAUNCH_DEVICE: Final = (0.03, 0.15)
+_OPERATORS_OF_READ: Final = 2  # aten::item, and aten::_local_scalar_dense in it
 _SHORT_FRAC: Final = 0.5  # of the kernels, for launches to be the cause of idle time
 _RECOMPUTE: Final = (0.05, 0.15)
 _FULL_FRAC: Final = 0.75  # of the memory in use: recompute is needed
@@ -100,7 +101,7 @@ def launch_bound(facts: RunFacts) -> Iterator[Finding]:
     if not profiles or not all(profile.launch.num_operators for profile in profiles):
         return
     on_device = any(profile.launch.num_kernels for profile in profiles)
-    cost = _share(profiles, lambda profile: profile.launch.compute_s - profile.launch.work_s)
+    cost = _share(profiles, lambda profile: _calls_s(profile) * (1.0 - _reads_frac(profile)))
     launch = profiles[0].launch
     if on_device and launch.num_short < _SHORT_FRAC * launch.num_kernels:
         return
@@ -133,6 +134,20 @@ def launch_bound(facts: RunFacts) -> Iterator[Finding]:
         patch=patch,
         expected_gain=gain,
     )
+
+
+def _calls_s(profile: RankProfile) -> float:
+    """Time outside of work: on the CPU that of calls, which torch and Python take."""
+    return max(0.0, profile.launch.compute_s - profile.launch.work_s)
+
+
+def _reads_frac(profile: RankProfile) -> float:
+    """Share of the operators on the CPU that are reads of the user's code from tensors; their calls cost SYNC01, not LAUNCH01."""
+    launch = profile.launch
+    if launch.num_kernels or not launch.num_operators:
+        return 0.0
+    calls = sum(point.calls for point in profile.syncs if _is_of_user(point))
+    return min(1.0, _OPERATORS_OF_READ * calls / launch.num_operators)
 
 
 def _fewer_calls(
@@ -171,11 +186,15 @@ def synchronisations(facts: RunFacts) -> Iterator[Finding]:
         text = f"{point.source or f'in phase {point.phase}'} ({point.kind.removeprefix('aten::')})"
         sources[text] = sources.get(text, 0) + point.calls
     lines = sorted(sources.items(), key=lambda item: -item[1])[:5]
+    read_s = sum(point.total_s for point in points)
+    if not profile.has_stacks:  # whose recording makes calls longer
+        read_s = max(read_s, _calls_s(profile) * _reads_frac(profile))
     yield Finding(
         id="SYNC01",
         title="numbers are read from tensors in every step",
         severity="critical" if per_step > 20 else "warning",
-        cost_frac=min(1.0, sum(point.total_s for point in points) / profile.wall_s),
+        cost_frac=min(1.0, read_s / profile.wall_s),
+        ranks=_standing_out_by_reads(found),
         confidence=0.9 if on_device else 0.6,
         evidence=(
             f"{per_step:.3g} times a step{'' if on_device else '; an accelerator would wait for each'}",
@@ -185,6 +204,13 @@ def synchronisations(facts: RunFacts) -> Iterator[Finding]:
         advice="keep losses and metrics as tensors and read them every few steps; torch.where in place of an if on a tensor; "
         "sizes from .shape, not from .item()",
     )
+
+
+def _standing_out_by_reads(found: Sequence[tuple[RankProfile, list[SyncPoint]]]) -> tuple[int, ...]:
+    """The ranks that read more than twice as often as the lower median of all; none where all read as often."""
+    reads = np.array([sum(point.calls for point in points) / profile.num_steps for profile, points in found])
+    usual = lower_median(reads)
+    return tuple(profile.rank for (profile, _), count in zip(found, reads, strict=True) if count > 2 * usual + 2)
 
 
 def _is_of_user(point: SyncPoint) -> bool:

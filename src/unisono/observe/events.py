@@ -5,7 +5,8 @@ since 1970, ``m`` a monotonic clock in seconds (comparable within one boot of on
 processes that worked on this run, from 1. ``step`` in an event counts finished optimizer updates.
 
 Non-finite numbers are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` (as in protobuf's JSON mapping);
-``number`` converts them back. Secrets are redacted before an event is written or passed to listeners. There is no rotation,
+``number`` converts them back. ``run_start`` has the version of all events in ``schema`` (1 where it has none). New kinds and new
+fields raise no version: readers pass over what they do not know, and older files lack. Secrets are redacted before an event is written or passed to listeners. There is no rotation,
 buffering or locking between processes: one process writes one file. No torch.
 """
 
@@ -35,6 +36,9 @@ from unisono.storage.run_folder import EVENTS_FOLDER
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
+EVENT_SCHEMA: Final = (
+    1  # raised when a kind or a field that exists gets another meaning, which older readers would misread
+)
 SERIES: Final = ("step", "eval", "log")  # kinds whose numbers trackers and report show
 # kinds whose events belong to one step; a later attempt that makes the step again replaces them
 NUMBERED: Final = (
@@ -334,6 +338,16 @@ def damage_notes(path: Path, damaged_lines: Sequence[int], *, torn_tail: bool) -
     if torn_tail:
         sentences.append(f"{path.name}: left out the last line, which is incomplete: its process was killed")
     return tuple(sentences)
+
+
+def schema_notes(path: Path, events: Iterable[Event]) -> tuple[str, ...]:
+    """A sentence for a file at ``path`` with events of a version that this release does not know."""
+    newest = max((int(schema) for event in events if is_count(schema := event.get("schema"))), default=EVENT_SCHEMA)
+    if newest <= EVENT_SCHEMA:
+        return ()
+    return (
+        f"{path.name}: events of version {newest}, of a later release; this one knows version {EVENT_SCHEMA} and may misread them",
+    )
 
 
 def read_events(path: Path) -> EventHistory:

@@ -32,6 +32,7 @@ from unisono.observe.events import (
     is_count,
     number,
     open_events,
+    schema_notes,
 )
 from unisono.observe.meters import COMM_AXES, PHASES
 
@@ -281,7 +282,10 @@ class _History:
             unit=self._unit,
             attempt_s=attempt_s,
             replaced=replaced,
-            notes=damage_notes(path, self._damaged, torn_tail=torn_tail),
+            notes=(
+                *damage_notes(path, self._damaged, torn_tail=torn_tail),
+                *schema_notes(path, (event for _, event in self._events if event["kind"] == "run_start")),
+            ),
         )
 
     def _first_repeated(self, line_numbers: Counts) -> Counts:
@@ -312,9 +316,48 @@ class _History:
         return {attempt: max(times) - min(times) for attempt, times in spans.items() if times}
 
 
-def undisturbed(events: Iterable[Event], first_steps: Counts, last_steps: Counts) -> NDArray[np.bool_]:
-    """Which readings, by their first and last step, have no step that compiled or was profiled [readings]."""
-    spans: list[tuple[int, int]] = []
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Readings:
+    """Readings of the timers that judge the speed of a run; each is written with the last of its steps.
+
+    Attributes:
+        rows: Where that step is in the history [readings].
+        num_steps: Number of steps of the reading [readings].
+        wall_s: Seconds of them [readings].
+    """
+
+    rows: Counts
+    num_steps: Counts
+    wall_s: Floats
+
+    def where(self, chosen: NDArray[np.bool_]) -> Readings:
+        """Those that are chosen [readings]."""
+        return Readings(rows=self.rows[chosen], num_steps=self.num_steps[chosen], wall_s=self.wall_s[chosen])
+
+
+def steady_readings(history: RankHistory) -> Readings:
+    """The readings of all attempts, without the first of each and without those of steps that compiled or were profiled."""
+    columns = history.columns
+    rows = np.flatnonzero(np.isfinite(columns["time/other_frac"]))
+    attempts = history.attempts[rows]
+    is_first = np.append(True, attempts[1:] != attempts[:-1])[: len(rows)]
+    begins = np.searchsorted(history.attempts, attempts)  # attempts follow each other
+    num_steps = np.where(is_first, rows - begins + 1, np.diff(rows, prepend=0))
+    place = np.arange(len(rows)) - np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))
+    wall_s = columns["time/window_s"][rows]
+    since_last_s = np.where(is_first, np.nan, np.diff(columns["m"][rows], prepend=np.nan))
+    wall_s = np.where(np.isnan(wall_s), since_last_s, wall_s)  # the first releases wrote no length
+    keep = (place >= WARM_UP_READINGS) & (num_steps > 0) & (wall_s > 0) & np.isfinite(wall_s)
+    found = Readings(rows=rows, num_steps=num_steps, wall_s=wall_s).where(keep)
+    first_steps = history.steps[found.rows - found.num_steps + 1]
+    return found.where(_undisturbed(history.all_events, attempts[keep], first_steps, history.steps[found.rows]))
+
+
+def _undisturbed(
+    events: Iterable[Event], attempts: Counts, first_steps: Counts, last_steps: Counts
+) -> NDArray[np.bool_]:
+    """Which readings, by their attempt, first and last step, have no step that compiled or was profiled [readings]."""
+    spans: dict[Any, list[tuple[int, int]]] = {}
     for event in events:
         last = event_step(event)
         if last is None or event["kind"] not in ("compiled", "profile"):
@@ -324,13 +367,19 @@ def undisturbed(events: Iterable[Event], first_steps: Counts, last_steps: Counts
             # the step before the first one warms the profiler up, and what its stop takes is of the step after the last one
             first = min(last, event_step({"step": event.get("first_step")}) or last) - 1
             last += 1
-        spans.append((first, last))
-    begins, ends = (
-        np.sort(np.array(steps, dtype=np.int64)) for steps in (zip(*spans, strict=True) if spans else ((), ()))
-    )
-    # spans that have begun by the last step of a reading, without those that ended before its first
-    overlaps = np.searchsorted(begins, last_steps, side="right") - np.searchsorted(ends, first_steps, side="left")
-    return overlaps <= 0
+        attempt = event.get("attempt", 1)
+        if is_count(attempt):
+            spans.setdefault(int(attempt), []).append((first, last))
+    keep = np.ones(len(attempts), bool)
+    order = np.argsort(attempts, kind="stable")
+    for attempt, of_attempt in spans.items():
+        begin, end = np.searchsorted(attempts[order], [attempt, attempt + 1])
+        chosen = order[begin:end]
+        begins, ends = (np.sort(np.array(steps, dtype=np.int64)) for steps in zip(*of_attempt, strict=True))
+        # spans that have begun by the last step of a reading, without those that ended before its first
+        overlaps = np.searchsorted(begins, last_steps[chosen], side="right")
+        keep[chosen] = overlaps <= np.searchsorted(ends, first_steps[chosen], side="left")
+    return keep
 
 
 def _is_repeated(event: Event, first_repeated: int) -> bool:

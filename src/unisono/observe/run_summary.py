@@ -149,15 +149,18 @@ def _utilization(history: RankHistory) -> tuple[str, float] | None:
 
 
 def time_frac(history: RankHistory) -> dict[str, float]:
-    """Mean share of each phase over the logged windows, weighted by step time if known."""
+    """Share of each phase in the time of all readings."""
     shares = {name: history.columns[f"time/{name}_frac"] for name in (*PHASES, "other")}
     timed = np.zeros(len(history.steps), bool)
     for values in shares.values():
         timed |= np.isfinite(values)
     if not timed.any():
         return {}
-    step_s = history.columns["perf/step_s"][timed]
-    weights = np.where((step_s > 0) & np.isfinite(step_s), step_s, 1.0)  # NaN is not above 0
+    lengths_s = (
+        history.columns[name][timed] for name in ("time/window_s", "perf/step_s")
+    )  # the first releases wrote the latter
+    weights = next((each for each in lengths_s if (each > 0).any()), np.ones(timed.sum()))
+    weights = np.where((weights > 0) & np.isfinite(weights), weights, 0.0)  # NaN is not above 0
     means: dict[str, float] = {}
     with np.errstate(over="ignore", invalid="ignore"):  # of values that no run has
         total = weights.sum()

@@ -25,7 +25,7 @@ from unisono.dist import StopNotice, World, agree
 from unisono.errors import ConfigError
 from unisono.kvstore import GradientSync, KVStore
 from unisono.measure.flops import CONVENTION
-from unisono.observe.events import EventLog
+from unisono.observe.events import EVENT_SCHEMA, EventLog
 from unisono.observe.meters import GarbageTimer, RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
 from unisono.observe.options import ObserveOptions, parse_tap
@@ -368,6 +368,7 @@ def _emit_start(parts: RunParts, facts: Mapping[str, Any]) -> None:
     given, plan, ledger = parts.inputs, parts.plan, parts.ledger
     parts.events.emit(
         "run_start",
+        schema=EVENT_SCHEMA,
         plan=plan.to_json(),
         plan_text=plan.describe(),
         optimization=given.optim.in_words(parts.state.optimizer, given.options.steps),
