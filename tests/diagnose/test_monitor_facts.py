@@ -161,6 +161,23 @@ def test_a_data_bound_run_gets_more_workers_where_there_are_cores(
     assert f"the processors of the host are busy for {busy:.0%} of the time" in found.evidence
 
 
+def test_more_workers_do_not_help_a_disk(tmp_path: Path) -> None:
+    figures = {"cpu_frac": 0.3, "iowait_frac": 0.4, "disk_read_bytes_per_s": 1.5e8}
+    found = only(
+        tmp_path,
+        lambda rank, step: {**COMPUTE, "data_wait": 0.025},
+        ranks=1,
+        settings={"loader.num_workers": 2, "loader.worker_kind": "process"},
+        extra=sampled(lambda rank, step: figures),
+    )
+    assert (found.id, found.patch) == ("DATA01", {})
+    assert found.advice.startswith("more workers would wait for the disk too: data packed before the run")
+    assert (
+        "the processors of the host are busy for 30% of the time, and wait for the disk for 40% of it; 150 MB/s are read"
+        in found.evidence
+    )
+
+
 def test_the_busiest_host_decides(tmp_path: Path) -> None:
     found = only(
         tmp_path,

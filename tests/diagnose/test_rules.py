@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -13,6 +14,7 @@ import pytest
 from event_streams import COMPUTE, SETTINGS, findings, only, together, write_events
 
 from unisono.diagnose import Finding, diagnose, read_run
+from unisono.observe.events import EVENT_SCHEMA
 
 
 def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
@@ -75,7 +77,7 @@ def test_a_wait_before_a_few_steps_is_no_slow_work(tmp_path: Path, steps: tuple[
     waits = {step: 3.0 / len(steps) for step in steps}
     finding = only(tmp_path, lambda rank, step: {**COMPUTE, "data_wait": waits.get(step, 0.0)}, ranks=1, steps=60)
     assert finding.id == "DATA01"
-    says = "80% of that is before 2 of 58 steps (20, 31): pauses" in finding.evidence[1]
+    says = "80% of that is in 2 of 58 readings, which end with step 20, 31: pauses" in finding.evidence[1]
     assert says == (len(steps) == 2)
 
 
@@ -222,6 +224,51 @@ def test_events_of_others_are_no_trouble(tmp_path: Path, event: dict[str, Any]) 
     )
 
 
+def test_rarer_saves_leave_no_finding(tmp_path: Path) -> None:
+    finding = only(tmp_path / "a", lambda rank, step: {"forward": 0.09, "ckpt_stall": 0.01}, ranks=1)
+    factor = finding.patch["checkpoint.every_steps"] / SETTINGS["checkpoint.every_steps"]
+    assert findings(tmp_path / "b", lambda rank, step: {"forward": 0.09, "ckpt_stall": 0.01 / factor}, ranks=1) == []
+
+
+def test_one_rank_that_saves_longer_is_named(tmp_path: Path) -> None:
+    work = {0: {"forward": 0.09}, 1: {"forward": 0.09, "ckpt_stall": 0.01}}
+    assert [(each.id, each.ranks) for each in findings(tmp_path, together(work))] == [("CKPT01", (1,))]
+
+
+def test_left_out_readings_make_steps_no_shorter(tmp_path: Path) -> None:
+    """Those around a profile have other times; what a step takes is told by the others."""
+    profiled = {"kind": "profile", "first_step": 11}
+    finding = only(
+        tmp_path,
+        lambda rank, step: {"forward": 0.09, "data_wait": 0.11},
+        ranks=1,
+        extra=lambda rank, step: [profiled] if step == 20 else [],
+    )
+    assert "waits 110 ms of 200 ms for its batch" in finding.evidence[0]
+
+
+def test_a_rank_that_failed_in_an_earlier_attempt_does_not_count(tmp_path: Path) -> None:
+    failed = {"kind": "run_end", "reason": "failed", "error": "CommError", "message": "a peer is gone"}
+    write_events(tmp_path, lambda rank, step: COMPUTE, ranks=3, extra=lambda rank, step: [failed] if step == 40 else [])
+    assert [each.id for each in diagnose(read_run(tmp_path))] == ["EXIT01"]
+    write_events(tmp_path, lambda rank, step: COMPUTE, ranks=2, began_s=1000.0)
+    assert diagnose(read_run(tmp_path)) == []
+
+
+def test_an_end_that_a_launcher_recorded_as_good(tmp_path: Path) -> None:
+    failed = {"kind": "run_end", "reason": "failed", "error": "CommError", "message": "a peer is gone"}
+    write_events(tmp_path, lambda rank, step: COMPUTE, extra=lambda rank, step: [failed] if step == 40 else [])
+    (tmp_path / "launch.json").write_text(json.dumps({"attempt": 0, "attempts": [{"attempt": 0, "cause": None}]}))
+    assert diagnose(read_run(tmp_path)) == []
+
+
+def test_events_of_a_later_release_are_noted(tmp_path: Path) -> None:
+    facts = read_run(write_events(tmp_path, lambda rank, step: COMPUTE, start={"schema": EVENT_SCHEMA + 1}))
+    assert len(facts.notes) == 2
+    assert f"events of version {EVENT_SCHEMA + 1}" in facts.notes[0]
+    assert read_run(write_events(tmp_path, lambda rank, step: COMPUTE, start={"schema": "x"})).notes == ()
+
+
 def test_ranks_that_left_before_the_last_attempt_do_not_count(tmp_path: Path) -> None:
     write_events(tmp_path, lambda rank, step: {**COMPUTE, "data_wait": 0.1}, ranks=4, began_s=0.0)
     write_events(tmp_path, lambda rank, step: COMPUTE, ranks=2, began_s=1000.0)
@@ -251,7 +298,7 @@ def test_two_causes_at_once_are_both_named_most_costly_first(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "patch", "gain"),
     [
-        (SETTINGS, {"checkpoint.every_steps": 500}, 0.09),
+        (SETTINGS, {"checkpoint.every_steps": 50 * 23}, 0.1 * 22 / 23),
         ({**SETTINGS, "checkpoint.asynchronous": False}, {"checkpoint.asynchronous": True}, 0.05),
         ({}, {}, 0.0),
     ],

@@ -44,7 +44,7 @@ def found(folder: Path, wait_s: float, **options: Any) -> list[Finding]:
 def test_a_server_that_is_busy_all_the_time(
     tmp_path: Path, busy_s: float, cpu_s: float, wait_s: float, severity: str | None, cause: str
 ) -> None:
-    link = {"busy_s": busy_s, "served_s": 1.8, "cpu_s": cpu_s}
+    link = {"busy_s": busy_s, "served_s": 1.8, "cpu_s": cpu_s, "sent_bytes": 1e6, "received_bytes": 2e6}
     findings = found(tmp_path, wait_s, extra=with_links(10, lambda step: link))
     assert [(finding.id, finding.severity) for finding in findings] == ([("SRV01", severity)] if severity else [])
     for finding in findings:
@@ -52,6 +52,8 @@ def test_a_server_that_is_busy_all_the_time(
         assert (finding.patch, finding.expected_gain) == ({"launch.num_servers": 2}, pytest.approx(5 * wait_s))
         assert "host:1 is busy 90% of the time with 2.0 requests at once" in finding.evidence[1]
         assert cause in finding.evidence[1]
+        # two workers, each 3 MB in the second of an event
+        assert finding.evidence[2] == "bytes a second, there and back: host:1 6 MB/s"
 
 
 def test_workers_that_wait_for_an_idle_server_wait_for_the_network(tmp_path: Path) -> None:

@@ -130,6 +130,25 @@ def test_reads_from_tensors(calls: int, severity: str | None) -> None:
         assert finding.cost_frac == pytest.approx(0.05)
 
 
+def test_calls_of_reads_cost_reads_and_not_launches() -> None:
+    """Of 5,000 operators 4,000 are 2,000 reads, of two operators each."""
+    launch = LaunchTime(compute_s=0.9, work_s=0.1, num_operators=5_000, num_kernels=0, num_short=4_000)
+    points = (SyncPoint(kind="item", phase="other", calls=2_000, total_s=0.05),)
+    findings = found(profile(launch=launch, syncs=points))
+    assert set(findings) == {"SYNC01"}
+    assert findings["SYNC01"].cost_frac == pytest.approx(0.8 * 0.8)
+    few = (SyncPoint(kind="item", phase="other", calls=500, total_s=0.05),)
+    findings = found(profile(launch=launch, syncs=few))
+    assert findings["SYNC01"].cost_frac == pytest.approx(0.8 * 0.2)
+    assert findings["LAUNCH01"].cost_frac == pytest.approx(0.8 * 0.8)
+
+
+def test_the_rank_that_reads_is_named() -> None:
+    points = (SyncPoint(kind="item", phase="other", calls=500, total_s=0.05),)
+    assert found(profile(), profile(rank=1, syncs=points))["SYNC01"].ranks == (1,)
+    assert found(profile(syncs=points), profile(rank=1, syncs=points))["SYNC01"].ranks == ()
+
+
 def test_reads_of_a_trace_without_steps_are_not_counted_by_step() -> None:
     points = (SyncPoint(kind="item", phase="other", calls=900, total_s=0.05),)
     assert "SYNC01" not in found(profile(syncs=points, num_steps=0))

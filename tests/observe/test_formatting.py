@@ -19,7 +19,16 @@ from unisono.observe.formatting import (
     status_lines,
     summary_lines,
 )
-from unisono.observe.run_summary import decimate, duration, format_gib, short_number, short_time, sparkline, summarise
+from unisono.observe.run_summary import (
+    decimate,
+    duration,
+    format_gib,
+    short_number,
+    short_time,
+    sparkline,
+    summarise,
+    time_frac,
+)
 
 STEP: dict[str, Any] = {
     "kind": "step",
@@ -283,6 +292,15 @@ def history(**last: Any) -> list[dict[str, Any]]:
         )
     events.append({"kind": "eval", "m": 105.0, "step": 4, "eval/loss": 2.2, "eval/bits_per_byte": 3.1739} | envelope)
     return [*events, {"kind": "run_end", "m": 106.5, "step": 4, **last} | envelope]
+
+
+def test_shares_are_of_the_time_of_the_readings() -> None:
+    """An evaluation makes one reading long, and the mean time of a step does not have it."""
+    step = {"kind": "step", "attempt": 1, "perf/step_s": 1.0}
+    short = {"time/window_s": 1.0, "time/forward_frac": 1.0, "time/eval_frac": 0.0}
+    long = {"time/window_s": 100.0, "time/forward_frac": 0.01, "time/eval_frac": 0.99}
+    events = [{**step, "step": number, **(long if number == 50 else short)} for number in range(1, 101)]
+    assert time_frac(history_of(events)) == pytest.approx({"forward": 100 / 199, "eval": 99 / 199})
 
 
 def test_summary_of_a_finished_run() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.observe.events import NUMBERED, Event, encode, events_path
-from unisono.observe.history import STEP_FIELDS, RankHistory, read_history, undisturbed
+from unisono.observe.history import STEP_FIELDS, RankHistory, read_history, steady_readings, undisturbed
 
 
 def step(n: int, attempt: int, kind: str = "step", **fields: Any) -> Event:
@@ -251,13 +251,36 @@ def test_a_long_run_takes_little_memory(tmp_path: Path) -> None:
     ],
 )
 def test_readings_with_a_step_that_compiled_or_was_profiled_are_found(event: Event, expected: list[bool]) -> None:
-    first_steps, last_steps = np.array([1, 11, 21, 31]), np.array([10, 20, 30, 40])
-    assert undisturbed([event], first_steps, last_steps).tolist() == expected
+    readings = np.ones(4, np.int64), np.array([1, 11, 21, 31]), np.array([10, 20, 30, 40])
+    assert undisturbed([event], *readings).tolist() == expected
     late = {"kind": "compiled", "step": 40}
-    assert undisturbed([late, event], first_steps, last_steps).tolist() == [*expected[:3], False]
+    assert undisturbed([late, event], *readings).tolist() == [*expected[:3], False]
+    # of another attempt, which made the same steps
+    assert undisturbed([{**event, "attempt": 2}], *readings).tolist() == [True] * 4
+    both = tuple(np.concatenate([each, each]) for each in readings[1:])
+    attempts = np.repeat([1, 2], 4)
+    assert undisturbed([{**event, "attempt": 2}], attempts, *both).tolist() == [*[True] * 4, *expected]
 
 
 def test_without_such_an_event_every_reading_is_undisturbed() -> None:
     steps = np.arange(1, 5)
-    assert undisturbed([], steps, steps).all()
-    assert undisturbed([{"kind": "compiled", "step": 3}], steps[:0], steps[:0]).tolist() == []
+    assert undisturbed([], steps, steps, steps).all()
+    assert undisturbed([{"kind": "compiled", "step": 3}], steps[:0], steps[:0], steps[:0]).tolist() == []
+
+
+def test_readings_have_the_steps_since_the_one_before() -> None:
+    def step(number: int, attempt: int, *, is_read: bool) -> Event:
+        times = {"time/other_frac": 0.1, "time/window_s": 2.0} if is_read else {}
+        return {"kind": "step", "step": number, "attempt": attempt, "m": float(number), **times}
+
+    first = [step(n, 1, is_read=n % 3 == 0) for n in range(1, 13)]
+    second = [step(n, 2, is_read=n % 2 == 0) for n in range(11, 19)]
+    found = steady_readings(history_of([*first, {"kind": "run_start", "attempt": 2}, *second]))
+    assert found.rows.tolist() == [8, 15, 17]  # steps 9, 16 and 18; the first two of each attempt are left out
+    assert found.num_steps.tolist() == [3, 2, 2]
+    assert found.wall_s.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_history_without_readings() -> None:
+    assert len(steady_readings(history_of([])).rows) == 0
+    assert len(steady_readings(history_of([{"kind": "step", "step": 1, "attempt": 1}])).rows) == 0

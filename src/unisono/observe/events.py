@@ -6,8 +6,9 @@ processes that worked on this run, from 1. ``step`` in an event counts finished 
 
 Non-finite numbers are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` (as in protobuf's JSON mapping);
 ``number`` converts them back. ``run_start`` has the version of all events in ``schema`` (1 where it has none). New kinds and new
-fields raise no version: readers pass over what they do not know, and older files lack. Secrets are redacted before an event is written or passed to listeners. There is no rotation,
-buffering or locking between processes: one process writes one file. No torch.
+fields raise no version: readers pass over what they do not know, and do without what older files lack. Secrets are redacted
+before an event is written or passed to listeners. There is no rotation, buffering or locking between processes: one process
+writes one file. No torch.
 """
 
 from __future__ import annotations
@@ -346,7 +347,8 @@ def schema_notes(path: Path, events: Iterable[Event]) -> tuple[str, ...]:
     if newest <= EVENT_SCHEMA:
         return ()
     return (
-        f"{path.name}: events of version {newest}, of a later release; this one knows version {EVENT_SCHEMA} and may misread them",
+        f"{path.name}: events of version {newest}, which a later release wrote; this one knows version {EVENT_SCHEMA}, and may "
+        "misread them",
     )
 
 

@@ -350,10 +350,10 @@ def steady_readings(history: RankHistory) -> Readings:
     keep = (place >= WARM_UP_READINGS) & (num_steps > 0) & (wall_s > 0) & np.isfinite(wall_s)
     found = Readings(rows=rows, num_steps=num_steps, wall_s=wall_s).where(keep)
     first_steps = history.steps[found.rows - found.num_steps + 1]
-    return found.where(_undisturbed(history.all_events, attempts[keep], first_steps, history.steps[found.rows]))
+    return found.where(undisturbed(history.all_events, attempts[keep], first_steps, history.steps[found.rows]))
 
 
-def _undisturbed(
+def undisturbed(
     events: Iterable[Event], attempts: Counts, first_steps: Counts, last_steps: Counts
 ) -> NDArray[np.bool_]:
     """Which readings, by their attempt, first and last step, have no step that compiled or was profiled [readings]."""
