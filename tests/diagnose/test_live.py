@@ -25,7 +25,7 @@ import torch.distributed as dist
 from pool import Pool
 
 from unisono.data.options import default_cache_dir
-from unisono.diagnose import Finding, diagnose, read_run, use_rules
+from unisono.diagnose import Finding, diagnose, read_run, utilization_rules
 from unisono.errors import ConfigError
 from unisono.kvstore.allreduce import buckets
 from unisono.kvstore.allreduce.shared_memory import SharedMemoryAllReduce
@@ -345,7 +345,7 @@ def test_the_line_whose_memory_grows(pool: Pool, tmp_path: Path) -> None:
 def test_memory_that_is_left_for_larger_micro_batches(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(use_rules, "_SMALL_MODEL", 0)
+    monkeypatch.setattr(utilization_rules, "_SMALL_MODEL", 0)
     given = {"ranks": 1, "micro_batch": 1, "global_batch": 8}
     before = found(pool, tmp_path / "before", "call", **given)
     assert "UTIL01" in before

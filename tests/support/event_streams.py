@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.diagnose import Finding, diagnose, read_run
-from unisono.diagnose.run_facts import ALL_PHASES
 from unisono.observe.events import encode, events_path
+from unisono.observe.meters import ALL_PHASES
 
 Times = Callable[[int, int], Mapping[str, float]]  # (rank, step) -> seconds of phases
 

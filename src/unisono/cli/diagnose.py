@@ -98,11 +98,11 @@ def _head(run_dir: str, facts: RunFacts) -> Iterator[str]:
 
 
 def _texts(facts: RunFacts, findings: Sequence[Finding]) -> Iterator[str]:
-    from unisono.diagnose.figures import MIN_READINGS, is_timed
+    from unisono.diagnose.figures import MIN_READINGS, has_enough_readings
     from unisono.diagnose.overlay import patch_text
 
     if not findings:
-        few = facts.ranks and not is_timed(facts)
+        few = facts.ranks and not has_enough_readings(facts)
         yield "no findings" + (f"; times are judged after {MIN_READINGS} measured steps" if few else "")
     for number, finding in enumerate(findings, start=1):
         cost = f", costs {finding.cost_frac:.0%} of the time" if finding.cost_frac else ""

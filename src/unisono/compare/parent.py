@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.diagnose.figures import is_timed, step_s
+from unisono.diagnose.figures import has_enough_readings, step_s
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.rules import diagnose
 from unisono.diagnose.run_facts import RunFacts, read_run
@@ -122,7 +122,7 @@ def gain_over_parent(run_dir: Path, facts: RunFacts, findings: Sequence[Finding]
             ]
         except UnisonoError:
             continue
-        if not followed or not is_timed(before) or not is_timed(facts):
+        if not followed or not has_enough_readings(before) or not has_enough_readings(facts):
             continue
         found, rest = {finding.id for finding in findings}, 1.0
         for finding in followed:

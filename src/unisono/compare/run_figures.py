@@ -14,12 +14,12 @@ from unisono.errors import DataError
 from unisono.observe.events import ENVELOPE, Event, number
 from unisono.observe.goodput import CATEGORIES, GoodputLedger, launch_spans
 from unisono.observe.history import Counts, Floats, RankHistory, read_history, steady_readings
-from unisono.observe.meters import COMM_AXES, PHASES
+from unisono.observe.meters import ALL_PHASES, COMM_PHASES
 from unisono.observe.run_summary import RunSummary, eval_metrics, summarise
 from unisono.storage.run_folder import EVENTS_FOLDER
 
 _PAUSES: Final = ("ckpt_stall", "eval")  # no part of a step
-_TIMES: Final = (*PHASES, "other", *(f"comm_exposed_{axis}" for axis in COMM_AXES))
+_TIMES: Final = (*ALL_PHASES, *COMM_PHASES)
 _RATES: Final = ("perf/tokens_per_s", "perf/tokens_per_s_device", "perf/mfu", "perf/matmul_ceiling_frac")
 
 

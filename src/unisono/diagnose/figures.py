@@ -15,7 +15,7 @@ MIN_READINGS: Final = 8  # fewer say nothing about the time of a step
 MAX_SAMPLES: Final = 1 << 20  # of a micro-batch, in events that anybody may have written
 
 
-def is_timed(facts: RunFacts) -> bool:
+def has_enough_readings(facts: RunFacts) -> bool:
     """Whether there are enough readings to judge the time of a step."""
     if not facts.ranks:
         return False
@@ -28,13 +28,13 @@ def shares_of(facts: RunFacts, phase: str) -> Floats:
     return np.array([rank.phase_s[phase].sum() / rank.wall_s.sum() for rank in facts.ranks])
 
 
-def least_wait_frac(facts: RunFacts, phase: str) -> float:
+def last_arriver_wait_frac(facts: RunFacts, phase: str) -> float:
     """Share of ``phase`` in the time of a step, on the rank that waits least in each reading: the last one to arrive."""
     return float(facts.phase_s(phase).min(axis=0).sum() / facts.wall_s().mean(axis=0).sum())
 
 
-def steady_wait_frac(facts: RunFacts, phase: str) -> float:
-    """As ``least_wait_frac``, with the wait of the median reading for that of the mean one: single interruptions are left out."""
+def median_last_arriver_wait_frac(facts: RunFacts, phase: str) -> float:
+    """Like ``last_arriver_wait_frac``, with the median over readings in place of the mean, so that single pauses do not count."""
     return float(np.median(facts.phase_s(phase).min(axis=0)) / facts.wall_s().mean())
 
 

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from unisono.diagnose.figures import is_timed, milliseconds, severity_of, steady_wait_frac, step_s
+from unisono.diagnose.figures import (
+    has_enough_readings,
+    median_last_arriver_wait_frac,
+    milliseconds,
+    severity_of,
+    step_s,
+)
 from unisono.diagnose.finding import Finding, Severity
 from unisono.diagnose.link_facts import AxisTraffic, AxisUse, LinkTraffic, uses_by_axis
 from unisono.diagnose.run_facts import RankFacts, RunFacts
@@ -51,7 +57,7 @@ def slow_link(facts: RunFacts) -> Iterator[Finding]:
     earlier or later than the others, which the measurement does not. Where little is exchanged, only a wait counts that is many
     times what is expected.
     """
-    if not is_timed(facts) or len(facts.ranks) < 2 or not facts.steps_together:
+    if not has_enough_readings(facts) or len(facts.ranks) < 2 or not facts.steps_together:
         return
     slow = max(_slow_links(facts), key=lambda link: link.share - link.expected, default=None)
     severity = None if slow is None else slow.severity
@@ -84,7 +90,7 @@ def _slow_links(facts: RunFacts) -> Iterator[_SlowLink]:
         if not known:
             continue
         use = max(known, key=lambda use: use.measured_s / use.main.steps)
-        share = steady_wait_frac(facts, f"comm_exposed_{axis}")
+        share = median_last_arriver_wait_frac(facts, f"comm_exposed_{axis}")
         expected = use.measured_s / use.main.steps / step_s(facts)
         link = _SlowLink(axis, use, share, expected)
         if share - expected < _LEAST_COST or link.severity is None:

@@ -11,14 +11,14 @@ import numpy as np
 
 from unisono.diagnose import (
     ending_rules,
-    health_rules,
     link_rules,
     memory_rules,
+    profile_rules,
     server_rules,
     tap_rules,
     time_rules,
-    trace_rules,
-    use_rules,
+    training_rules,
+    utilization_rules,
 )
 from unisono.diagnose.finding import Finding, Rule
 from unisono.diagnose.run_facts import RunFacts
@@ -28,7 +28,7 @@ RULES: Final[Sequence[Rule]] = (
     ending_rules.missing_rank,
     ending_rules.mismatched_collectives,
     ending_rules.failed_attempt,
-    health_rules.silent_corruption,
+    training_rules.silent_corruption,
     time_rules.data_bound,
     time_rules.copy_bound,
     time_rules.exposed_communication,
@@ -42,22 +42,22 @@ RULES: Final[Sequence[Rule]] = (
     memory_rules.near_out_of_memory,
     memory_rules.fragmentation,
     memory_rules.memory_creep,
-    health_rules.non_finite_steps,
-    health_rules.loss_spikes,
-    health_rules.exploding_gradients,
-    health_rules.dead_layers,
-    health_rules.overfitting,
-    health_rules.underfitting,
+    training_rules.non_finite_steps,
+    training_rules.loss_spikes,
+    training_rules.exploding_gradients,
+    training_rules.dead_layers,
+    training_rules.overfitting,
+    training_rules.underfitting,
     tap_rules.dead_units,
     tap_rules.update_ratio,
     server_rules.stale_updates,
-    trace_rules.exposed_gradient_sums,
-    trace_rules.launch_bound,
-    trace_rules.synchronisations,
-    trace_rules.wasted_recompute,
-    trace_rules.recompiles,
-    trace_rules.odd_sizes,
-    trace_rules.unfused_operators,
+    profile_rules.exposed_gradient_sums,
+    profile_rules.launch_bound,
+    profile_rules.synchronisations,
+    profile_rules.wasted_recompute,
+    profile_rules.recompiles,
+    profile_rules.odd_sizes,
+    profile_rules.unfused_operators,
 )
 _LOG: Final = logging.getLogger("unisono.diagnose")
 
@@ -66,7 +66,7 @@ def diagnose(facts: RunFacts) -> list[Finding]:
     """All findings of all rules, the most costly first."""
     with np.errstate(over="ignore", invalid="ignore"):  # figures of a damaged file may be of any size
         findings = [finding for rule in (*RULES, *_plugged_rules()) for finding in rule(facts)]
-        findings += list(use_rules.low_use(facts, findings))
+        findings += list(utilization_rules.low_use(facts, findings))
     return sorted(findings, key=lambda finding: (-finding.cost_frac, finding.severity != "critical", finding.id))
 
 

@@ -25,19 +25,16 @@ from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_
 from unisono.errors import ConfigError, DataError
 from unisono.observe.events import Event, as_mapping, event_step, number
 from unisono.observe.history import Floats, RankHistory, read_history, steady_readings
-from unisono.observe.meters import COMM_AXES, PHASES
+from unisono.observe.meters import ALL_PHASES, COMM_PHASES
 from unisono.profile import RankProfile, newest_profiles, read_trace, summarise_trace
 from unisono.storage.run_folder import EVENTS_FOLDER, RUN_FILE
 
-ALL_PHASES: Final = (*PHASES, "other")
 # phases in which a rank works itself, and does not wait
 COMPUTE_PHASES: Final = tuple(
     phase for phase in ALL_PHASES if phase not in ("data_wait", "bubble", "comm_exposed", "ckpt_stall", "eval")
 )
 # stages of the work of loader workers
 LOADER_STAGES: Final = ("read", "transform", "collate")
-# parts of comm_exposed; 0 in events of earlier releases
-COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)
 # what a plan has a rank hold throughout
 HELD_CATEGORIES: Final = ("parameters", "gradients", "optimizer")
 _MAX_HOST: Final = 255  # characters of a name

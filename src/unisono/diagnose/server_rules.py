@@ -7,7 +7,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from unisono.diagnose.figures import is_timed, lower_median, milliseconds, setting_text, severity_of, shares_of
+from unisono.diagnose.figures import (
+    has_enough_readings,
+    lower_median,
+    milliseconds,
+    setting_text,
+    severity_of,
+    shares_of,
+)
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.link_facts import LinkTraffic
 from unisono.diagnose.run_facts import Floats, RunFacts
@@ -30,7 +37,7 @@ def busiest_server(facts: RunFacts) -> LinkTraffic | None:
 def server_bound(facts: RunFacts) -> Iterator[Finding]:
     """SRV01: workers wait for a parameter server that is busy nearly all the time."""
     server = busiest_server(facts)
-    if server is None or not is_timed(facts):
+    if server is None or not has_enough_readings(facts):
         return
     cost = lower_median(shares_of(facts, "comm_exposed"))
     if severity := severity_of(cost, 0.10, 0.25):

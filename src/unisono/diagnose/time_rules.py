@@ -20,10 +20,10 @@ from unisono.diagnose.figures import (
     busy_frac,
     chosen_ranks,
     excess_over_others,
+    has_enough_readings,
     highest_of_hosts,
     host_busy_frac,
-    is_timed,
-    least_wait_frac,
+    last_arriver_wait_frac,
     lower_median,
     lower_medians,
     milliseconds,
@@ -84,7 +84,7 @@ _STAGE_ADVICE: Final = {
 
 def data_bound(facts: RunFacts) -> Iterator[Finding]:
     """DATA01: all ranks wait for data. DATA02: one rank waits longer than the others."""
-    if not is_timed(facts):
+    if not has_enough_readings(facts):
         return
     shares = shares_of(facts, "data_wait")
     cost = lower_median(shares)
@@ -212,7 +212,7 @@ def _stage_advice(facts: RunFacts) -> str:
 
 def copy_bound(facts: RunFacts) -> Iterator[Finding]:
     """H2D01: steps wait for copies of batches to the device."""
-    if not is_timed(facts):
+    if not has_enough_readings(facts):
         return
     cost = lower_median(shares_of(facts, "h2d"))
     if severity := severity_of(cost, 0.03, 0.10):
@@ -233,10 +233,10 @@ def copy_bound(facts: RunFacts) -> Iterator[Finding]:
 
 def exposed_communication(facts: RunFacts) -> Iterator[Finding]:
     """COMM01: ranks wait for communication that no computation hides, without the wait for a slow rank."""
-    if not is_timed(facts) or len(facts.ranks) < 2 or busiest_server(facts) is not None:  # SRV01
+    if not has_enough_readings(facts) or len(facts.ranks) < 2 or busiest_server(facts) is not None:  # SRV01
         return
     if facts.steps_together:
-        cost = least_wait_frac(facts, "comm_exposed")
+        cost = last_arriver_wait_frac(facts, "comm_exposed")
     else:
         cost = lower_median(shares_of(facts, "comm_exposed"))
     if severity := severity_of(cost, 0.10, 0.25):
@@ -297,9 +297,9 @@ def _traffic_texts(facts: RunFacts) -> Iterator[str]:
 
 def pipeline_bubble(facts: RunFacts) -> Iterator[Finding]:
     """PP01: every stage waits for the others, because there are few micro-batches."""
-    if not is_timed(facts) or not facts.steps_together:
+    if not has_enough_readings(facts) or not facts.steps_together:
         return
-    cost = least_wait_frac(facts, "bubble")
+    cost = last_arriver_wait_frac(facts, "bubble")
     if severity := severity_of(cost, *_BUBBLE):
         patch, gain, formula = _bubble_patch(facts, cost)
         yield Finding(
@@ -349,7 +349,7 @@ def _bubble_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, 
 
 def stragglers(facts: RunFacts) -> Iterator[Finding]:
     """BAL01: one rank computes longer than the others, which wait for it."""
-    if not is_timed(facts) or len(facts.ranks) < 2 or not facts.steps_together:
+    if not has_enough_readings(facts) or len(facts.ranks) < 2 or not facts.steps_together:
         return
     compute_s = facts.phase_s(*COMPUTE_PHASES)
     totals = compute_s.sum(axis=1)
@@ -415,7 +415,7 @@ def _baselines(facts: RunFacts, slow: int, fast: int, score: float, cause: HostC
 
 def own_slowdown(facts: RunFacts) -> Iterator[Finding]:
     """BAL02: a rank computes longer for a step now than it did earlier in the run."""
-    if not is_timed(facts) or len(facts.common_steps()) < 5 * MIN_READINGS:
+    if not has_enough_readings(facts) or len(facts.common_steps()) < 5 * MIN_READINGS:
         return
     compute_s = facts.phase_s(*COMPUTE_PHASES)
     parts = np.array_split(compute_s, 5, axis=1)
@@ -456,7 +456,7 @@ def own_slowdown(facts: RunFacts) -> Iterator[Finding]:
 
 def garbage_collection(facts: RunFacts) -> Iterator[Finding]:
     """GC01: Python's garbage collector interrupts the steps."""
-    if not is_timed(facts):
+    if not has_enough_readings(facts):
         return
     shares = np.array([rank.gc_s.sum() / rank.wall_s.sum() if len(rank.gc_s) else 0.0 for rank in facts.ranks])
     worst = int(shares.argmax())
@@ -484,7 +484,7 @@ def garbage_collection(facts: RunFacts) -> Iterator[Finding]:
 
 def save_stall(facts: RunFacts) -> Iterator[Finding]:
     """CKPT01: training stands still while checkpoints are saved."""
-    if not is_timed(facts):
+    if not has_enough_readings(facts):
         return
     shares = shares_of(facts, "ckpt_stall")
     cost = float(shares.max())

@@ -34,15 +34,14 @@ from unisono.observe.events import (
     open_events,
     schema_notes,
 )
-from unisono.observe.meters import COMM_AXES, PHASES
 
 # numbers of a step event that a history keeps
 STEP_FIELDS: Final = (
     *("t", "m", "steps_total"),
     *("train/loss", "train/lr", "train/grad_norm", "train/tokens_total", "train/skipped_steps"),
     *("perf/step_s", "perf/tokens_per_s", "perf/tokens_per_s_device", "perf/mfu", "perf/matmul_ceiling_frac"),
-    *("time/window_s", *(f"time/{phase}_frac" for phase in (*PHASES, "other"))),
-    *(f"time/comm_exposed_{axis}_frac" for axis in COMM_AXES),
+    *("time/window_s", *(f"time/{phase}_frac" for phase in ALL_PHASES)),
+    *(f"time/{phase}_frac" for phase in COMM_PHASES),
     "time/gc_frac",
     *("time/loader_read_s", "time/loader_transform_s", "time/loader_collate_s"),
     *("mem/now_bytes", "mem/peak_bytes", "mem/limit_bytes", "mem/peak_reserved_bytes", "mem/alloc_retries"),

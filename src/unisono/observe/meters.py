@@ -23,8 +23,20 @@ PHASES: Final = (
 )
 # of exposed communication: data ranks (replicated and sharded), context, tensor, expert and pipeline parallelism
 COMM_AXES: Final = ("dp", "cp", "tp", "ep", "pp")
+ALL_PHASES: Final = (*PHASES, "other")
+COMM_PHASES: Final = tuple(f"comm_exposed_{axis}" for axis in COMM_AXES)  # parts of comm_exposed
+# axes of process groups by their description; those of a pipeline's stages begin with "stage"
+_AXES_OF_GROUPS: Final = {
+    **{"cp": "cp", "tp": "tp", "ep": "ep", "pp": "pp"},
+    **{"dp": "dp", "dp_replicate": "dp", "dp_shard": "dp", "shard": "dp", "data": "dp", "experts": "dp"},
+}
 _NS_PER_S: Final = 1_000_000_000
 _NS_PER_MS: Final = 1_000_000
+
+
+def axis_of_group(description: str) -> str | None:
+    """The axis (``COMM_AXES``) of the process group with this ``group_desc``; None of a group that the library has not made."""
+    return "pp" if description.startswith("stage") else _AXES_OF_GROUPS.get(description)
 
 
 class _Phase:
@@ -106,7 +118,7 @@ class StepTimers:
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns, *, marks: EventMarks | None = None) -> None:
         self._clock, self._marks = clock, marks
-        self._phases = {name: _Phase(self._enter, self._leave) for name in (*PHASES, "other") if name != "comm_exposed"}
+        self._phases = {name: _Phase(self._enter, self._leave) for name in ALL_PHASES if name != "comm_exposed"}
         self._comm = {axis: _Phase(self._enter, self._leave) for axis in COMM_AXES}
         self._current = self._phases["other"]
         self._outer: list[_Phase] = []  # the phases that are paused

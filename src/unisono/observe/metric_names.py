@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from unisono.observe.meters import COMM_AXES, PHASES
+from unisono.observe.meters import ALL_PHASES, COMM_AXES
 
 _PHASE_MEANINGS: Final = {
     "data_wait": "waiting for the next batch",
@@ -84,7 +84,7 @@ METRIC_NAMES: Final[tuple[MetricName, ...]] = (
             "s",
             "time since the reading before, of an accelerator by its own clock; the fractions below are of it",
         ),
-        *((f"time/{phase}_frac", "1", _PHASE_MEANINGS[phase]) for phase in (*PHASES, "other")),
+        *((f"time/{phase}_frac", "1", _PHASE_MEANINGS[phase]) for phase in ALL_PHASES),
         *((f"time/comm_exposed_{axis}_frac", "1", f"of `comm_exposed`, {_AXIS_MEANINGS[axis]}") for axis in COMM_AXES),
         ("time/gc_frac", "1", "of these phases, Python's garbage collections"),
         (

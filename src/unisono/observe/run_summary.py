@@ -12,7 +12,7 @@ import numpy as np
 from unisono.observe.events import Event, is_count, number
 from unisono.observe.goodput import CATEGORIES, Goodput
 from unisono.observe.history import Counts, Floats, RankHistory
-from unisono.observe.meters import PHASES
+from unisono.observe.meters import ALL_PHASES
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS: Final = "_.-~=+*#"
@@ -150,7 +150,7 @@ def _utilization(history: RankHistory) -> tuple[str, float] | None:
 
 def time_frac(history: RankHistory) -> dict[str, float]:
     """Share of each phase in the time of all readings."""
-    shares = {name: history.columns[f"time/{name}_frac"] for name in (*PHASES, "other")}
+    shares = {name: history.columns[f"time/{name}_frac"] for name in ALL_PHASES}
     timed = np.zeros(len(history.steps), bool)
     for values in shares.values():
         timed |= np.isfinite(values)

@@ -21,16 +21,14 @@ from torch.distributed import ProcessGroup
 
 from unisono.dist import World
 from unisono.measure.calibration import Operation
+from unisono.observe.meters import axis_of_group
 
-# axes of exposed communication by the name of a group; all other groups reduce over data ranks, or gather for them
-_AXES: Final = {"cp": "cp", "tp": "tp", "ep": "ep", "pp": "pp"}
-_DATA_GROUPS: Final = ("dp_replicate", "dp_shard", "shard", "data", "experts")
 ALL_RANKS: Final = "all"
 
 
 def axis_of(name: str) -> str:
-    """The axis (``COMM_AXES``) of the group with this description."""
-    return "pp" if name.startswith("stage") else _AXES.get(name, "dp")
+    """The axis (``COMM_AXES``) of the group with this description; groups of other libraries reduce over data ranks."""
+    return axis_of_group(name) or "dp"
 
 
 def sum_wire_bytes(nbytes: int, ranks: int) -> int:
@@ -176,7 +174,7 @@ class Traffic:
     def _describe(self, group: ProcessGroup | None, name: str) -> GroupTraffic:
         ranks = dist.get_process_group_ranks(group)
         axis = axis_of(name)
-        label = name if name in (*_AXES, *_DATA_GROUPS) else ALL_RANKS
+        label = ALL_RANKS if axis_of_group(name) is None or name.startswith("stage") else name
         if axis == "pp" and name != "pp":
             label = "stages" if name.startswith("stage ") else "shared parameters"
         return GroupTraffic(

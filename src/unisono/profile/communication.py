@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from unisono.observe.meters import axis_of_group
 from unisono.profile.host_events import COLLECTIVE_PREFIX, PHASE_PREFIX, HostEvents
 from unisono.profile.intervals import Intervals, intersection, length, overlap, union
 from unisono.profile.rank_profile import Collective, Overlap
@@ -41,7 +42,6 @@ _KINDS: Final = {
 }
 # sums through shared memory, which no backend reports: kind, axis, ranks, bytes
 _SHARED_MEMORY_SUM: Final = re.compile(re.escape(COLLECTIVE_PREFIX) + r"(\S+) (\S+) ([0-9]{1,9}) ([0-9]{1,18})")
-_GROUP_AXES: Final = {"cp": "cp", "tp": "tp", "ep": "ep", "pp": "pp", "shard": "dp", "data": "dp", "experts": "dp"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,10 +117,8 @@ def _waits(trace: Trace, host: HostEvents) -> dict[str, Intervals]:
 def _axis(event: CollectiveEvent, waits: Mapping[str, Intervals], mesh: Mapping[str, int] | None) -> str:
     if mesh is None:
         return event.group or "not known"
-    if event.group in _GROUP_AXES or event.group.startswith("stage"):
-        return _GROUP_AXES.get(event.group, "pp")
-    if event.group.startswith("dp"):
-        return "dp"
+    if (axis := axis_of_group(event.group)) is not None:
+        return axis
     for axis, intervals in waits.items():
         at = int(np.searchsorted(intervals[:, 0], event.start_us, side="right")) - 1
         if at >= 0 and intervals[at, 1] >= event.start_us:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from unisono.diagnose import RunFacts
-from unisono.diagnose.figures import is_timed, lower_medians
+from unisono.diagnose.figures import has_enough_readings, lower_medians
 from unisono.diagnose.run_facts import COMPUTE_PHASES
 from unisono.observe.events import ENVELOPE, Event, event_step, number
 from unisono.observe.formatting import percent
@@ -172,7 +172,7 @@ def time_chart(summary: RunSummary) -> dict[str, Any] | None:
 
 def rank_map(facts: RunFacts) -> dict[str, Any] | None:
     """How long each rank computes, compared with the median rank, over the run; None for one rank or few readings."""
-    if len(facts.ranks) < 2 or not facts.steps_together or not is_timed(facts):
+    if len(facts.ranks) < 2 or not facts.steps_together or not has_enough_readings(facts):
         return None
     own, steps = facts.phase_s(*COMPUTE_PHASES), facts.common_steps()
     columns = max(1, min(len(steps), 60, _CELLS // len(facts.ranks)))

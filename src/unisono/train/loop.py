@@ -26,10 +26,10 @@ from unisono.train.evaluate import Evaluator
 from unisono.train.metrics_reader import MetricsReader
 from unisono.train.options import TrainOptions, is_due
 from unisono.train.profiling import StepProfiler
+from unisono.train.replay_recorder import StepRecorder
 from unisono.train.run_checkpoints import RunCheckpoints
 from unisono.train.state import TrainState
 from unisono.train.step import Step, TrainStep
-from unisono.train.step_recorder import StepRecorder
 from unisono.train.verify import StepVerifier
 
 

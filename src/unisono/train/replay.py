@@ -15,7 +15,7 @@ from unisono.errors import PlanError
 from unisono.observe.options import ObserveOptions
 from unisono.optim import ScheduleOptions
 from unisono.train.code_record import RunCode
-from unisono.train.step_recorder import StepRecorder, describe_modules
+from unisono.train.replay_recorder import StepRecorder, describe_modules
 
 if TYPE_CHECKING:
     from unisono.train.assembly import RunInputs, RunParts

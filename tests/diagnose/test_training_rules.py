@@ -13,7 +13,7 @@ from event_streams import COMPUTE, SETTINGS, findings, only, series
 from numpy.typing import NDArray
 
 from unisono.diagnose import RunFacts, TrainingFacts
-from unisono.diagnose.health_rules import loss_spikes
+from unisono.diagnose.training_rules import loss_spikes
 
 
 def noisy(count: int, level: float = 2.0) -> list[float]:

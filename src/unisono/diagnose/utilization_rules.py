@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from unisono.diagnose.figures import is_timed, larger_micro_batches, milliseconds, plan_group
+from unisono.diagnose.figures import has_enough_readings, larger_micro_batches, milliseconds, plan_group
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.run_facts import RankFacts, RunFacts
 
@@ -26,7 +26,7 @@ def low_use(facts: RunFacts, others: Sequence[Finding]) -> Iterator[Finding]:
         facts: The run.
         others: The findings of all other rules.
     """
-    if not is_timed(facts) or 0 < facts.num_parameters < _SMALL_MODEL:
+    if not has_enough_readings(facts) or 0 < facts.num_parameters < _SMALL_MODEL:
         return
     rank = facts.ranks[0]  # the rate is the mean of all devices
     use, of, expected = rank.ceiling_frac, "a large product, as it was measured", _OF_CEILING
