@@ -34,6 +34,7 @@ from unisono.observe.events import (
     open_events,
     schema_notes,
 )
+from unisono.observe.meters import ALL_PHASES, COMM_PHASES
 
 # numbers of a step event that a history keeps
 STEP_FIELDS: Final = (
