@@ -16,7 +16,7 @@ COMPUTE = {"forward": 0.03, "backward": 0.05}  # with the exchange of 20 ms a st
 
 
 # an entry of ``axes`` that says nothing of the link
-WRONG_AXIS = {"axis": "dp", "group": ["x"], "transport": None, "ranks": "NaN", "wire_bytes": 1, "measured_s": -1}
+WRONG_AXIS = {"axis": "dp", "group": ["x"], "transport": None, "ranks": "NaN", "wire_bytes": 1, "expected_s": -1}
 
 
 def times(rank: int, step: int) -> Mapping[str, float]:
@@ -64,7 +64,7 @@ def test_a_slow_link(tmp_path: Path, measured: float, severity: str | None, cost
 def of_axis(axis: str, **row: Any) -> Any:
     """A ``links`` event of ten steps in a second, every ten steps: 2 MB a step in four collectives."""
     entry = {"axis": axis, "group": axis, "transport": "nccl", "ranks": 2, "hosts": 1, "collectives": 40}
-    entry |= {"payload_bytes": 30_000_000, "wire_bytes": 20_000_000, "measured_latency_s": 0.001, **row}
+    entry |= {"payload_bytes": 30_000_000, "wire_bytes": 20_000_000, "expected_latency_s": 0.001, **row}
     rest = {"axis": axis, "group": "all", "transport": "nccl", "ranks": 4, "wire_bytes": 80}  # not measured
 
     def extra(rank: int, step: int) -> list[dict[str, Any]]:
@@ -79,7 +79,7 @@ def test_an_axis_whose_link_is_slow(tmp_path: Path, axis: str) -> None:
     def waits(rank: int, step: int) -> Mapping[str, float]:
         return {**COMPUTE, f"comm_exposed_{axis}": 0.02}
 
-    run = write_events(tmp_path, waits, extra=of_axis(axis, measured_s=0.1, interface="eth7"))  # 10 ms a step
+    run = write_events(tmp_path, waits, extra=of_axis(axis, expected_s=0.1, interface="eth7"))  # 10 ms a step
     found = {finding.id: finding for finding in diagnose(read_run(run))}
     finding = found["COMM03"]
     assert (finding.severity, finding.cost_frac) == ("critical", pytest.approx(0.1))
@@ -95,7 +95,7 @@ def test_an_axis_whose_link_is_slow(tmp_path: Path, axis: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exposed_s", "measured_s", "latency_s", "is_found"),
+    ("exposed_s", "expected_s", "latency_s", "is_found"),
     [
         (0.02, 0.165, 0.001, False),  # 16.5 ms a step: less than a fifth slower is as it was
         (0.02, 0.150, 0.001, True),
@@ -108,12 +108,12 @@ def test_an_axis_whose_link_is_slow(tmp_path: Path, axis: str) -> None:
     ],
 )
 def test_ranks_that_exchange_little_do_not_wait_for_the_link(
-    tmp_path: Path, exposed_s: float, measured_s: float, latency_s: float, *, is_found: bool
+    tmp_path: Path, exposed_s: float, expected_s: float, latency_s: float, *, is_found: bool
 ) -> None:
     def waits(rank: int, step: int) -> Mapping[str, float]:
         return {**COMPUTE, "comm_exposed_tp": exposed_s}
 
-    row = of_axis("tp", measured_s=measured_s, measured_latency_s=latency_s)
+    row = of_axis("tp", expected_s=expected_s, expected_latency_s=latency_s)
     found = [finding.id for finding in diagnose(read_run(write_events(tmp_path, waits, extra=row)))]
     assert ("COMM03" in found) == is_found
 
@@ -122,7 +122,7 @@ def test_single_interruptions_are_not_the_link(tmp_path: Path) -> None:
     def waits(rank: int, step: int) -> Mapping[str, float]:
         return {**COMPUTE, "comm_exposed_tp": 0.3 if step % 4 == 0 else 0.02}
 
-    run = write_events(tmp_path, waits, extra=of_axis("tp", measured_s=0.2))
+    run = write_events(tmp_path, waits, extra=of_axis("tp", expected_s=0.2))
     assert "COMM03" not in [finding.id for finding in diagnose(read_run(run))]
 
 
@@ -131,7 +131,7 @@ def test_an_axis_that_is_measured_in_part_is_not_judged(tmp_path: Path) -> None:
         return {**COMPUTE, "comm_exposed_tp": 0.02}
 
     def extra(rank: int, step: int) -> list[dict[str, Any]]:
-        events = of_axis("tp", **({"measured_s": 0.1} if step <= 20 else {}))(rank, step)
+        events = of_axis("tp", **({"expected_s": 0.1} if step <= 20 else {}))(rank, step)
         return events
 
     run = write_events(tmp_path, waits, extra=extra)
@@ -141,12 +141,12 @@ def test_an_axis_that_is_measured_in_part_is_not_judged(tmp_path: Path) -> None:
 
 
 def test_traffic_by_axis_is_added_up(tmp_path: Path) -> None:
-    run = write_events(tmp_path, times, extra=of_axis("cp", measured_s=0.1))
+    run = write_events(tmp_path, times, extra=of_axis("cp", expected_s=0.1))
     main, rest = read_run(run).ranks[0].axes
     assert (main.axis, main.group, main.transport, main.ranks, main.hosts) == ("cp", "cp", "nccl", 2, 1)
     assert (main.steps, main.wall_s, main.collectives) == (40, 4.0, 160)
-    assert (main.payload_bytes, main.wire_bytes, main.measured_s) == (12e7, 8e7, pytest.approx(0.4))
-    assert (rest.group, rest.wire_bytes, rest.measured_s) == ("all", 320, 0)
+    assert (main.payload_bytes, main.wire_bytes, main.expected_s) == (12e7, 8e7, pytest.approx(0.4))
+    assert (rest.group, rest.wire_bytes, rest.expected_s) == ("all", 320, 0)
 
 
 def test_a_slow_link_that_costs_little_is_no_finding(tmp_path: Path) -> None:

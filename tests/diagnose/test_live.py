@@ -278,7 +278,7 @@ def test_a_healthy_link_that_was_measured(pool: Pool, tmp_path: Path, plan: dict
     for rank in read_run(tmp_path / "run").ranks:
         (traffic,) = [each for each in rank.axes if each.group == group]
         assert traffic.steps == STEPS
-        assert 0 < traffic.measured_latency_s <= traffic.measured_s
+        assert 0 < traffic.expected_latency_s <= traffic.expected_s
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_communication_by_axis(tmp_path: Path) -> None:
         "steps": 60,
         "axes": [
             {"axis": "tp", "group": "tp", **kinds, "payload_bytes": 3e7, "wire_bytes": 6e7},
-            {"axis": "dp", "group": "shard", **kinds, "payload_bytes": 12e7, "wire_bytes": 6e7, "measured_s": 2.5},
+            {"axis": "dp", "group": "shard", **kinds, "payload_bytes": 12e7, "wire_bytes": 6e7, "expected_s": 2.5},
             {"axis": "dp", "group": "all", **kinds, "hosts": 2, "payload_bytes": 6e2, "wire_bytes": 6e2},
         ],
     }

@@ -82,7 +82,7 @@ def _events(rank: int, step: int) -> list[dict[str, Any]]:
             "links": [{"peer": "gloo", "sent_bytes": 1e6, "pushes": 2, "lag_total": 3}],
             "axes": [
                 {"axis": axis, "group": axis, "transport": "gloo", "ranks": 2, "hosts": 1, "collectives": 3}
-                | {"payload_bytes": 1e6, "wire_bytes": 1e6, "measured_s": 0.02, "measured_latency_s": 1e-4}
+                | {"payload_bytes": 1e6, "wire_bytes": 1e6, "expected_s": 0.02, "expected_latency_s": 1e-4}
                 for axis in ("dp", "tp")
             ],
         },

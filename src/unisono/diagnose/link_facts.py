@@ -61,8 +61,8 @@ class AxisTraffic:
         collectives: Number of collectives or messages in them.
         payload_bytes: Bytes that they exchanged.
         wire_bytes: Bytes that this rank put on the wire.
-        measured_s: Seconds that the link was measured to need for that; 0 if not known.
-        measured_latency_s: The part of it that messages take however small they are.
+        expected_s: Seconds that ``unisono doctor --bench`` predicts for that; 0 if not known.
+        expected_latency_s: The part of it that messages take however small they are.
     """
 
     axis: str
@@ -76,8 +76,8 @@ class AxisTraffic:
     collectives: float = 0.0
     payload_bytes: float = 0.0
     wire_bytes: float = 0.0
-    measured_s: float = 0.0
-    measured_latency_s: float = 0.0
+    expected_s: float = 0.0
+    expected_latency_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,15 +87,15 @@ class AxisUse:
     Attributes:
         main: The group with the most bytes.
         wire_bytes: Bytes on the wire in all groups.
-        measured_s: Seconds that they were measured to need; 0 if not known.
-        measured_latency_s: The part of it that messages take however small they are.
+        expected_s: Seconds that ``unisono doctor --bench`` predicts for them; 0 if not known.
+        expected_latency_s: The part of it that messages take however small they are.
         used_frac: Share of the measured rate that was used; 0 if not known.
     """
 
     main: AxisTraffic
     wire_bytes: float
-    measured_s: float
-    measured_latency_s: float
+    expected_s: float
+    expected_latency_s: float
     used_frac: float
 
 
@@ -154,9 +154,9 @@ def read_axes(events: Sequence[Event]) -> tuple[AxisTraffic, ...]:
             known = found.get(key)
             if known is None and len(found) >= _MAX_GROUPS:
                 continue
-            measured_s = _below(_MAX_S, row.get("measured_s"))
-            if known is not None and not (measured_s and known.measured_s):
-                measured_s = -known.measured_s  # not known for all of the traffic
+            expected_s = _below(_MAX_S, row.get("expected_s"))
+            if known is not None and not (expected_s and known.expected_s):
+                expected_s = -known.expected_s  # not known for all of the traffic
             known = known or AxisTraffic(axis=axis, group=group, transport=transport, ranks=ranks, hosts=hosts)
             found[key] = AxisTraffic(
                 axis=axis,
@@ -170,8 +170,8 @@ def read_axes(events: Sequence[Event]) -> tuple[AxisTraffic, ...]:
                 collectives=known.collectives + _below(_MAX_BYTES, row.get("collectives")),
                 payload_bytes=known.payload_bytes + _below(_MAX_BYTES, row.get("payload_bytes")),
                 wire_bytes=known.wire_bytes + wire_bytes,
-                measured_s=known.measured_s + measured_s,
-                measured_latency_s=known.measured_latency_s + _below(_MAX_S, row.get("measured_latency_s")),
+                expected_s=known.expected_s + expected_s,
+                expected_latency_s=known.expected_latency_s + _below(_MAX_S, row.get("expected_latency_s")),
             )
     return tuple(found.values())
 
@@ -185,15 +185,15 @@ def uses_by_axis(traffic: Sequence[AxisTraffic]) -> dict[str, AxisUse]:
             continue
         main = max(groups, key=lambda group: group.wire_bytes)
         total = sum(group.wire_bytes for group in groups)
-        measured = [group for group in groups if group.measured_s]
+        measured = [group for group in groups if group.expected_s]
         is_known = sum(group.wire_bytes for group in measured) >= (1 - _NEGLIGIBLE_FRAC) * total
-        measured_s = sum(group.measured_s for group in measured) if is_known else 0.0
+        expected_s = sum(group.expected_s for group in measured) if is_known else 0.0
         uses[axis] = AxisUse(
             main=main,
             wire_bytes=total,
-            measured_s=measured_s,
-            measured_latency_s=sum(group.measured_latency_s for group in measured),
-            used_frac=measured_s / main.wall_s if main.wall_s else 0.0,
+            expected_s=expected_s,
+            expected_latency_s=sum(group.expected_latency_s for group in measured),
+            used_frac=expected_s / main.wall_s if main.wall_s else 0.0,
         )
     return uses
 

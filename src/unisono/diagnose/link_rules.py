@@ -64,7 +64,7 @@ def slow_link(facts: RunFacts) -> Iterator[Finding]:
     if slow is None or severity is None:
         return
     use, main = slow.use, slow.use.main
-    rate = use.wire_bytes / use.measured_s
+    rate = use.wire_bytes / use.expected_s
     over = f"{main.transport} on {main.interface}" if main.interface else main.transport
     along = "" if slow.axis == "dp" else f" along {slow.axis}"
     yield Finding(
@@ -86,17 +86,17 @@ def _slow_links(facts: RunFacts) -> Iterator[_SlowLink]:
     """Axes whose measured link is waited for longer than expected."""
     of_ranks = [_uses(rank) for rank in facts.ranks]
     for axis in dict.fromkeys(axis for uses in of_ranks for axis in uses):
-        known = [uses[axis] for uses in of_ranks if axis in uses and uses[axis].measured_s and uses[axis].main.steps]
+        known = [uses[axis] for uses in of_ranks if axis in uses and uses[axis].expected_s and uses[axis].main.steps]
         if not known:
             continue
-        use = max(known, key=lambda use: use.measured_s / use.main.steps)
+        use = max(known, key=lambda use: use.expected_s / use.main.steps)
         share = median_last_arriver_wait_frac(facts, f"comm_exposed_{axis}")
-        expected = use.measured_s / use.main.steps / step_s(facts)
+        expected = use.expected_s / use.main.steps / step_s(facts)
         link = _SlowLink(axis, use, share, expected)
         if share - expected < _LEAST_COST or link.severity is None:
             continue
         is_far = share >= _FAR_COST and share >= _FAR_TIMES * expected
-        is_bytes = use.measured_s >= _MOSTLY_BYTES * use.measured_latency_s
+        is_bytes = use.expected_s >= _MOSTLY_BYTES * use.expected_latency_s
         if is_bytes and (round(expected, 4) >= _LEAST_EXPECTED or is_far):
             yield link
 
@@ -121,5 +121,5 @@ def _as_axis(link: LinkTraffic) -> AxisTraffic:
         wall_s=link.wall_s,
         payload_bytes=link.sent_bytes,
         wire_bytes=link.sent_bytes,
-        measured_s=link.sent_bytes / link.measured_bytes_per_s,
+        expected_s=link.sent_bytes / link.measured_bytes_per_s,
     )

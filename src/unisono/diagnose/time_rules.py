@@ -289,8 +289,8 @@ def _traffic_texts(facts: RunFacts) -> Iterator[str]:
             f"{axis}: {use.wire_bytes / main.steps / 1e6:.3g} MB a step over {where}; "
             f"{use.wire_bytes / main.wall_s / 1e6:,.3g} MB/s"
         )
-        if use.measured_s:
-            rate = use.wire_bytes / use.measured_s
+        if use.expected_s:
+            rate = use.wire_bytes / use.expected_s
             text += f", {use.used_frac:.0%} of the {rate / 1e6:,.3g} MB/s that unisono doctor --bench measured"
         yield text
 

@@ -89,7 +89,7 @@ def counted_traffic() -> Traffic | None:
 def all_reduce(tensor: Tensor, group: ProcessGroup | None, op: Any = ReduceOp.SUM) -> None:
     """``tensor`` reduced over the group, in place."""
     if (traffic := counted_traffic()) is not None:
-        traffic.sums(group, tensor.nbytes)
+        traffic.count_all_reduce(group, tensor.nbytes)
     with exposed(group):
         dist.all_reduce(tensor, op=op, group=group)
 
@@ -97,7 +97,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup | None, op: Any = ReduceOp.SU
 def all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
     """All ranks' ``input`` [n] into ``output`` [ranks · n], in order of ranks."""
     if (traffic := counted_traffic()) is not None:
-        traffic.parts(group, output.nbytes)
+        traffic.count_all_gather(group, output.nbytes)
     with exposed(group):
         _all_gather_single(output, input, group=group)
 
@@ -105,7 +105,7 @@ def all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup) -> Non
 def reduce_scatter_single(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
     """This rank's part of the summed ``input`` [ranks · n] into ``output`` [n]."""
     if (traffic := counted_traffic()) is not None:
-        traffic.scattered_sums(group, input.nbytes)
+        traffic.count_reduce_scatter(group, input.nbytes)
     with exposed(group):
         _reduce_scatter_single(output, input, group=group)
 
@@ -120,7 +120,7 @@ def all_to_all_single(
     """Parts of ``input`` to their ranks, parts of all ranks into ``output``; equal parts unless sizes along dim 0 are given."""
     if (traffic := counted_traffic()) is not None:
         own = None if input_sizes is None else input_sizes[group.rank()] * input[:1].nbytes
-        traffic.parts(group, input.nbytes, own)
+        traffic.count_all_gather(group, input.nbytes, own)
     with exposed(group):
         dist.all_to_all_single(
             output,
@@ -161,10 +161,10 @@ FSDP_REDUCE_SCATTER: Final = FSDPCollective(_reduce_scatter_single)
 def count_replica_sum(group: ProcessGroup, summed: Tensor) -> None:
     """Count a sum of FSDP2 over replicas."""
     if (traffic := counted_traffic()) is not None:
-        traffic.sums(group, summed.nbytes)
+        traffic.count_all_reduce(group, summed.nbytes)
 
 
 def count_message(group: ProcessGroup, tensor: Tensor) -> None:
     """Count a message to another stage."""
     if (traffic := counted_traffic()) is not None:
-        traffic.message(group, tensor.nbytes)
+        traffic.count_send(group, tensor.nbytes)

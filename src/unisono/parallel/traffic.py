@@ -31,13 +31,13 @@ def axis_of(name: str) -> str:
     return axis_of_group(name) or "dp"
 
 
-def sum_wire_bytes(nbytes: int, ranks: int) -> int:
-    """Bytes on the wire of a sum of ``nbytes``."""
+def all_reduce_wire_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes that each rank puts on the wire in a ring all-reduce of ``nbytes``."""
     return 2 * nbytes * (ranks - 1) // ranks
 
 
-def part_wire_bytes(nbytes: int, ranks: int) -> int:
-    """Bytes on the wire of a gather, a reduce-scatter, or an exchange of equal parts, of ``nbytes``."""
+def all_gather_wire_bytes(nbytes: int, ranks: int) -> int:
+    """The same of an all-gather or reduce-scatter, or of an all-to-all with equal parts, of ``nbytes``."""
     return nbytes * (ranks - 1) // ranks
 
 
@@ -49,20 +49,20 @@ class Messages:
         count: Their number.
         payload_bytes: Bytes of the payload.
         wire_bytes: Bytes that this rank puts on the wire.
-        sum_bytes: Bytes of the sums that take about as long; for messages to one rank, their own.
+        all_reduce_bytes: Bytes of the all-reduces that take about as long; for messages to one rank, their own.
     """
 
     count: int = 0
     payload_bytes: int = 0
     wire_bytes: int = 0
-    sum_bytes: int = 0
+    all_reduce_bytes: int = 0
 
     def add(self, more: Messages) -> None:
         """Add ``more`` to these."""
         self.count += more.count
         self.payload_bytes += more.payload_bytes
         self.wire_bytes += more.wire_bytes
-        self.sum_bytes += more.sum_bytes
+        self.all_reduce_bytes += more.all_reduce_bytes
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,7 +77,7 @@ class GroupTraffic:
         ranks: Number of ranks in the group.
         hosts: Number of their hosts.
         operation: ``send`` for messages, ``all_reduce`` for collectives of any kind.
-        is_timed: Whether all traffic of the group is counted, and time that is waited for it is the link's alone.
+        wait_is_for_link: False where some traffic of the group is not counted, or where a wait also has other work, such as decoding.
         messages: By the number of bits of their size on the wire, so that a few entries hold any number of sizes.
     """
 
@@ -87,10 +87,10 @@ class GroupTraffic:
     ranks: int
     hosts: int
     operation: Operation = "all_reduce"
-    is_timed: bool = True
+    wait_is_for_link: bool = True
     messages: dict[int, Messages] = field(default_factory=dict[int, Messages])
 
-    def add(self, payload_bytes: int, wire_bytes: int, sum_bytes: int, count: int = 1) -> None:
+    def add(self, payload_bytes: int, wire_bytes: int, all_reduce_bytes: int, count: int = 1) -> None:
         """Count ``count`` messages of these bytes each, see ``Messages``."""
         size = wire_bytes.bit_length()
         known = self.messages.get(size)
@@ -99,13 +99,16 @@ class GroupTraffic:
         known.count += count
         known.payload_bytes += count * payload_bytes
         known.wire_bytes += count * wire_bytes
-        known.sum_bytes += count * sum_bytes
+        known.all_reduce_bytes += count * all_reduce_bytes
 
     def times(self, factor: int) -> GroupTraffic:
         """The traffic of ``factor`` times as long."""
         messages = {
             size: Messages(
-                factor * each.count, factor * each.payload_bytes, factor * each.wire_bytes, factor * each.sum_bytes
+                factor * each.count,
+                factor * each.payload_bytes,
+                factor * each.wire_bytes,
+                factor * each.all_reduce_bytes,
             )
             for size, each in self.messages.items()
         }
@@ -120,7 +123,7 @@ def merged(groups: Iterable[GroupTraffic]) -> list[GroupTraffic]:
         if key not in kinds:
             kinds[key] = replace(group, messages={})
         first = kinds[key]
-        first.is_timed &= group.is_timed
+        first.wait_is_for_link &= group.wait_is_for_link
         for size, each in group.messages.items():
             first.messages.setdefault(size, Messages()).add(each)
     return [group for group in kinds.values() if group.messages]
@@ -136,23 +139,25 @@ class Traffic:
         self._world, self._compiled = world, compiled
         self._groups: dict[str, GroupTraffic] = {}
 
-    def sums(self, group: ProcessGroup | None, nbytes: int) -> None:
-        """Count a sum (or another reduction) of ``nbytes``."""
+    def count_all_reduce(self, group: ProcessGroup | None, nbytes: int) -> None:
+        """Count an all-reduce of ``nbytes``, with any reduction."""
         if (row := self._row(group)) is not None:
-            row.add(nbytes, sum_wire_bytes(nbytes, row.ranks), nbytes)
+            row.add(nbytes, all_reduce_wire_bytes(nbytes, row.ranks), nbytes)
 
-    def scattered_sums(self, group: ProcessGroup | None, nbytes: int) -> None:
+    def count_reduce_scatter(self, group: ProcessGroup | None, nbytes: int) -> None:
         """Count a reduce-scatter of ``nbytes``."""
         if (row := self._row(group)) is not None:
-            row.add(nbytes, part_wire_bytes(nbytes, row.ranks), nbytes if row.transport == "gloo" else nbytes // 2)
+            row.add(
+                nbytes, all_gather_wire_bytes(nbytes, row.ranks), nbytes if row.transport == "gloo" else nbytes // 2
+            )
 
-    def parts(self, group: ProcessGroup | None, nbytes: int, own_bytes: int | None = None) -> None:
-        """Count a gather or exchange of ``nbytes``, of which ``own_bytes`` stay here; equal parts without."""
+    def count_all_gather(self, group: ProcessGroup | None, nbytes: int, own_bytes: int | None = None) -> None:
+        """Count an all-gather or all-to-all of ``nbytes``, of which ``own_bytes`` stay here; equal parts without."""
         if (row := self._row(group)) is not None:
-            wire_bytes = part_wire_bytes(nbytes, row.ranks) if own_bytes is None else nbytes - own_bytes
-            row.add(nbytes, wire_bytes, nbytes // 2)  # half of what a sum has on the wire
+            wire_bytes = all_gather_wire_bytes(nbytes, row.ranks) if own_bytes is None else nbytes - own_bytes
+            row.add(nbytes, wire_bytes, nbytes // 2)  # half of what an all-reduce has on the wire
 
-    def message(self, group: ProcessGroup, nbytes: int) -> None:
+    def count_send(self, group: ProcessGroup, nbytes: int) -> None:
         """Count a message that this rank sends."""
         if (row := self._row(group)) is not None:
             row.add(nbytes, nbytes, nbytes)
@@ -174,7 +179,7 @@ class Traffic:
     def _describe(self, group: ProcessGroup | None, name: str) -> GroupTraffic:
         ranks = dist.get_process_group_ranks(group)
         axis = axis_of(name)
-        label = ALL_RANKS if axis_of_group(name) is None or name.startswith("stage") else name
+        label = ALL_RANKS if axis_of_group(name) is None else name
         if axis == "pp" and name != "pp":
             label = "stages" if name.startswith("stage ") else "shared parameters"
         return GroupTraffic(
@@ -184,5 +189,5 @@ class Traffic:
             ranks=len(ranks),
             hosts=len({rank // self._world.job.local_world for rank in ranks}),
             operation="send" if label == "stages" else "all_reduce",
-            is_timed=not (self._compiled and axis in ("tp", "cp", "ep")),
+            wait_is_for_link=not (self._compiled and axis in ("tp", "cp", "ep")),
         )

@@ -204,7 +204,7 @@ def _axis_table(facts: RunFacts) -> Table:
     for (axis, *_), group in sorted(kinds.items(), key=lambda item: COMM_AXES.index(item[0][0])):
         first, wall_s = group[0], sum(each.wall_s for each in group)
         steps, wire_bytes = sum(each.steps for each in group), sum(each.wire_bytes for each in group)
-        measured_s = sum(each.measured_s for each in group) if all(each.measured_s for each in group) else 0.0
+        expected_s = sum(each.expected_s for each in group) if all(each.expected_s for each in group) else 0.0
         exposed = ["", ""]
         if axis not in seen and timed:
             phase = f"comm_exposed_{axis}"
@@ -223,8 +223,8 @@ def _axis_table(facts: RunFacts) -> Table:
                 f"{short_number(sum(each.payload_bytes for each in group) / steps)}B",
                 f"{short_number(wire_bytes / steps)}B",
                 f"{short_number(wire_bytes / wall_s)}B/s",
-                f"{short_number(wire_bytes / measured_s)}B/s" if measured_s else "",
-                percent(measured_s / wall_s) if measured_s else "",
+                f"{short_number(wire_bytes / expected_s)}B/s" if expected_s else "",
+                percent(expected_s / wall_s) if expected_s else "",
                 *exposed,
             ]
         )

@@ -27,7 +27,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from unisono.measure.calibration import SHARED_MEMORY, Calibration
 from unisono.observe.events import EventLog
-from unisono.parallel.traffic import GroupTraffic, Messages, Traffic, merged, sum_wire_bytes
+from unisono.parallel.traffic import GroupTraffic, Messages, Traffic, all_reduce_wire_bytes, merged
 
 _EVENT_EVERY_STEPS = 100
 
@@ -47,8 +47,8 @@ class PeerTraffic:
     counters: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-class CountsSums(Protocol):
-    """What counts the sums it has started, and their bytes, since the start."""
+class CountsCollectives(Protocol):
+    """What counts the collectives that it has started, and their bytes, since the start."""
 
     sent_bytes: int
     received_bytes: int
@@ -153,9 +153,8 @@ class CommStats:
 def axis_row(group: GroupTraffic, measured: Calibration, host: str, wall_s: float) -> dict[str, Any]:
     """The entry of ``group`` in the list ``axes`` of an event: what it exchanged in ``wall_s`` seconds.
 
-    ``measured_s`` is how long ``host`` and the others were measured to need for it, ``measured_latency_s`` for as many of the
-    smallest messages. They are left out where that is not known, or time for this traffic
-    cannot be compared with it.
+    ``expected_s`` is the time that ``unisono doctor --bench`` predicts for it, ``expected_latency_s`` that of as many of the
+    smallest messages. They are left out where nothing comparable was measured.
     """
     messages = list(group.messages.values())
     wire_bytes = sum(each.wire_bytes for each in messages)
@@ -171,24 +170,24 @@ def axis_row(group: GroupTraffic, measured: Calibration, host: str, wall_s: floa
         "wire_bytes_per_s": wire_bytes / wall_s,
         **_interface(group.transport),
     }
-    seconds = [_measured_s(group, each, measured, host) for each in messages]
+    seconds = [_expected_s(group, each, measured, host) for each in messages]
     latency_s = _seconds_of(group, 0, measured, host)
-    if not group.is_timed or None in seconds or latency_s is None:
+    if not group.wait_is_for_link or None in seconds or latency_s is None:
         return row
-    measured_s = sum(each for each in seconds if each is not None)
-    if measured_s > 0:
+    expected_s = sum(each for each in seconds if each is not None)
+    if expected_s > 0:
         row |= {
-            "measured_s": measured_s,
-            "measured_latency_s": latency_s * row["collectives"],
-            "measured_bytes_per_s": wire_bytes / measured_s,
-            "used_frac": measured_s / wall_s,
+            "expected_s": expected_s,
+            "expected_latency_s": latency_s * row["collectives"],
+            "measured_bytes_per_s": wire_bytes / expected_s,
+            "used_frac": expected_s / wall_s,
         }
     return row
 
 
-def _measured_s(group: GroupTraffic, messages: Messages, measured: Calibration, host: str) -> float | None:
-    """Seconds of messages of about one size."""
-    seconds = _seconds_of(group, messages.sum_bytes // messages.count, measured, host)
+def _expected_s(group: GroupTraffic, messages: Messages, measured: Calibration, host: str) -> float | None:
+    """Seconds predicted for messages of about one size."""
+    seconds = _seconds_of(group, messages.all_reduce_bytes // messages.count, measured, host)
     return None if seconds is None else messages.count * seconds
 
 
@@ -199,7 +198,7 @@ def _seconds_of(group: GroupTraffic, nbytes: int, measured: Calibration, host: s
     return measured.all_reduce_s(nbytes, ranks=group.ranks, **where)
 
 
-class SumTraffic:
+class GradientTraffic:
     """The exchanges of gradients, or of averages, of ``sync`` since its last call, as those of a group of ``ranks`` ranks.
 
     Codes that cannot be added are gathered: a rank then receives the bytes of all others. Shared memory has each rank write
@@ -208,7 +207,7 @@ class SumTraffic:
 
     def __init__(
         self,
-        sync: CountsSums,
+        sync: CountsCollectives,
         transport: str,
         *,
         ranks: int,
@@ -226,7 +225,7 @@ class SumTraffic:
             ranks=ranks,
             hosts=hosts,
             # a rank that waits for compressed sums also decodes them, which no link was measured with
-            is_timed=not compressed,
+            wait_is_for_link=not compressed,
         )
 
     def __call__(self) -> list[GroupTraffic]:
@@ -248,7 +247,7 @@ class SumTraffic:
         return [row]
 
     def _wire_bytes(self, row: GroupTraffic, nbytes: int) -> int:
-        return nbytes if row.transport == SHARED_MEMORY else sum_wire_bytes(nbytes, row.ranks)
+        return nbytes if row.transport == SHARED_MEMORY else all_reduce_wire_bytes(nbytes, row.ranks)
 
 
 def _growth(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:

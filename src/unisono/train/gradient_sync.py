@@ -28,7 +28,7 @@ from unisono.parallel.tensor.dtensor_placements import DTensorGradients
 from unisono.parallel.tensor.dtensor_traffic import DTensorCollectives
 from unisono.parallel.traffic import Traffic
 from unisono.plan.plan import Plan
-from unisono.train.comm_stats import CommStats, PeerTraffic, ReportsTraffic, SumTraffic, measured_link
+from unisono.train.comm_stats import CommStats, GradientTraffic, PeerTraffic, ReportsTraffic, measured_link
 from unisono.train.ema import swapped_values
 from unisono.train.options import TrainOptions, is_due
 from unisono.train.state import SyncState
@@ -163,7 +163,7 @@ def build_comm_stats(events: EventLog, sync: GradientSync | ReportsTraffic, dims
     traffic = Traffic(world, compiled=plan.backend.compile != "off")
     num_hosts = -(-world.world_size // world.job.local_world)
     if isinstance(sync, LocalSGDSync):
-        counted = SumTraffic(
+        counted = GradientTraffic(
             sync.local_sgd,
             sync.peer_traffic()[0].peer,
             ranks=world.world_size,
@@ -181,7 +181,7 @@ def build_comm_stats(events: EventLog, sync: GradientSync | ReportsTraffic, dims
     compressed = sync.transport.endswith(COMPRESSED)
     if sync.num_workers == world.world_size and not compressed:
         facts = measured_link(known, sync.transport, sync.bucket_nbytes, ranks=world.world_size, num_hosts=num_hosts)
-    counted = SumTraffic(
+    counted = GradientTraffic(
         sync,
         sync.transport,
         ranks=sync.num_workers,

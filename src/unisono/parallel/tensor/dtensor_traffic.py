@@ -38,10 +38,10 @@ class DTensorCollectives(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
         if name in _SUMS:
-            self._traffic.sums(self._group, args[0].nbytes)
+            self._traffic.count_all_reduce(self._group, args[0].nbytes)
         elif name in _SCATTERED_SUMS:
-            self._traffic.scattered_sums(self._group, args[0].nbytes)
+            self._traffic.count_reduce_scatter(self._group, args[0].nbytes)
         elif name in _PARTS:
             tensors = [each for each in pytree.tree_leaves((args, result)) if isinstance(each, Tensor)]
-            self._traffic.parts(self._group, max(each.nbytes for each in tensors))
+            self._traffic.count_all_gather(self._group, max(each.nbytes for each in tensors))
         return result
