@@ -77,7 +77,8 @@ class GroupTraffic:
         ranks: Number of ranks in the group.
         hosts: Number of their hosts.
         operation: ``send`` for messages, ``all_reduce`` for collectives of any kind.
-        wait_is_for_link: False where some traffic of the group is not counted, or where a wait also has other work, such as decoding.
+        wait_is_for_link: False where some traffic of the group is not counted, or where a wait also has other work, such as
+            decoding.
         messages: By the number of bits of their size on the wire, so that a few entries hold any number of sizes.
     """
 
