@@ -48,6 +48,7 @@ _MOST_OF_WAIT: Final = 0.8
 _FEW_FRAC: Final = 0.05  # of the readings
 _MANY_READINGS: Final = 20  # of which a few are no chance
 _SAME_FRAC: Final = 0.1  # two shares that differ by less count as equal
+_LIKE_WORST: Final = 0.5  # of the slowdown of the worst rank, for another rank to be named with it
 _LEAST_SLOWDOWN: Final = 0.03  # of a step now; less does not matter
 _DISK_BOUND_FRAC: Final = 0.1  # of the time of a host's processors, idle with a request to the disk under way
 _SHOWN_WAIT_FRAC: Final = 0.05
@@ -431,7 +432,7 @@ def own_slowdown(facts: RunFacts) -> Iterator[Finding]:
     cost = float((now - best)[worst] / last_wall_s.mean())
     if cost < _LEAST_SLOWDOWN:
         return
-    ranks = chosen_ranks(facts, is_slow)
+    ranks = chosen_ranks(facts, is_slow & (now - best >= _LIKE_WORST * (now - best)[worst]))
     rank, since = facts.ranks[worst], int(np.array_split(facts.common_steps(), 5)[-1][0])
     now_samples, usual = rank.monitor.between(since, MAX_COUNT), rank.monitor.between(0, since - 1)
     cause = host_cause(now_samples, [usual], host_busy_frac(facts, rank), "of earlier steps")

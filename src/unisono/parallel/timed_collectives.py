@@ -147,7 +147,7 @@ class FSDPCollective:
         """The work to wait for if ``async_op``, else None."""
         if (traffic := counted_traffic()) is not None:
             gathers = output_tensor.nbytes > input_tensor.nbytes
-            count = traffic.parts if gathers else traffic.scattered_sums
+            count = traffic.count_all_gather if gathers else traffic.count_reduce_scatter
             count(group, max(output_tensor.nbytes, input_tensor.nbytes))
         # the host waits for those on the CPU; elsewhere streams do
         with nullcontext() if async_op or input_tensor.device.type != "cpu" else exposed(group):
