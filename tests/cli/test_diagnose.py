@@ -45,6 +45,33 @@ def test_findings_as_text_and_as_json(desk: Desk, tmp_path: Path) -> None:
     assert [(finding["id"], finding["cost_frac"]) for finding in found["findings"]] == [("DATA01", pytest.approx(0.4))]
 
 
+def slow_at_times(rank: int, step: int) -> dict[str, float]:
+    """Rank 1 is slow in three of four steps, and rank 0 waits for it."""
+    extra_s = 0.03 if step % 4 else 0.0
+    return {"forward": 0.06 + extra_s} if rank else {"forward": 0.06, "comm_exposed_dp": extra_s}
+
+
+def test_findings_say_how_sure_they_are_what_would_be_saved_and_which_ranks(desk: Desk, tmp_path: Path) -> None:
+    def told(name: str, times: Any, **options: Any) -> str:
+        done = desk.here("diagnose", str(write_events(tmp_path / name, times, **options)))
+        assert done.code == 0, done.err
+        return done.out
+
+    waiting = told("a", lambda rank, step: {"forward": 0.06, "data_wait": 0.04}, settings={"loader.num_workers": 0})
+    assert "1. DATA01 (critical): training waits" in waiting
+    assert "try: --set loader.num_workers=-1 (would save 40% of a step)" in waiting
+    assert "1. BAL01 (critical, likely): rank 1 is slower than the others, costs" in told("b", slow_at_times)
+    unused = told("c", lambda rank, step: {"forward": 0.06}, fields={"perf/mfu": 0.1})
+    assert "1. UTIL01 (critical, possible): the device" in unused
+    assert "would save" not in unused
+
+    def nearly_full(rank: int, step: int) -> dict[str, float]:
+        return {"mem/peak_bytes": 0.95e9 if rank else 0.5e9, "mem/limit_bytes": 1e9}
+
+    full = told("d", lambda rank, step: {"forward": 0.06}, fields_of=nearly_full)
+    assert "1. MEM01 (warning): memory is nearly full, rank 1\n" in full
+
+
 def test_a_healthy_run_and_a_torn_file(desk: Desk, tmp_path: Path) -> None:
     write_events(tmp_path / "run", lambda rank, step: {"forward": 0.06})
     with (tmp_path / "run/events/rank00001.jsonl").open("ab") as file:

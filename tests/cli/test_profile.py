@@ -16,7 +16,7 @@ from event_streams import write_events
 from traces import TraceBuilder
 
 from unisono.observe.events import encode, events_path
-from unisono.profile import RankProfile
+from unisono.profile import RankProfile, window
 from unisono.profile.rank_profile import StepTime, profile_folder, profile_folders
 from unisono.profile.window import request_path
 
@@ -130,8 +130,42 @@ def test_options_that_would_have_no_effect(desk: Desk, tmp_path: Path, arguments
 
 def test_a_run_that_does_not_answer(desk: Desk, tmp_path: Path) -> None:
     run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
-    assert "made no profile within 0.3 s" in refused(desk, str(run), "--now", "--timeout-s", "0.3")
+    told = refused(desk, str(run), "--now", "--timeout-s", "0.3")
+    assert "made no profile within 0.3 s" in told
+    assert "the request was taken back" in told
     assert not request_path(run).exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "ends", "said"),
+    [
+        (True, False, "step 7 is planned; unisono profile {run} shows it later"),
+        (True, True, "step 7 was planned, and the profile was not written before the end"),
+        (False, False, "the request is no longer in the folder"),
+    ],
+)
+def test_a_request_that_the_run_has_taken_is_not_taken_back(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bool, ends: bool, said: str
+) -> None:
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
+    write = window.write_request
+
+    def write_and_be_taken(run_dir: Path, num_steps: int, *, stacks: bool) -> str:
+        number = write(run_dir, num_steps, stacks=stacks)
+        assert window.take_request(run_dir) is not None
+        if answer:
+            window.write_answer(run_dir, window.ProfileWindow(first=7, num_steps=num_steps, request=number))
+        write(run_dir, 2, stacks=False)  # somebody else's
+        if ends:
+            with events_path(run_dir, 0).open("ab") as file:
+                file.write(encode({"kind": "run_end", "t": 9.0, "rank": 0, "attempt": 1, "reason": "failed"}) + b"\n")
+        return number
+
+    monkeypatch.setattr(window, "write_request", write_and_be_taken)
+    told = " ".join(refused(desk, str(run), "--now", "--timeout-s", "0.3").split())
+    assert said.format(run=run) in told
+    assert "taken back" not in told
+    assert request_path(run).exists()
 
 
 def test_a_run_that_was_killed_is_not_asked(desk: Desk, tmp_path: Path) -> None:

@@ -114,6 +114,67 @@ def test_devices_and_hosts(desk: Desk, tmp_path: Path) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
+def links(rank: int, *axes: Any, **fields: Any) -> dict[str, Any]:
+    return {"kind": "links", "t": 0.0, "rank": rank, "step": 300, "steps": 100, "wall_s": 10.0, "axes": axes, **fields}
+
+
+SHARD = {"axis": "dp", "group": "shard", "transport": "nccl", "ranks": 8, "hosts": 2, "wire_bytes": 2.5e11}
+TENSOR = {"axis": "tp", "group": "tp", "transport": "nccl", "ranks": 2, "hosts": 1, "wire_bytes": 1e9}
+
+
+def test_communication_by_axis(desk: Desk, tmp_path: Path) -> None:
+    def told(rank: int, step: int) -> list[dict[str, Any]]:
+        rows = {100: [TENSOR], 200: [{**SHARD, "measured_s": 5.0}, TENSOR]}
+        return [links(rank, *rows[step], step=step)] if rank == 0 and step in rows else []
+
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, steps=290, extra=told)
+    add(run, 0, encode(system(0, **{"sys/cpu_frac": 0.5})) + b"\n")
+    out = desk.here("top", str(run), "--once").out
+    *_, table = (block.splitlines() for block in out.strip("\n").split("\n\n"))
+    assert [re.split("  +", line) for line in table] == [
+        ["rank", "axis", "on the wire", "measured", "used", "up to step"],
+        ["0", "dp", "25GB/s", "50GB/s", "50%", "200"],
+        ["0", "tp", "100MB/s", "200"],
+    ]
+    first, second = desk.here("top", str(run), "--json").json["ranks"]
+    assert (first["links"]["step"], second["links"]) == (200, {})
+    live = write_events(tmp_path / "live", lambda rank, step: {"forward": 0.08}, ranks=1)
+    end = {"kind": "run_end", "t": 9.0, "rank": 0, "attempt": 1, "reason": "finished"}
+    add(live, 0, encode(links(0, TENSOR)) + b"\n", encode(end) + b"\n")
+    assert "100MB/s" in desk.here("top", str(live)).out
+
+
+def test_a_link_that_was_never_measured_has_no_share(desk: Desk, tmp_path: Path) -> None:
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
+    add(run, 0, encode(links(0, TENSOR)) + b"\n")
+    table = desk.here("top", str(run), "--once").out.strip("\n").split("\n\n")[-1].splitlines()
+    assert [re.split("  +", line) for line in table] == [
+        ["rank", "axis", "on the wire", "up to step"],
+        ["0", "tp", "100MB/s", "300"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"axes": "text"},
+        {"axes": [3, None, {"axis": "dp"}, {**TENSOR, "axis": "\x1b[31m"}]},
+        {"axes": [{**TENSOR, "wire_bytes": 10**400, "measured_s": "x"}]},
+        {"wall_s": 0.0},
+        {"wall_s": 1e-320, "axes": [{**TENSOR, "measured_s": 1e-320}]},
+        {"steps": None},
+        {"step": "\x1b[31m"},
+    ],
+)
+def test_traffic_of_others_is_no_trouble(desk: Desk, tmp_path: Path, fields: dict[str, Any]) -> None:
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08})
+    add(run, 0, encode(links(0, TENSOR) | fields) + b"\n")
+    for end in ("--once", "--json"):
+        done = desk.here("top", str(run), end)
+        assert done.code == 0, done.err
+        assert "\x1b" not in done.out
+
+
 def test_figures_that_no_sample_has_take_no_room(desk: Desk, tmp_path: Path) -> None:
     run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, steps=9)
     add(run, 0, encode(system(0, **{"sys/device_power_w": 70.0, "sys/cpu_frac": 0.5}, host=None)) + b"\n")

@@ -12,10 +12,10 @@ from pool import Pool
 
 from unisono.device.health import DeviceHealth
 from unisono.dist import World
-from unisono.observe.events import SERIES, EventLog, read_events
+from unisono.observe.events import EventLog, read_events
 from unisono.observe.metric_names import GROUPS, METRIC_NAMES, find_metric, markdown_table
 from unisono.observe.system_monitor import SystemMonitor
-from unisono.observe.tracked import event_metrics
+from unisono.observe.tracked import TRACKED, event_metrics
 from unisono.train.objectives import next_token
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def test_every_number_of_a_run_is_in_the_table(pool: Pool, tmp_path: Path) -> No
     emitted = {
         (event["kind"], name)
         for event in events
-        if event["kind"] in (*SERIES, "system")
+        if event["kind"] in TRACKED
         for name in event_metrics(event)
         if name not in ("samples", "samples_total")
     }
@@ -91,6 +91,7 @@ def test_every_number_of_a_run_is_in_the_table(pool: Pool, tmp_path: Path) -> No
         *("perf/tflops_device", "perf/mfu", "perf/matmul_ceiling_frac", "perf/step_s", "perf/tokens_per_s"),
         *("mem/peak_reserved_bytes", "mem/alloc_retries"),
         "perf/tokens_per_s_device",
+        "comm/<axis>_used_frac",  # of links that were measured
         *(() if Path("/proc/self/schedstat").exists() else ("sys/core_wait_frac",)),
     }
 
@@ -123,6 +124,7 @@ def test_names_are_plain_and_of_one_meaning() -> None:
         ("eval/confusion:2/0", "eval/<metric>"),
         ("time/comm_exposed_tp_frac", "time/comm_exposed_tp_frac"),
         ("sys/device_util_frac", "sys/device_util_frac"),
+        ("comm/dp_used_frac", "comm/<axis>_used_frac"),
         ("sys/device_fan_hz", "sys/device_<figure>"),
         ("train/lossy", None),
         ("own/loss", None),

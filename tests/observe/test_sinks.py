@@ -79,6 +79,20 @@ def test_csv_rows_and_growing_columns(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["metrics.csv"]
 
 
+def test_trackers_get_the_shares_of_links(tmp_path: Path) -> None:
+    with open_log(tmp_path) as log, Trackers(log, ["csv"], tmp_path):
+        log.emit("links", step=2, steps=2, wall_s=1.0, axes=[{"axis": "dp"}], **{"comm/dp_used_frac": 0.25})
+        for step in (1, 2):
+            log.emit("step", step=step, **{"train/loss": 1.0 / step})
+        log.emit("links", step=2, steps=2, wall_s=1.0, axes=[])
+    assert [(row["kind"], row["step"], row.get("comm/dp_used_frac", "")) for row in rows(tmp_path / "metrics.csv")] == [
+        ("step", "1", ""),
+        ("step", "2", ""),
+        ("links", "2", "0.25"),
+    ]
+    assert "wall_s" not in (tmp_path / "metrics.csv").read_text()
+
+
 def test_csv_goes_on_after_a_crash_without_repeating_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     for attempt, resumed, steps in ((1, None, range(1, 8)), (2, 5, range(6, 9)), (3, 2, range(3, 5))):

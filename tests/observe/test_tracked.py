@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from modes import FILE, left, mode_of
 
-from unisono.observe.tracked import SystemMeans, event_metrics, event_text, histogram_bins, run_settings, tracker_id
+from unisono.observe.tracked import TrackedEvents, event_metrics, event_text, histogram_bins, run_settings, tracker_id
 
 
 def test_bins_of_a_histogram_cover_what_it_counts() -> None:
@@ -83,7 +83,7 @@ def system(step: Any, t: float = 0.0, **fields: Any) -> dict[str, Any]:
 
 
 def test_samples_of_a_step_are_one_when_the_next_one_is_read() -> None:
-    means = SystemMeans()
+    means = TrackedEvents()
     first, second = {"kind": "step", "step": 1}, {"kind": "step", "step": 2}
     assert means.see(system(0, a=9.0)) == []
     assert means.see(system(1, 3.0, a=1.0, b=4.0)) == []  # the step goes on behind the host
@@ -99,14 +99,14 @@ def test_samples_of_a_step_are_one_when_the_next_one_is_read() -> None:
 
 
 def test_samples_of_an_attempt_without_a_step_are_given_to_no_tracker() -> None:
-    means = SystemMeans()
+    means = TrackedEvents()
     assert means.see(system(0, a=9.0)) == []
     assert means.see({"kind": "run_end", "step": 0}) == [{"kind": "run_end", "step": 0}]
     assert means.rest() == []
 
 
 def test_samples_before_the_state_was_loaded_are_left_out() -> None:
-    means = SystemMeans()
+    means = TrackedEvents()
     assert means.see(system(0, a=9.0)) == []
     resumed, step = {"kind": "resumed", "step": 7}, {"kind": "step", "step": 8}
     assert means.see(resumed) == [resumed]
@@ -116,6 +116,41 @@ def test_samples_before_the_state_was_loaded_are_left_out() -> None:
 
 @pytest.mark.parametrize("step", [None, "x", -3, [1]])
 def test_a_sample_of_no_step_is_left_out(step: Any) -> None:
-    means = SystemMeans()
+    means = TrackedEvents()
     assert means.see(system(step, a=1.0)) == []
     assert means.see({"kind": "step", "step": 1}) == [{"kind": "step", "step": 1}]
+
+
+def links(step: Any, **fields: Any) -> dict[str, Any]:
+    return {"kind": "links", "step": step, "t": 1.0, "steps": 100, "wall_s": 9.0, "axes": [{"axis": "dp"}], **fields}
+
+
+def test_a_links_event_has_the_shares_alone_and_follows_the_step(tmp_path: Path) -> None:
+    assert event_metrics(links(4, **{"comm/dp_used_frac": 0.5})) == {"comm/dp_used_frac": 0.5}
+    tracked = TrackedEvents()
+    assert tracked.see(links(4)) == []
+    assert tracked.see(links(4, **{"comm/dp_used_frac": 0.5})) == []
+    assert [event["step"] for event in tracked.see({"kind": "step", "step": 3})] == [3]
+    shown = {"kind": "links", "step": 4, "t": 1.0, "comm/dp_used_frac": 0.5}
+    assert tracked.see({"kind": "step", "step": 4}) == [{"kind": "step", "step": 4}, shown]
+    # that of the end comes after the last step
+    assert tracked.see(links(4, **{"comm/tp_used_frac": 0.25})) == [
+        {"kind": "links", "step": 4, "t": 1.0, "comm/tp_used_frac": 0.25}
+    ]
+    assert tracked.rest() == []
+
+
+def test_links_of_steps_that_are_made_again_are_left_out() -> None:
+    tracked = TrackedEvents()
+    assert tracked.see({"kind": "step", "step": 1}) == [{"kind": "step", "step": 1}]
+    assert tracked.see(links(9, **{"comm/dp_used_frac": 0.5})) == []
+    resumed, step = {"kind": "resumed", "step": 7}, {"kind": "step", "step": 20}
+    assert tracked.see(resumed) == [resumed]
+    assert tracked.see(step) == [step]
+
+
+@pytest.mark.parametrize("step", [None, "x", -3, [1]])
+def test_links_of_no_step_are_left_out(step: Any) -> None:
+    tracked = TrackedEvents()
+    assert tracked.see(links(step, **{"comm/dp_used_frac": 0.5})) == []
+    assert [event["step"] for event in tracked.see({"kind": "run_end", "step": 2})] == [2]

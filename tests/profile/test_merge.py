@@ -16,11 +16,13 @@ from unisono.profile import RankProfile, merge, merge_traces, read_trace
 from unisono.profile.clock import clock_between
 from unisono.profile.rank_profile import MERGED_FILE, Clock
 from unisono.profile.window import (
-    Window,
+    ProfileRequest,
+    ProfileWindow,
     read_answer,
     request_path,
     take_request,
     window_of,
+    withdraw_request,
     write_answer,
     write_request,
 )
@@ -101,10 +103,10 @@ def test_the_offset_of_a_clock_is_within_its_error(seed: int, offset_ns: int) ->
 
 def test_windows_by_step_numbers() -> None:
     assert window_of("") is None
-    assert window_of("100:103") == Window(first=100, num_steps=3)
-    assert window_of("2:3+stacks") == Window(first=2, num_steps=1, stacks=True)
-    assert window_of("2:3", 90) == Window(first=2, num_steps=1)
-    assert window_of("+10:13+stacks", 90) == Window(first=100, num_steps=3, stacks=True)
+    assert window_of("100:103") == ProfileWindow(first=100, num_steps=3)
+    assert window_of("2:3+stacks") == ProfileWindow(first=2, num_steps=1, stacks=True)
+    assert window_of("2:3", 90) == ProfileWindow(first=2, num_steps=1)
+    assert window_of("+10:13+stacks", 90) == ProfileWindow(first=100, num_steps=3, stacks=True)
 
 
 @pytest.mark.parametrize(
@@ -117,18 +119,30 @@ def test_what_is_no_window(text: str) -> None:
 
 
 def test_a_request_is_taken_once(tmp_path: Path) -> None:
-    assert take_request(tmp_path, 5) is None
+    assert take_request(tmp_path) is None
     number = write_request(tmp_path, 3, stacks=True)
-    window = Window(first=7, num_steps=3, stacks=True, request=number)
-    assert take_request(tmp_path, 5) == window
+    assert take_request(tmp_path) == ProfileRequest(num_steps=3, stacks=True, number=number)
     assert read_answer(tmp_path, number) is None
-    write_answer(tmp_path, window)
+    write_answer(tmp_path, ProfileWindow(first=7, num_steps=3, stacks=True, request=number))
     planned = read_answer(tmp_path, number)
     assert planned is not None
     assert (planned[0], read_answer(tmp_path, "0")) == (7, None)
     request_path(tmp_path).write_text('{"num_steps": 3, "request": "../x"}')
-    taken = take_request(tmp_path, 5)
+    taken = take_request(tmp_path)
     assert taken is not None
-    assert taken.request.isalnum()
+    assert taken.number.isalnum()
     assert not request_path(tmp_path).exists()
-    assert take_request(tmp_path, 5) is None
+    assert take_request(tmp_path) is None
+
+
+def test_only_the_own_request_is_withdrawn(tmp_path: Path) -> None:
+    first = write_request(tmp_path, 3, stacks=False)
+    second = write_request(tmp_path, 4, stacks=False)
+    assert not withdraw_request(tmp_path, first)
+    assert request_path(tmp_path).exists()
+    assert withdraw_request(tmp_path, second)
+    assert not request_path(tmp_path).exists()
+    assert not withdraw_request(tmp_path, second)
+    for content in ("{", '{"num_steps": 3}', "[]"):
+        request_path(tmp_path).write_text(content)
+        assert not withdraw_request(tmp_path, second)

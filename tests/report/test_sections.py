@@ -11,8 +11,19 @@ from typing import Any
 
 import pytest
 from attempts import T0, Stream
+from event_streams import write_events
 from PIL import Image
-from report_pages import CHROMIUM, PHONE_PX, charts, in_browser, page_width, picture, words
+from report_pages import (
+    CHROMIUM,
+    PHONE_PX,
+    charts,
+    in_browser,
+    legends_and_bars,
+    overlap,
+    page_width,
+    picture,
+    words,
+)
 from tools import missing
 
 from unisono.observe.events import encode, events_path
@@ -251,6 +262,26 @@ def test_the_report_has_findings_of_the_profile_and_of_the_ending(tmp_path: Path
     assert "EXIT01" in page
 
 
+def test_findings_say_how_sure_they_are_what_would_be_saved_and_which_ranks(tmp_path: Path) -> None:
+    def slow_at_times(rank: int, step: int) -> dict[str, float]:
+        extra_s = 0.03 if step % 4 else 0.0
+        return {"forward": 0.06 + extra_s} if rank else {"forward": 0.06, "comm_exposed_dp": extra_s}
+
+    def shown(name: str, times: Any, **options: Any) -> str:
+        return words(write_report(write_events(tmp_path / name, times, **options)).read_text())
+
+    assert "BAL01 (likely): rank 1 is slower than the others costs" in shown("a", slow_at_times)
+    unused = shown("b", lambda rank, step: {"forward": 0.06}, fields={"perf/mfu": 0.1})
+    assert "UTIL01 (possible): the device computes less" in unused
+    assert "would save" not in unused
+    waiting = shown("c", lambda rank, step: {"forward": 0.06, "data_wait": 0.04}, settings={"loader.num_workers": 0})
+    assert "DATA01: training waits for data costs 40% of the time" in waiting
+    assert "--set loader.num_workers=-1 would save 40% of a step" in waiting
+    memory = {"mem/peak_bytes": 0.95e9, "mem/limit_bytes": 1e9}
+    full = shown("d", lambda rank, step: {"forward": 0.06}, fields_of=lambda rank, step: memory if rank else {})
+    assert "MEM01: memory is nearly full, rank 1 warning" in full
+
+
 def test_a_run_of_one_rank_has_the_sections_that_say_something(tmp_path: Path) -> None:
     stream = Stream(tmp_path)
     stream.start(0.0, loads_s=1.0)
@@ -381,3 +412,31 @@ def test_a_page_fits_a_phone_and_is_dark_where_the_reader_wants_it(tmp_path: Pat
         picture(path, tmp_path / "page.png", tmp_path, width=1000, height=600, dark=dark)
         corners.append(Image.open(tmp_path / "page.png").convert("RGB").getpixel((5, 5)))
     assert corners == [(255, 255, 255), (13, 17, 23)]
+
+
+@pytest.mark.skipif(
+    CHROMIUM is None and bool(missing("chromium")),
+    reason="no chromium on this machine: the report is NOT tested in a browser",
+)
+@pytest.mark.parametrize("width", [1280, PHONE_PX])
+def test_no_legend_lies_under_a_tool_bar(tmp_path: Path, width: int) -> None:
+    run_dir = make_run(tmp_path / "run")
+    add_profiles(run_dir)
+    for rank in range(4):  # curves of four ranks, and of a host with a long name
+        with events_path(run_dir, rank).open("ab") as file:
+            for number in range(9):
+                sample = {
+                    "host": "node-17.cluster.example",
+                    "sys/process_cpus": 1.0 + rank,
+                    "sys/device_util_frac": 0.9,
+                }
+                rates = {"sys/disk_read_bytes_per_s": 5e8, "sys/disk_written_bytes_per_s": 1e8}
+                event = {"kind": "system", "attempt": 2, "t": T0 + 10.0 * number, "m": 0.0, "rank": rank, "run": "r"}
+                file.write(encode({**event, "step": 60, **sample, **rates}) + b"\n")
+    path = write_report(run_dir)
+    boxes = legends_and_bars(path, tmp_path, width=width)
+    assert boxes.keys() == charts(path.read_text()).keys()
+    assert [name for name, (legend, bar) in boxes.items() if overlap(legend, bar)] == []
+    assert sum(legend is not None for legend, _ in boxes.values()) >= 5
+    # a narrow screen has no tool bars
+    assert any(legend and bar for legend, bar in boxes.values()) == (width > PHONE_PX)

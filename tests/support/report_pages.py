@@ -73,18 +73,55 @@ def picture(path: Path, target: Path, folder: Path, *, width: int, height: int, 
 
 def page_width(path: Path, folder: Path, *, width: int) -> int:
     """Pixels that a page takes from side to side in a window of ``width``: more than that where it has to be scrolled."""
-    told = "<script>setTimeout(() => parent.postMessage(document.documentElement.scrollWidth, '*'), 3000)</script>"
+    found = evaluated(path, folder, "document.documentElement.scrollWidth", width=width)
+    assert isinstance(found, int)
+    return found
+
+
+_BOXES = """
+[...document.querySelectorAll(".js-plotly-plot")].map(chart => {
+  const box = name => {
+    const found = chart.querySelector(name), place = found && found.getBoundingClientRect();
+    return place && place.width && place.height ? [place.left, place.top, place.right, place.bottom] : null;
+  };
+  return [chart.id, box(".legend"), box(".modebar")];
+})
+"""
+
+
+def legends_and_bars(
+    path: Path, folder: Path, *, width: int
+) -> dict[str, tuple[list[float] | None, list[float] | None]]:
+    """Boxes (left, top, right, bottom) of the legend and of the tool bar of each chart, in a window of ``width`` pixels."""
+    found = evaluated(path, folder, _BOXES, width=width)
+    return {name: (legend, bar) for name, legend, bar in found}
+
+
+def overlap(one: list[float] | None, other: list[float] | None) -> bool:
+    """Whether two boxes share some area."""
+    if one is None or other is None:
+        return False
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def evaluated(path: Path, folder: Path, expression: str, *, width: int) -> Any:
+    """The value, as JSON, of a JavaScript expression in a page whose charts are drawn, in a window of ``width`` pixels.
+    ``folder``: for files of the browser."""
+    told = (
+        "<script>const timer = setInterval(() => { if (document.documentElement.dataset.drawn === undefined) return;"
+        f"clearInterval(timer); setTimeout(() => parent.postMessage(JSON.stringify({expression.strip()}), '*'), 500); }}, 100)"
+        "</script>"
+    )
     page = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", path.read_text(), count=1, flags=re.DOTALL)
     (folder / "page.html").write_text(page + told)
     (folder / "frame.html").write_text(
         f"<body><iframe src='page.html' style='width:{width}px;height:900px;border:0'></iframe>"
-        "<script>addEventListener('message', told => document.body.dataset.width = told.data)</script></body>"
+        "<script>addEventListener('message', told => document.body.dataset.found = told.data)</script></body>"
     )
-    found = re.search(
-        r'data-width="(\d+)"', _chromium(folder / "browser", "--dump-dom", (folder / "frame.html").as_uri()).stdout
-    )
+    dom = _chromium(folder / "browser", "--dump-dom", (folder / "frame.html").as_uri()).stdout
+    found = re.search(r'data-found="([^"]*)"', dom)
     assert found is not None
-    return int(found[1])
+    return json.loads(html.unescape(found[1]))
 
 
 def _main(run_dir: str, target: str) -> None:

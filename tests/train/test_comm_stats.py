@@ -127,6 +127,8 @@ def test_the_share_of_what_the_link_was_measured_to_do(tmp_path: Path, pool: Poo
         assert row["expected_s"] == pytest.approx(row["wire_bytes"] / 1e6)
         assert row["measured_bytes_per_s"] == pytest.approx(1e6)
         assert row["used_frac"] == pytest.approx(link["used_frac"])
+        assert event["comm/dp_used_frac"] == pytest.approx(row["used_frac"])
+        assert [name for name in event if name.startswith("comm/")] == ["comm/dp_used_frac"]
         assert row["expected_latency_s"] == pytest.approx(row["collectives"] / 1e6)  # those of a byte
         assert ("interface" in row) == (row["transport"] == "gloo")
 

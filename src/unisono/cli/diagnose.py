@@ -99,6 +99,7 @@ def _head(run_dir: str, facts: RunFacts) -> Iterator[str]:
 
 def _texts(facts: RunFacts, findings: Sequence[Finding]) -> Iterator[str]:
     from unisono.diagnose.figures import MIN_READINGS, has_enough_readings
+    from unisono.diagnose.finding_text import confidence_word, finding_title, gain_text
     from unisono.diagnose.overlay import patch_text
 
     if not findings:
@@ -106,10 +107,10 @@ def _texts(facts: RunFacts, findings: Sequence[Finding]) -> Iterator[str]:
         yield "no findings" + (f"; times are judged after {MIN_READINGS} measured steps" if few else "")
     for number, finding in enumerate(findings, start=1):
         cost = f", costs {finding.cost_frac:.0%} of the time" if finding.cost_frac else ""
-        yield f"\n{number}. {finding.id} ({finding.severity}): {finding.title}{cost}"
+        judged = ", ".join(filter(None, (finding.severity, confidence_word(finding))))
+        yield f"\n{number}. {finding.id} ({judged}): {finding_title(finding)}{cost}"
         yield from (f"   {printable(line)}" for line in finding.evidence)
-        yield f"   advice: {finding.advice}"
+        gain = f" ({text})" if (text := gain_text(finding)) else ""
+        yield f"   advice: {finding.advice}{'' if finding.patch else gain}"
         if finding.patch:
-            settings = patch_text(finding.patch, is_script=facts.is_script)
-            gain = f" (expected: {finding.expected_gain:.0%} less time)" if finding.expected_gain else ""
-            yield f"   try: {settings}{gain}"
+            yield f"   try: {patch_text(finding.patch, is_script=facts.is_script)}{gain}"

@@ -159,19 +159,31 @@ def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -
         ) from None
     planned: tuple[int, float] | None = None
     while True:
+        ended = has_ended()  # before the look for the profile, which a run that has ended may have left
         planned = planned or read_answer(run_dir, request)
         if planned is not None and (folder := _made(run_dir, planned)) is not None:
             return folder
-        if has_ended() or time.monotonic() > deadline_s:
-            request_path(run_dir).unlink(missing_ok=True)
+        if ended or time.monotonic() > deadline_s:
             raise DataError(
-                given=f"{run_dir}, which made no profile"
-                + (": it has ended" if has_ended() else f" within {timeout_s:g} s"),
+                given=f"{run_dir}, which made no profile" + (": it has ended" if ended else f" within {timeout_s:g} s"),
                 rule="a run looks for requests once a second, between its steps",
-                consequence="there is nothing to show; the request was taken back",
+                consequence=f"there is nothing to show; {_what_remains(run_dir, request, planned, ended=ended)}",
                 nearest=f"unisono top {run_dir}, which shows whether it makes steps; a longer --timeout-s",
             )
         time.sleep(_POLL_S)
+
+
+def _what_remains(run_dir: Path, request: str, planned: tuple[int, float] | None, *, ended: bool) -> str:
+    """What becomes of a request whose profile is not there, in words; one that the run has not taken is withdrawn."""
+    from unisono.profile.window import withdraw_request
+
+    if planned is not None and ended:
+        return f"step {planned[0]} was planned, and the profile was not written before the end"
+    if planned is not None:
+        return f"step {planned[0]} is planned; unisono profile {run_dir} shows it later"
+    if withdraw_request(run_dir, request):
+        return "the request was taken back"
+    return "the request is no longer in the folder: the run has taken it, or another one has replaced it"
 
 
 def _made(run_dir: Path, planned: tuple[int, float]) -> Path | None:

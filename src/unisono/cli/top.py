@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _COLUMNS: Final = ("rank", "step", "loss", "step time", "data", "comm", "memory", "CPUs", "seen")
 _DEVICE_COLUMNS: Final = ("in use", "power", "clock", "heat", "memory", "ECC", "throttled")
 _HOST_COLUMNS: Final = ("CPU", "I/O wait", "memory", "disk read", "written", "net sent", "received")
+_LINK_COLUMNS: Final = ("axis", "on the wire", "measured", "used", "up to step")
 _MAX_CELL: Final = 16  # characters; lines have 80
 _MAX_HOST: Final = 15
 _MAX_REASON: Final = 20
@@ -44,7 +45,8 @@ class _Cells:
 def command(context: click.Context, run_dir: str, every_s: float, once: bool, as_json: bool) -> None:
     """Show the ranks of the run in RUN_DIR, from their events, until it ends or Ctrl-C.
 
-    Below them: the devices and the hosts, where the run samples them (observe.monitor_every_s).
+    Below them: the devices and the hosts, where the run samples them (observe.monitor_every_s), and the communication along
+    each axis of the plan, with the share of the rate that unisono doctor --bench measured.
     It reads files alone: it can be started and ended at any time, on any host that sees the folder.
     """
     from rich.console import Console, Group
@@ -104,10 +106,14 @@ def _drawn(table: _Cells) -> Table:
 
 
 def _tables(statuses: Sequence[RankStatus], now_s: float) -> list[_Cells]:
-    """The ranks; their devices and their hosts, where the monitor has figures of them."""
+    """The ranks; their devices and their hosts, where the monitor has figures of them; their communication."""
     tables = [_Cells(_COLUMNS, [_row(status, now_s) for status in statuses])]
-    for first, columns, row in (("rank", _DEVICE_COLUMNS, _device_row), ("host", _HOST_COLUMNS, _host_row)):
-        rows = [(key, cells) for status in statuses for key, cells in [row(status)] if any(cells)]
+    for first, columns, rows_of in (
+        ("rank", _DEVICE_COLUMNS, _device_rows),
+        ("host", _HOST_COLUMNS, _host_rows),
+        ("rank", _LINK_COLUMNS, _link_rows),
+    ):
+        rows = [(key, cells) for status in statuses for key, cells in rows_of(status) if any(cells)]
         shown = [place for place in range(len(columns)) if any(cells[place] for _, cells in rows)]
         if rows:
             head = [first, *(columns[place] for place in shown)]
@@ -136,7 +142,7 @@ def _row(status: RankStatus, now_s: float) -> list[str]:
     return [printable(cell) for cell in cells]
 
 
-def _device_row(status: RankStatus) -> tuple[str, list[str]]:
+def _device_rows(status: RankStatus) -> Iterator[tuple[str, list[str]]]:
     """The rank, and the cells of ``_DEVICE_COLUMNS``; empty where a figure is not known."""
     from unisono.observe.formatting import percent
 
@@ -153,27 +159,45 @@ def _device_row(status: RankStatus) -> tuple[str, list[str]]:
         _shown(system, "sys/device_uncorrected_errors", "{:.0f}".format),
         (reasons or "yes") if _number(system, "sys/device_throttled") else "",
     ]
-    return str(status.rank), [printable(cell) for cell in cells]
+    yield str(status.rank), [printable(cell) for cell in cells]
 
 
-def _host_row(status: RankStatus) -> tuple[str, list[str]]:
+def _host_rows(status: RankStatus) -> Iterator[tuple[str, list[str]]]:
     """The host, or else the rank that samples it, and the cells of ``_HOST_COLUMNS``; empty where a figure is not known."""
     from unisono.observe.formatting import percent
-    from unisono.observe.run_summary import short_number
-
-    def rate(bytes_per_s: float) -> str:
-        return f"{short_number(bytes_per_s)}B/s"
 
     system = status.system
     host = system.get("host")
     cells = [
         *(_shown(system, f"sys/{name}_frac", percent) for name in ("cpu", "iowait", "memory")),
         *(
-            _shown(system, f"sys/{name}_bytes_per_s", rate)
+            _shown(system, f"sys/{name}_bytes_per_s", _rate)
             for name in ("disk_read", "disk_written", "network_sent", "network_received")
         ),
     ]
-    return printable(host)[:_MAX_HOST] if isinstance(host, str) and host else f"of rank {status.rank}", cells
+    yield printable(host)[:_MAX_HOST] if isinstance(host, str) and host else f"of rank {status.rank}", cells
+
+
+def _link_rows(status: RankStatus) -> Iterator[tuple[str, list[str]]]:
+    """For each axis that communicates, the rank and the cells of ``_LINK_COLUMNS``; empty where no rate was measured."""
+    if not status.links:
+        return
+    from unisono.diagnose.link_facts import read_axes, uses_by_axis
+    from unisono.observe.events import event_step
+    from unisono.observe.formatting import percent
+
+    step = event_step(status.links)
+    for axis, use in uses_by_axis(read_axes([dict(status.links)])).items():
+        cells = [axis, _rate(use.wire_bytes / use.main.wall_s), "", "", "" if step is None else str(step)[:_MAX_CELL]]
+        if use.measured_s:
+            cells[2:4] = _rate(use.wire_bytes / use.measured_s), percent(use.used_frac)
+        yield str(status.rank), cells
+
+
+def _rate(bytes_per_s: float) -> str:
+    from unisono.observe.run_summary import short_number
+
+    return f"{short_number(bytes_per_s)}B/s"
 
 
 def _number(event: Mapping[str, Any], name: str) -> float | None:
@@ -205,4 +229,5 @@ def _facts(status: RankStatus) -> dict[str, Any]:
         "ended": status.ended,
         "step": dict(status.step),
         "system": dict(status.system),
+        "links": dict(status.links),
     }

@@ -82,7 +82,7 @@ METRIC_NAMES: Final[tuple[MetricName, ...]] = (
         (
             "time/window_s",
             "s",
-            "time since the reading before, of an accelerator by its own clock; the fractions below are of it",
+            "length of the reading, which the fractions below refer to; on an accelerator, by device events",
         ),
         *((f"time/{phase}_frac", "1", _PHASE_MEANINGS[phase]) for phase in ALL_PHASES),
         *((f"time/comm_exposed_{axis}_frac", "1", f"of `comm_exposed`, {_AXIS_MEANINGS[axis]}") for axis in COMM_AXES),
@@ -90,7 +90,7 @@ METRIC_NAMES: Final[tuple[MetricName, ...]] = (
         (
             "time/loader_read_s",
             "s",
-            "time of loader workers in the data set since the reading before: reading, and decoding in it",
+            "time that loader workers spent in the data set (reading and decoding), for the batches of this reading",
         ),
         ("time/loader_transform_s", "s", "their time in transforms"),
         ("time/loader_collate_s", "s", "their time in making batches of samples"),
@@ -104,6 +104,15 @@ METRIC_NAMES: Final[tuple[MetricName, ...]] = (
         "eval",
         ("eval/loss", "1", "loss on the held-out samples"),
         ("eval/<metric>", "that of the metric", "a metric of the evaluation, by its name"),
+    ),
+    *_of(
+        "links",
+        (
+            "comm/<axis>_used_frac",
+            "1",
+            "how much of the rate that `unisono doctor --bench` measured is used by communication along `dp`, `cp`, `tp`, `ep` "
+            "or `pp`; only where that rate is known",
+        ),
     ),
     *_of(
         "system",
@@ -130,7 +139,7 @@ METRIC_NAMES: Final[tuple[MetricName, ...]] = (
     ),
 )
 
-GROUPS: Final = frozenset({name.name.partition("/")[0] for name in METRIC_NAMES} | {"comm"})
+GROUPS: Final = frozenset(name.name.partition("/")[0] for name in METRIC_NAMES)
 """First parts of names that a user's own numbers do not have."""
 
 

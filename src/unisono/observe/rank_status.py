@@ -11,7 +11,10 @@ from typing import Any, Final
 from unisono.observe.events import Event, decode_event, number, open_events
 from unisono.storage.run_folder import EVENTS_FOLDER
 
-_TAIL_BYTES: Final = 1 << 16
+_BLOCK_BYTES: Final = 1 << 16
+_MAX_BLOCKS: Final = 4  # of the end of a file: ``links`` events are a hundred steps apart
+# what a line has to have once the newest step and sample are known: the others need not be decoded
+_LINKS, _RUN_START = b'"links"', b'"run_start"'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +26,7 @@ class RankStatus:
         at_s: Wall-clock time of its newest event, in seconds since 1970.
         step: Its newest ``step`` event with a reading; empty where there is none at the end of the file.
         system: Its newest ``system`` event; empty where there is none.
+        links: Its newest ``links`` event; empty where there is none at the end of the file.
         ended: Reason of the end, such as ``finished`` or ``failed``; empty while the run goes on.
     """
 
@@ -30,6 +34,7 @@ class RankStatus:
     at_s: float
     step: Mapping[str, Any]
     system: Mapping[str, Any]
+    links: Mapping[str, Any]
     ended: str
 
 
@@ -47,14 +52,20 @@ def _status(path: Path) -> RankStatus | None:
     newest: dict[str, Event] = {}
     last: Event = {}
     goes_on = False  # after its newest end
-    for event in _from_the_end(path):
+    for line in _lines_from_the_end(path):
+        has_rest = {"step", "system"} <= newest.keys()
+        if has_rest and _LINKS not in line and _RUN_START not in line:
+            continue
+        event = decode_event(line)
+        if event is None:
+            continue
         last = last or event
         kind = str(event["kind"])
         if "run_end" not in newest and event.get("attempt") == last.get("attempt"):
             goes_on |= kind in ("run_start", "step")
         if kind != "step" or "time/window_s" in event:
             newest.setdefault(kind, event)
-        if kind == "run_start" or {"step", "system"} <= newest.keys():
+        if kind == "run_start" or {"step", "system", "links"} <= newest.keys():
             break
     rank = last.get("rank")
     if not isinstance(rank, int):
@@ -65,21 +76,24 @@ def _status(path: Path) -> RankStatus | None:
         at_s=number(last.get("t")) or 0.0,
         step=newest.get("step", nothing),
         system=newest.get("system", nothing),
+        links=newest.get("links", nothing),
         ended="" if goes_on else str(end.get("reason", "")),
     )
 
 
-def _from_the_end(path: Path) -> Iterator[Event]:
-    """The events in the last part of a file, the newest first; each is decoded when it is asked for."""
+def _lines_from_the_end(path: Path) -> Iterator[bytes]:
+    """The lines in the last part of a file, the newest first; blocks are read when their lines are asked for."""
     try:
         file = open_events(path)
     except FileNotFoundError:
         return
     with file:
-        start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
-        file.seek(start)
-        lines = file.read(_TAIL_BYTES).split(b"\n")
-    for line in reversed(lines[1:] if start else lines):
-        event = decode_event(line)
-        if event is not None:
-            yield event
+        begin, rest = file.seek(0, os.SEEK_END), b""  # of a line that begins in the block before
+        for _ in range(_MAX_BLOCKS):
+            end, begin = begin, max(0, begin - _BLOCK_BYTES)
+            file.seek(begin)
+            rest, *lines = (file.read(end - begin) + rest).split(b"\n")
+            yield from reversed(lines)
+            if not begin:
+                yield rest
+                return

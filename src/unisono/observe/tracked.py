@@ -16,7 +16,7 @@ from unisono.storage.files import create_file, open_regular
 from unisono.storage.limits import MAX_CONFIG_BYTES
 from unisono.storage.run_folder import RUN_FILE
 
-TRACKED: Final = (*SERIES, "system")  # kinds whose numbers trackers show
+TRACKED: Final = (*SERIES, "system", "links")  # kinds whose numbers trackers show
 _NOT_SERIES: Final = ENVELOPE | {"step", "steps_total", "epochs_total", "eta_s"}
 END_SAMPLE: Final = "end_of_run/sample"  # the text that a language model has generated at the end of its run
 _ID_FILE: Final = "tracker_id"
@@ -25,7 +25,12 @@ _MAX_PAYLOAD_BYTES: Final = 1 << 26
 
 
 def event_metrics(event: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of ``event`` (of a kind in ``TRACKED``): its numeric fields without envelope, step and ETA."""
+    """The metrics of ``event`` (of a kind in ``TRACKED``): its numeric fields without envelope, step and ETA.
+
+    Of a ``links`` event those whose names begin with ``comm/``: its other numbers are totals, not figures of a step.
+    """
+    if event.get("kind") == "links":
+        event = {name: value for name, value in event.items() if name.startswith("comm/")}
     series = ((name, number(value)) for name, value in event.items() if name not in _NOT_SERIES)
     return {name: value for name, value in series if value is not None}
 
@@ -117,18 +122,23 @@ class FirstValues:
         return True
 
 
-class SystemMeans:
-    """Makes one ``system`` event of all samples of a step: their means. Others pass as they are.
+class TrackedEvents:
+    """Turns the events of a run into those that a tracker gets.
+
+    All ``system`` events of a step become one, with their means. A ``links`` event keeps its metrics alone, and is left out
+    where it has none. All other events stay as they are.
 
     A sample belongs to the last finished step. Those of a step are given when the next one is read, so that a tracker gets them
-    in the order of steps; those of an attempt that makes no step are given to none.
+    in the order of steps; those of an attempt that makes no step are given to none. A ``links`` event is emitted before the
+    ``step`` events of its reading, and given after them.
     """
 
     def __init__(self) -> None:
         self._held: dict[
             int, tuple[Event, dict[str, list[float]]]
         ] = {}  # envelope of its newest sample, values by name
-        self._last_given = -1
+        self._links: list[Event] = []  # whose step is not read yet
+        self._last_given = self._last_step = -1
         self._has_steps = False
 
     def see(self, event: Event) -> list[Event]:
@@ -137,18 +147,32 @@ class SystemMeans:
         if kind == "system":
             self._hold(event)
             return []
+        if kind == "links":
+            return self._see_links(event)
         if kind in ("resumed", "started_over"):
-            self._held, self._last_given = {}, -1
+            self._held, self._links, self._last_given, self._last_step = {}, [], -1, -1
         elif kind == "step":
-            self._has_steps = True
-            return [*self._give(event["step"]), event]
+            self._has_steps, self._last_step = True, event["step"]
+            return [*self._give(event["step"]), event, *self._give_links(event["step"])]
         elif kind == "run_end":
             return [*self.rest(), event]
         return [event]
 
     def rest(self) -> list[Event]:
         """What is left at the end."""
-        return self._give(math.inf) if self._has_steps else []
+        return [*self._give_links(math.inf), *self._give(math.inf)] if self._has_steps else []
+
+    def _see_links(self, event: Event) -> list[Event]:
+        metrics, step = event_metrics(event), event_step(event)
+        if not metrics or step is None:
+            return []
+        self._links.append({**_envelope(event), **metrics})
+        return self._give_links(self._last_step)
+
+    def _give_links(self, up_to_step: float) -> list[Event]:
+        given = [event for event in self._links if event["step"] <= up_to_step]
+        self._links = [event for event in self._links if event["step"] > up_to_step]
+        return given
 
     def _hold(self, event: Event) -> None:
         step = event_step(event)
@@ -158,10 +182,15 @@ class SystemMeans:
         for name, value in event_metrics(event).items():
             if math.isfinite(value):
                 values.setdefault(name, []).append(value)
-        self._held[step] = {name: event[name] for name in (*ENVELOPE, "step") if name in event}, values
+        self._held[step] = _envelope(event), values
 
     def _give(self, before_step: float) -> list[Event]:
         steps = sorted(step for step in self._held if step < before_step)
         held = [self._held.pop(step) for step in steps]
         self._last_given = max([self._last_given, *steps])
         return [event | {name: sum(each) / len(each) for name, each in values.items()} for event, values in held]
+
+
+def _envelope(event: Event) -> Event:
+    """The fields of ``event`` that every event of a step has."""
+    return {name: event[name] for name in (*ENVELOPE, "step") if name in event}

@@ -43,7 +43,7 @@ from unisono.profile.spans import recording
 from unisono.profile.summary import ProfiledRun, summarise_trace
 from unisono.profile.sync_watch import SyncWatch
 from unisono.profile.trace_file import read_trace
-from unisono.profile.window import Window
+from unisono.profile.window import ProfileWindow
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, os_reason, temporary_name, write_atomically
 
@@ -78,7 +78,9 @@ class _Span:
 
 
 class Recording:
-    """The profile of one window on one rank. ``begin``, ``start_step`` for each step, and ``finish`` are collectives.
+    """The profile of one window on one rank: ``prepare``, ``begin``, ``start_step`` for each step, ``finish``.
+
+    ``begin`` and ``finish`` are collectives, the others are not.
 
     Args:
         window: The steps.
@@ -99,7 +101,7 @@ class Recording:
 
     def __init__(
         self,
-        window: Window,
+        window: ProfileWindow,
         *,
         run_dir: Path,
         world: World,

@@ -6,10 +6,11 @@ import json
 import re
 import secrets
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
+from unisono.observe.events import as_mapping
 from unisono.observe.options import MAX_PROFILE_STEPS, parse_profile_steps
 from unisono.storage.directory import make_folder
 from unisono.storage.files import write_atomically
@@ -24,7 +25,7 @@ _MAX_REQUEST_BYTES: Final = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
+class ProfileWindow:
     """Steps to profile.
 
     Attributes:
@@ -40,12 +41,21 @@ class Window:
     request: str = ""
 
 
-def window_of(text: str, step: int = 0) -> Window | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileRequest:
+    """What a request asks for: how many steps, and whether with Python's stacks. ``number`` is its own."""
+
+    num_steps: int
+    stacks: bool
+    number: str
+
+
+def window_of(text: str, step: int = 0) -> ProfileWindow | None:
     """The window of ``observe.profile_steps`` of a run that goes on after ``step`` steps; None for the empty text."""
     if not text:
         return None
     first, end, is_relative, stacks = parse_profile_steps(text)
-    return Window(first=first + (step if is_relative else 0), num_steps=end - first, stacks=stacks)
+    return ProfileWindow(first=first + (step if is_relative else 0), num_steps=end - first, stacks=stacks)
 
 
 def request_path(run_dir: Path) -> Path:
@@ -61,7 +71,19 @@ def write_request(run_dir: Path, num_steps: int, *, stacks: bool) -> str:
     return number
 
 
-def write_answer(run_dir: Path, window: Window) -> None:
+def withdraw_request(run_dir: Path, number: str) -> bool:
+    """Remove the request of this number; returns False where it is not there: the run, or another request, has replaced it."""
+    path = request_path(run_dir)
+    try:
+        if _number_of(read_json(path, max_bytes=_MAX_REQUEST_BYTES)) != number:
+            return False
+        path.unlink()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def write_answer(run_dir: Path, window: ProfileWindow) -> None:
     """Tell who requested ``window`` which step it begins with. Raises OSError."""
     content = json.dumps({"request": window.request, "first": window.first}).encode()
     write_atomically(run_dir / PROFILE_FOLDER / _ANSWER_FILE, content)
@@ -75,16 +97,13 @@ def read_answer(run_dir: Path, request: str) -> tuple[int, float] | None:
         at_s = path.stat().st_mtime
     except (OSError, ValueError):
         return None
-    answer = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    answer = as_mapping(found)
     first = answer.get("first")
     return (first, at_s) if isinstance(first, int) and answer.get("request") == request else None
 
 
-def take_request(run_dir: Path, step: int) -> Window | None:
-    """Take the request, if there is one, as a window that begins after the step after ``step`` finished ones.
-
-    A file that is no request is removed too.
-    """
+def take_request(run_dir: Path) -> ProfileRequest | None:
+    """Take the request, if there is one. A file that is no request is removed too."""
     path = request_path(run_dir)
     try:
         found: Any = read_json(path, max_bytes=_MAX_REQUEST_BYTES)
@@ -95,20 +114,16 @@ def take_request(run_dir: Path, step: int) -> Window | None:
         with suppress(OSError):
             path.unlink(missing_ok=True)
         return None
-    request = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    request = as_mapping(found)
     num_steps = request.get("num_steps")
     if not isinstance(num_steps, int) or not 1 <= num_steps <= MAX_PROFILE_STEPS:
         return None
-    number = request.get("request", "")
-    return Window(
-        first=step + 2,
-        num_steps=num_steps,
-        stacks=request.get("stacks") is True,
-        # a file that somebody else wrote may have none
-        request=number if isinstance(number, str) and _REQUEST_NUMBER.fullmatch(number) else secrets.token_hex(8),
-    )
+    # a file that somebody else wrote may have no number
+    number = _number_of(request) or secrets.token_hex(8)
+    return ProfileRequest(num_steps=num_steps, stacks=request.get("stacks") is True, number=number)
 
 
-def window_to_json(window: Window | None) -> dict[str, Any] | None:
-    """The window as JSON types, for other ranks."""
-    return None if window is None else asdict(window)
+def _number_of(request: Any) -> str:
+    """The number of a request; empty where it has none."""
+    number = as_mapping(request).get("request")
+    return number if isinstance(number, str) and _REQUEST_NUMBER.fullmatch(number) else ""

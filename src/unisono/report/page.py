@@ -116,7 +116,8 @@ details > summary { cursor: pointer; color: var(--accent); }
 <p><b>{{ finding.title }}</b> <span class="cost">{{ finding.cost }}</span></p>
 {% for line in finding.evidence %}<p class="cost">{{ line }}</p>
 {% endfor %}<p>{{ finding.advice }}</p>
-{% if finding.settings %}<p><code>{{ finding.settings }}</code></p>{% endif %}</div>
+{% if finding.settings or finding.gain %}<p>{% if finding.settings %}<code>{{ finding.settings }}</code> {% endif %}
+<span class="cost">{{ finding.gain }}</span></p>{% endif %}</div>
 {% endfor %}<h2>Figures</h2>{% endif %}
 <div class="figures">
 {% for figure in figures %}<div class="figure"><b>{{ figure.value }}</b><span>{{ figure.label }}</span></div>

@@ -24,6 +24,7 @@ import numpy as np
 from markupsafe import Markup
 
 from unisono.diagnose import Finding, RunFacts, diagnose
+from unisono.diagnose.finding_text import confidence_word, finding_title, gain_text
 from unisono.diagnose.overlay import patch_text
 from unisono.diagnose.run_facts import facts_of, with_run_files
 from unisono.errors import DataError
@@ -212,13 +213,15 @@ def render(
 
 
 def _shown(finding: Finding, *, is_script: bool) -> dict[str, Any]:
+    word = confidence_word(finding)
     return {
-        "title": f"{finding.id}: {finding.title}",
+        "title": f"{finding.id}{f' ({word})' if word else ''}: {finding_title(finding)}",
         "cost": f"costs {finding.cost_frac:.0%} of the time" if finding.cost_frac else finding.severity,
         "is_critical": finding.severity == "critical",
         "evidence": [printable(line) for line in finding.evidence],
         "advice": finding.advice,
         "settings": printable(patch_text(finding.patch, is_script=is_script)),
+        "gain": gain_text(finding),
     }
 
 

@@ -65,7 +65,7 @@ from unisono.train.nonfinite_search import NonfiniteSearch
 from unisono.train.objectives import Objective, check_objective
 from unisono.train.optimizers import OptimizerSetup
 from unisono.train.options import TrainOptions, is_due
-from unisono.train.profiling import StepProfiler
+from unisono.train.profiling import ProfileScheduler
 from unisono.train.replay import build_recorder
 from unisono.train.run_checkpoints import RunCheckpoints, run_environment
 from unisono.train.settings import count_modules, run_settings
@@ -413,7 +413,7 @@ def _build_runner(parts: RunParts, checkpoints: RunCheckpoints, traffic: Gradien
     )
     adapter, index = adapter_of(parts.device)
     memory = adapter.memory(index)
-    profiler = StepProfiler(
+    profiler = ProfileScheduler(
         run_dir=given.run_dir,
         world=parts.world,
         events=parts.events,

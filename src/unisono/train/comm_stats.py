@@ -9,9 +9,10 @@ Under ``dist_async`` each server is a peer; its bytes are those of the socket an
 ``dist_sync`` and ``dist_local`` have one peer, all other ranks; its bytes are this rank's inputs to sums and their results.
 
 Where ``unisono doctor --bench`` has measured the same transport between as many ranks on as many hosts, this one among them, the
-event also has how long it needs for this traffic, one message after the other, and the share of it that was used. Only sums and
-messages between two ranks are measured: a gather or an exchange of parts is taken for the sum that has as many bytes on the wire,
-a reduce-scatter too, and over Gloo for the sum of all.
+event also has how long it needs for this traffic, one message after the other, and the share of it that was used: by group, and
+by axis as ``comm/<axis>_used_frac``, which trackers show. Only sums and messages between two ranks are measured: a gather or an
+exchange of parts is taken for the sum that has as many bytes on the wire, a reduce-scatter too, and over Gloo for the sum of
+all.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from unisono.diagnose.link_facts import read_axes, uses_by_axis
 from unisono.measure.calibration import SHARED_MEMORY, Calibration
 from unisono.observe.events import EventLog
 from unisono.parallel.traffic import GroupTraffic, Messages, Traffic, all_reduce_wire_bytes, merged
@@ -140,7 +142,9 @@ class CommStats:
                 rows[-1]["used_frac"] = sent / wall_s / measured_rate
         exposed_s = {axis: seconds for axis, seconds in self._exposed_s.items() if seconds}
         times = {"steps": self._steps, "wall_s": wall_s, "comm_exposed_s": sum(exposed_s.values())}
-        self._events.emit("links", step=self._step, **times, exposed_s=exposed_s, axes=axes, links=rows)
+        uses = uses_by_axis(read_axes([{"kind": "links", **times, "axes": axes}]))
+        used = {f"comm/{axis}_used_frac": use.used_frac for axis, use in uses.items() if use.measured_s}
+        self._events.emit("links", step=self._step, **times, **used, exposed_s=exposed_s, axes=axes, links=rows)
         self._begin(now_s, links)
 
     def _begin(self, now_s: float, links: Sequence[PeerTraffic]) -> None:

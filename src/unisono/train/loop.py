@@ -25,7 +25,7 @@ from unisono.train.callbacks import Every
 from unisono.train.evaluate import Evaluator
 from unisono.train.metrics_reader import MetricsReader
 from unisono.train.options import TrainOptions, is_due
-from unisono.train.profiling import StepProfiler
+from unisono.train.profiling import ProfileScheduler
 from unisono.train.replay_recorder import StepRecorder
 from unisono.train.run_checkpoints import RunCheckpoints
 from unisono.train.state import TrainState
@@ -54,7 +54,7 @@ class StepRunner:
 
     train_step: TrainStep
     metrics_reader: MetricsReader
-    profiler: StepProfiler
+    profiler: ProfileScheduler
     rates: RateMeter
     timers: StepTimers
     events: EventLog

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,14 +19,14 @@ from unisono.parallel.memory_ledger import MemoryLedger
 from unisono.plan.plan import Plan
 from unisono.profile.rank_profile import profile_folder
 from unisono.profile.recorder import Recording
-from unisono.profile.window import Window, take_request, window_to_json, write_answer
+from unisono.profile.window import ProfileRequest, ProfileWindow, take_request, write_answer
 from unisono.train.state import TrainState
 
 NEVER: Final = 1 << 62
 
 
 @dataclass(kw_only=True, slots=True)
-class StepProfiler:
+class ProfileScheduler:
     """Records windows of steps: the one of ``observe.profile_steps``, and those that a file in the run's folder requests.
 
     Attributes:
@@ -52,12 +52,14 @@ class StepProfiler:
     device: torch.device
     limit_bytes: int
     due: int = NEVER
-    _window: Window | None = None
+    _window: ProfileWindow | None = None
     _recording: Recording | None = None
     _num_started: int = 0  # steps that are recorded, or have been
     _polled_s: float = 0.0
-    _pending: Window | None = None  # a request that rank 0 has read, and not yet announced to the others
-    _later: list[Window] = field(default_factory=list[Window])  # windows that wait for the end of another one
+    _pending: ProfileRequest | None = None  # a request that rank 0 has read, and not yet announced to the others
+    _later: list[ProfileWindow] = field(
+        default_factory=list[ProfileWindow]
+    )  # windows that wait for the end of another one
     _made_at_s: float = field(default_factory=time.time)  # profiles that are older are of earlier attempts
 
     @property
@@ -65,7 +67,7 @@ class StepProfiler:
         """Whether steps are recorded, or the profiler is warmed up: such steps take longer than others."""
         return self._recording is not None
 
-    def plan_window(self, window: Window | None) -> None:
+    def plan_window(self, window: ProfileWindow | None) -> None:
         """Record the window of the configuration, if there is one; a notice where the run is past it and has no profile of it."""
         if window is None:
             return
@@ -81,13 +83,13 @@ class StepProfiler:
             return
         self._plan(window)
 
-    def _plan(self, window: Window) -> None:
+    def _plan(self, window: ProfileWindow) -> None:
         self._window, self.due = window, window.first - 2
         if window.request and self.world.job.rank == 0:
             with suppress(OSError):  # who asked for it waits until the time-out
                 write_answer(self.run_dir, window)
 
-    def _add_requested(self, requested: Window) -> None:
+    def _add_requested(self, requested: ProfileWindow) -> None:
         """Record the steps that were requested: before the window of the configuration if they end in time, else after it."""
         planned = self._window
         if planned is None:
@@ -151,7 +153,7 @@ class StepProfiler:
                 f"observe.profile_steps before step {self.state.step}",
             )
 
-    def _tell_lost(self, window: Window, how: str, why: str, fix: str) -> None:
+    def _tell_lost(self, window: ProfileWindow, how: str, why: str, fix: str) -> None:
         steps = f"steps {window.first} to {window.first + window.num_steps - 1}"
         self.events.emit(
             "notice",
@@ -171,28 +173,24 @@ class StepProfiler:
             return self._pending is not None
         self._polled_s = now_s
         if self._pending is None and self._recording is None:
-            self._pending = take_request(self.run_dir, self.state.step)
+            self._pending = take_request(self.run_dir)
         return self._pending is not None
 
     def start_requested(self) -> None:
         """Plan the window that the request names, now or after another one. A collective, entered after the same step."""
         step = self.state.step
         requested = self._pending if self.world.rank == 0 else None
-        announced: dict[str, Any] | None = self.world.broadcast_json(window_to_json(requested))
+        announced: dict[str, Any] | None = self.world.broadcast_json(None if requested is None else asdict(requested))
         self._pending = None
         if announced is not None:
+            asked = ProfileRequest(**announced)
             self._add_requested(
-                Window(
-                    first=step + 2,
-                    num_steps=announced["num_steps"],
-                    stacks=announced["stacks"],
-                    request=announced["request"],
-                )
+                ProfileWindow(first=step + 2, num_steps=asked.num_steps, stacks=asked.stacks, request=asked.number)
             )
 
     # --- memory ----------------------------------------------------------------------------------------------------
 
-    def _new_recording(self, window: Window) -> Recording:
+    def _new_recording(self, window: ProfileWindow) -> Recording:
         mesh = self.plan.mesh
         return Recording(
             window,

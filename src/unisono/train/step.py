@@ -38,7 +38,7 @@ from unisono.parallel.timed_collectives import count_in_backward
 from unisono.plan.plan import Plan
 from unisono.train.named_losses import NamedLosses
 from unisono.train.objectives import Batch, Objective, counted_labels
-from unisono.train.profiling import StepProfiler
+from unisono.train.profiling import ProfileScheduler
 from unisono.train.state import TrainState
 from unisono.train.taps import TapReading, Taps
 
@@ -127,7 +127,7 @@ class TrainStep:
     partial_grad_groups: GradGroups
     timers: StepTimers
     stop_notice: StopNotice | None
-    profiler: StepProfiler
+    profiler: ProfileScheduler
     observe_gradients: Callable[[int, list[Tensor], Tensor], None]
     taps: Taps
     count_units: Callable[[Batch], Tensor] | None = None

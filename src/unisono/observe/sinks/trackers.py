@@ -19,7 +19,7 @@ from unisono.observe.sinks.csv_file import CsvSink
 from unisono.observe.sinks.mlflow_run import TRACKING_URI, MlflowSink
 from unisono.observe.sinks.tensorboard_file import TensorBoardSink
 from unisono.observe.sinks.wandb_run import WandbSink
-from unisono.observe.tracked import SystemMeans, tracker_id
+from unisono.observe.tracked import TrackedEvents, tracker_id
 
 _QUEUE_LIMIT: Final = 10_000
 
@@ -61,7 +61,7 @@ class Trackers:
         try:
             for name in names:
                 sink = _open(name, run_dir, log.run_id, log.attempt)
-                self._sinks.append(_Averaged(sink) if name in BUILT_IN_SINKS else sink)
+                self._sinks.append(_Tracked(sink) if name in BUILT_IN_SINKS else sink)
         except BaseException:
             self.close()
             raise
@@ -143,21 +143,21 @@ def _plugged(entry: EntryPoint, run_dir: Path, run_id: str, attempt: int) -> Sin
         ) from error
 
 
-class _Averaged:
-    """Passes a tracker one ``system`` event of each step; see ``SystemMeans``."""
+class _Tracked:
+    """Passes a tracker the events that ``TrackedEvents`` makes of a run's."""
 
     def __init__(self, sink: Sink) -> None:
         self.name = sink.name
         self._sink = sink
-        self._means = SystemMeans()
+        self._tracked = TrackedEvents()
 
     def write(self, event: Event) -> None:
-        for each in self._means.see(event):
+        for each in self._tracked.see(event):
             self._sink.write(each)
 
     def close(self) -> None:
         try:
-            for event in self._means.rest():
+            for event in self._tracked.rest():
                 self._sink.write(event)
         finally:
             self._sink.close()
