@@ -12,7 +12,7 @@ import pytest
 import torch
 from pool import Pool
 
-from unisono.doctor import bench, child, ranks
+from unisono.doctor import bench, child, rank_devices, ranks
 from unisono.doctor.bench import bench as measure
 from unisono.doctor.ranks import RankExamination, examine_ranks
 from unisono.measure import Calibration, LinkRate, MatmulRate, StorageRate, add_to_calibration, read_calibration
@@ -73,7 +73,7 @@ def test_the_slowest_of_all_ranks_is_named() -> None:
     rates = [MatmulRate(tflops=tflops, size=1, repeats=5, spread_frac=0.1) for tflops in (1.0, 1.0, 0.4)]
     check = bench._peer_check(rates, ["a", "a", "b"])
     assert (check.status, "rank 2 (b), 0.4" in check.evidence, "look at b" in check.cure) == ("failure", True, True)
-    assert bench._peer_check(rates[:1], ["a"]).status == "ok"
+    assert bench._peer_check(rates[:2], ["a", "a"]).status == "ok"
 
 
 def pair_sizes(known: Calibration) -> tuple[int, ...]:
@@ -171,6 +171,15 @@ def test_ranks_are_started_and_report(tmp_path: Path, own_places: Path) -> None:
     assert len(known.links) == 6 + len(pair_sizes(known))
     assert list(own_places.iterdir()) == []
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_one_rank_of_a_host_with_one_device_has_no_peers(
+    tmp_path: Path, own_places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_devices, "count_accelerators", lambda: 1)
+    report = examine_ranks(RankExamination(kind="bench", run_dir=str(tmp_path / "runs"), **SMALL))
+    assert report is not None
+    assert [check.code for check in report.checks] == ["BENCH04", "BENCH06"]
 
 
 def test_ranks_that_fail_are_a_check_with_their_words(

@@ -33,7 +33,7 @@ BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_T
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "ok", "this host: 1 rank, 1 device"),
         (STEP, "failure", "this host: 3 ranks, 1 device"),
         (BATCH, "warning", "srun starts 4 ranks on this host, which has 1 device"),
-        (BATCH | {"SLURM_TASKS_PER_NODE": "1(x8)"}, "ok", "srun starts 1 ranks on this host, which has 1 device"),
+        (BATCH | {"SLURM_TASKS_PER_NODE": "1(x8)"}, "ok", "srun starts 1 rank on this host, which has 1 device"),
     ],
 )
 def test_ranks_of_a_job_and_devices_of_this_host(environ: Mapping[str, str], status: str, evidence: str) -> None:

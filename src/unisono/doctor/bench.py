@@ -83,7 +83,7 @@ def bench(
     cure = _SLOWER.format(cache=cache)
     checks = [*_sum_checks(links, known, cure), *checks]
     checks += [*troubles, *([_storage_check(storage, known, cure)] if storage else [])]
-    checks.append(_peer_check(peers, hosts))
+    checks += [_peer_check(peers, hosts)] if len(peers) > 1 else []
     name, key = matmul_key(device, baseline_dtype(device))
     before = known.matmul.get(key)
     ratio = own.tflops / before.tflops if before is not None else None
@@ -242,9 +242,8 @@ def _peer_check(peers: Sequence[MatmulRate], hosts: Sequence[str]) -> Check:
         f"{min(tflops):.3g}"
     )
     cure = f"look at {hosts[slowest]}: other processes, clocks and throttling, cores of the rank"
-    ratio = min(tflops) / middle if len(peers) > 1 else None
     spread_frac = max(rate.spread_frac for rate in peers)
-    return _compared("BENCH05", "matrix products of all ranks", evidence, ratio, spread_frac, cure)
+    return _compared("BENCH05", "matrix products of all ranks", evidence, min(tflops) / middle, spread_frac, cure)
 
 
 def _compared(code: str, title: str, evidence: str, ratio: float | None, spread_frac: float, cure: str) -> Check:

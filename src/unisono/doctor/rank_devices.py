@@ -49,7 +49,7 @@ def check_own_ranks(environ: Mapping[str, str]) -> Iterator[Check]:
         yield from check_rank_devices([HostRanks(host="this host", ranks=job.local_world, devices=_count_visible())])
     elif tasks is not None and (count := _count_visible()):
         ranks = int(tasks[0])
-        evidence = f"srun starts {ranks} ranks on this host, which has {_devices(count)}"
+        evidence = f"srun starts {_ranks(ranks)} on this host, which has {_devices(count)}"
         yield judged("DEV10", _TITLE, evidence, warning=_CURE if ranks > count else "")
 
 
@@ -58,10 +58,7 @@ def check_rank_devices(hosts: Sequence[HostRanks]) -> Iterator[Check]:
     if not any(each.devices for each in hosts):
         return
     short = [each for each in hosts if each.devices < each.ranks]
-    shown = [
-        f"{each.host}: {each.ranks} {'rank' if each.ranks == 1 else 'ranks'}, {_devices(each.devices)}"
-        for each in (short or hosts)[:_SHOWN]
-    ]
+    shown = [f"{each.host}: {_ranks(each.ranks)}, {_devices(each.devices)}" for each in (short or hosts)[:_SHOWN]]
     more = f"; and {len(short or hosts) - _SHOWN} more hosts" if len(short or hosts) > _SHOWN else ""
     yield judged("DEV10", _TITLE, "; ".join(shown) + more, failure=_CURE if short else "")
 
@@ -79,6 +76,10 @@ def _count_visible() -> int:
 
     adapter = present_adapter()
     return 0 if adapter.streams is None else adapter.count()
+
+
+def _ranks(count: int) -> str:
+    return f"{count} {'rank' if count == 1 else 'ranks'}"
 
 
 def _devices(count: int) -> str:
