@@ -124,7 +124,7 @@ TENSOR = {"axis": "tp", "group": "tp", "transport": "nccl", "ranks": 2, "hosts":
 
 def test_communication_by_axis(desk: Desk, tmp_path: Path) -> None:
     def told(rank: int, step: int) -> list[dict[str, Any]]:
-        rows = {100: [TENSOR], 200: [{**SHARD, "measured_s": 5.0}, TENSOR]}
+        rows = {100: [TENSOR], 200: [{**SHARD, "expected_s": 5.0}, TENSOR]}
         return [links(rank, *rows[step], step=step)] if rank == 0 and step in rows else []
 
     run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, steps=290, extra=told)
@@ -159,9 +159,9 @@ def test_a_link_that_was_never_measured_has_no_share(desk: Desk, tmp_path: Path)
     [
         {"axes": "text"},
         {"axes": [3, None, {"axis": "dp"}, {**TENSOR, "axis": "\x1b[31m"}]},
-        {"axes": [{**TENSOR, "wire_bytes": 10**400, "measured_s": "x"}]},
+        {"axes": [{**TENSOR, "wire_bytes": 10**400, "expected_s": "x"}]},
         {"wall_s": 0.0},
-        {"wall_s": 1e-320, "axes": [{**TENSOR, "measured_s": 1e-320}]},
+        {"wall_s": 1e-320, "axes": [{**TENSOR, "expected_s": 1e-320}]},
         {"steps": None},
         {"step": "\x1b[31m"},
     ],

@@ -79,6 +79,28 @@ def test_a_rank_without_a_dump_is_missing_too() -> None:
     assert found.sentence.endswith("in which ranks 0, 2 wait; rank 1 had ended (exit code 0)")
 
 
+def test_a_rank_that_ended_in_the_collective_in_which_others_wait() -> None:
+    waiting = group([SUM], done=0, ranks=(0, 1))
+    found = explain_hang([dump(0, waiting), dump(1, waiting)], ended={0: "had ended (exit code 1)"})
+    assert found is not None
+    assert (found.kind, found.ranks) == ("hang", (0,))
+    assert found.sentence == (
+        "rank 0 no longer takes part in all_reduce #1 of [8] float on axis dp, in which rank 1 waits; "
+        "rank 0 had ended (exit code 1)"
+    )
+
+
+def test_ranks_that_have_all_ended_wait_for_nobody() -> None:
+    waiting = group([SUM], done=0, ranks=(0, 1))
+    assert explain_hang([dump(0, waiting), dump(1, waiting)], ended=dict.fromkeys((0, 1), "had ended")) is None
+
+
+def test_a_dump_whose_numbers_contradict_each_other() -> None:
+    # of a broken file: it waits in a collective that it says it has not entered
+    odd = msgspec.structs.replace(group([SUM], done=0, ranks=(0, 1)), num_entered=0)
+    assert explain_hang([dump(0, odd), dump(1, odd)]) is None
+
+
 def test_of_a_chain_the_last_one_is_named() -> None:
     # rank 0 waits for 1 along dp, which waits for 3 along tp, which is in the user's code
     found = explain_hang(

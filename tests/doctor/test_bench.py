@@ -12,10 +12,11 @@ import pytest
 import torch
 from pool import Pool
 
-from unisono.doctor import bench, child, ranks
+from unisono.doctor import bench, child, rank_devices, ranks
 from unisono.doctor.bench import bench as measure
 from unisono.doctor.ranks import RankExamination, examine_ranks
 from unisono.measure import Calibration, LinkRate, MatmulRate, StorageRate, add_to_calibration, read_calibration
+from unisono.measure.links import PAIR_SIZES
 
 SMALL = {"sizes": (4, 65536, 1 << 20), "file_bytes": 1 << 20, "budget_s": 0.05}
 CODES = ["BENCH01", "BENCH02", "BENCH03", "BENCH04", "BENCH05", "BENCH06"]
@@ -72,7 +73,37 @@ def test_the_slowest_of_all_ranks_is_named() -> None:
     rates = [MatmulRate(tflops=tflops, size=1, repeats=5, spread_frac=0.1) for tflops in (1.0, 1.0, 0.4)]
     check = bench._peer_check(rates, ["a", "a", "b"])
     assert (check.status, "rank 2 (b), 0.4" in check.evidence, "look at b" in check.cure) == ("failure", True, True)
-    assert bench._peer_check(rates[:1], ["a"]).status == "ok"
+    assert bench._peer_check(rates[:2], ["a", "a"]).status == "ok"
+
+
+def pair_sizes(known: Calibration) -> tuple[int, ...]:
+    """Sizes of messages that were measured: on a busy machine not all of them fit into the time, but always the first."""
+    sizes = tuple(sorted(rate.nbytes for rate in known.links if rate.operation == "send"))
+    assert sizes
+    assert sizes == PAIR_SIZES[: len(sizes)]
+    return sizes
+
+
+def sent(seconds: float, pair: tuple[int, int] = (0, 1), ranks: int = 4) -> LinkRate:
+    return link(operation="send", nbytes=512 << 10, seconds=seconds, pair=pair, ranks=ranks)
+
+
+def test_pairs_are_compared_with_each_other_and_with_those_before() -> None:
+    pairs = [
+        sent(0.004, (1, 3)),
+        *(sent(0.003, (0, rank)) for rank in (1, 2, 3)),
+        sent(0.003, (1, 2)),
+        sent(0.002, (2, 3)),
+    ]
+    check = bench._pairs_check(pairs, ["a", "b", "c", "d"], Calibration())
+    assert (check.code, check.status) == ("BENCH03", "warning")
+    assert check.evidence == (
+        "512 KiB, slowest of 6: ranks 1 (b) and 3 (d) with 131 MB/s (±5%), the middle one 175 MB/s"
+    )
+    check = bench._pairs_check(pairs[:1], ["a", "b", "c", "d"], Calibration(links=[sent(0.001)]))
+    assert (check.status, "between b and d" in check.cure) == ("failure", True)
+    assert check.evidence.startswith("512 KiB, slowest of 1 that were measured, of 6: ")
+    assert check.evidence.endswith("; 25% of what was measured before")
 
 
 def two_benches(world: Any, folder: str) -> list[dict[str, Any]]:
@@ -96,7 +127,7 @@ def test_what_is_measured_is_stored_and_compared_next_time(tmp_path: Path, pool:
     known = read_calibration(tmp_path / "cache" / "calibration.json")
     assert {(rate.operation, rate.transport, rate.nbytes) for rate in known.links} == {
         *(("all_reduce", name, size) for name in ("gloo", "shared memory") for size in SMALL["sizes"]),
-        ("send", "gloo", 4 << 20),
+        *(("send", "gloo", size) for size in pair_sizes(known)),
     }
     assert [rate.folder for rate in known.storage] == [str(tmp_path.resolve())]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
@@ -136,9 +167,19 @@ def test_ranks_are_started_and_report(tmp_path: Path, own_places: Path) -> None:
     assert "2 ranks on this host: 4 B " in report.checks[0].evidence
     path = tmp_path / "cache" / "unisono" / "calibration.json"
     assert report.figures["stored_in"] == str(path)
-    assert len(read_calibration(path).links) == 7
+    known = read_calibration(path)
+    assert len(known.links) == 6 + len(pair_sizes(known))
     assert list(own_places.iterdir()) == []
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_one_rank_of_a_host_with_one_device_has_no_peers(
+    tmp_path: Path, own_places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_devices, "count_accelerators", lambda: 1)
+    report = examine_ranks(RankExamination(kind="bench", run_dir=str(tmp_path / "runs"), **SMALL))
+    assert report is not None
+    assert [check.code for check in report.checks] == ["BENCH04", "BENCH06"]
 
 
 def test_ranks_that_fail_are_a_check_with_their_words(

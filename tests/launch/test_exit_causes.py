@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from failures import FAILURES, Failing
 from launching import run
+
+from unisono.dist import Failure
+from unisono.dist.rank_dump import Collective, GroupState, RankDump, dump_path
+from unisono.launch.exit_cause import find_cause
 
 MIN_RIGHT_FRAC = 0.95
 # by name: whether the first attempt is followed by another one
@@ -43,6 +49,41 @@ def test_the_cause_and_its_rank(tmp_path: Path, name: str) -> None:
     assert attempt["decision"]["restart"] is QUICK[name]
     assert ("restarting all ranks as attempt 1" in said) is QUICK[name]
     assert NOT_RESTARTED.get(failing.cause, "") in attempt["decision"]["why"]
+
+
+def test_a_rank_that_left_the_collective_in_which_the_other_waits(tmp_path: Path) -> None:
+    """Its dump stays, in which it waits too."""
+    waiting = Collective(number=1, name="all_reduce", sizes=((8,),), dtypes=("Float",), state="scheduled")
+    group = GroupState(name="0", description="dp", ranks=(0, 1), num_entered=1, collectives=(waiting,))
+    for rank in (0, 1):
+        dump = RankDump(
+            rank=rank, restart_count=0, reason="stop", step=3, at_s=1.0, quiet_s=30.0, threads=(), groups=(group,)
+        )
+        dump_path(tmp_path, rank).write_bytes(msgspec.json.encode(dump))
+    failure = Failure(
+        rank=1,
+        restart_count=0,
+        step=3,
+        type="CommError",
+        message="m",
+        traceback="",
+        at_monotonic_s=1.0,
+        cause="communication",
+    )
+    worker: Any = SimpleNamespace(killed_by_us=False, log=None)
+    cause = find_cause(
+        dict.fromkeys((0, 1), worker),
+        {0: 0, 1: 1},
+        {1: failure},
+        root=1,
+        folder=tmp_path,
+        attempt=0,
+        oom_kills_before=None,
+    )
+    assert cause is not None
+    assert (cause.kind, cause.ranks) == ("peer_left", (0,))
+    assert "rank 0 no longer takes part in all_reduce #1" in cause.sentence
+    assert cause.sentence.endswith("in which rank 1 waits; rank 0 had ended (exit code 0)")
 
 
 @pytest.mark.full

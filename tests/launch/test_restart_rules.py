@@ -12,7 +12,7 @@ from launching import run
 from unisono.dist import Failure
 from unisono.launch.exit_cause import Cause, cause_kinds
 from unisono.launch.exit_report import Attempt
-from unisono.launch.restart_rules import RULES, reason_to_restart, would_repeat
+from unisono.launch.restart_rules import RULES, reason_not_to_restart, reason_to_restart
 
 
 def ended(
@@ -45,50 +45,50 @@ def ended(
 
 def test_each_cause_has_a_rule() -> None:
     assert set(RULES) == set(cause_kinds())
-    assert {rule.restarts for rule in RULES.values()} == {"never", "once", "always", "by_error"}
+    assert {rule.restarts for rule in RULES.values()} == {"never", "once", "until_repeated", "by_error"}
     assert all(rule.reason for rule in RULES.values())
     assert all(rule.cure for rule in RULES.values() if rule.restarts == "never")
 
 
 def test_a_full_disk_ends_the_run() -> None:
-    problem = would_repeat([ended("disk_full", failure="CheckpointError", step=40)])
+    problem = reason_not_to_restart([ended("disk_full", failure="CheckpointError", step=40)])
     assert problem is not None
     assert problem.given == "the disk is full: rank 0 failed"
     assert problem.rule == "a restart finds the same disk"
     # OSError, which passes where it is one of the network
-    assert would_repeat([ended("disk_full", failure="OSError")]) is not None
-    assert would_repeat([ended("io", failure="OSError")]) is None
+    assert reason_not_to_restart([ended("disk_full", failure="OSError")]) is not None
+    assert reason_not_to_restart([ended("io", failure="OSError")]) is None
 
 
 @pytest.mark.parametrize("kind", ["out_of_memory", "collective_mismatch"])
 def test_what_may_not_pass_is_restarted_once_between_checkpoints(kind: str) -> None:
     first, again = ended(kind, code=-9), ended(kind, code=-9)
-    assert would_repeat([first]) is None
-    problem = would_repeat([first, again])
+    assert reason_not_to_restart([first]) is None
+    problem = reason_not_to_restart([first, again])
     assert problem is not None
     assert problem.given.endswith(", 2 times in a row and without a new checkpoint")
-    assert would_repeat([first, ended(kind, code=-9, checkpoints=("step-00000009",))]) is None
-    assert would_repeat([first, ended("killed", code=-9), again]) is None
+    assert reason_not_to_restart([first, ended(kind, code=-9, checkpoints=("step-00000009",))]) is None
+    assert reason_not_to_restart([first, ended("killed", code=-9), again]) is None
 
 
 @pytest.mark.parametrize("kind", ["killed", "crash", "hang", "peer_left", "communication", "corruption"])
 def test_what_may_pass_uses_up_the_restarts(kind: str) -> None:
     history = [ended(kind, code=-9) for _ in range(5)]
-    assert would_repeat(history) is None
+    assert reason_not_to_restart(history) is None
     assert reason_to_restart(history[-1]).endswith(f": {RULES[kind].reason}")
     # a RuntimeError of Gloo, before the first step
-    assert would_repeat([ended(kind, failure="RuntimeError", step=None)]) is None
+    assert reason_not_to_restart([ended(kind, failure="RuntimeError", step=None)]) is None
 
 
 @pytest.mark.parametrize("kind", ["configuration", "bad_data", "program", "checkpoint", "numerics"])
 def test_an_error_before_the_first_step_ends_the_run_and_a_later_one_when_it_comes_back(kind: str) -> None:
-    assert would_repeat([ended(kind, failure="DataError", step=None)]) is not None
-    assert would_repeat([ended(kind, failure="DataError", step=0)]) is not None
+    assert reason_not_to_restart([ended(kind, failure="DataError", step=None)]) is not None
+    assert reason_not_to_restart([ended(kind, failure="DataError", step=0)]) is not None
     later = ended(kind, failure="DataError", step=7)
-    assert would_repeat([later]) is None
-    assert would_repeat([later, later]) is not None
-    assert would_repeat([later, ended(kind, failure="DataError", step=9)]) is not None
-    assert would_repeat([later, ended(kind, failure="DataError", step=9, message="another")]) is None
+    assert reason_not_to_restart([later]) is None
+    assert reason_not_to_restart([later, later]) is not None
+    assert reason_not_to_restart([later, ended(kind, failure="DataError", step=9)]) is not None
+    assert reason_not_to_restart([later, ended(kind, failure="DataError", step=9, message="another")]) is None
 
 
 def test_an_out_of_memory_kill_is_restarted_once(tmp_path: Path) -> None:

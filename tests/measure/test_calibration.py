@@ -63,7 +63,8 @@ def test_the_time_of_a_message(nbytes: int, seconds: float) -> None:
     pair = replace(LINK, operation="send", hosts=("a", "b"), nbytes=200, seconds=1.0)
     sums = [replace(LINK, hosts=("a", "b"), nbytes=size, seconds=size / 16) for size in (4, 1024)]
     more = replace(pair, ranks=8, seconds=9.0)
-    known = Calibration(links=[more, pair, *sums])
+    shorter = replace(pair, nbytes=20, seconds=0.5, at_s=2.0)
+    known = Calibration(links=[more, pair, shorter, *sums])
     assert known.send_s(nbytes, transport="gloo", host="b", num_hosts=2) == pytest.approx(seconds)
     for like in ({"transport": "nccl"}, {"host": "c"}, {"num_hosts": 3}):
         asked: dict[str, Any] = {"transport": "gloo", "host": "b", "num_hosts": 2, **like}

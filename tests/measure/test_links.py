@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 
-from unisono.measure.links import clock_offsets, probe_all_reduce, probe_pairs, tournament
+from unisono.measure.links import PAIR_SIZES, clock_offsets, probe_all_reduce, probe_pairs, tournament
 
 CPU = torch.device("cpu")
 SIZES = (4, 4096, 1 << 20)
@@ -26,7 +26,7 @@ def measured(world: Any, late_rank: int = -1, ahead_s: float = 0.0) -> dict[str,
 
     late = threading.Event()
     sums = probe_all_reduce(world, reduce, transport="gloo", hosts=["h"], device=CPU, sizes=SIZES, budget_s=0.02)
-    pairs = probe_pairs(world, transport="gloo", hosts=["h"], device=CPU, nbytes=65536)
+    pairs = probe_pairs(world, transport="gloo", hosts=["h"], device=CPU, sizes=(65536,))
     with pytest.MonkeyPatch.context() as patch:
         from unisono.measure import links
 
@@ -88,3 +88,62 @@ def slow_sums(world: Any) -> list[int]:
 
 def test_sizes_that_take_too_long_are_left_out(pool: Pool) -> None:
     assert pool.run(slow_sums, ranks=2) == [[4, 1 << 20]] * 2
+
+
+SLOW_BYTES_PER_S = 2.5e6  # 20 Mbit/s
+FAST_BYTES_PER_S = 1e9
+
+
+def timed_pairs(world: Any, rates: dict[str, float], connecting_s: float = 0.0, **options: Any) -> dict[str, Any]:
+    """Pairs whose messages go through, and take as long as over links of these rates [B/s], and once more to connect."""
+    from unisono.measure import links
+
+    exchange, taken_s, sizes, connected = links._there_and_back, [], [], set()
+
+    def as_over_a_link(world: Any, tensor: torch.Tensor, pair: tuple[int, int], device: torch.device) -> float:
+        exchange(world, tensor, pair, device)
+        seconds = tensor.nbytes / rates.get(f"{pair[0]}-{pair[1]}", FAST_BYTES_PER_S)
+        seconds += 0.0 if pair in connected else connecting_s
+        connected.add(pair)
+        taken_s.append(2 * seconds)
+        sizes.append(tensor.nbytes)
+        return seconds
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "_there_and_back", as_over_a_link)
+        found = probe_pairs(world, transport="gloo", hosts=["h"], device=CPU, **options)
+    rows = [(rate.nbytes, rate.pair, round(rate.bytes_per_s)) for rate in found]
+    return {"rows": rows, "sizes": sizes, "taken_s": sum(taken_s)}
+
+
+def test_pairs_over_fast_links_are_timed_with_all_sizes(pool: Pool) -> None:
+    told = pool.run(timed_pairs, {"1-2": FAST_BYTES_PER_S / 2}, connecting_s=0.5, ranks=3)
+    assert told[0]["rows"] == told[1]["rows"] == told[2]["rows"]
+    rows = told[0]["rows"]
+    assert [nbytes for nbytes, _, _ in rows] == [nbytes for nbytes in PAIR_SIZES for _ in range(3)]
+    assert [(pair, rate) for _, pair, rate in rows[::3]] == [((1, 2), round(FAST_BYTES_PER_S / 2))] * 3
+
+
+def test_one_slow_pair_makes_the_messages_of_all_smaller(pool: Pool) -> None:
+    told = pool.run(timed_pairs, {"0-3": SLOW_BYTES_PER_S}, ranks=4)
+    rows = told[0]["rows"]
+    assert len(rows) == 12  # of two sizes: the third would take 20 s
+    assert [(nbytes, pair) for nbytes, pair, _ in rows[::6]] == [(nbytes, (0, 3)) for nbytes in PAIR_SIZES[:2]]
+    assert all(rank["sizes"] == told[0]["sizes"] and rank["rows"] == rows for rank in told)
+    assert max(rank["taken_s"] for rank in told) < 10.0
+
+
+def test_pairs_over_slow_links_take_no_longer_than_their_budget(pool: Pool) -> None:
+    slow = {f"{first}-{second}": SLOW_BYTES_PER_S for first, second in combinations(range(4), 2)}
+    told = pool.run(timed_pairs, slow, ranks=4, budget_s=3.0)
+    assert {nbytes for nbytes, _, _ in told[0]["rows"]} == {PAIR_SIZES[0]}
+    assert len(told[0]["rows"]) == 6
+    assert max(rank["taken_s"] for rank in told) < 3.0
+
+
+def test_of_a_link_that_is_too_slow_for_all_pairs_some_are_left_out(pool: Pool) -> None:
+    slow = {f"{first}-{second}": 1e4 for first, second in combinations(range(4), 2)}
+    told = pool.run(timed_pairs, slow, ranks=4, budget_s=3.0)
+    first_round = sorted(next(tournament(4)))
+    assert sorted(pair for _, pair, _ in told[0]["rows"]) == first_round
+    assert all(rank["rows"] == told[0]["rows"] for rank in told)

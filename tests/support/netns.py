@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from tools import missing, skip_without
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,16 +38,18 @@ class Cable:
 
 @contextlib.contextmanager
 def cable(mbit: int) -> Iterator[Cable]:
-    """Skips the test where namespaces are not permitted."""
-    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
-        pytest.skip("network namespaces need root, ip and tc")
+    """Skips the test where namespaces are not permitted, unless CI has found that they are (.ci/run)."""
+    if absent := missing("ip", "tc"):
+        pytest.skip(f"iproute2 is not installed: no {' and no '.join(absent)}")
+    if os.geteuid():
+        skip_without("netns", "network namespaces need root")
     made = Cable(here=f"unisono-{os.getpid()}-a", there=f"unisono-{os.getpid()}-b")
     with contextlib.ExitStack() as stack:
         for name in (made.here, made.there):
             try:
                 _run("ip", "netns", "add", name)
             except subprocess.CalledProcessError as error:
-                pytest.skip(f"network namespaces are not permitted here: {error.stderr}")
+                skip_without("netns", f"network namespaces are not permitted here: {error.stderr}")
             stack.callback(_run, "ip", "netns", "delete", name)
         _run("ip", "-n", made.here, "link", "add", "end", "type", "veth", "peer", "name", "end", "netns", made.there)
         for name, address in ((made.here, made.here_address), (made.there, made.there_address)):

@@ -14,7 +14,7 @@ from procs import wait_until
 from unisono.checkpoint.writer import SaveWriter
 from unisono.diagnose import diagnose, read_run
 from unisono.dist import watchdog
-from unisono.dist.progress import current_activity, num_signs
+from unisono.dist.progress import current_activity, num_heartbeats
 from unisono.dist.rank_dump import read_dumps
 
 
@@ -44,7 +44,7 @@ def test_what_a_run_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return prepare(writer, save)
 
     monkeypatch.setattr(SaveWriter, "_prepare", prepared)
-    signs = num_signs()
+    heartbeats = num_heartbeats()
     run = tiny.trainer(
         *(tmp_path / "run",),
         steps=4,
@@ -64,7 +64,7 @@ def test_what_a_run_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "save": {"a save (silent)"},
         "step": {"the first steps (silent)", "", "an evaluation"},
     }
-    assert num_signs() > signs
+    assert num_heartbeats() > heartbeats
     assert current_activity() is None
 
 

@@ -32,7 +32,12 @@ _INDENT = "        "
 @click.option(
     "--ladder", metavar="CONFIG", help="Try this configuration: small model, own data, whole model, ranks, plan."
 )
-@click.option("-n", "--processes", type=click.IntRange(min=1), help="Number of ranks (default: devices, at least 2).")
+@click.option(
+    "-n",
+    "--processes",
+    type=click.IntRange(min=1),
+    help="Number of ranks (default: one per device; 2 without any).",
+)
 @click.option(
     "--hostfile", type=click.Path(path_type=Path), help="File of hosts to reach over ssh, as of unisono launch."
 )

@@ -189,8 +189,8 @@ def _link_rows(status: RankStatus) -> Iterator[tuple[str, list[str]]]:
     step = event_step(status.links)
     for axis, use in uses_by_axis(read_axes([dict(status.links)])).items():
         cells = [axis, _rate(use.wire_bytes / use.main.wall_s), "", "", "" if step is None else str(step)[:_MAX_CELL]]
-        if use.measured_s:
-            cells[2:4] = _rate(use.wire_bytes / use.measured_s), percent(use.used_frac)
+        if use.expected_s:
+            cells[2:4] = _rate(use.wire_bytes / use.expected_s), percent(use.used_frac)
         yield str(status.rank), cells
 
 

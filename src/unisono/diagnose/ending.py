@@ -17,11 +17,12 @@ class Ending:
     """Why an attempt failed or stands still.
 
     Attributes:
-        kind: ``hang``, ``collective_mismatch``, or another cause of the launcher's, such as ``out_of_memory``.
+        kind: ``hang``, ``collective_mismatch``, or another cause of the launcher's, such as ``out_of_memory``. Of an error that
+            only a rank has recorded (its event ``run_end``): ``corruption`` or ``error``.
         ranks: The ranks that caused it.
         sentence: The cause in one sentence.
         evidence: What it follows from.
-        words: The kind in plain words; empty where no launcher has recorded it.
+        words: The kind in plain words; empty for what follows from dumps.
         advice: What to look at or to change; empty if the error says it.
     """
 

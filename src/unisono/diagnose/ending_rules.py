@@ -44,7 +44,7 @@ def mismatched_collectives(facts: RunFacts) -> Iterator[Finding]:
 
 
 def failed_attempt(facts: RunFacts) -> Iterator[Finding]:
-    """EXIT01: the last attempt failed of another cause, as its launcher recorded it."""
+    """EXIT01: the last attempt failed of another cause: the one that the launcher recorded, else the error of a rank."""
     ending = facts.ending
     kinds_of_other_rules = {"hang", "collective_mismatch"}
     if any(rank.corruptions for rank in facts.ranks):

@@ -34,8 +34,7 @@ class Hang:
     """Why ranks do not meet.
 
     Attributes:
-        kind: ``hang``, or ``collective_mismatch`` where ranks issued different collectives. Of an attempt that has ended, any
-            other cause that the launcher recorded.
+        kind: ``hang``, or ``collective_mismatch`` where ranks issued different collectives.
         ranks: The ranks that cause it; those that disagree where neither is in the majority.
         sentence: Who is missing where, or what ranks issued, in one sentence.
         evidence: Where each of these ranks was, and what else it follows from.
@@ -58,7 +57,7 @@ def explain_hang(
 
     Args:
         dumps: The dumps of one attempt, one a rank at most.
-        ended: How ranks ended that have no dump, or before they could join, in words.
+        ended: How ranks ended, or that they are stopped, in words. They wait for nobody, whatever their dumps say.
         stuck: Where ranks were whose interpreter was blocked, so that they wrote no dump.
         working: Ranks that get on with something else than steps. Where they wait in no collective, the others wait for them,
             and nothing hangs.
@@ -228,10 +227,11 @@ def _different_roots(
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """Ranks that have not entered the collective in which others of its group wait."""
+    """Ranks that are missing in the collective in which others of its group wait: no rank is both."""
 
     missing: list[int]
     waiting: list[int]
+    entered: set[int]  # of the missing ones those that had come, and have ended since
     state: GroupState
     collective: Collective
 
@@ -239,7 +239,9 @@ class _Wait:
 def _waits(groups: Mapping[str, Mapping[int, GroupState]], ended: Mapping[int, str]) -> list[_Wait]:
     waits: list[_Wait] = []
     for states in groups.values():
-        pending = {rank: each for rank, state in states.items() if (each := _pending(state)) is not None}
+        pending = {
+            rank: each for rank, state in states.items() if rank not in ended and (each := _pending(state)) is not None
+        }
         if not pending:
             continue
         number = min(each.number for each in pending.values())
@@ -247,10 +249,13 @@ def _waits(groups: Mapping[str, Mapping[int, GroupState]], ended: Mapping[int, s
         state = states[waiting[0]]
         members = state.ranks or tuple(sorted(states))
         missing = sorted(
-            rank for rank in members if rank not in states or states[rank].num_entered < number or rank in ended
+            rank
+            for rank in {*members} - {*waiting}
+            if rank not in states or states[rank].num_entered < number or rank in ended
         )
+        entered = {rank for rank in missing if rank in states and states[rank].num_entered >= number}
         if missing:
-            waits.append(_Wait(missing, waiting, state, pending[waiting[0]]))
+            waits.append(_Wait(missing, waiting, entered, state, pending[waiting[0]]))
     return waits
 
 
@@ -280,10 +285,13 @@ def _missing(
     waiting, state, collective = chosen.waiting, chosen.state, chosen.collective
     missing = [rank for rank in chosen.missing if rank not in all_waiting]
     places = [_rank_place(rank, dumps.get(rank), ended, stuck) for rank in missing[:4]]
+    did = f"ha{'ve' if len(missing) > 1 else 's'} not entered"
+    if chosen.entered.issuperset(missing):
+        did = f"no longer take{_s(missing)} part in"
     return Hang(
         kind="hang",
         ranks=tuple(missing),
-        sentence=f"{_ranks(missing)} ha{'ve' if len(missing) > 1 else 's'} not entered {_named(collective)}{_where(state)}, "
+        sentence=f"{_ranks(missing)} {did} {_named(collective)}{_where(state)}, "
         f"in which {_ranks(waiting)} wait{_s(waiting)}; {'; '.join(places)}",
         evidence=tuple(f"{_ranks([rank])} is in {frame}" for rank in waiting[:1] if (frame := _frame_of(dumps[rank]))),
     )

@@ -26,18 +26,18 @@ class Activity:
 _activities: list[Activity] = []
 _num_activities = 0
 # of threads that count at the same time one may be lost: whether the number grows is all that is read
-_num_signs = 0
+_num_heartbeats = 0
 
 
 def note_progress() -> None:
-    """Count a sign of progress: a sample that was read, a batch that was evaluated, a block that was written. From any thread."""
-    global _num_signs
-    _num_signs += 1
+    """Count a heartbeat: a sample was read, a batch evaluated, a block written. From any thread."""
+    global _num_heartbeats
+    _num_heartbeats += 1
 
 
-def num_signs() -> int:
-    """Signs of progress so far."""
-    return _num_signs
+def num_heartbeats() -> int:
+    """Heartbeats so far."""
+    return _num_heartbeats
 
 
 def num_activities() -> int:

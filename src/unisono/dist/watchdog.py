@@ -1,9 +1,9 @@
 """Writes what this rank is doing while no step ends, before a collective's deadline ends the job. No torch.
 
-A rank that is at work on something else than a step (an evaluation, a save, a compilation) says so in what it writes, so that a
-diagnosis does not take it for one that hangs. Every rank has a watchdog, and ranks that step together stand still together, so no
-rank has to tell another. The thread runs while the main thread waits in C code. Where C code holds the interpreter for good,
-Python's faulthandler writes the stacks instead: its thread needs no interpreter. A rank that goes on removes what it has written.
+A rank that is busy with other work (an evaluation, a save, a compilation) says so in its dump, so that a diagnosis does not take
+it for one that hangs. Every rank has a watchdog, and ranks that step together stand still together, so no rank has to tell
+another. The thread runs while the main thread waits in C code. Where C code holds the interpreter for good, Python's faulthandler
+writes the stacks instead: its thread needs no interpreter. A rank that goes on removes what it has written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import IO, Any, Final
 
 from unisono.dist.hang import stuck_path
 from unisono.dist.jobspec import JobSpec
-from unisono.dist.progress import current_activity, num_activities, num_signs
+from unisono.dist.progress import current_activity, num_activities, num_heartbeats
 from unisono.dist.rank_dump import (
     WORKING,
     num_collectives,
@@ -57,7 +57,7 @@ _STOP_QUIET_S: Final = 1.0
 class Watchdog:
     """Watches a rank from construction until ``close``.
 
-    Progress is a finished step, an issued collective, or a sign of another kind of work (``dist.progress``). It is missing after
+    Progress is a finished step, an issued collective, or a heartbeat of other work (``dist.progress``). It is missing after
     10 times the longest time between two, at least 20 s and at most half of the deadline. An activity that may be silent, a
     compilation, and a main thread that computes and waits in no collective have 10 minutes, at most half of the deadline too.
 
@@ -84,12 +84,13 @@ class Watchdog:
 
     @property
     def quiet_limit_s(self) -> float:
-        """Seconds without a step and a collective after which a rank writes a dump, and without any progress until it hangs."""
+        """Seconds without a step or collective until a dump is written; without any progress for as long, the dump says
+        ``no progress``."""
         return min(self._deadline_s / 2, max(_MIN_QUIET_S, _LONGEST_PAUSES * self._longest_s))
 
     @property
     def silent_limit_s(self) -> float:
-        """The same of work that shows no progress, such as a compilation."""
+        """Seconds until the dump says ``no progress`` during work that shows none, such as a compilation."""
         return max(self.quiet_limit_s, min(self._deadline_s / 2, _MAX_SILENT_S))
 
     def follow(self, step: Callable[[], int] | None, folder: Path | None = None) -> None:
@@ -140,7 +141,7 @@ class Watchdog:
         return (0 if step is None else step(), num_collectives())
 
     def _run(self) -> None:
-        stepped = worked = _Mark(self._steps(), num_signs(), num_activities(), time.monotonic(), self._cpu_s())
+        stepped = worked = _Mark(self._steps(), num_heartbeats(), num_activities(), time.monotonic(), self._cpu_s())
         is_first = True
         while True:
             activity = current_activity()
@@ -150,8 +151,8 @@ class Watchdog:
                 faulthandler.dump_traceback_later(limit_s + 2 * self._poll_s, file=self._stuck_file)
             if self._stop.wait(self._poll_s):
                 return
-            now = _Mark(self._steps(), num_signs(), num_activities(), time.monotonic(), self._cpu_s())
-            if now.steps != stepped.steps or now.signs != worked.signs:
+            now = _Mark(self._steps(), num_heartbeats(), num_activities(), time.monotonic(), self._cpu_s())
+            if now.steps != stepped.steps or now.heartbeats != worked.heartbeats:
                 # the first one compiles, and an activity has pauses of its own
                 was_silent = activity is not None and activity.is_silent
                 if now.steps == stepped.steps and not was_silent:
@@ -221,10 +222,18 @@ class Watchdog:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """How far the process is at a time: steps and collectives, signs of other work, activities, monotonic and processor time."""
+    """How far the process is at a time.
+
+    Attributes:
+        steps: Finished steps, and issued collectives.
+        heartbeats: Those of other work (``dist.progress``).
+        activities: Activities that have begun.
+        at_s: Monotonic time in seconds.
+        cpu_s: Processor time of the main thread in seconds.
+    """
 
     steps: tuple[int, int]
-    signs: int
+    heartbeats: int
     activities: int
     at_s: float
     cpu_s: float

@@ -1,12 +1,14 @@
 """Speeds of links, storage and matrix products, compared with what was measured here before and among the ranks. A collective.
 
-A figure below 80 % of the stored one is a warning, below 50 % a failure; on a busy machine, whose figures scatter, it is a
-warning at most. Such a figure is not stored, so that what was measured once stays the measure; all others take the place of
-earlier ones.
+A figure below 80 % of the stored one is a warning, below 50 % a failure; where the measurements vary by more than a quarter, it
+is at most a warning. A figure below 80 % is not stored, so that what was measured once stays the measure; all others take the
+place of earlier ones.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import socket
 import statistics
 from collections.abc import Sequence
@@ -71,7 +73,7 @@ def bench(
         folder: Folder of runs, whose storage is measured.
         sizes: Bytes of the sums, ascending; empty for the usual ones.
         file_bytes: Size of the file that is written; 0 for the usual one.
-        budget_s: Seconds for each figure.
+        budget_s: Seconds for each figure; ten times as long for all pairs together.
     """
     hosts: list[str] = world.all_gather_json(socket.gethostname())
     known = read_calibration(cache)
@@ -81,7 +83,7 @@ def bench(
     cure = _SLOWER.format(cache=cache)
     checks = [*_sum_checks(links, known, cure), *checks]
     checks += [*troubles, *([_storage_check(storage, known, cure)] if storage else [])]
-    checks.append(_peer_check(peers, hosts))
+    checks += [_peer_check(peers, hosts)] if len(peers) > 1 else []
     name, key = matmul_key(device, baseline_dtype(device))
     before = known.matmul.get(key)
     ratio = own.tflops / before.tflops if before is not None else None
@@ -111,7 +113,7 @@ def _links(
     budget_s: float,
     known: Calibration,
 ) -> tuple[list[LinkRate], list[Check]]:
-    """The rates of sums and of the slowest pair, and the check that compares the pairs."""
+    """The rates of sums and of the slowest pair by size, and the check that compares the pairs."""
     if world.group is None:
         return [], []
     backend, group = transport_name(world.group), world.group
@@ -137,20 +139,11 @@ def _links(
                 )
             finally:
                 memory.close()
-    pairs = probe_pairs(world, transport=backend, hosts=hosts, device=device)
-    slowest, middle_s = pairs[0], statistics.median(rate.seconds for rate in pairs)
-    first, second = slowest.pair
-    before = known.link(slowest)
-    to_before = None if before is None else before.seconds / slowest.seconds
-    to_others = middle_s / slowest.seconds if len(pairs) > 1 else None
-    others = f", the middle one {_rate(slowest.nbytes / middle_s)}" if len(pairs) > 1 else ""
-    evidence = (
-        f"slowest of {len(pairs)}: ranks {first} ({hosts[first]}) and {second} ({hosts[second]}) with "
-        f"{_rate(slowest.bytes_per_s)}{_scatter(slowest.spread_frac)}{others}{_than_before(to_before)}"
-    )
-    cure = f"look at the network between {hosts[first]} and {hosts[second]}: cables, switch, rate of the interfaces (ethtool)"
-    ratio = min((ratio for ratio in (to_before, to_others) if ratio is not None), default=None)
-    return [*rates, slowest], [_compared("BENCH03", "pairs of ranks", evidence, ratio, slowest.spread_frac, cure)]
+    measured = probe_pairs(world, transport=backend, hosts=hosts, device=device, budget_s=10 * budget_s)
+    by_size = [list(pairs) for _, pairs in itertools.groupby(measured, key=lambda rate: rate.nbytes)]
+    check = _pairs_check(by_size[-1], hosts, known)
+    # of each size, so that a link that has become too slow for the largest one is compared too
+    return [*rates, *(pairs[0] for pairs in by_size)], [check]
 
 
 def _storage(world: World, folder: Path, file_bytes: int, budget_s: float) -> tuple[list[StorageRate], list[Check]]:
@@ -206,6 +199,25 @@ def _sum_text(rate: LinkRate) -> str:
     return f"{size} {_rate(rate.bytes_per_s)}" if rate.nbytes >= _BIG_BYTES else f"{size} {1e3 * rate.seconds:.3g} ms"
 
 
+def _pairs_check(pairs: Sequence[LinkRate], hosts: Sequence[str], known: Calibration) -> Check:
+    """The slowest of the pairs, which comes first, against what it was before and against the middle one."""
+    slowest, middle_s = pairs[0], statistics.median(rate.seconds for rate in pairs)
+    first, second = slowest.pair
+    before = known.link(slowest)
+    to_before = None if before is None else before.seconds / slowest.seconds
+    to_others = middle_s / slowest.seconds if len(pairs) > 1 else None
+    others = f", the middle one {_rate(slowest.nbytes / middle_s)}" if len(pairs) > 1 else ""
+    all_pairs = math.comb(slowest.ranks, 2)
+    count = f"{len(pairs)}" if len(pairs) == all_pairs else f"{len(pairs)} that were measured, of {all_pairs}"
+    evidence = (
+        f"{_size(slowest.nbytes)}, slowest of {count}: ranks {first} ({hosts[first]}) and {second} ({hosts[second]}) with "
+        f"{_rate(slowest.bytes_per_s)}{_scatter(slowest.spread_frac)}{others}{_than_before(to_before)}"
+    )
+    cure = f"look at the network between {hosts[first]} and {hosts[second]}: cables, switch, rate of the interfaces (ethtool)"
+    ratio = min((ratio for ratio in (to_before, to_others) if ratio is not None), default=None)
+    return _compared("BENCH03", "pairs of ranks", evidence, ratio, slowest.spread_frac, cure)
+
+
 def _storage_check(storage: Sequence[StorageRate], known: Calibration, cure: str) -> Check:
     """The host whose folder is slowest, or has become slower most."""
 
@@ -230,9 +242,8 @@ def _peer_check(peers: Sequence[MatmulRate], hosts: Sequence[str]) -> Check:
         f"{min(tflops):.3g}"
     )
     cure = f"look at {hosts[slowest]}: other processes, clocks and throttling, cores of the rank"
-    ratio = min(tflops) / middle if len(peers) > 1 else None
     spread_frac = max(rate.spread_frac for rate in peers)
-    return _compared("BENCH05", "matrix products of all ranks", evidence, ratio, spread_frac, cure)
+    return _compared("BENCH05", "matrix products of all ranks", evidence, min(tflops) / middle, spread_frac, cure)
 
 
 def _compared(code: str, title: str, evidence: str, ratio: float | None, spread_frac: float, cure: str) -> Check:

@@ -11,6 +11,7 @@ from unisono.doctor.devices import check_devices
 from unisono.doctor.environment import check_environment
 from unisono.doctor.host import check_host
 from unisono.doctor.network import check_network
+from unisono.doctor.rank_devices import check_own_ranks
 from unisono.doctor.reachability import check_slurm
 from unisono.doctor.storage import check_storage
 from unisono.doctor.topology import check_topology
@@ -26,6 +27,7 @@ def examine(run_dir: Path, environ: Mapping[str, str] | None = None) -> list[Che
     groups: tuple[Callable[[], Iterator[Check]], ...] = (
         check_versions,
         check_devices,
+        lambda: check_own_ranks(variables),
         check_topology,
         check_host,
         lambda: check_environment(variables),

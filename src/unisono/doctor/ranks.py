@@ -25,8 +25,8 @@ from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.interpreter import module_command, module_path
 from unisono.doctor.check import Check, judged
 from unisono.doctor.child import error_paragraph, kill_group
+from unisono.doctor.rank_devices import check_rank_devices, default_ranks, gather_host_ranks
 from unisono.errors import UnisonoError
-from unisono.launch.resources import count_accelerators
 from unisono.launch.workers import Reaper
 from unisono.measure.calibration import CALIBRATION_FILE
 
@@ -74,7 +74,7 @@ def examine_ranks(
     """Examine ranks; None on ranks other than 0 of a job that is under way.
 
     Args:
-        processes: Number of ranks; None for one per accelerator and at least two, or one per slot of the hosts file.
+        processes: Number of ranks; None for one per slot of the hosts file, or ``default_ranks``.
         hostfile: File of hosts to reach over ssh; None for this host.
         ssh_port: ssh port of hosts without one in the file.
         timeout_s: Seconds after which they are killed.
@@ -83,7 +83,7 @@ def examine_ranks(
     if job.world_size > 1:
         return _examine_as_rank(job, examination)
     if hostfile is None and processes is None:
-        processes = max(2, count_accelerators())
+        processes = default_ranks()
     where = [*(["-n", str(processes)] if processes else []), *(["--hostfile", str(hostfile)] if hostfile else [])]
     where += ["--ssh-port", str(ssh_port)] if ssh_port else []
     ranks = module_command(_MODULE, json.dumps(asdict(examination)))
@@ -147,8 +147,13 @@ def _examine_as_rank(job: JobSpec, examination: RankExamination) -> RankReport |
     device = find_device(job)
     world = join_world(job, device_type=device.type if examination.kind == "bench" else "cpu", timeout_s=_TIMEOUT_S)
     try:
+        own = list(check_rank_devices(gather_host_ranks(world)))
         if examination.kind == "nodes":
-            report = RankReport(checks=tuple(compare_nodes(world, Path(examination.run_dir), os.environ)), figures={})
+            found = compare_nodes(world, Path(examination.run_dir), os.environ)
+            report = RankReport(checks=(*own, *found), figures={})
+        elif any(check.status == "failure" for check in own):
+            # ranks without a device would compute on the CPU, and the figures would be of another machine than a run's
+            report = RankReport(checks=tuple(own), figures={})
         else:
             cache = default_cache_dir(os.environ) / CALIBRATION_FILE
             checks, figures = bench(
@@ -160,7 +165,7 @@ def _examine_as_rank(job: JobSpec, examination: RankExamination) -> RankReport |
                 file_bytes=examination.file_bytes,
                 budget_s=examination.budget_s,
             )
-            report = RankReport(checks=tuple(checks), figures=figures)
+            report = RankReport(checks=(*own, *checks), figures=figures)
         world.barrier()
     finally:
         world.close()

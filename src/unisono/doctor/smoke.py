@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from unisono.doctor.check import Check, judged
 from unisono.doctor.child import TrainOutcome, train_child
+from unisono.doctor.rank_devices import default_ranks
 from unisono.doctor.short_run import QUIET, SMALL_GPT, made_up_text, set_arguments
 from unisono.doctor.storage import nearest_folder
-from unisono.launch.resources import count_accelerators
 from unisono.storage.directory import numbered_directories
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER
 
@@ -25,10 +25,10 @@ def smoke(run_dir: Path, *, processes: int | None = None, timeout_s: float = 180
 
     Args:
         run_dir: Folder of runs.
-        processes: Number of ranks; None for one per accelerator, and at least two.
+        processes: Number of ranks; None for ``default_ranks``. One rank is not compared with itself.
         timeout_s: Seconds for each training.
     """
-    ranks = processes or max(2, count_accelerators())
+    ranks = processes or default_ranks()
     with tempfile.TemporaryDirectory(
         prefix=".unisono-doctor-", dir=nearest_folder(run_dir), ignore_cleanup_errors=True
     ) as name:
@@ -56,16 +56,19 @@ def smoke(run_dir: Path, *, processes: int | None = None, timeout_s: float = 180
         yield _trained("SMOKE01", "training in one process", alone, losses_text(alone.losses()))
         if alone.code != 0:
             return
-        several = train("several", launch__num_processes=ranks)
-        yield _alike(
-            "SMOKE02",
-            f"training on {ranks} ranks",
-            several,
-            several.losses(),
-            alone.losses(),
-            _TOLERANCE,
-            "a device or host that computes wrongly: unisono doctor --nodes, and the ranks one by one (CUDA_VISIBLE_DEVICES)",
-        )
+        if ranks == 1:
+            yield judged("SMOKE02", "training on several ranks", "left out: one rank")
+        else:
+            several = train("several", launch__num_processes=ranks)
+            yield _alike(
+                "SMOKE02",
+                f"training on {ranks} ranks",
+                several,
+                several.losses(),
+                alone.losses(),
+                _TOLERANCE,
+                "a device or host that computes wrongly: unisono doctor --nodes, and the ranks one by one (CUDA_VISIBLE_DEVICES)",
+            )
         saved = numbered_directories(folder / "alone" / CHECKPOINTS_FOLDER, "step").get(_STEPS - 1)
         if saved is None:
             yield judged("SMOKE03", "saving and resuming", f"no checkpoint of step {_STEPS - 1}", failure=_REPORT)

@@ -20,7 +20,7 @@ from unisono.exit_codes import FATAL, REQUEUE, USER_ERROR
 from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
 from unisono.launch.process_layout import ProcessSlot
-from unisono.launch.restart_rules import is_of_host, reason_to_restart, would_repeat
+from unisono.launch.restart_rules import is_fault_of_one_host, reason_not_to_restart, reason_to_restart
 from unisono.launch.supervise import (
     StopSignals,
     first_attempt,
@@ -136,12 +136,12 @@ def _record_end(
     print_message(explanation.partition("\n")[0] if code == USER_ERROR else explanation)
     if stopped or code in (USER_ERROR, FATAL):
         return "ended"
-    problem = would_repeat(state.attempts)
+    problem = reason_not_to_restart(state.attempts)
     if problem is not None:
         attempt.decide(restart=False, why=f"{problem.given}: {problem.rule}")
         if not is_anothers:
             print_message(str(problem))
-        return "ended" if failure is not None and not is_of_host(attempt) else "no restart left"
+        return "ended" if failure is not None and not is_fault_of_one_host(attempt) else "no restart left"
     if len(state.attempts) > options.max_restarts:
         print_message(f"no restart of {state.slot.name} left of {options.max_restarts} (launch.max_restarts)")
         attempt.decide(restart=False, why=f"no restart left of {options.max_restarts} (launch.max_restarts)")

@@ -1,7 +1,6 @@
 """Decides from the cause of an attempt's end whether the job is started again: ``RULES`` has the decision of each cause.
 
-Exit codes that say so themselves (2: a user error, 76: do not repeat, 75: the state is saved) are no matter of this module, nor
-are attempts that were stopped. No torch.
+Exit codes 2, 75 and 76, and attempts that were stopped, are handled elsewhere (``supervise``, ``elastic``). No torch.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ class RestartRule:
     """What follows from a cause, within the restarts that ``launch.max_restarts`` leaves.
 
     Attributes:
-        restarts: ``never``; ``once``: not a second time in a row without a new checkpoint; ``always``: until the same error comes
-            twice in a row; ``by_error``: as the recorded error says, see ``would_repeat``.
+        restarts: ``never``; ``once``: not a second time in a row without a new checkpoint; ``until_repeated``: until the same
+            error comes twice in a row; ``by_error``: as the recorded error says, see ``reason_not_to_restart``.
         reason: Why, for the record and the message.
         cure: What to do before the next start; empty if the error says it.
         of_host: Whether it is the matter of one host: an elastic job goes on without it.
     """
 
-    restarts: Literal["never", "once", "always", "by_error"]
+    restarts: Literal["never", "once", "until_repeated", "by_error"]
     reason: str
     cure: str = ""
     of_host: bool = False
@@ -59,13 +58,13 @@ RULES: Final[Mapping[str, RestartRule]] = {
         restarts="once",
         reason="ranks issue the same collectives in the same order, which is a matter of the program",
     ),
-    "killed": RestartRule(restarts="always", reason="the signal came from outside"),
-    "crash": RestartRule(restarts="always", reason="it may pass"),
-    "hang": RestartRule(restarts="always", reason="it may pass"),
-    "peer_left": RestartRule(restarts="always", reason="it may pass"),
-    "communication": RestartRule(restarts="always", reason="a connection or a peer may come back"),
+    "killed": RestartRule(restarts="until_repeated", reason="the signal came from outside"),
+    "crash": RestartRule(restarts="until_repeated", reason="it may pass"),
+    "hang": RestartRule(restarts="until_repeated", reason="it may pass"),
+    "peer_left": RestartRule(restarts="until_repeated", reason="it may pass"),
+    "communication": RestartRule(restarts="until_repeated", reason="a connection or a peer may come back"),
     "corruption": RestartRule(
-        restarts="always",
+        restarts="until_repeated",
         reason="the newest checkpoint was compared before it was committed, and the run continues from it",
     ),
     **dict.fromkeys(("configuration", "bad_data", "checkpoint", "numerics", "io", "program", "exit"), _BY_ERROR),
@@ -77,17 +76,17 @@ def _rule_of(cause: Cause | None) -> RestartRule:
 
 
 def reason_to_restart(attempt: Attempt) -> str:
-    """Why a failed attempt that ``would_repeat`` lets pass is started again."""
+    """Why a failed attempt that ``reason_not_to_restart`` lets pass is started again."""
     cause, rule = attempt.cause(), _rule_of(attempt.cause())
     return rule.reason if cause is None else f"{cause.words}: {rule.reason}"
 
 
-def is_of_host(attempt: Attempt) -> bool:
+def is_fault_of_one_host(attempt: Attempt) -> bool:
     """Whether the failure is the matter of one host, such as a full disk: the others can go on."""
     return _rule_of(attempt.cause()).of_host
 
 
-def would_repeat(history: Sequence[Attempt]) -> Problem | None:
+def reason_not_to_restart(history: Sequence[Attempt]) -> Problem | None:
     """Why the last failure is not restarted, although restarts are left; None if it may be.
 
     ``RULES`` decide by its cause. For those that say ``by_error``, an error of the program before its first finished step comes
@@ -115,7 +114,7 @@ def would_repeat(history: Sequence[Attempt]) -> Problem | None:
         return _would_exit_again(history)
     is_script = failure.script_s is not None
     is_early = failure.script_s < _SCRIPT_START_S if failure.script_s is not None else not failure.step
-    may_pass = failure.may_pass or rule.restarts == "always"
+    may_pass = failure.may_pass or rule.restarts == "until_repeated"
     if len(history) == 1 and is_early and not may_pass:
         when = failure.where if is_script else "before the first finished step"
         begin = f"in its first {_SCRIPT_START_S:g} s" if is_script else "before its first finished step"

@@ -33,7 +33,7 @@ from unisono.errors import LaunchError
 from unisono.exit_codes import FATAL, REQUEUE, USER_ERROR
 from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
-from unisono.launch.restart_rules import reason_to_restart, would_repeat
+from unisono.launch.restart_rules import reason_not_to_restart, reason_to_restart
 from unisono.launch.workers import WorkerProcess, unwritable
 from unisono.sanitize import printable, redact, redact_text
 from unisono.storage.directory import make_folder
@@ -142,7 +142,7 @@ def _verdict(history: Sequence[Attempt], options: LaunchOptions) -> tuple[int | 
         why = "a rank says that this would fail again the same way"
         print_message(f"{why}; not restarted")
         return FATAL, why
-    problem = would_repeat(history)
+    problem = reason_not_to_restart(history)
     if problem is not None:
         print_message(str(problem))
         return 1, f"{problem.given}: {problem.rule}"

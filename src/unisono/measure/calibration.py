@@ -172,13 +172,13 @@ class Calibration:
     def send_s(self, nbytes: int, *, transport: str, host: str, num_hosts: int) -> float | None:
         """Seconds of a message of ``nbytes`` between two ranks of ``num_hosts`` hosts, of which ``host`` is one.
 
-        The slowest pair counts, of the job with the fewest ranks; a message takes at least as long as the smallest sum of that
-        job. None where no pair was measured.
+        The slowest pair counts, of the job with the fewest ranks, with its largest message; a message takes at least as long as
+        the smallest sum of that job. None where no pair was measured.
         """
         found = self._like("send", transport, host, num_hosts)
         if not found:
             return None
-        pair = min(found, key=lambda rate: (rate.ranks, -rate.at_s))
+        pair = min(found, key=lambda rate: (rate.ranks, -rate.nbytes, -rate.at_s))
         least_s = self.all_reduce_s(0, transport=transport, ranks=pair.ranks, host=host, num_hosts=num_hosts)
         return max(pair.seconds * nbytes / pair.nbytes, least_s or 0.0)
 

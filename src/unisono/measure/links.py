@@ -1,7 +1,7 @@
 """Times of messages between the ranks of a job: sums of all of them, each pair, and how far their clocks are apart.
 
-All functions are collectives: every rank calls them in the same order with the same arguments. A round begins at a barrier and
-counts the slowest rank. The number of rounds follows from the first one, so that a slow link does not take minutes.
+All functions are collectives: every rank calls them in the same order with the same arguments. A round begins when all ranks have
+come, and counts the slowest one. A budget of time limits rounds and sizes, so that a slow link does not take minutes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unisono.dist import World
 from unisono.measure.calibration import LinkRate
 
 SIZES: Final = (4, 64 << 10, 8 << 20, 64 << 20)  # of a sum, in bytes; the first shows the latency
-PAIR_BYTES: Final = 4 << 20
+PAIR_SIZES: Final = (64 << 10, 512 << 10, 4 << 20)  # of a message between two ranks, in bytes
 _ROUNDS: Final = (5, 30)
 _PAIR_ROUNDS: Final = 5
 _CLOCK_ROUNDS: Final = 8
@@ -78,9 +78,15 @@ def probe_all_reduce(
 
 
 def probe_pairs(
-    world: World, *, transport: str, hosts: Sequence[str], device: torch.device, nbytes: int = PAIR_BYTES
+    world: World,
+    *,
+    transport: str,
+    hosts: Sequence[str],
+    device: torch.device,
+    sizes: Sequence[int] = PAIR_SIZES,
+    budget_s: float = 10.0,
 ) -> list[LinkRate]:
-    """Time messages between every two ranks, there and back; the slowest pair first.
+    """Time messages between every two ranks, there and back; ordered by size, of each size the slowest pair first.
 
     Pairs without a common rank exchange at the same time, as in a tournament: n ranks need n - 1 rounds. With more than 64 ranks
     only the pairs of the first 63 rounds are measured.
@@ -90,18 +96,44 @@ def probe_pairs(
         transport: What messages are sent over, for the result.
         hosts: Names of the hosts of the job.
         device: Where the tensors are.
-        nbytes: Bytes of a message.
+        sizes: Bytes of the messages, ascending.
+        budget_s: Time for all exchanges. A round of the first size does not begin after it, so that some pairs are left out. A
+            larger size that would not fit in, to judge by the one before, is left out, with those after it.
     """
-    mine: list[tuple[int, int, float, float]] = []
-    tensor = torch.zeros(nbytes // 4, device=device)
-    for pairs in tournament(world.world_size):
-        pair = next((pair for pair in pairs if world.rank in pair), None)
-        world.barrier()
-        if pair is None:
-            continue
-        times = [_there_and_back(world, tensor, pair, device) for _ in range(_PAIR_ROUNDS + 1)][1:]
-        if world.rank == pair[0]:
-            mine.append((*pair, *_middle(times)))
+    rates: list[LinkRate] = []
+    spent_s = size_s = 0.0  # so far; with the last size, without what connections took
+    world.barrier()
+    for nbytes in sizes:
+        if rates and spent_s + size_s * nbytes / rates[-1].nbytes > budget_s:
+            break
+        tensor = torch.zeros(nbytes // 4, device=device)
+        mine: list[tuple[int, int, float, float]] = []
+        size_s = 0.0
+        for pairs in tournament(world.world_size):
+            if spent_s > budget_s and not rates:
+                break
+            pair = next((pair for pair in pairs if world.rank in pair), None)
+            times: list[float] = []
+            if pair is not None:
+                times = [_there_and_back(world, tensor, pair, device) for _ in range(_PAIR_ROUNDS + 1)]
+                if world.rank == pair[0]:
+                    mine.append((*pair, *_middle(times[1:])))  # the first one connects
+            all_s, steady_s = _slowest(world, [2 * sum(times), 2 * sum(times[1:])])
+            spent_s += all_s
+            size_s += steady_s
+        rates += _pair_rates(world, mine, nbytes, transport=transport, hosts=hosts)
+    return rates
+
+
+def _slowest(world: World, seconds: Sequence[float]) -> list[float]:
+    """Of each of these times the longest of any rank, on which all agree."""
+    return world.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max").tolist()
+
+
+def _pair_rates(
+    world: World, mine: Sequence[tuple[int, int, float, float]], nbytes: int, *, transport: str, hosts: Sequence[str]
+) -> list[LinkRate]:
+    """Rates of the pairs of all ranks, the slowest first; ``mine`` has pair, median seconds and spread of those of this rank."""
     found = [row for rows in world.all_gather_json(mine) for row in rows]
     rates = [
         LinkRate(

@@ -143,7 +143,7 @@ class CommStats:
         exposed_s = {axis: seconds for axis, seconds in self._exposed_s.items() if seconds}
         times = {"steps": self._steps, "wall_s": wall_s, "comm_exposed_s": sum(exposed_s.values())}
         uses = uses_by_axis(read_axes([{"kind": "links", **times, "axes": axes}]))
-        used = {f"comm/{axis}_used_frac": use.used_frac for axis, use in uses.items() if use.measured_s}
+        used = {f"comm/{axis}_used_frac": use.used_frac for axis, use in uses.items() if use.expected_s}
         self._events.emit("links", step=self._step, **times, **used, exposed_s=exposed_s, axes=axes, links=rows)
         self._begin(now_s, links)
 
