@@ -370,6 +370,8 @@ def answers(match: Match) -> Figure:
         right = {True: "right", False: "wrong", None: "not judged"}[answer["cause_right"]]
         if answer["cause_right"] and answer["rank_right"] is False:
             right = "right cause, not its rank"
+        if false := answer.get("false_findings"):  # not in earlier runs
+            right += f", {false} false finding{'s' * (false > 1)}"
         words.append(f"**{tool}**, {right}: {answer['says']}")
     return Figure("<br>".join(words).replace("|", "/"))
 
@@ -377,6 +379,11 @@ def answers(match: Match) -> Figure:
 def right_of_total(match: Match) -> Figure:
     right, total = match.node["right"], match.node["total"]
     return Figure(f"{right} of {total}", right / total)
+
+
+def num_false(match: Match) -> Figure | None:
+    """The number of findings that have nothing to do with a fault; nothing for tools that give none."""
+    return None if match.node is None else Figure(str(match.node), match.node)
 
 
 def opening(match: Match) -> Figure:

@@ -253,7 +253,11 @@ BENCHMARKS = (
         title="What a diagnosis says of runs whose cause is known, and what accounting costs",
         quick=("--rounds", "1", "--steps", "30", "--blocks", "4"),
         text="Runs of `unisono train`. A cause makes every step longer by at least 30 %; the true cost is measured against runs "
-        "without it, in pairs. A gain is measured by a run with the settings that the diagnosis proposes.",
+        "without it, in pairs. A gain is measured by a run with the settings that the diagnosis proposes. Steps without "
+        "accounting measure no phases, speed, memory, garbage collections and traffic, write no events, and have neither monitor "
+        "nor watchdog; the loader's five readings of the clock, look-ups at collectives and three numbers that the sum of the "
+        "losses carries are on both sides. Monitor, watchdog and `links` events work seldom: their time is spread over all steps "
+        "with accounting.",
         rows=(
             Row(
                 "{0}: named cost / true cost",
@@ -271,6 +275,11 @@ BENCHMARKS = (
             Row("healthy {0}: findings", "healthy/*", figures.num_findings, aim=at_most(0)),
             Row("steps with accounting / without, {0}: wall", "overhead/*/wall", aim=at_most(1.01)),
             Row("steps with accounting / without, {0}: CPU time", "overhead/*/cpu", aim=at_most(1.01)),
+            Row(
+                "part of a step that monitor, watchdog and `links` events take, {0}",
+                "overhead/*/rare_frac",
+                figures.number("{:.3%}"),
+            ),
             Row("a step that is computed twice / another, {0}: CPU time", "verification/*/single/cpu"),
             Row(
                 "steps of which each 300th is computed twice / others, {0}: CPU time",
@@ -288,13 +297,19 @@ BENCHMARKS = (
         "under `unisono train` with a profile of three steps, judged by `unisono diagnose`; a plain loop with DDP under "
         "`traceml run`, and under torch.profiler; Lightning's Trainer under its three profilers. unisono and TraceML give "
         "verdicts: right where one names the cause, and the rank where the fault has one; of a healthy run none is. TraceML's "
-        "residual counts for whatever is outside of the passes. The others print tables: right where the row with the most "
-        "time of its own (for the leak: memory) is the function, operator or phase of the fault, and is not the top row of "
+        "residual counts for whatever is outside of the passes. A finding that neither names the fault nor follows from it is "
+        "false. The others print tables: right where the row with the most time of its own (for the leak: memory) is the "
+        "function, operator or phase of the fault, and is not the top row of "
         "the healthy run too; for the rank, where that is so on this rank alone. A table of a healthy run counts as right. "
-        "`not reported`: it watches nothing of the kind.",
+        "`not reported`: it watches nothing of the kind. A run that hangs is killed after a minute, and `unisono diagnose` "
+        "judges what it left. `not run`: torch's DDP and Lightning have no such run.",
         rows=(
             Row("unisono: right", "tools/unisono", figures.right_of_total, aim=at_least(1, "all")),
             Row("{0}: right", "tools/*", figures.right_of_total),
+            Row(
+                "unisono: findings beside the fault", "tools/unisono/false_findings", figures.num_false, aim=at_most(0)
+            ),
+            Row("{0}: findings beside the fault", "tools/*/false_findings", figures.num_false),
             Row("{0}", "faults/*", figures.answers),
             Row("{0}: version", "versions/*", figures.text),
         ),
@@ -302,10 +317,12 @@ BENCHMARKS = (
     Benchmark(
         name="observe_scale",
         script="observe.scale",
-        title="Diagnosis and report of very large runs",
+        title="Diagnosis, report and `top` of very large runs",
         quick=("--lines", "20000", "--rounds", "1"),
-        text="A million made-up step events, of 1,000 ranks and of one. The floor is reading the lines and decoding none. In a "
-        "damaged run one line of a hundred is cut short, has values of other types or is no step, and some ranks have no file.",
+        text="A million made-up step events, of 1,000 ranks and of one, with those of monitor and links every hundred steps of a "
+        "rank and an evaluation every 500. `top` is `unisono top --once`, `goodput` the ledger by itself, which is part of the "
+        "report. The floor is reading the lines and decoding none. In a damaged run one line of a hundred is cut short, has "
+        "values of other types or is no step, and some ranks have no file.",
         rows=(
             Row("{0}: {1}, seconds", "runs/*/*/s", figures.spread_of_seconds, aim=at_most(10, "≤ 10 s")),
             Row("{0}: {1}, memory", "runs/*/*/peak_bytes", figures.size, aim=at_most(2**30, "≤ 1 GiB")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from benchmarks import figures, record, run, tables  # noqa: E402
 from benchmarks.figures import Row, at_least, at_most  # noqa: E402
 from benchmarks.kvstore import convergence_table  # noqa: E402
 from benchmarks.observe import profiler_tables, profilers  # noqa: E402
+from benchmarks.observe.faulty import FAULTS  # noqa: E402
 from benchmarks.reach import files_of  # noqa: E402
 from benchmarks.suite import BENCHMARKS, Benchmark  # noqa: E402
 
@@ -385,10 +387,38 @@ def test_a_top_row_that_healthy_runs_have_too_names_no_cause() -> None:
 def test_a_verdict_names_cause_and_rank_and_nothing_of_a_healthy_run() -> None:
     verdict = profilers.Verdict(cause="DATA02", ranks=(0,), text="DATA02 one rank waits, rank 0")
     answer = profilers.judged("slow loader of rank 1", [verdict], ["DATA02"], "no finding")
-    assert answer == {"says": verdict.text, "cause_right": True, "rank_right": False}
-    assert not profilers.judged("healthy, 2 processes", [verdict], [], "no finding")["cause_right"]
+    assert answer == {"says": verdict.text, "cause_right": True, "rank_right": False, "false_findings": 0}
+    answer = profilers.judged("healthy, 2 processes", [verdict], [], "no finding")
+    assert (answer["cause_right"], answer["false_findings"]) == (False, 1)
     said = profilers.judged("healthy, 2 processes", [], [], "no finding")
-    assert said == {"says": "no finding", "cause_right": True, "rank_right": None}
+    assert said == {"says": "no finding", "cause_right": True, "rank_right": None, "false_findings": 0}
+
+
+def test_what_neither_names_a_fault_nor_follows_from_it_is_a_false_finding() -> None:
+    verdicts = [profilers.Verdict(cause=cause, ranks=(), text=cause) for cause in ("COMM01", "COMM02", "DATA01")]
+    answer = profilers.judged("slow link", verdicts, ["COMM01"], "no finding")
+    assert (answer["cause_right"], answer["false_findings"]) == (True, 1)
+    line = a_line(Row("x", "faults/*", figures.answers), {"faults": {"slow link": {"unisono": answer}}})
+    assert line.figure == "**unisono**, right, 1 false finding: COMM01; COMM02; DATA01"
+
+
+def test_only_tools_that_give_verdicts_have_a_number_of_false_findings() -> None:
+    result = {"tools": {"unisono": {"false_findings": 2}, "torch.profiler": {"false_findings": None}, "earlier": {}}}
+    row = Row("{0}", "tools/*/false_findings", figures.num_false, aim=at_most(0))
+    assert [(line.label, line.figure, line.is_met) for line in figures.lines([row], result)] == [
+        ("unisono", "2", False)
+    ]
+
+
+def test_a_tool_whose_run_hangs_gives_no_verdict() -> None:
+    hang = subprocess.TimeoutExpired(["python"], profilers.HANG_S)
+    answer = profilers.without_verdict("skipped collective of rank 1", hang)
+    assert (answer["says"], answer["cause_right"]) == ("no verdict (killed after 60 s)", False)
+    assert profilers.without_verdict("slow link", hang)["cause_right"] is None
+
+
+def test_each_fault_has_names() -> None:
+    assert {fault for fault in FAULTS if not fault.startswith("healthy")} == set(profilers.NAMES)
 
 
 # --- docs/kvstore.md -------------------------------------------------------------------------------------------------

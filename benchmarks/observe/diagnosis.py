@@ -3,75 +3,71 @@
     python -m benchmarks.observe.diagnosis [--rounds 5] [--steps 50] [--blocks 40] [--only costs]
 
 costs     Steps are made slower by a known cause. A round is a run without it, then one with it (in turned order every other
-          round). The true cost is the share by which the step is longer; the named cost is that of the finding.
+          round). The true cost is the share by which the step is longer; the named cost is that of the finding. Garbage is
+          made on both sides, and collected on one.
 gains     Runs with a cause, and the same with the settings that diagnosis proposes. The true gain is the share by which the
           step became shorter.
 healthy   Runs of a GPT, a BERT and a ResNet on one and two processes, in which nothing is wrong: findings.
 overhead  Steps with accounting and without it, in blocks that alternate in one process, and in two with collectives inside
-          layers.
+          layers; ``benchmarks.observe.overhead`` says what accounting is.
 verification  Steps that are computed twice (observe.verify_every_steps) and others, in such blocks of one step; and what that
-          costs at a cadence of EVERY_STEPS.
+          costs at a cadence.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.observe.overhead import MEASURES, on_ranks
+from benchmarks.observe.short_run import COMMON, SAMPLES, Settings, overrides
 from benchmarks.paired import ratio, spread
-from benchmarks.step_time import alternate
-from benchmarks.workload import run_config
 from PIL import Image
 
 from unisono.diagnose import Finding, diagnose, read_run
-from unisono.dist import World, job_from_environ, join_world
-from unisono.observe import meters
-from unisono.observe.events import Event, EventLog, events_path, read_events
-from unisono.parallel.traffic import Traffic
-from unisono.train.build import build_data, build_trainer
-from unisono.train.nonfinite_search import NonfiniteSearch
-from unisono.train.setup import open_events, resolve_plan
+from unisono.observe.events import Event, events_path, read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_RUN = ROOT.joinpath(*["benchmarks", "observe", "slow_run"]).with_suffix(".py")
 WARM_UP_STEPS = 10
-EVERY_STEPS = 300  # from one verified step to the next
-SAMPLES = 8
-COMMON: Mapping[str, Any] = {
-    "plan.device": "cpu",
-    "plan.precision": "fp32",
-    "plan.global_batch": SAMPLES,
-    "data.seq_len": 128,
-    "train.eval_every_steps": 0,
-    "checkpoint.every_steps": 0,
-    "observe.console": "plain",
-    "observe.report": False,
-    "launch.num_threads": 1,
-}
-Settings = Mapping[str, Any]
+PROFILED_STEPS = 3  # the last but one, where a run has a profile
+DISTURBED_STEPS = 6  # from where a profile is prepared to the end of the run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A cause in the runs of ``processes``: ``slower_s`` more in a step by code, on ``rank`` or on all, or by ``settings``."""
+    """A cause in runs, by code or by settings.
+
+    Attributes:
+        rule: The rule that is to name it.
+        cause: That of ``benchmarks.observe.slow_run``; empty where the settings are the cause.
+        other_cause: The same of the run without the cause, where it is no plain run.
+        slower_s: How much longer a step takes, where code makes it longer by a fixed time.
+        rank: The rank that has the cause; -1 for all.
+        processes: Number of ranks.
+        is_profiled: Whether the rule needs a profile.
+        settings: Settings of both runs.
+        without: Further settings of the run without the cause.
+    """
 
     rule: str
     cause: str = ""
+    other_cause: str = ""
     slower_s: float = 0.0
     rank: int = -1
     processes: int = 1
+    is_profiled: bool = False
     settings: Settings = field(default_factory=dict[str, Any])
-    without: Settings = field(default_factory=dict[str, Any])  # settings of the run that has no cause
+    without: Settings = field(default_factory=dict[str, Any])
 
 
 COSTS: Mapping[str, Case] = {
@@ -89,6 +85,8 @@ COSTS: Mapping[str, Case] = {
         settings={"checkpoint.every_steps": 2, "checkpoint.asynchronous": False},
         without={"checkpoint.every_steps": 0, "checkpoint.asynchronous": False},
     ),
+    "garbage collections": Case(rule="GC01", cause="garbage", other_cause="garbage, not collected"),
+    "reads from tensors": Case(rule="SYNC01", cause="reads", is_profiled=True),
 }
 GAINS: Mapping[str, Case] = {
     "slow loader": COSTS["slow loader, 1 process"],
@@ -97,6 +95,13 @@ GAINS: Mapping[str, Case] = {
         rule="PP01",
         processes=2,
         settings={"plan.pp": 2, "plan.micro_batch": SAMPLES, "model.dim": 256, "data.seq_len": 256},
+    ),
+    "garbage collections": COSTS["garbage collections"],
+    "frequent saves": Case(rule="CKPT01", cause="save", slower_s=0.06, settings={"checkpoint.every_steps": 2}),
+    "micro-batches of one small sample": Case(
+        rule="LAUNCH01",
+        is_profiled=True,
+        settings={"plan.micro_batch": 1, "model.dim": 32, "data.seq_len": 16},
     ),
 }
 HEALTHY: Mapping[str, Settings] = {
@@ -116,27 +121,28 @@ def train(folder: Path, settings: Settings, *, processes: int, steps: int, case:
     """Make a run of ``unisono train``; its folder."""
     run_dir = folder / "run"
     changed = {**COMMON, **settings, "launch.num_processes": processes, "train.steps": steps, "run.dir": str(run_dir)}
+    if case is not None and case.is_profiled:
+        changed["observe.profile_steps"] = f"{steps - PROFILED_STEPS}:{steps}"
     command = [sys.executable, "-m", "unisono", "train"]
     environ = dict(os.environ)
     if case is not None:
         command.append(str(SLOW_RUN))
         environ |= {"SLOW_CAUSE": case.cause, "SLOW_S": str(case.slower_s), "SLOW_RANK": str(case.rank)}
         environ["SLOW_SAMPLES"] = str(SAMPLES // processes)
-    command += [f"--set={name}={_written(value)}" for name, value in changed.items()]
+    command += [f"--set={override}" for override in overrides(changed)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, cwd=folder.parent)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
     return run_dir
 
 
-def _written(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def step_s(run_dir: Path) -> float:
-    """Mean seconds between steps after the warm-up, all that happened between them included."""
+def step_s(run_dir: Path, case: Case) -> float:
+    """Mean seconds between steps after the warm-up and before a profile, all that happened between them included."""
     events: Sequence[Event] = read_events(events_path(run_dir, 0)).events
     readings = [event for event in events if "time/window_s" in event and event["step"] > WARM_UP_STEPS]
+    if case.is_profiled:
+        last = readings[-1]["step"] - DISTURBED_STEPS
+        readings = [event for event in readings if event["step"] <= last]
     return (readings[-1]["m"] - readings[0]["m"]) / (readings[-1]["step"] - readings[0]["step"])
 
 
@@ -145,10 +151,10 @@ def found(run_dir: Path) -> dict[str, Finding]:
     return {finding.id: finding for finding in diagnose(read_run(run_dir))}
 
 
-def costs(rounds: int, steps: int) -> dict[str, Any]:
+def costs(cases: Mapping[str, Case], rounds: int, steps: int) -> dict[str, Any]:
     """By case: named cost / true cost, and how often the rule and the rank were named."""
     result: dict[str, Any] = {}
-    for name, case in COSTS.items():
+    for name, case in cases.items():
         named: list[float] = []
         true: list[float] = []
         right = 0
@@ -156,7 +162,7 @@ def costs(rounds: int, steps: int) -> dict[str, Any]:
             run_dirs: dict[str, Path] = {}
             with tempfile.TemporaryDirectory() as root:
                 for side in ("with", "without")[:: 1 if number % 2 else -1]:
-                    one = case if side == "with" else Case(rule=case.rule)
+                    one = case if side == "with" else replace(case, cause=case.other_cause, slower_s=0.0)
                     settings = {**case.settings, **(case.without if side == "without" else {})}
                     folder = Path(root, side)
                     folder.mkdir()
@@ -165,7 +171,7 @@ def costs(rounds: int, steps: int) -> dict[str, Any]:
                 is_right = finding is not None and finding.ranks == (() if case.rank < 0 else (case.rank,))
                 right += is_right
                 named.append(finding.cost_frac if finding is not None else 0.0)
-                true.append(1 - step_s(run_dirs["without"]) / step_s(run_dirs["with"]))
+                true.append(1 - step_s(run_dirs["without"], case) / step_s(run_dirs["with"], case))
         result[name] = {
             "rule": case.rule,
             "right": right,
@@ -177,10 +183,10 @@ def costs(rounds: int, steps: int) -> dict[str, Any]:
     return result
 
 
-def gains(rounds: int, steps: int) -> dict[str, Any]:
+def gains(cases: Mapping[str, Case], rounds: int, steps: int) -> dict[str, Any]:
     """By case: true gain / expected gain of the settings that diagnosis proposes."""
     result: dict[str, Any] = {}
-    for name, case in GAINS.items():
+    for name, case in cases.items():
         true: list[float] = []
         expected: list[float] = []
         patch: Settings = {}
@@ -193,7 +199,7 @@ def gains(rounds: int, steps: int) -> dict[str, Any]:
                 patch = finding.patch
                 settings = {**case.settings, **patch}
                 after = train(Path(root, "after"), settings, processes=case.processes, steps=steps, case=case)
-                true.append(1 - step_s(after) / step_s(before))
+                true.append(1 - step_s(after, case) / step_s(before, case))
                 expected.append(finding.expected_gain)
         result[name] = {
             "rule": case.rule,
@@ -241,133 +247,8 @@ def _make_data(folder: Path) -> None:
             Image.fromarray(pixels).save(folder / "images" / label / f"{number}.jpg", quality=90)
 
 
-# --- overhead --------------------------------------------------------------------------------------------------------
-
-OVERHEAD: Mapping[str, tuple[int, Settings]] = {
-    "1 process": (1, {}),
-    "2 processes": (2, {}),
-    "2 processes, tp=2": (2, {"plan.tp": 2}),
-    "2 processes, dp_shard=2": (2, {"plan.dp_shard": 2}),
-}
-
-
-@contextlib.contextmanager
-def _trainer(settings: Settings, steps: int, folder: Path, world: World) -> Iterator[Any]:
-    changed = {**COMMON, **settings, "train.steps": steps, "run.dir": str(folder), "observe.console": "off"}
-    config = run_config([f"{name}={_written(value)}" for name, value in changed.items()])
-    with open_events(folder, world) as events:
-        plan = resolve_plan(config.plan, world.job)[1]
-        with build_trainer(config, build_data(config), plan, world=world, events=events, provenance={}) as trainer:
-            yield trainer
-
-
-def measure_overhead(settings: Settings, blocks: int, folder: Path, world: World) -> dict[str, Any]:
-    """Time of steps with accounting / without it: phases, traffic, what a search for NaN keeps, events."""
-    always_on: list[tuple[Any, str]] = [
-        (meters._Phase, "__enter__"),
-        (meters._Phase, "__exit__"),
-        (Traffic, "sums"),
-        (Traffic, "parts"),
-        (Traffic, "scattered_sums"),
-        (Traffic, "message"),
-        (NonfiniteSearch, "remember"),
-        (EventLog, "emit"),
-    ]
-    accounting = [getattr(owner, name) for owner, name in always_on]
-
-    def nothing(*_: object, **options: object) -> None:
-        pass
-
-    def set_to(functions: Sequence[Any]) -> None:
-        for (owner, name), function in zip(always_on, functions, strict=True):
-            setattr(owner, name, function)
-
-    steps_per_block = 4
-    with _trainer(settings, 2 * blocks * steps_per_block + 20, folder, world) as trainer:
-        steps = iter(trainer)
-        for _ in range(10):
-            next(steps)
-
-        def with_accounting() -> None:
-            set_to(accounting)
-            next(steps)
-
-        def without() -> None:
-            set_to([nothing] * len(always_on))
-            next(steps)
-
-        times = alternate(with_accounting, without, blocks, steps_per_block)
-        set_to(accounting)
-    mine, other = times["mine"], times["other"]
-    return {
-        "wall": ratio(mine[:, 0].tolist(), other[:, 0].tolist()),
-        "cpu": ratio(mine[:, 1].tolist(), other[:, 1].tolist()),
-    }
-
-
-def measure_verification(settings: Settings, blocks: int, folder: Path, world: World) -> dict[str, Any]:
-    """Time of a verified step / another, and of steps at the cadence / without."""
-    # a cadence that never comes: the blocks choose
-    settings = {**settings, "observe.verify_every_steps": 10**9}
-    with _trainer(settings, 2 * blocks + 20, folder, world) as trainer:
-        verifier: Any = trainer._loop.runner.verifier
-        verifier.is_due = lambda step: False
-        steps = iter(trainer)
-        for _ in range(10):
-            next(steps)
-
-        def verified() -> None:
-            verifier.digests.note(verifier.digests.take())  # at the end of the step before, in a run
-            verifier.is_due = lambda step: step == trainer.state.step + 1
-            next(steps)
-            verifier.is_due = lambda step: False
-
-        times = alternate(verified, lambda: next(steps), blocks, 1)
-    measured: dict[str, Any] = {"single": {}, "at_cadence": {}}
-    for column, clock in enumerate(("wall", "cpu")):
-        mine, other = times["mine"][:, column], times["other"][:, column]
-        measured["single"][clock] = ratio(mine.tolist(), other.tolist())
-        spread_out = other + (mine - other) / EVERY_STEPS
-        measured["at_cadence"][clock] = ratio(spread_out.tolist(), other.tolist())
-    return measured
-
-
-MEASURES = {"overhead": measure_overhead, "verification": measure_verification}
-
-
-def on_ranks(part: str, blocks: int) -> dict[str, Any]:
-    """By case, as rank 0 measured it."""
-    result: dict[str, Any] = {}
-    for name, (processes, _) in OVERHEAD.items():
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-            command += [
-                "-m",
-                "benchmarks.observe.diagnosis",
-                "--rank-of",
-                part,
-                name,
-                "--blocks",
-                str(blocks),
-                "--folder",
-                folder,
-            ]
-            subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, check=True)
-            result[name] = json.loads(Path(folder, "result.json").read_text())
-        print(f"{part}: {name}", file=sys.stderr)
-    return result
-
-
-def on_rank(part: str, name: str, blocks: int, folder: Path) -> None:
-    """One rank of ``on_ranks``; rank 0 writes the result."""
-    _, settings = OVERHEAD[name]
-    world = join_world(job_from_environ(os.environ), device_type="cpu", timeout_s=300)
-    try:
-        measured = MEASURES[part](settings, blocks, folder / "run", world)
-        if world.rank == 0:
-            (folder / "result.json").write_text(json.dumps(measured))
-    finally:
-        world.close()
+def _chosen(cases: Mapping[str, Case], names: Sequence[str]) -> dict[str, Case]:
+    return {name: case for name, case in cases.items() if name in names}
 
 
 def main() -> None:
@@ -377,15 +258,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="of a run")
     parser.add_argument("--blocks", type=int, default=40, help="of each side, for the overhead")
     parser.add_argument("--only", choices=("costs", "gains", "healthy", *MEASURES))
-    parser.add_argument("--rank-of", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--cases", help="of costs and gains, separated by ;")
     arguments = parser.parse_args()
-    if arguments.rank_of is not None:
-        on_rank(*arguments.rank_of, arguments.blocks, arguments.folder)
-        return
+    chosen = arguments.cases.split(";") if arguments.cases else [*COSTS, *GAINS]
     parts: Mapping[str, Callable[[], dict[str, Any]]] = {
-        "costs": lambda: costs(arguments.rounds, arguments.steps),
-        "gains": lambda: gains(arguments.rounds, arguments.steps),
+        "costs": lambda: costs(_chosen(COSTS, chosen), arguments.rounds, arguments.steps),
+        "gains": lambda: gains(_chosen(GAINS, chosen), arguments.rounds, arguments.steps),
         "healthy": lambda: healthy(max(1, arguments.rounds // 2), arguments.steps),
         **{part: lambda part=part: on_ranks(part, arguments.blocks) for part in MEASURES},
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,22 +16,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 SLOW_S = 0.05
 BATCH = 4  # samples of a rank in a step
 LENGTH, WIDTH, HEADS = 256, 64, 4
 NAN_AT = 20  # the step
+SKIP_AT = 10  # the step of a rank that skips a collective
 SAVE_EVERY = 1  # steps
+GROWTH = 1.05  # of a gradient in each step
 PADDING = torch.zeros(2**23)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What is wrong in runs of ``processes``: on ``rank``, or on all."""
+    """What is wrong in the runs of a benchmark.
+
+    Attributes:
+        processes: Number of ranks.
+        rank: The rank that has the fault; None for all.
+        steps: Length of the run.
+        hangs: Whether the run stands still, and has to be killed.
+        not_in_torch: Why torch's DDP and Lightning cannot make such a run; empty where they can.
+    """
 
     processes: int = 1
     rank: int | None = None
     steps: int = 40
+    hangs: bool = False
+    not_in_torch: str = ""
 
 
 FAULTS: dict[str, Fault] = {
@@ -48,6 +62,15 @@ FAULTS: dict[str, Fault] = {
     "memory leak": Fault(steps=220),
     "NaN in a sample of rank 1": Fault(processes=2, rank=1),
     "dead layer": Fault(),
+    "exploding layer": Fault(steps=120),
+    "garbage collections": Fault(),
+    "needless recompute": Fault(),
+    "uneven pipeline stages": Fault(
+        processes=2,
+        rank=0,
+        not_in_torch="neither DistributedDataParallel nor Lightning's strategies split a model into stages",
+    ),
+    "skipped collective of rank 1": Fault(processes=2, rank=1, hangs=True),
 }
 
 
@@ -113,8 +136,10 @@ class Network(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
         if self.fault == "synchronous saves":  # of a checkpoint that is large for these steps
             self.frozen = nn.Parameter(torch.zeros(2**21), requires_grad=False)
+        self.shares = "collective" in os.environ["FAULT"]  # also on the ranks that do not skip it
         self.kept: list[Tensor] = []
-        self.length = 1
+        self.garbage: deque[list[Any]] = deque(maxlen=5)
+        self.num_steps, self.length = 0, 1
         limits: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
         limits.recompile_limit = limits.accumulated_recompile_limit = (
             10**6
@@ -123,11 +148,25 @@ class Network(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``inputs`` and the outputs: [B, LENGTH, WIDTH]."""
+        self.num_steps += 1
         if self.fault == "slow compute of rank 1":
             slow_compute()
         if self.fault == "memory leak":
             self.kept.append(torch.ones(2**19))
+        if self.fault == "garbage collections":
+            make_lists(self.garbage)
+        if self.shares and not (self.fault and self.num_steps == SKIP_AT):
+            dist.all_reduce(torch.zeros(8))
+        if self.fault == "needless recompute":
+            return checkpoint(self.layers, inputs, use_reentrant=False)
+        return self.layers(inputs)
+
+    def layers(self, inputs: Tensor) -> Tensor:
+        """The outputs [B, LENGTH, WIDTH] of ``inputs``."""
         hidden = inputs + self.attention(inputs)
+        if self.fault == "exploding layer" and hidden.requires_grad:
+            growth = GROWTH**self.num_steps
+            hidden.register_hook(lambda gradient: gradient * growth)
         wide = self.up(hidden)
         outputs = self.down((wide - 100).relu() if self.fault == "dead layer" else nn.functional.gelu(wide))
         if self.fault == "tiny products":
@@ -141,6 +180,14 @@ class Network(nn.Module):
 def slow_compute() -> None:
     """Takes time."""
     time.sleep(SLOW_S)
+
+
+def make_lists(kept: deque[list[Any]]) -> None:
+    """Make many lists, of which the newest are kept: Python's collector walks through them again and again."""
+    lists: list[Any] = []
+    for _ in range(100_000):
+        lists.append([])
+    kept.append(lists)
 
 
 def tiny_products(weight: Tensor) -> Tensor:
