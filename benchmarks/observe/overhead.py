@@ -52,7 +52,7 @@ from unisono.train.build import build_data, build_trainer
 from unisono.train.comm_stats import CommStats
 from unisono.train.metrics_reader import MetricsReader
 from unisono.train.nonfinite_search import NonfiniteSearch
-from unisono.train.profiling import StepProfiler
+from unisono.train.profiling import ProfileScheduler
 from unisono.train.setup import open_events, resolve_plan
 from unisono.train.step import Step
 
@@ -94,7 +94,7 @@ CALLED: Sequence[tuple[Any, str, Callable[..., Any]]] = (
     (batch_builder, "note_progress", _nothing),
     (loader, "note_progress", _nothing),
     (NonfiniteSearch, "remember", _nothing),
-    (StepProfiler, "is_requested", _nothing),
+    (ProfileScheduler, "is_requested", _nothing),
     (MetricsReader, "add", _read_alone),  # readings: windows, rates, memory, traffic; their events
     (EventLog, "emit", _nothing),
 )

@@ -137,7 +137,7 @@ def _links(ranks: int) -> bytes:
             "hosts": members if axis == "dp" else 1,
         }
         row |= {"collectives": 1000, "payload_bytes": 10**10, "wire_bytes": 2 * 10**10, "wire_bytes_per_s": 2e9}
-        row |= {"measured_s": 0.5, "measured_latency_s": 0.01, "measured_bytes_per_s": 4e10, "used_frac": 0.05}
+        row |= {"expected_s": 0.5, "expected_latency_s": 0.01, "measured_bytes_per_s": 4e10, "used_frac": 0.05}
         rows.append(row)
     peers = [{"peer": "nccl", "sent_bytes": 10**10, "received_bytes": 10**10}] if rows else []
     rates = {"sent_bytes_per_s": 1e9, "received_bytes_per_s": 1e9, "measured_bytes_per_s": 2e10, "used_frac": 0.05}
