@@ -23,6 +23,7 @@ _BUSY_FRAC: Final = 0.8  # of the time, for a server to be what workers wait for
 _MIN_WINDOWS: Final = 8
 _MIN_CORRELATION: Final = 0.7
 _SHOWN_SERVERS: Final = 4
+_MOST_SERVERS: Final = 64
 
 
 def busiest_server(facts: RunFacts) -> LinkTraffic | None:
@@ -44,7 +45,7 @@ def server_bound(facts: RunFacts) -> Iterator[Finding]:
         cores = server.cpu_s / server.busy_s
         by_cpu = cores >= 0.7
         num_servers = facts.settings.get("launch.num_servers")
-        can_add = isinstance(num_servers, int) and 0 < num_servers < 64
+        more = num_servers + 1 if isinstance(num_servers, int) and 0 < num_servers < _MOST_SERVERS else 0
         yield Finding(
             id="SRV01",
             title=f"workers wait for the parameter server {server.peer}",
@@ -61,8 +62,8 @@ def server_bound(facts: RunFacts) -> Iterator[Finding]:
             ),
             advice="more servers share the parameters (launch.num_servers), on cores or hosts of their own; "
             + ("plan.compression=none computes less" if by_cpu else "plan.compression sends less"),
-            patch={"launch.num_servers": num_servers + 1} if can_add else {},
-            expected_gain=cost / (num_servers + 1) if can_add else 0.0,
+            patch={"launch.num_servers": more} if more else {},
+            expected_gain=cost / more if more else 0.0,
         )
 
 
