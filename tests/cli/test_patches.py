@@ -187,11 +187,11 @@ def test_settings_remove_the_finding(
 
 
 def test_saves_in_the_background_remove_the_stall(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.py").write_text(ROWS + PAUSE + SLOW_SAVE)
+    (tmp_path / "own.py").write_text(ROWS + PAUSE.replace("0.06", "0.12") + SLOW_SAVE)
     monkeypatch.setattr(SaveWriter, "_prepare", SaveWriter._prepare)  # pyright: ignore[reportPrivateUsage]
     settings = {"train.steps": 57, "checkpoint.every_steps": 24, "checkpoint.asynchronous": "false"}
     before, _, after = before_and_after(desk.here, desk, tmp_path, "CKPT01", **RUN | settings)
-    assert before["cost_frac"] > 0.3
+    assert before["cost_frac"] > 0.15
     assert before["patch"] == {"checkpoint.asynchronous": True}
     assert "CKPT01" not in after, after["CKPT01"]
 
@@ -330,7 +330,7 @@ class Weight(torch.nn.Linear):
         if os.environ.get("UNISONO_RANK") != "0":
             time.sleep(0.004)
             return super().forward(inputs) + torch.randn(1)
-        time.sleep(0.03 if calls // 100 % 2 else 0.004)  # a links event has 100 steps of a worker
+        time.sleep(0.05 if calls // 100 % 2 else 0.004)  # a links event has 100 steps of a worker
         calls += 1
         return 10**0.5 * super().forward(inputs)
 
@@ -347,7 +347,8 @@ config = partial(config, model=lambda run: Weight(1, 1, bias=False), data=lambda
 @pytest.mark.timeout(400)
 def test_a_bound_removes_the_noise_of_stale_gradients(desk: Desk, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(ROWS + STALE)
-    settings = RUN | SERVERS | {"train.steps": 3600, "plan.staleness": "none", "optim.kind": "sgd", "optim.lr": 0.05}
+    settings = RUN | SERVERS | {"train.steps": 3000, "plan.staleness": "none", "optim.kind": "sgd", "optim.lr": 0.05}
+    settings |= {"optim.momentum": 0.0, "schedule.kind": "constant"}
     _, patch, after = before_and_after(desk.process, desk, tmp_path, "STALE01", **settings)
     assert set(patch) == {"plan.staleness"}
     assert "STALE01" not in after, after["STALE01"]

@@ -72,20 +72,20 @@ def test_losses_that_vary_with_the_lag(tmp_path: Path, follows: bool, ids: list[
         width = 0.01 * lag(step) if follows else 0.03
         return {"train/loss": 2.0 + width * rng.standard_normal()}
 
-    extra = with_links(20, lambda step: {"pushes": 40, "lag_total": 40 * lag(step) + step % 7})
+    extra = with_links(20, lambda step: {"pushes": 40, "lag_square_total": 40 * lag(step) ** 2 + step % 7})
     findings = found(tmp_path, 0.0, steps=240, extra=extra, fields_of=loss)
     assert [finding.id for finding in findings] == ids
     for finding in findings:
-        assert finding.patch == {"plan.staleness": 4}
-        assert "come 1.0 to 8." in finding.evidence[0]
+        assert finding.patch == {"plan.staleness": 1}
+        assert "come 1.0 to 8.0 pushes" in finding.evidence[0]
 
 
 @pytest.mark.parametrize(
     "row",
     [
         {"busy_s": "NaN", "served_s": -1, "cpu_s": 1e300},
-        {"busy_s": [], "pushes": -3, "lag_total": 1},
-        {"busy_s": 1e308, "served_s": None, "pushes": 1e300, "lag_total": math.pi},
+        {"busy_s": [], "pushes": -3, "lag_square_total": 1},
+        {"busy_s": 1e308, "served_s": None, "pushes": 1e300, "lag_square_total": math.pi},
     ],
 )
 def test_figures_that_mean_harm_are_left_out(tmp_path: Path, row: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ def _events(rank: int, step: int) -> list[dict[str, Any]]:
             "kind": "links",
             "steps": 4,
             "wall_s": 0.4,
-            "links": [{"peer": "gloo", "sent_bytes": 1e6, "pushes": 2, "lag_total": 3}],
+            "links": [{"peer": "gloo", "sent_bytes": 1e6, "pushes": 2, "lag_square_total": 3}],
             "axes": [
                 {"axis": axis, "group": axis, "transport": "gloo", "ranks": 2, "hosts": 1, "collectives": 3}
                 | {"payload_bytes": 1e6, "wire_bytes": 1e6, "expected_s": 0.02, "expected_latency_s": 1e-4}

@@ -318,6 +318,6 @@ def test_asynchronous_workers_tell_of_each_server(tmp_path: Path, pool: Pool, nu
             assert {link["apart"] for link in event["links"]} == {""}
             for link in event["links"]:
                 assert link["pushes"] > 0
-                assert link["lag_total"] >= 0
+                assert link["lag_square_total"] >= 0
                 assert 0 < link["busy_s"] <= min(event["wall_s"], link["served_s"])
                 assert link["cpu_s"] > 0

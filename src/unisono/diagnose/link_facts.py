@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -127,14 +128,17 @@ def read_links(events: Sequence[Event]) -> tuple[LinkTraffic, ...]:
     return tuple(found.values())
 
 
-def mean_lag(event: Event) -> float | None:
-    """Mean lag of the pushes to all servers; None where the event has none."""
+def rms_lag(event: Event) -> float | None:
+    """Root mean square of the lags of the pushes to all servers; None where the event has none.
+
+    Their mean would say nothing: it is one less than the number of workers, however late some of them are.
+    """
     links = list(_rows(event, "links"))
-    pushes, lags = (
+    pushes, squares = (
         sum(value for link in links if (value := number(link.get(name))) is not None and 0 <= value < _MAX_BYTES)
-        for name in ("pushes", "lag_total")
+        for name in ("pushes", "lag_square_total")
     )
-    return lags / pushes if pushes >= 1 else None
+    return math.sqrt(squares / pushes) if pushes >= 1 else None
 
 
 def read_axes(events: Sequence[Event]) -> tuple[AxisTraffic, ...]:

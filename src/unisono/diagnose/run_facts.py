@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from unisono.config.toml_file import read_toml
 from unisono.diagnose.corruption_facts import CorruptionFact, read_corruptions
 from unisono.diagnose.ending import Ending, read_ending
-from unisono.diagnose.link_facts import AxisTraffic, LinkTraffic, mean_lag, read_axes, read_links
+from unisono.diagnose.link_facts import AxisTraffic, LinkTraffic, read_axes, read_links, rms_lag
 from unisono.diagnose.monitor_facts import MonitorSamples, read_monitor
 from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps
 from unisono.errors import ConfigError, DataError
@@ -135,7 +135,8 @@ class TrainingFacts:
         layer_steps: Steps of which there are gradient statistics [statistics].
         layer_norms: Gradient norm of each parameter in these steps, by name [statistics].
         lag_steps: Last step of each ``links`` event of a run with parameter servers [events].
-        lags: Mean number of other workers' pushes between the values that a push was computed from and its arrival [events].
+        lags: Number of other workers' pushes between the values that a push was computed from and its arrival, as the root
+            mean square over pushes [events].
         taps: Tapped steps, ascending.
     """
 
@@ -424,7 +425,7 @@ def _training_facts(history: RankHistory, events: Sequence[Event], attempt: int)
     lags = [
         (step, lag)
         for event in events
-        if event["kind"] == "links" and (step := event_step(event)) is not None and (lag := mean_lag(event)) is not None
+        if event["kind"] == "links" and (step := event_step(event)) is not None and (lag := rms_lag(event)) is not None
     ]
     names = list(stats[-1][1]) if stats else []
     norms = {name: [number(as_mapping(layers.get(name)).get("norm")) for _, layers in stats] for name in names}

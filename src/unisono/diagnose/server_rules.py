@@ -22,6 +22,7 @@ from unisono.diagnose.run_facts import Floats, RunFacts
 _BUSY_FRAC: Final = 0.8  # of the time, for a server to be what workers wait for
 _MIN_WINDOWS: Final = 8
 _MIN_CORRELATION: Final = 0.7
+_LEAST_RATIO: Final = 1.2  # of the largest lag over the smallest, for periods to differ in it
 _SHOWN_SERVERS: Final = 4
 _MOST_SERVERS: Final = 64
 
@@ -78,21 +79,22 @@ def _server_rates(facts: RunFacts) -> Iterator[str]:
 
 
 def stale_updates(facts: RunFacts) -> Iterator[Finding]:
-    """STALE01: the loss is the noisier, the more pushes of other workers lie between a worker's pull and its push."""
+    """STALE01: the loss is the noisier, the more pushes of other workers lie between a worker's pull and its push. Of each period
+    the root mean square counts."""
     training = facts.training
     if facts.steps_together or len(training.lags) < _MIN_WINDOWS:
         return
     noise = _noise(training.steps, training.losses, training.lag_steps)
     known = np.isfinite(noise)
     lags, noise = training.lags[known], noise[known]
-    if len(lags) < _MIN_WINDOWS or np.ptp(lags) < 1.0 or np.ptp(noise) == 0:
+    if len(lags) < _MIN_WINDOWS or np.max(lags) < _LEAST_RATIO * np.min(lags) or np.ptp(noise) == 0:
         return
-    correlation = float(np.corrcoef(_average_ranks(lags.round()), _average_ranks(noise))[0, 1])
+    correlation = float(np.corrcoef(_average_ranks(lags.round(1)), _average_ranks(noise))[0, 1])
     low, high = noise[lags <= np.median(lags)], noise[lags > np.median(lags)]
     if correlation < _MIN_CORRELATION or not len(high) or np.median(high) < 1.5 * np.median(low):
         return
     is_unbounded = "plan.staleness" in facts.settings and facts.settings["plan.staleness"] is None
-    patch: dict[str, Any] = {"plan.staleness": max(1, int(np.median(lags)))} if is_unbounded else {}
+    patch: dict[str, Any] = {"plan.staleness": max(1, int(np.min(lags)))} if is_unbounded else {}
     yield Finding(
         id="STALE01",
         title="stale gradients make the loss noisy",
@@ -100,7 +102,8 @@ def stale_updates(facts: RunFacts) -> Iterator[Finding]:
         cost_frac=0.0,
         confidence=min(0.9, correlation),
         evidence=(
-            f"between a pull and its push come {np.min(lags):.1f} to {np.max(lags):.1f} pushes of other workers, by period",
+            f"between a pull and its push come {np.min(lags):.1f} to {np.max(lags):.1f} pushes of other workers (root mean "
+            "square of a period)",
             f"where they are more, the loss varies {np.median(high) / np.median(low):.1f} times as much (rank correlation "
             f"{correlation:.2f} over {len(lags)} periods)",
         ),

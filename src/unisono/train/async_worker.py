@@ -272,7 +272,7 @@ class AsyncWorker(SyncState):
         ]
 
     def _server_counters(self) -> list[dict[str, float]]:
-        """Pushes to each server and the sum of their lags, and its load; nothing where a server does not answer."""
+        """Pushes to each server, the sum of the squares of their lags, and its load; nothing where a server does not answer."""
         try:
             all_stats = self._servers.stats()
         except (CommError, TimeoutError):
@@ -280,7 +280,7 @@ class AsyncWorker(SyncState):
         return [
             {
                 "pushes": stats["counts"].get("push", 0) + stats["counts"].get("pushpull", 0),
-                "lag_total": stats["lag_total"],
+                "lag_square_total": stats["lag_square_total"],
                 **stats["load"],
             }
             for stats in all_stats

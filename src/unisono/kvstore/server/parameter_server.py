@@ -111,7 +111,9 @@ class ParameterServer:
         self._counts: Counter[str] = Counter()
         self._replica_queue: Mapping[str, Any] | None = None  # state of the work queue of the server before this one
         self._largest_lag = 0
-        self._lag_total = 0  # over all pushes
+        # Of the squares: the lags themselves have one less than the number of workers as their mean, however late some come,
+        # because each push is a lag of one for all other workers.
+        self._lag_square_total = 0  # over all pushes
         self._load = LoadMeter()
         self._stop = threading.Event()
         self._saved = 0  # the newest snapshot that this server knows
@@ -249,11 +251,11 @@ class ParameterServer:
                 raise _snapshot_not_written(str(error)) from error
 
     def stats(self) -> dict[str, Any]:
-        """Requests by kind, bytes, the largest lag so far and the sum of all, the load (``LoadMeter``), live workers with their
-        clocks, workers ever connected, chunks with a value, batch shards done."""
+        """Requests by kind, bytes, the largest lag so far and the sum of the squares of all, the load (``LoadMeter``), live
+        workers with their clocks, workers ever connected, chunks with a value, batch shards done."""
         with self._lock:
             run, counts = self._run, dict(sorted(self._counts.items()))
-            lags = {"largest_lag": self._largest_lag, "lag_total": self._lag_total}
+            lags = {"largest_lag": self._largest_lag, "lag_square_total": self._lag_square_total}
         counters = {"server": self._server, "counts": counts, "load": self._load.stats(), **lags}
         if run is None:
             return counters
@@ -305,7 +307,7 @@ class ParameterServer:
             self._counts["duplicates"] += outcome.duplicates
             self._counts["refused"] += bool(outcome.refused)
             self._largest_lag = max(self._largest_lag, outcome.lag)
-            self._lag_total += outcome.lag
+            self._lag_square_total += outcome.lag**2
         return Frame(Op.ACK, entries=outcome.applied, clock=outcome.version, flags=REFUSED if outcome.refused else 0)
 
     def _pull(self, run: _RunState, peer: Identity, frame: Frame, chunks: list[int]) -> Frame:
