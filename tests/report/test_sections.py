@@ -84,7 +84,7 @@ def make_run(
                 {"peer": f"host{peer}{evil}", "sent_bytes": 2**20 * (rank + 1), "received_bytes": 2**21}
                 for peer in range(2)
             ]
-            stream.emit("links", step=last, wall_s=10.0, links=links, **(traffic or {}))
+            stream.emit("links", **{"step": last, "steps": 30, "wall_s": 10.0, "links": links, **(traffic or {})})
         stream.emit("run_end", reason="finished", step=60)
     return run_dir
 
