@@ -4,7 +4,8 @@
 
 costs     Steps are made slower by a known cause. A round is a run without it, then one with it (in turned order every other
           round). The true cost is the share by which the step is longer; the named cost is that of the finding. Garbage is
-          made on both sides, and collected on one.
+          made on both sides, and collected on one. Rules of a profile have no case: their costs are shares of profiled
+          steps, which are longer than others.
 gains     Runs with a cause, and the same with the settings that diagnosis proposes. The true gain is the share by which the
           step became shorter.
 healthy   Runs of a GPT, a BERT and a ResNet on one and two processes, in which nothing is wrong: findings.
@@ -87,7 +88,6 @@ COSTS: Mapping[str, Case] = {
         without={"checkpoint.every_steps": 0, "checkpoint.asynchronous": False},
     ),
     "garbage collections": Case(rule="GC01", cause="garbage", other_cause="garbage, not collected"),
-    "reads from tensors": Case(rule="SYNC01", cause="reads", other_cause="pause", is_profiled=True),
 }
 GAINS: Mapping[str, Case] = {
     "slow loader": COSTS["slow loader, 1 process"],

@@ -1,9 +1,7 @@
 """A configuration of the demo whose steps take longer for one known cause: ``unisono train benchmarks/observe/slow_run.py``.
 
 ``SLOW_CAUSE`` names the cause, ``SLOW_S`` is how much longer a step takes (of ``save``: a save), ``SLOW_RANK`` the rank on which
-(-1: all). ``garbage`` makes many objects in each step, and ``reads`` asks for the places of numbers that are not zero, which
-takes its time in the operator, as any read from an accelerator does (``.item()`` of a number on the CPU takes none). Beside a
-``pause`` that both of its runs make, operators take a small part of a step, so that a profile makes it hardly longer.
+(-1: all). ``garbage`` makes many objects in each step, of which the newest are kept.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ import time
 from collections import deque
 from typing import Any
 
-import torch
-
 from unisono import Components, RunConfig
 from unisono.kvstore.allreduce.buckets import BucketedAllReduce
 from unisono.train import Every
@@ -24,8 +20,6 @@ from unisono.train.run_checkpoints import RunCheckpoints
 SLOW_S, SLOW_RANK = float(os.environ["SLOW_S"]), int(os.environ["SLOW_RANK"])
 SAMPLES = int(os.environ["SLOW_SAMPLES"])  # of a rank in a step
 NUM_LISTS, STEPS_KEPT = 200_000, 5  # that a step makes, and for how many steps they are kept
-PAUSE_S = 0.1
-NUM_READS, READ_NUMEL = 5, 2**25  # in a step, and elements of the tensor
 
 
 def config() -> RunConfig:
@@ -45,12 +39,6 @@ def config() -> RunConfig:
             kept: deque[list[Any]] = deque(maxlen=STEPS_KEPT)
             lists = Every(steps=1, call=lambda step, model: kept.append([[] for _ in range(NUM_LISTS)]))
             return RunConfig(components=Components(callbacks=lambda run: [lists]))
-        case "reads" | "pause" as cause:
-            zeros = torch.zeros(READ_NUMEL if cause == "reads" else 0)
-            call = Every(
-                steps=1, call=lambda step, model: (time.sleep(PAUSE_S), [zeros.nonzero() for _ in range(NUM_READS)])
-            )
-            return RunConfig(components=Components(callbacks=lambda run: [call]))
         case "save":
             save = RunCheckpoints.save
             RunCheckpoints.save = lambda self, **options: save(slowed(self), **options)
