@@ -48,7 +48,7 @@ def test_what_watches_waits_while_accounting_is_left_out(tmp_path: Path) -> None
         next(steps)
         monitor = next(each for each in run._resources if isinstance(each, SystemMonitor))
         accounting.switch(on=False)
-        thread = threading.Thread(target=monitor._sample)
+        thread = threading.Thread(target=monitor._sample)  # pyright: ignore[reportPrivateUsage]
         thread.start()
         thread.join(0.2)
         assert thread.is_alive()
