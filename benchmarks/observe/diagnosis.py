@@ -1,10 +1,11 @@
 """What ``unisono diagnose`` says of runs whose cause is known, and what accounting costs. Prints JSON.
 
-    python -m benchmarks.observe.diagnosis [--rounds 5] [--steps 50] [--blocks 40] [--only costs]
+    python -m benchmarks.observe.diagnosis [--rounds 4] [--steps 50] [--blocks 40] [--only costs] [--cases CASE;CASE]
 
 costs     Steps are made slower by a known cause. A round is a run without it, then one with it (in turned order every other
           round). The true cost is the share by which the step is longer; the named cost is that of the finding. Garbage is
-          made on both sides, and collected on one.
+          made on both sides, and collected on one. Rules of a profile have no case: their costs are shares of profiled
+          steps, which are longer than others.
 gains     Runs with a cause, and the same with the settings that diagnosis proposes. The true gain is the share by which the
           step became shorter.
 healthy   Runs of a GPT, a BERT and a ResNet on one and two processes, in which nothing is wrong: findings.
@@ -38,6 +39,7 @@ from unisono.observe.events import Event, events_path, read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_RUN = ROOT.joinpath(*["benchmarks", "observe", "slow_run"]).with_suffix(".py")
+ROUNDS = {"costs": 4, "gains": 3, "healthy": 2}  # a run takes some 25 s on two cores
 WARM_UP_STEPS = 10
 PROFILED_STEPS = 3  # the last but one, where a run has a profile
 DISTURBED_STEPS = 6  # from where a profile is prepared to the end of the run
@@ -86,7 +88,6 @@ COSTS: Mapping[str, Case] = {
         without={"checkpoint.every_steps": 0, "checkpoint.asynchronous": False},
     ),
     "garbage collections": Case(rule="GC01", cause="garbage", other_cause="garbage, not collected"),
-    "reads from tensors": Case(rule="SYNC01", cause="reads", is_profiled=True),
 }
 GAINS: Mapping[str, Case] = {
     "slow loader": COSTS["slow loader, 1 process"],
@@ -254,17 +255,18 @@ def _chosen(cases: Mapping[str, Case], names: Sequence[str]) -> dict[str, Case]:
 def main() -> None:
     """Print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, help=f"of each case; by default {ROUNDS}")
     parser.add_argument("--steps", type=int, default=50, help="of a run")
     parser.add_argument("--blocks", type=int, default=40, help="of each side, for the overhead")
     parser.add_argument("--only", choices=("costs", "gains", "healthy", *MEASURES))
     parser.add_argument("--cases", help="of costs and gains, separated by ;")
     arguments = parser.parse_args()
+    rounds = {part: arguments.rounds or number for part, number in ROUNDS.items()}
     chosen = arguments.cases.split(";") if arguments.cases else [*COSTS, *GAINS]
     parts: Mapping[str, Callable[[], dict[str, Any]]] = {
-        "costs": lambda: costs(_chosen(COSTS, chosen), arguments.rounds, arguments.steps),
-        "gains": lambda: gains(_chosen(GAINS, chosen), arguments.rounds, arguments.steps),
-        "healthy": lambda: healthy(max(1, arguments.rounds // 2), arguments.steps),
+        "costs": lambda: costs(_chosen(COSTS, chosen), rounds["costs"], arguments.steps),
+        "gains": lambda: gains(_chosen(GAINS, chosen), rounds["gains"], arguments.steps),
+        "healthy": lambda: healthy(rounds["healthy"], arguments.steps),
         **{part: lambda part=part: on_ranks(part, arguments.blocks) for part in MEASURES},
     }
     print(json.dumps({name: part() for name, part in parts.items() if arguments.only in (None, name)}, indent=1))

@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ class Accounting:
         self._may_watch.set()
         for owner, name, function in self._watching:
             setattr(owner, name, self._when_allowed(function))
-        CommStats.emit = lambda stats: self._timed_links(stats)
+        CommStats.emit = self._timed(CommStats.emit)
         self._began_s = self._rare_s()
         return self
 
@@ -158,10 +158,13 @@ class Accounting:
 
         return watch
 
-    def _timed_links(self, stats: CommStats) -> None:
-        begin_s = time.perf_counter()
-        self._emit_links(stats)
-        self._links_s += time.perf_counter() - begin_s
+    def _timed(self, function: Callable[[CommStats], None]) -> Callable[[CommStats], None]:
+        def emit(stats: CommStats) -> None:
+            begin_s = time.perf_counter()
+            function(stats)
+            self._links_s += time.perf_counter() - begin_s
+
+        return emit
 
 
 def measure_overhead(settings: Settings, blocks: int, folder: Path, world: World) -> dict[str, Any]:
@@ -222,7 +225,7 @@ MEASURES = {"overhead": measure_overhead, "verification": measure_verification}
 
 
 @contextlib.contextmanager
-def _trainer(settings: Settings, steps: int, folder: Path, world: World) -> Iterator[Any]:
+def _trainer(settings: Settings, steps: int, folder: Path, world: World) -> Generator[Any]:
     changed = {**COMMON, **settings, "train.steps": steps, "run.dir": str(folder), "observe.console": "off"}
     config = run_config(overrides(changed))
     with open_events(folder, world) as events:

@@ -1,7 +1,7 @@
 """A configuration of the demo whose steps take longer for one known cause: ``unisono train benchmarks/observe/slow_run.py``.
 
 ``SLOW_CAUSE`` names the cause, ``SLOW_S`` is how much longer a step takes (of ``save``: a save), ``SLOW_RANK`` the rank on which
-(-1: all). ``garbage`` makes many objects in each step, and ``reads`` reads many numbers.
+(-1: all). ``garbage`` makes many objects in each step, of which the newest are kept.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import time
 from collections import deque
 from typing import Any
 
-import torch
-
 from unisono import Components, RunConfig
 from unisono.kvstore.allreduce.buckets import BucketedAllReduce
 from unisono.train import Every
@@ -22,7 +20,6 @@ from unisono.train.run_checkpoints import RunCheckpoints
 SLOW_S, SLOW_RANK = float(os.environ["SLOW_S"]), int(os.environ["SLOW_RANK"])
 SAMPLES = int(os.environ["SLOW_SAMPLES"])  # of a rank in a step
 NUM_LISTS, STEPS_KEPT = 200_000, 5  # that a step makes, and for how many steps they are kept
-NUM_READS = 20_000  # in a step
 
 
 def config() -> RunConfig:
@@ -42,10 +39,6 @@ def config() -> RunConfig:
             kept: deque[list[Any]] = deque(maxlen=STEPS_KEPT)
             lists = Every(steps=1, call=lambda step, model: kept.append([[] for _ in range(NUM_LISTS)]))
             return RunConfig(components=Components(callbacks=lambda run: [lists]))
-        case "reads":
-            number = torch.ones(())
-            reads = Every(steps=1, call=lambda step, model: [number.item() for _ in range(NUM_READS)])
-            return RunConfig(components=Components(callbacks=lambda run: [reads]))
         case "save":
             save = RunCheckpoints.save
             RunCheckpoints.save = lambda self, **options: save(slowed(self), **options)
