@@ -16,9 +16,9 @@ from PIL import Image
 from report_pages import (
     CHROMIUM,
     PHONE_PX,
+    boxes_of_charts,
     charts,
     in_browser,
-    legends_and_bars,
     overlap,
     page_width,
     picture,
@@ -419,24 +419,24 @@ def test_a_page_fits_a_phone_and_is_dark_where_the_reader_wants_it(tmp_path: Pat
     reason="no chromium on this machine: the report is NOT tested in a browser",
 )
 @pytest.mark.parametrize("width", [1280, PHONE_PX])
-def test_no_legend_lies_under_a_tool_bar(tmp_path: Path, width: int) -> None:
-    run_dir = make_run(tmp_path / "run")
+def test_legends_are_clear_of_titles_and_tool_bars(tmp_path: Path, width: int) -> None:
+    run_dir = make_run(tmp_path / "run", ranks=8)
     add_profiles(run_dir)
-    for rank in range(4):  # curves of four ranks, and of a host with a long name
+    for rank in range(8):  # legends of several lines
         with events_path(run_dir, rank).open("ab") as file:
             for number in range(9):
-                sample = {
-                    "host": "node-17.cluster.example",
-                    "sys/process_cpus": 1.0 + rank,
-                    "sys/device_util_frac": 0.9,
-                }
+                sample = {"host": f"node-{rank}.cluster.example", "sys/process_cpus": 1.0 + rank, "sys/cpu_frac": 0.9}
                 rates = {"sys/disk_read_bytes_per_s": 5e8, "sys/disk_written_bytes_per_s": 1e8}
                 event = {"kind": "system", "attempt": 2, "t": T0 + 10.0 * number, "m": 0.0, "rank": rank, "run": "r"}
                 file.write(encode({**event, "step": 60, **sample, **rates}) + b"\n")
     path = write_report(run_dir)
-    boxes = legends_and_bars(path, tmp_path, width=width)
+    boxes = boxes_of_charts(path, tmp_path, width=width)
     assert boxes.keys() == charts(path.read_text()).keys()
-    assert [name for name, (legend, bar) in boxes.items() if overlap(legend, bar)] == []
-    assert sum(legend is not None for legend, _ in boxes.values()) >= 5
+    for name, box in boxes.items():
+        assert not overlap(box["legend"], box["bar"]), name
+        assert not overlap(box["legend"], box["title"]), name
+        assert width == PHONE_PX or not overlap(box["title"], box["bar"]), name
+    shown = [box for box in boxes.values() if box["legend"]]
+    assert sum(box["title"] is not None for box in shown) >= 3
     # a narrow screen has no tool bars
-    assert any(legend and bar for legend, bar in boxes.values()) == (width > PHONE_PX)
+    assert any(box["bar"] for box in shown) == (width > PHONE_PX)

@@ -84,17 +84,15 @@ _BOXES = """
     const found = chart.querySelector(name), place = found && found.getBoundingClientRect();
     return place && place.width && place.height ? [place.left, place.top, place.right, place.bottom] : null;
   };
-  return [chart.id, box(".legend"), box(".modebar")];
+  return [chart.id, {legend: box(".legend"), bar: box(".modebar"), title: box(".gtitle")}];
 })
 """
 
 
-def legends_and_bars(
-    path: Path, folder: Path, *, width: int
-) -> dict[str, tuple[list[float] | None, list[float] | None]]:
-    """Boxes (left, top, right, bottom) of the legend and of the tool bar of each chart, in a window of ``width`` pixels."""
-    found = evaluated(path, folder, _BOXES, width=width)
-    return {name: (legend, bar) for name, legend, bar in found}
+def boxes_of_charts(path: Path, folder: Path, *, width: int) -> dict[str, dict[str, list[float] | None]]:
+    """Boxes (left, top, right, bottom) of ``legend``, ``bar`` (of tools) and ``title`` of each chart, in a window of ``width``
+    pixels."""
+    return dict(evaluated(path, folder, _BOXES, width=width))
 
 
 def overlap(one: list[float] | None, other: list[float] | None) -> bool:

@@ -46,6 +46,12 @@ _STEP_CURVES: Final[tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...]] = 
 )
 
 
+def chart_title(text: str) -> dict[str, Any]:
+    """A title at the top of a chart, beside the tool bar: below it a legend has any number of lines."""
+    place = {"x": 0.01, "xanchor": "left", "yref": "container", "y": 1, "yanchor": "top", "pad": {"t": 8}}
+    return {"text": text, "font": {"size": 14}, **place}
+
+
 def curve_layout(title: str, y_title: str, restarts: Sequence[int] = (), **more: Any) -> dict[str, Any]:
     """Layout of a chart of curves over steps, with a dotted line at each of ``restarts``; ``more`` are other parts of it."""
     lines = [
@@ -62,7 +68,7 @@ def curve_layout(title: str, y_title: str, restarts: Sequence[int] = (), **more:
         for step in restarts
     ]
     return {
-        "title": {"text": title, "font": {"size": 14}, "x": 0.01, "xanchor": "left"},
+        "title": chart_title(title),
         "height": 300,
         "margin": {"l": 60, "r": 20, "t": 60, "b": 45},
         "hovermode": "x unified",

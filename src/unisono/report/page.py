@@ -13,29 +13,31 @@ async function unpacked(id) {
   const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), character => character.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 }
-// a legend of many entries takes more lines on a narrow screen
-function fitted(chart, narrow) {
-  const layout = chart.layout;
-  if (!narrow || chart.data.length < 4) return layout;
-  const lines = Math.ceil(chart.data.length / 2);
-  return {...layout, height: layout.height + 19 * lines, legend: {...layout.legend, maxheight: 1}};
-}
 function coloured(layout) {
   const style = getComputedStyle(document.documentElement), of = name => style.getPropertyValue(name).trim();
   const copy = {...layout, paper_bgcolor: of("--paper"), plot_bgcolor: of("--paper"), font: {...layout.font, color: of("--ink")}};
   for (const axis of ["xaxis", "yaxis"]) copy[axis] = {...layout[axis], gridcolor: of("--line")};
-  return {...copy, hoverlabel: {bgcolor: of("--paper"), font: {color: of("--ink")}}};
+  return {...copy, legend: {...layout.legend, maxheight: 400}, hoverlabel: {bgcolor: of("--paper"), font: {color: of("--ink")}}};
+}
+// how many lines a legend has is known when it is drawn; title and tool bar have the room above it
+async function drawn(chart, narrow) {
+  const layout = coloured(chart.layout), hasBar = !narrow && !chart.bare;
+  const options = {responsive: true, displaylogo: false, displayModeBar: hasBar ? "hover" : false};
+  const element = await Plotly.react(chart.id, chart.data, layout, options), legend = element.querySelector(".legend");
+  const above = hasBar || layout.title?.text ? 36 : 8;
+  const more = legend ? Math.ceil(legend.getBoundingClientRect().height) + above - layout.margin.t : 0;
+  if (more <= 0) return;
+  const roomy = {...layout, height: layout.height + more, margin: {...layout.margin, t: layout.margin.t + more}};
+  await Plotly.react(chart.id, chart.data, roomy, options);
 }
 async function draw() {
   const script = document.createElement("script");
   script.textContent = await unpacked("plotly");
   document.head.append(script);
   const charts = JSON.parse(await unpacked("charts"));
-  // on a narrow screen the tool bar would cover the legend
+  // a narrow screen has no room for tool bars
   const narrow = matchMedia("(max-width: 40rem)").matches;
-  const options = chart => ({responsive: true, displaylogo: false, displayModeBar: narrow || chart.bare ? false : "hover"});
-  const drawAll = () => charts.map(
-    chart => Plotly.react(chart.id, chart.data, coloured(fitted(chart, narrow)), options(chart)));
+  const drawAll = () => charts.map(chart => drawn(chart, narrow));
   await Promise.all(drawAll());
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   document.documentElement.dataset.drawn = charts.length;

@@ -9,7 +9,7 @@ from unisono.profile import RankProfile
 from unisono.profile.rank_profile import MEMORY_CATEGORIES, MemoryProfile, PhaseSpan
 from unisono.profile.text import profile_tables
 from unisono.report.bars import MAX_ROWS, plain
-from unisono.report.charts import PHASE_COLOURS
+from unisono.report.charts import PHASE_COLOURS, chart_title
 from unisono.report.section import Section, Table
 from unisono.sanitize import printable
 
@@ -108,7 +108,7 @@ def _memory_chart(memory: MemoryProfile) -> dict[str, Any] | None:
         line = {"type": "scatter", "mode": "lines", "name": "planned without activations", "x": [times[0], times[-1]]}
         areas.append({**line, "y": [mib, mib], "line": {"color": "#cf222e", "dash": "dash", "width": 1}})
     layout = _layout("ms since the first step began", height=320) | {
-        "title": {"text": "Memory", "font": {"size": 14}, "x": 0.01, "xanchor": "left"},
+        "title": chart_title("Memory"),
         "yaxis": {"title": {"text": "MiB"}, "zeroline": False, "rangemode": "tozero"},
     }
     return {"id": "profile-memory", "data": areas, "layout": layout}
