@@ -14,7 +14,7 @@ from event_streams import write_events
 from unisono.diagnose import Finding, diagnose, read_run
 
 ASYNC = {"sync": {"kind": "dist_async"}}
-SETTINGS = {"launch.num_servers": 1, "plan.staleness": None}
+SETTINGS = {"launch.num_servers": 1, "plan.staleness": "none"}
 
 
 def with_links(every: int, link: Callable[[int], dict[str, Any]]) -> Any:
@@ -76,7 +76,7 @@ def test_losses_that_vary_with_the_lag(tmp_path: Path, follows: bool, ids: list[
     findings = found(tmp_path, 0.0, steps=240, extra=extra, fields_of=loss)
     assert [finding.id for finding in findings] == ids
     for finding in findings:
-        assert finding.patch == {"plan.staleness": 1}
+        assert finding.patch == {"plan.staleness": 0}
         assert "come 1.0 to 8.0 pushes" in finding.evidence[0]
 
 

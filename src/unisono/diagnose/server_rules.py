@@ -93,8 +93,9 @@ def stale_updates(facts: RunFacts) -> Iterator[Finding]:
     low, high = noise[lags <= np.median(lags)], noise[lags > np.median(lags)]
     if correlation < _MIN_CORRELATION or not len(high) or np.median(high) < 1.5 * np.median(low):
         return
-    is_unbounded = "plan.staleness" in facts.settings and facts.settings["plan.staleness"] is None
-    patch: dict[str, Any] = {"plan.staleness": max(1, int(np.min(lags)))} if is_unbounded else {}
+    is_unbounded = facts.settings.get("plan.staleness") == "none"
+    # as in the periods with the least lag: the bound counts steps, each of which has a push of every worker
+    patch: dict[str, Any] = {"plan.staleness": int(np.min(lags) / len(facts.ranks))} if is_unbounded else {}
     yield Finding(
         id="STALE01",
         title="stale gradients make the loss noisy",
