@@ -238,7 +238,7 @@ def find(folder: Path, pool: Pool, plants: dict[Path, tuple[dict[str, Any], int]
     """Find where the two runs of ``plants`` diverge."""
 
     def replay(run: ReplayableRun, request: ReplayRequest) -> None:
-        file = Path(request.folder).parent / "request.json"
+        file = Path(request.record_dir).parent / "request.json"
         file.write_bytes(msgspec.json.encode(request))
         plant, count = plants[run.run_dir]
         if count == 1:

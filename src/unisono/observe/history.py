@@ -5,6 +5,7 @@ A million steps are read in seconds and some hundred MiB, which as dicts would t
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 import sys
@@ -55,21 +56,19 @@ _HISTOGRAMS_PREFIX: Final = b'{"kind":"histograms",'  # large, and only trackers
 _FILE_NAME: Final = re.compile(r"rank([0-9]{5,9})\.jsonl")
 _KEYS: Final = {f"field{place}": name for place, name in enumerate(STEP_FIELDS)}
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_COUNT)]
-_NUMBERS: Final = (("step", _Count), ("attempt", _Count, 1))
+_HEAD: Final = (("kind", Literal["step"]), ("step", _Count), ("attempt", _Count, 1), ("unit", str | None, None))
 _Step: Any = msgspec.defstruct(
     "_Step",
     [
-        ("kind", Literal["step"]),
-        *_NUMBERS,
+        *_HEAD,
         *((key, float | str | None, float("nan")) for key in _KEYS),
-        ("unit", str | None, None),
     ],
     rename=_KEYS,
     gc=False,
 )
 _decode_step: Final = msgspec.json.Decoder(_Step).decode
 _MAX_DIGITS: Final = sys.int_info.default_max_str_digits  # of an integer that Python reads from a text
-_pack: Final = struct.Struct(f"{len(_NUMBERS) + len(_KEYS)}d").pack  # counts are below MAX_COUNT, so exact
+_pack: Final = struct.Struct(f"{len(_KEYS)}d").pack
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -145,7 +144,7 @@ def _decode_steps(lines: Sequence[bytes]) -> tuple[list[Any], bool]:
     steps: list[Any] = []
     are_all = True
     # The decoder skips fields that a step does not have without a look at their encoding or at the length of an integer.
-    if not all(map(bytes.isascii, lines)) or max(map(len, lines)) > _MAX_DIGITS:
+    if not _is_utf8(b"\n".join(lines)) or max(map(len, lines)) > _MAX_DIGITS:
         lines = [line if _is_utf8(line) and len(line) <= _MAX_DIGITS else b"" for line in lines]
     decoded = map(_decode_step, lines)
     while True:
@@ -196,35 +195,21 @@ class _History:
             self._add_steps(line_numbers, steps)
 
     def _add_mixed(
-        self, all_line_numbers: Sequence[int], lines: Sequence[bytes], decoded: Sequence[Any]
+        self, all_line_numbers: Iterable[int], lines: Iterable[bytes], decoded: Iterable[Any]
     ) -> tuple[list[Any], list[int]]:
         """Add the lines that are no steps; returns the steps and their line numbers."""
         steps: list[Any] = []
         line_numbers: list[int] = []
-        begin = 0
-        for place in [*(place for place, step in enumerate(decoded) if step is None), len(decoded)]:
-            self._settle(all_line_numbers[begin:place], decoded[begin:place])
-            steps += decoded[begin:place]
-            line_numbers += all_line_numbers[begin:place]
-            begin = place + 1
-            if place == len(decoded):
-                break
-            step = self._add_event(all_line_numbers[place], lines[place])
-            if step is not None:
-                self._settle(all_line_numbers[place:begin], [step])
-                steps.append(step)
-                line_numbers.append(all_line_numbers[place])
-        return steps, line_numbers
-
-    def _settle(self, line_numbers: Sequence[int], steps: Sequence[Any]) -> None:
-        """Note the first step of each attempt among steps that follow each other."""
-        attempts = [step.attempt for step in steps]
-        if attempts.count(self._settled_attempt) == len(attempts):
-            return
-        for line_number, step in zip(line_numbers, steps, strict=True):
+        for line_number, line, step in zip(all_line_numbers, lines, decoded, strict=True):
+            step = self._add_event(line_number, line) if step is None else step
+            if step is None:
+                continue
             if step.attempt != self._settled_attempt:
                 self._note_rewind(line_number, {"kind": "step", "attempt": step.attempt, "step": step.step})
                 self._settled_attempt = step.attempt
+            steps.append(step)
+            line_numbers.append(line_number)
+        return steps, line_numbers
 
     def _add_event(self, line_number: int, line: bytes) -> Any:
         """Add a line that the step decoder refused; returns the step if it is one with values of other types."""
@@ -254,16 +239,17 @@ class _History:
             self._rewinds.append((line_number, first))
 
     def _add_steps(self, line_numbers: Sequence[int], steps: Sequence[Any]) -> None:
-        """Append steps to the columns: all fields but kind and unit."""
+        """Append steps to the columns."""
+        rows = [astuple(step)[len(_HEAD) :] for step in steps]
         try:
-            packed = b"".join([_pack(*astuple(step)[1:-1]) for step in steps])
+            packed = b"".join(itertools.starmap(_pack, rows))
         except struct.error:  # a text or None
-            packed = b"".join([_pack(*map(_number, astuple(step)[1:-1])) for step in steps])
-        values = np.frombuffer(packed).reshape(len(steps), -1).T
+            packed = b"".join(_pack(*map(_number, row)) for row in rows)
         self._line_numbers.extend(line_numbers)
-        self._steps.frombytes(values[0].astype(np.int64).tobytes())
-        self._attempts.frombytes(values[1].astype(np.int64).tobytes())
-        for column, numbers in zip(self._columns, values[len(_NUMBERS) :], strict=True):
+        self._steps.extend([step.step for step in steps])
+        self._attempts.extend([step.attempt for step in steps])
+        values = np.frombuffer(packed).reshape(len(steps), len(_KEYS))
+        for column, numbers in zip(self._columns, values.T, strict=True):
             column.frombytes(numbers.tobytes())
         self._unit = next((step.unit for step in reversed(steps) if step.unit), self._unit)
 
