@@ -111,9 +111,9 @@ class ParameterServer:
         self._counts: Counter[str] = Counter()
         self._replica_queue: Mapping[str, Any] | None = None  # state of the work queue of the server before this one
         self._largest_lag = 0
-        # Of the squares: the lags themselves have one less than the number of workers as their mean, however late some come,
-        # because each push is a lag of one for all other workers.
-        self._lag_square_total = 0  # over all pushes
+        self._lag_square_total = (
+            0  # over all pushes; the mean of the lags themselves is always the number of workers less one
+        )
         self._load = LoadMeter()
         self._stop = threading.Event()
         self._saved = 0  # the newest snapshot that this server knows
