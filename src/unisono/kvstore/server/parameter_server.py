@@ -111,9 +111,7 @@ class ParameterServer:
         self._counts: Counter[str] = Counter()
         self._replica_queue: Mapping[str, Any] | None = None  # state of the work queue of the server before this one
         self._largest_lag = 0
-        self._lag_square_total = (
-            0  # over all pushes; the mean of the lags themselves is always the number of workers less one
-        )
+        self._lag_square_total = 0  # over all pushes; of the lags themselves the mean is fixed (``rms_lag``)
         self._load = LoadMeter()
         self._stop = threading.Event()
         self._saved = 0  # the newest snapshot that this server knows
