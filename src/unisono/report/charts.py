@@ -30,7 +30,7 @@ PHASE_COLOURS: Final = {
     "comm_exposed_tp": "#9a6700",
     "comm_exposed_ep": "#bf8700",
     "comm_exposed_pp": "#7d4e00",
-    "bubble": "#d4a72c",
+    "bubble": "#1b7c83",
     "data_wait": "#cf222e",
     "ckpt_stall": "#bc4c00",
     "eval": "#2da44e",
