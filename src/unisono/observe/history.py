@@ -346,7 +346,7 @@ def steady_readings(history: RankHistory) -> Readings:
     place = np.arange(len(rows)) - np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))
     wall_s = columns["time/window_s"][rows]
     since_last_s = np.where(is_first, np.nan, np.diff(columns["m"][rows], prepend=np.nan))
-    wall_s = np.where(np.isnan(wall_s), since_last_s, wall_s)  # the first releases wrote no length
+    wall_s = np.where(np.isnan(wall_s), since_last_s, wall_s)  # older events have no length
     keep = (place >= WARM_UP_READINGS) & (num_steps > 0) & (wall_s > 0) & np.isfinite(wall_s)
     found = Readings(rows=rows, num_steps=num_steps, wall_s=wall_s).where(keep)
     first_steps = history.steps[found.rows - found.num_steps + 1]
@@ -372,8 +372,9 @@ def undisturbed(
             spans.setdefault(int(attempt), []).append((first, last))
     keep = np.ones(len(attempts), bool)
     order = np.argsort(attempts, kind="stable")
+    ordered = attempts[order]
     for attempt, of_attempt in spans.items():
-        begin, end = np.searchsorted(attempts[order], [attempt, attempt + 1])
+        begin, end = np.searchsorted(ordered, [attempt, attempt + 1])
         chosen = order[begin:end]
         begins, ends = (np.sort(np.array(steps, dtype=np.int64)) for steps in zip(*of_attempt, strict=True))
         # spans that have begun by the last step of a reading, without those that ended before its first

@@ -158,7 +158,7 @@ def time_frac(history: RankHistory) -> dict[str, float]:
         return {}
     lengths_s = (
         history.columns[name][timed] for name in ("time/window_s", "perf/step_s")
-    )  # the first releases wrote the latter
+    )  # older events have the latter alone
     weights = next((each for each in lengths_s if (each > 0).any()), np.ones(timed.sum()))
     weights = np.where((weights > 0) & np.isfinite(weights), weights, 0.0)  # NaN is not above 0
     means: dict[str, float] = {}
