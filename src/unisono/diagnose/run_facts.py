@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from unisono.config.toml_file import read_toml
 from unisono.diagnose.corruption_facts import CorruptionFact, read_corruptions
 from unisono.diagnose.ending import Ending, read_ending
-from unisono.diagnose.link_facts import AxisTraffic, LinkTraffic, read_axes, read_links, rms_lag
+from unisono.diagnose.link_facts import AxisTraffic, LinkTraffic, below, read_axes, read_links, rms_lag
 from unisono.diagnose.monitor_facts import MonitorSamples, read_monitor
 from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps
 from unisono.errors import ConfigError, DataError
@@ -384,22 +384,16 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         corruptions=read_corruptions(history.all_events),
         device=str(start.get("device") or ""),
         held_bytes={
-            name: _below(_MAX_BYTES, value)
+            name: below(_MAX_BYTES, value)
             for name, value in as_mapping(start.get("held_bytes")).items()
             if name in HELD_CATEGORIES
         },
-        baseline_flops_per_s=_below(_MAX_FLOPS_PER_S, start.get("baseline_flops_per_s")),
+        baseline_flops_per_s=below(_MAX_FLOPS_PER_S, start.get("baseline_flops_per_s")),
         ceiling_frac=_median(column("perf/matmul_ceiling_frac", kept)),
         mfu=_median(column("perf/mfu", kept)),
         host=host[:_MAX_HOST] if isinstance(host := start.get("host"), str) else "",
         monitor=read_monitor(events, int(history.steps[kept[0]]) if len(kept) else 0),
     )
-
-
-def _below(limit: float, value: Any) -> float:
-    """``value`` if it is a number from 0 to below ``limit``, else 0."""
-    found = number(value)
-    return found if found is not None and 0 <= found < limit else 0.0
 
 
 def _median(values: Floats) -> float:
