@@ -136,6 +136,26 @@ def test_a_run_that_does_not_answer(desk: Desk, tmp_path: Path) -> None:
     assert not request_path(run).exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_stops_waiting_takes_the_request_back(desk: Desk, tmp_path: Path, number: signal.Signals) -> None:
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
+    waiting = subprocess.Popen(
+        [sys.executable, "-m", "unisono", "profile", str(run), "--now"],
+        cwd=desk.folder,
+        env=desk.child_environ(),
+        stderr=subprocess.DEVNULL,
+    )
+    deadline_s = time.monotonic() + 60
+    while not request_path(run).exists():
+        assert waiting.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    time.sleep(0.2)  # the request is there a moment before it is waited for
+    waiting.send_signal(number)
+    assert waiting.wait(60) == 1
+    assert not request_path(run).exists()
+
+
 @pytest.mark.parametrize(
     ("answer", "ends", "said"),
     [

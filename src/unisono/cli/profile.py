@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from unisono.cli.common import every_verb, load_run_config, print_json, print_result, takes_config
+from unisono.cli.termination import sigterm_interrupts
 from unisono.errors import ConfigError, DataError
 from unisono.sanitize import printable
 
@@ -130,7 +132,7 @@ def _num_steps(context: click.Context, steps: str) -> int:
 def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -> Path:
     """Request a profile from the run, and wait until it is written; returns its folder. Raises DataError, ConfigError."""
     from unisono.observe.rank_status import rank_statuses
-    from unisono.profile.window import read_answer, request_path, write_request
+    from unisono.profile.window import request_path, withdraw_request, write_request
     from unisono.storage.files import os_reason
     from unisono.storage.folder_lock import is_abandoned
     from unisono.storage.run_folder import LOCK_FILE
@@ -157,6 +159,28 @@ def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -
             consequence="no profile was requested",
             nearest="the user who started the run",
         ) from None
+    with sigterm_interrupts():
+        try:
+            return _await(run_dir, request, deadline_s, has_ended, timeout_s=timeout_s)
+        except KeyboardInterrupt:  # else the run makes a profile at its next step, for which nobody waits
+            withdraw_request(run_dir, request)
+            raise
+
+
+def _await(run_dir: Path, request: str, deadline_s: float, has_ended: Callable[[], bool], *, timeout_s: float) -> Path:
+    """The folder of the profile of a request, once it is written.
+
+    Args:
+        request: Its number.
+        deadline_s: When to give up, on the monotonic clock.
+        has_ended: Whether the run has ended.
+        timeout_s: How long the wait was meant to be, for the message.
+
+    Raises:
+        DataError: The run has ended, or the time is over.
+    """
+    from unisono.profile.window import read_answer
+
     planned: tuple[int, float] | None = None
     while True:
         ended = has_ended()  # before the look for the profile, which a run that has ended may have left
