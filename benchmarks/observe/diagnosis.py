@@ -95,7 +95,13 @@ GAINS: Mapping[str, Case] = {
     "one micro-batch in a pipeline": Case(
         rule="PP01",
         processes=2,
-        settings={"plan.pp": 2, "plan.micro_batch": SAMPLES, "model.dim": 256, "data.seq_len": 256},
+        settings={
+            "plan.pp": 2,
+            "plan.schedule": "gpipe",
+            "plan.micro_batch": SAMPLES,
+            "model.dim": 256,
+            "data.seq_len": 256,
+        },
     ),
     "garbage collections": COSTS["garbage collections"],
     "frequent saves": Case(rule="CKPT01", cause="save", slower_s=0.06, settings={"checkpoint.every_steps": 2}),

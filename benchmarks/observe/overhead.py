@@ -204,7 +204,7 @@ def measure_verification(settings: Settings, blocks: int, folder: Path, world: W
             next(steps)
 
         def verified() -> None:
-            verifier.digests.note(verifier.digests.take())  # at the end of the step before, in a run
+            verifier.digests.record(verifier.digests.take())  # at the end of the step before, in a run
             verifier.is_due = lambda step: step == trainer.state.step + 1
             next(steps)
             verifier.is_due = lambda step: False
