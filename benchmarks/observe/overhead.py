@@ -87,7 +87,7 @@ CALLED: Sequence[tuple[Any, str, Callable[..., Any]]] = (
     (meters._Phase, "__enter__", _nothing),
     (meters._Phase, "__exit__", _nothing),
     (RateMeter, "paused", _no_context),
-    (loop, "counting_exposed_time", _no_context),  # outside of it no collective is timed, and no bytes are counted
+    (loop, "recording_exposed_time", _no_context),  # outside of it no collective is timed, and no bytes are counted
     (BucketedAllReduce, "_count", _nothing),
     (CommStats, "sampling", _no_context),
     (StageTimes, "add", _nothing),

@@ -141,8 +141,7 @@ def _links(ranks: int) -> bytes:
         rows.append(row)
     peers = [{"peer": "nccl", "sent_bytes": 10**10, "received_bytes": 10**10}] if rows else []
     rates = {"sent_bytes_per_s": 1e9, "received_bytes_per_s": 1e9, "measured_bytes_per_s": 2e10, "used_frac": 0.05}
-    exposed_s = {row["axis"]: 0.1 for row in rows}
-    times = {"steps": SAMPLE_EVERY, "wall_s": wall_s, "comm_exposed_s": sum(exposed_s.values()), "exposed_s": exposed_s}
+    times = {"steps": SAMPLE_EVERY, "wall_s": wall_s}
     return encode({**times, "axes": rows, "links": [peer | rates for peer in peers]})[1:]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from event_streams import write_events
 
-from unisono.diagnose import LinkTraffic, diagnose, read_run
+from unisono.diagnose import diagnose, read_run
+from unisono.observe import LinkTraffic
 from unisono.observe.meters import COMM_AXES
 
 COMPUTE = {"forward": 0.03, "backward": 0.05}  # with the exchange of 20 ms a step takes 100 ms

@@ -224,15 +224,15 @@ def slowly(function: Any) -> Any:
 
 def slow_group(patch: pytest.MonkeyPatch, name: str) -> None:
     """Each collective of the group takes longer."""
-    exposed = timed_collectives.exposed
+    timed_wait = timed_collectives.timed_wait
 
     @contextmanager
     def slow(group: Any) -> Generator[None]:
-        with exposed(group):
+        with timed_wait(group):
             time.sleep(PAUSES_S[name] * (group.group_desc == name))
             yield
 
-    patch.setattr(timed_collectives, "exposed", slow)
+    patch.setattr(timed_collectives, "timed_wait", slow)
 
 
 def found(
@@ -422,13 +422,15 @@ def test_samples_that_are_no_numbers(pool: Pool, tmp_path: Path) -> None:
     (rank,) = finding.ranks
     (skipped,) = [event for event in tiny.events(tmp_path / "run", rank) if event["kind"] == "skipped_step"]
     assert 5 in skipped["samples"]
-    assert f"the losses of rank {rank} alone sum to nan" in finding.evidence[1]
+    assert f"the sum of rank {rank}'s own losses is nan" in finding.evidence[1]
 
 
 def test_the_layer_that_is_no_number(pool: Pool, tmp_path: Path) -> None:
     finding = found(pool, tmp_path, "division", rank=1)["NUM01"]
     assert finding.ranks == (1,)
-    assert "rank 1: the first nan is of aten.div.Tensor of blocks.1.ffn (forward); samples" in finding.evidence[2]
+    assert (
+        "rank 1: first nan: the result of aten.div.Tensor in blocks.1.ffn, forward pass; samples" in finding.evidence[2]
+    )
     assert finding.advice.startswith("look at blocks.1.ffn (aten.div.Tensor)")
 
 

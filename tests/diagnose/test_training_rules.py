@@ -249,16 +249,26 @@ def skip(loss: Any, **origin: Any) -> Any:
         (
             {"where": "input", "tensor": "image"},
             "input image; samples 4, 2",
-            "mend or leave out these samples: their image",
+            "fix or drop these samples: their image holds nan",
         ),
         (
-            {"where": "forward", "layer": "blocks.3.ffn", "operator": "aten.div.Tensor"},
-            "aten.div.Tensor of blocks.3.ffn (forward); samples 4, 2",
+            {"where": "forward", "layer": "blocks.3.ffn", "operator": "aten.div.Tensor", "input_value": "finite"},
+            "the result of aten.div.Tensor in blocks.3.ffn, forward pass; samples 4, 2",
             "look at blocks.3.ffn (aten.div.Tensor), whose inputs are finite",
         ),
         (
+            {"where": "forward", "layer": "a", "operator": "aten._softmax.default", "input_value": "inf"},
+            "the result of aten._softmax.default in a, forward pass; samples 4, 2",
+            "look at a (aten._softmax.default), whose inputs hold inf",
+        ),
+        (
+            {"where": "forward", "layer": "a", "operator": ""},
+            "a result in a, forward pass; samples 4, 2",
+            "look at a: an epsilon",
+        ),
+        (
             {"where": "loss", "operator": "aten.log.default", "samples": []},
-            "aten.log.default of the loss (loss)",
+            "the result of aten.log.default, loss function",
             "look at the objective (aten.log.default)",
         ),
         (
@@ -271,14 +281,14 @@ def skip(loss: Any, **origin: Any) -> Any:
 def test_the_origin_of_a_step_that_is_no_number(tmp_path: Path, origin: dict, evidence: str, advice: str) -> None:
     finding = only(tmp_path, lambda rank, step: COMPUTE, extra=skip("NaN", **origin))
     assert (finding.id, finding.ranks, finding.confidence) == ("NUM01", (1,), 0.95)
-    assert finding.evidence[1] == f"step 7, rank 1: the first nan is of {evidence}"
+    assert finding.evidence[1] == f"step 7, rank 1: first nan: {evidence}"
     assert finding.advice.startswith(advice)
 
 
 def test_a_gradient_that_is_no_number(tmp_path: Path) -> None:
     origin = {"where": "backward", "layer": "norm", "operator": "aten.div.Tensor"}
     finding = only(tmp_path / "found", lambda rank, step: COMPUTE, extra=skip(2.0, **origin))
-    assert (finding.id, finding.title) == ("NUM01", "the gradient is no number in some steps")
+    assert (finding.id, finding.title) == ("NUM01", "the gradient is NaN or infinite in some steps")
     assert findings(tmp_path / "scale", lambda rank, step: COMPUTE, extra=skip(2.0)) == []  # fp16 finds its loss scale
 
 
@@ -322,7 +332,7 @@ def test_a_loss_that_is_no_number_has_a_rank_and_samples(tmp_path: Path) -> None
     assert (finding.id, finding.ranks, finding.severity) == ("NUM01", (1,), "warning")
     assert finding.evidence == (
         "1 of 40 steps were skipped: 7",
-        "step 7: the losses of rank 1 alone sum to nan; its samples are 10, 11",
+        "step 7: the sum of rank 1's own losses is nan; its samples are 10, 11",
     )
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from unisono.data.loading.loader import StepBatch, prefetch_to_device
 from unisono.observe.meters import COMM_AXES, PHASES, EventMarks, StepTimers, TimeSplit
-from unisono.parallel.timed_collectives import count_in_backward, counting_exposed_time, exposed
+from unisono.parallel.timed_collectives import count_in_backward, recording_exposed_time, timed_wait
 from unisono.train.setup import step_timers
 
 
@@ -78,9 +78,9 @@ def test_a_collective_inside_a_pass_is_exposed_by_its_axis() -> None:
     device = FakeDevice(launch_ms=0)
     timers = timers_of(device)
     timers.start()
-    with counting_exposed_time(timers), timers.phase("forward"):
+    with recording_exposed_time(timers), timers.phase("forward"):
         device.launch(4)
-        with exposed(None):
+        with timed_wait(None):
             device.launch(3)  # a collective that the next kernel waits for
         device.launch(5)
     device.current.synchronize()
@@ -98,10 +98,10 @@ def test_a_collective_of_a_backward_pass_on_a_thread_of_its_own(is_announced: bo
     weight = torch.ones(2, requires_grad=True)
 
     def reduce(gradient: torch.Tensor) -> None:
-        with exposed(None):
+        with timed_wait(None):
             device.launch(3)
 
-    with counting_exposed_time(timers):
+    with recording_exposed_time(timers):
         scaled = weight * 2
         scaled.register_hook(reduce)
         loss = scaled.sum()
@@ -131,12 +131,12 @@ def test_a_thread_of_a_backward_pass_counts_no_longer_once_the_step_is_over() ->
     timers.start()
     weight = torch.ones(2, requires_grad=True)
     with ThreadPoolExecutor(1) as pool:  # one thread, which keeps what the hook has set
-        with counting_exposed_time(timers):
+        with recording_exposed_time(timers):
             loss = (weight * 2).sum()
             count_in_backward(loss)
             pool.submit(loss.backward).result()
         for _ in range(2):
-            pool.submit(lambda: exposed(None).__enter__()).result()
+            pool.submit(lambda: timed_wait(None).__enter__()).result()
     assert timers.take().seconds["comm_exposed"] == 0
     assert timers._current is timers._phases["other"]
 

@@ -54,6 +54,22 @@ def test_a_process_that_computes(tmp_path: Path) -> None:
     assert all(event["sys/network_sent_bytes_per_s"] >= 0 for event in events)
 
 
+def test_the_first_sample_of_a_host_is_since_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = psutil.cpu_times()
+    zeros = dict.fromkeys(times._fields, 0.0)
+    readings = iter([{}, {"user": 1.0, "guest": 1.0, "idle": 2.0, "iowait": 1.0}, {"user": 5.0, "guest": 5.0}])
+    last: dict[str, float] = {}
+
+    def cpu_times() -> Any:
+        last.update(next(readings, {}))
+        return type(times)(**(zeros | last))
+
+    monkeypatch.setattr(system_monitor.psutil, "cpu_times", cpu_times)
+    first, second = sampled(tmp_path, 2)[:2]
+    assert (first["sys/cpu_frac"], first["sys/iowait_frac"]) == (0.25, 0.25)
+    assert (second["sys/cpu_frac"], second["sys/iowait_frac"]) == (1.0, 0.0)
+
+
 def test_one_rank_of_a_host_samples_the_host(tmp_path: Path) -> None:
     (event, *_) = sampled(tmp_path, with_host=False)
     found = [name for name in event if name.startswith("sys/")]

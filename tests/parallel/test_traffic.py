@@ -14,7 +14,7 @@ from unisono.parallel.timed_collectives import (
     all_reduce,
     all_to_all_single,
     count_message,
-    counting_exposed_time,
+    recording_exposed_time,
     reduce_scatter_single,
 )
 from unisono.parallel.traffic import Traffic
@@ -28,7 +28,7 @@ def exchanged(world: Any) -> list[tuple[Any, ...]]:
     traffic = Traffic(world)
     part, whole = torch.zeros(1000), torch.zeros(3000)
     uneven = [500, 1500, 1000]  # to ranks 0, 1 and 2, from each of them
-    with counting_exposed_time(StepTimers(), traffic):
+    with recording_exposed_time(StepTimers(), traffic):
         all_reduce(whole, groups["shard"])
         all_reduce(whole, groups["shard"])
         all_reduce(torch.zeros(2), world.group)

@@ -87,7 +87,7 @@ def test_report_says_what_happened(tmp_path: Path) -> None:
     assert re.search(
         r"Run demo Finished 60 of 60 steps in [\dmh]+ \(2 attempts\), train loss 0\.06667, eval loss 0\.08333, "
         r"0\.117 bits per byte, 4\.1k tokens/s, 1 step skipped; time: 80% compute, 20% data wait\. "
-        r"What to change NUM01 \(likely\): the loss is no number in some steps costs 2% of the time ",
+        r"What to change NUM01 \(likely\): the loss is NaN or infinite in some steps costs 2% of the time ",
         text,
     )
     assert "rank00000.jsonl: left out 1 incomplete line(s) (43): a write was cut short" in text

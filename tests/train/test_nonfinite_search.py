@@ -15,6 +15,7 @@ from pool import Pool
 from torch import nn
 
 from unisono.data.order.permutation import Permutation
+from unisono.diagnose import diagnose, read_run
 from unisono.dist import World
 
 BAD = 3  # the step, from 1, that is not finite
@@ -52,6 +53,10 @@ def break_layer(run: Any, fault: str) -> None:
     modules = defaultdict(nn.Identity, run.model.named_modules())  # a stage lacks the layers of others
     if fault == "division":  # 0 / 0 and x / 0
         modules["blocks.2.ffn"].register_forward_hook(lambda layer, args, out: out / 0 if now() else out)
+    elif fault == "masked":  # a softmax of which every position is masked
+        modules["blocks.1.attention.out"].register_forward_hook(
+            lambda layer, args, out: out.masked_fill(out == out, -torch.inf).softmax(-1) if now() else out
+        )
     elif fault == "overflow":
         modules["blocks.1.attention.out"].register_forward_hook(
             lambda layer, args, out: (1e30 * out).square() if now() else out
@@ -75,7 +80,7 @@ def break_layer(run: Any, fault: str) -> None:
 def train(world: World, run_dir: str, fault: str, changes: dict, steps: int = 5) -> dict:
     data = tiny.RaggedTokens(poison=samples_of(BAD)[5] if fault == "sample" else None)
     with tiny.trainer(run_dir, world=world, steps=steps, sizes=SIZES, data=data, dropout=0.1, **changes) as run:
-        if fault in ("division", "overflow", "gradient", "embedding"):
+        if fault in ("division", "overflow", "masked", "gradient", "embedding"):
             break_layer(run, fault)
         skipped = [step.index for step in run if step.skipped]
         return {"digest": tiny.digest(run), "skipped": skipped}
@@ -140,6 +145,20 @@ def test_a_layer_that_overflows(pool: Pool, tmp_path: Path) -> None:
         "aten.pow.Tensor_Scalar",
         "inf",
     )
+    assert event["input_value"] == "finite"
+
+
+def test_nan_of_infinite_inputs(pool: Pool, tmp_path: Path) -> None:
+    pool.run(train, str(tmp_path), "masked", {}, ranks=1)
+    (event,) = found(tmp_path, 1)
+    assert (event["layer"], event["operator"], event["value"], event["input_value"]) == (
+        "blocks.1.attention.out",
+        "aten._softmax.default",
+        "nan",
+        "inf",
+    )
+    (finding,) = [one for one in diagnose(read_run(tmp_path)) if one.id == "NUM01"]
+    assert "whose inputs hold inf: an attention row with every position masked" in finding.advice
 
 
 @pytest.mark.parametrize("layout", ALL)

@@ -101,10 +101,12 @@ def _texts(facts: RunFacts, findings: Sequence[Finding]) -> Iterator[str]:
     from unisono.diagnose.figures import MIN_READINGS, has_enough_readings
     from unisono.diagnose.finding_text import confidence_word, finding_title, gain_text
     from unisono.diagnose.overlay import patch_text
+    from unisono.observe.history import WARM_UP_READINGS
 
     if not findings:
         few = facts.ranks and not has_enough_readings(facts)
-        yield "no findings" + (f"; times are judged after {MIN_READINGS} measured steps" if few else "")
+        judged = f"; times are judged from {MIN_READINGS} readings of the timers on, after the first {WARM_UP_READINGS}"
+        yield "no findings" + (judged if few else "")
     for number, finding in enumerate(findings, start=1):
         cost = f", costs {finding.cost_frac:.0%} of the time" if finding.cost_frac else ""
         judged = ", ".join(filter(None, (finding.severity, confidence_word(finding))))

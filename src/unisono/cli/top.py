@@ -182,9 +182,9 @@ def _link_rows(status: RankStatus) -> Iterator[tuple[str, list[str]]]:
     """For each axis that communicates, the rank and the cells of ``_LINK_COLUMNS``; empty where no rate was measured."""
     if not status.links:
         return
-    from unisono.diagnose.link_facts import read_axes, uses_by_axis
     from unisono.observe.events import event_step
     from unisono.observe.formatting import percent
+    from unisono.observe.link_events import read_axes, uses_by_axis
 
     step = event_step(status.links)
     for axis, use in uses_by_axis(read_axes([dict(status.links)])).items():

@@ -1,6 +1,5 @@
 from .finding import Finding as Finding
 from .finding import Rule as Rule
-from .link_facts import LinkTraffic as LinkTraffic
 from .overlay import write_overlay as write_overlay
 from .rules import diagnose as diagnose
 from .run_facts import RankFacts as RankFacts

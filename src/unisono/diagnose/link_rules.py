@@ -14,8 +14,8 @@ from unisono.diagnose.figures import (
     step_s,
 )
 from unisono.diagnose.finding import Finding, Severity
-from unisono.diagnose.link_facts import AxisTraffic, AxisUse, LinkTraffic, uses_by_axis
 from unisono.diagnose.run_facts import RankFacts, RunFacts
+from unisono.observe.link_events import AxisTraffic, AxisUse, LinkTraffic, uses_by_axis
 
 _LEAST_COST: Final = 0.02  # of a step: below it a slow link costs nothing that can be measured
 _LEAST_EXPECTED: Final = 0.05  # of a step: below it ranks also wait for each other's interruptions about as long

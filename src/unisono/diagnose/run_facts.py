@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from unisono.config.toml_file import read_toml
 from unisono.diagnose.corruption_facts import CorruptionFact, read_corruptions
 from unisono.diagnose.ending import Ending, read_ending
-from unisono.diagnose.link_facts import AxisTraffic, LinkTraffic, below, read_axes, read_links, rms_lag
 from unisono.diagnose.monitor_facts import MonitorSamples, read_monitor
-from unisono.diagnose.tap_facts import NonfiniteOrigin, Tap, read_origins, read_taps
+from unisono.diagnose.tap_facts import Tap, read_taps
 from unisono.errors import ConfigError, DataError
-from unisono.observe.events import Event, as_mapping, event_step, number
+from unisono.observe.events import Event, as_mapping, bounded_number, event_step, number
 from unisono.observe.history import Floats, RankHistory, read_history, steady_readings
+from unisono.observe.link_events import AxisTraffic, LinkTraffic, read_axes, read_links, rms_lag
 from unisono.observe.meters import ALL_PHASES, COMM_PHASES
+from unisono.observe.nonfinite_events import NonfiniteOrigin, read_origins
 from unisono.profile import RankProfile, newest_profiles, read_trace, summarise_trace
 from unisono.storage.run_folder import EVENTS_FOLDER, RUN_FILE
 
@@ -384,11 +385,11 @@ def _rank_facts(rank: int, history: RankHistory, events: Sequence[Event], attemp
         corruptions=read_corruptions(history.all_events),
         device=str(start.get("device") or ""),
         held_bytes={
-            name: below(_MAX_BYTES, value)
+            name: bounded_number(value, _MAX_BYTES)
             for name, value in as_mapping(start.get("held_bytes")).items()
             if name in HELD_CATEGORIES
         },
-        baseline_flops_per_s=below(_MAX_FLOPS_PER_S, start.get("baseline_flops_per_s")),
+        baseline_flops_per_s=bounded_number(start.get("baseline_flops_per_s"), _MAX_FLOPS_PER_S),
         ceiling_frac=_median(column("perf/matmul_ceiling_frac", kept)),
         mfu=_median(column("perf/mfu", kept)),
         host=host[:_MAX_HOST] if isinstance(host := start.get("host"), str) else "",

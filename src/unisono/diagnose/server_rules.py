@@ -16,8 +16,8 @@ from unisono.diagnose.figures import (
     shares_of,
 )
 from unisono.diagnose.finding import Finding
-from unisono.diagnose.link_facts import LinkTraffic
 from unisono.diagnose.run_facts import Floats, RunFacts
+from unisono.observe.link_events import LinkTraffic
 
 _BUSY_FRAC: Final = 0.8  # of the time, for a server to be what workers wait for
 _MIN_WINDOWS: Final = 8

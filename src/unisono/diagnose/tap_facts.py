@@ -1,4 +1,4 @@
-"""Reads ``tap`` and ``nonfinite`` events for diagnosis rules. Their content is not trusted."""
+"""Reads ``tap`` events for diagnosis rules. Their content is not trusted."""
 
 from __future__ import annotations
 
@@ -25,37 +25,6 @@ class Tap:
     update_fracs: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NonfiniteOrigin:
-    """The first non-finite tensor of a skipped step, on one rank.
-
-    Attributes:
-        step: Number of the step, from 1.
-        where: ``input``, ``parameter``, ``forward``, ``loss`` or ``backward``.
-        layer: Name of the module; empty outside of all modules.
-        operator: The operator that made it; empty where it is not known.
-        tensor: Name of the entry of the batch or of the parameter; empty for a result.
-        value: ``nan`` or ``inf``.
-        sample_ids: The first samples in whose rows it is not finite.
-    """
-
-    step: int
-    where: str
-    layer: str
-    operator: str
-    tensor: str
-    value: str
-    sample_ids: tuple[int, ...]
-
-    @property
-    def place(self) -> str:
-        """The place of the tensor, in words."""
-        if self.tensor:
-            return f"{self.where} {self.tensor}"
-        operator = f"{self.operator} of " if self.operator else ""
-        return f"{operator}{self.layer or 'the ' + self.where} ({self.where})"
-
-
 def read_taps(events: Iterable[Event]) -> tuple[Tap, ...]:
     """The tapped steps, ascending; a step's figures may be in several events."""
     dead: dict[int, dict[str, float]] = {}
@@ -75,26 +44,6 @@ def read_taps(events: Iterable[Event]) -> tuple[Tap, ...]:
             if share is not None and is_matrix and math.isfinite(share) and share > 0:
                 of_updates[name] = share
     return tuple(Tap(step=step, dead_fracs=dead[step], update_fracs=updates[step]) for step in sorted(dead))
-
-
-def read_origins(events: Iterable[Event]) -> tuple[NonfiniteOrigin, ...]:
-    """The origins that this rank has found."""
-    return tuple(_origins(events))
-
-
-def _origins(events: Iterable[Event]) -> Iterator[NonfiniteOrigin]:
-    for event in events:
-        step = event_step(event)
-        if event["kind"] != "nonfinite" or step is None or event.get("reproduced") is not True:
-            continue
-        samples = event.get("samples")
-        ids = cast("list[Any]", samples) if isinstance(samples, list) else []
-        texts = {name: _text(event.get(name)) for name in ("where", "layer", "operator", "tensor", "value")}
-        yield NonfiniteOrigin(step=step, **texts, sample_ids=tuple(one for one in ids if isinstance(one, int)))
-
-
-def _text(value: Any) -> str:
-    return value[:500] if isinstance(value, str) else ""
 
 
 def _mappings(value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

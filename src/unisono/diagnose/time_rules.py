@@ -36,11 +36,11 @@ from unisono.diagnose.figures import (
     standing_out,
 )
 from unisono.diagnose.finding import Finding
-from unisono.diagnose.link_facts import uses_by_axis
 from unisono.diagnose.monitor_facts import SATURATED_FRAC, HostCause, host_cause
 from unisono.diagnose.run_facts import COMPUTE_PHASES, LOADER_STAGES, Floats, RunFacts
 from unisono.diagnose.server_rules import busiest_server
 from unisono.observe.events import MAX_COUNT
+from unisono.observe.link_events import uses_by_axis
 from unisono.observe.meters import COMM_AXES
 
 _STEADY_FRAC: Final = 0.7  # of the readings in which a rank is slower than the others, for it to be called slow

@@ -15,7 +15,7 @@ from unisono.diagnose.corruption_facts import CorruptionFact
 from unisono.diagnose.figures import listed, named_ranks
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.run_facts import Floats, RunFacts, SkippedStep, TrainingFacts
-from unisono.diagnose.tap_facts import NonfiniteOrigin
+from unisono.observe.nonfinite_events import NonfiniteOrigin
 
 _SPIKE_WINDOW: Final = 50
 _SPIKE_SIGMAS: Final = 8.0
@@ -26,7 +26,7 @@ _MIN_STEPS_OF_FIT: Final = 200  # to judge whether a model learns
 
 
 def non_finite_steps(facts: RunFacts) -> Iterator[Finding]:
-    """NUM01: losses or gradients that are no numbers."""
+    """NUM01: losses or gradients that are NaN or infinite."""
     origins = [(rank.rank, origin) for rank in facts.ranks for origin in rank.origins]
     searched = {origin.step for _, origin in origins}
     skipped = [
@@ -47,7 +47,7 @@ def non_finite_steps(facts: RunFacts) -> Iterator[Finding]:
     is_loss = any(not math.isfinite(step.loss) for _, step in skipped)
     yield Finding(
         id="NUM01",
-        title=f"the {'loss' if is_loss else 'gradient'} is no number in some steps",
+        title=f"the {'loss' if is_loss else 'gradient'} is NaN or infinite in some steps",
         severity="critical" if share >= 0.03 else "warning",
         cost_frac=min(1.0, share),
         confidence=0.95 if causes or origins else 0.7,
@@ -57,7 +57,7 @@ def non_finite_steps(facts: RunFacts) -> Iterator[Finding]:
             *(_sample_text(rank, step) for rank, step in causes[:3]),
             *_origin_texts(origins),
         ),
-        advice=_mending(origins[0][1])
+        advice=_advice(origins[0][1])
         if origins
         else "read these samples (loader order is fixed by the seed); if they are sound, a "
         "lower optim.lr, a longer warm-up or plan.precision=fp32",
@@ -73,23 +73,31 @@ def _origin_texts(origins: Sequence[tuple[int, NonfiniteOrigin]]) -> Iterator[st
         samples = [sample for _, origin in found for sample in origin.sample_ids]
         text = f"; samples {listed(dict.fromkeys(samples))}" if samples else ""
         ranks = named_ranks(sorted({rank for rank, _ in found}))
-        yield f"step {step}, {ranks}: the first {found[0][1].value} is of {place}{text}"
+        yield f"step {step}, {ranks}: first {found[0][1].value}: {place}{text}"
 
 
-def _mending(origin: NonfiniteOrigin) -> str:
+def _advice(origin: NonfiniteOrigin) -> str:
     if origin.where == "input":
-        return f"mend or leave out these samples: their {origin.tensor} is {origin.value} before any layer"
+        return f"fix or drop these samples: their {origin.tensor} holds {origin.value} before any layer"
     if origin.where == "parameter":
-        return "the weights that the run began with are no numbers: another checkpoint or model.pretrained"
+        return (
+            "the weights that the run began with are NaN or infinite: begin with another checkpoint or model.pretrained"
+        )
     layer = origin.layer or "the objective"
     operator = f" ({origin.operator})" if origin.operator else ""
+    if origin.input_value == "inf":
+        return (
+            f"look at {layer}{operator}, whose inputs hold inf: an attention row with every position masked, or a sum that has "
+            "overflowed before it; if samples are named, read them"
+        )
+    inputs = ", whose inputs are finite" if origin.input_value == "finite" else ""
     fix = "an epsilon or a clamp there" if origin.value == "nan" else "plan.precision=fp32, an epsilon or a clamp there"
-    return f"look at {layer}{operator}, whose inputs are finite: {fix}; if samples are named, read them; else a lower optim.lr"
+    return f"look at {layer}{operator}{inputs}: {fix}; if samples are named, read them; else a lower optim.lr"
 
 
 def _sample_text(rank: int, step: SkippedStep) -> str:
     samples = f"; its samples are {listed(step.sample_ids)}" if step.sample_ids else ""
-    return f"step {step.step}: the losses of rank {rank} alone sum to {step.rank_loss}{samples}"
+    return f"step {step.step}: the sum of rank {rank}'s own losses is {step.rank_loss}{samples}"
 
 
 def silent_corruption(facts: RunFacts) -> Iterator[Finding]:

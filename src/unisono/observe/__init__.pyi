@@ -7,6 +7,7 @@ from .events import read_events as read_events
 from .formatting import RunEndFacts as RunEndFacts
 from .history import RankHistory as RankHistory
 from .history import read_history as read_history
+from .link_events import LinkTraffic as LinkTraffic
 from .meters import RateMeter as RateMeter
 from .meters import Rates as Rates
 from .meters import StepTimers as StepTimers

@@ -297,6 +297,12 @@ def number(value: Any) -> float | None:
     return _NON_FINITE.get(value) if isinstance(value, str) else None
 
 
+def bounded_number(value: Any, limit: float) -> float:
+    """``value`` if it is a number from 0 to below ``limit``, else 0."""
+    found = number(value)
+    return found if found is not None and 0 <= found < limit else 0.0
+
+
 def event_step(event: Mapping[str, Any]) -> int | None:
     """The step of an event; None where it is no count."""
     step = event.get("step")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from unisono.observe.events import number
+from unisono.observe.nonfinite_events import origin_of
 from unisono.observe.run_summary import (
     RunSummary,
     duration,
@@ -308,16 +309,12 @@ def _skipped(event: Fields) -> str:
 
 
 def _nonfinite(event: Fields) -> str | None:
-    if not event.get("reproduced"):
+    origin = origin_of(dict(event))
+    if origin is None:
         return None
-    operator, tensor, layer = (str(event.get(name) or "") for name in ("operator", "tensor", "layer"))
-    where = str(event.get("where", "?"))
-    place = f"{where} {tensor!r}" if tensor else f"{operator or 'the result'} in {layer or 'the ' + where} ({where})"
-    samples = cast("list[object]", event.get("samples") or [])
-    shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
-    return f"step {event.get('step', '?')}: the first {event.get('value', '?')} is of {place}" + (
-        f"; samples {shown}" if shown else ""
-    )
+    ids = origin.sample_ids
+    shown = f"; samples {', '.join(map(str, ids[:5]))}{', …' if len(ids) > 5 else ''}" if ids else ""
+    return f"step {origin.step}: first {origin.value}: {origin.place}{shown}"
 
 
 def _corruption(event: Fields) -> str:

@@ -64,8 +64,6 @@ class SystemMonitor:
         self._stop = threading.Event()
         try:
             self._before = self._counters()
-            if with_host:
-                psutil.cpu_times_percent(None)  # the next call is since this one
         except _REFUSED as error:
             self._give_up(error)
         self._thread = threading.Thread(target=self._run, name="unisono-monitor", daemon=True)
@@ -99,9 +97,14 @@ class SystemMonitor:
         if (waited_s := _waited_for_core_s(self._thread_id)) is not None:
             found["core_wait_s"] = waited_s
         if self._with_host:
+            cpu = psutil.cpu_times()._asdict()
             disk, networks = psutil.disk_io_counters(), psutil.net_io_counters(pernic=True)
             links = [counters for name, counters in networks.items() if name != "lo"]
             found |= {
+                # the time of guests is part of user and nice
+                "cpu_s": sum(seconds for name, seconds in cpu.items() if not name.startswith("guest")),
+                "cpu_idle_s": cpu["idle"],
+                "cpu_iowait_s": cpu.get("iowait", 0.0),
                 "disk_read_bytes": float(disk.read_bytes) if disk else 0.0,
                 "disk_written_bytes": float(disk.write_bytes) if disk else 0.0,
                 "network_sent_bytes": float(sum(link.bytes_sent for link in links)),
@@ -113,19 +116,16 @@ class SystemMonitor:
         now, before = self._counters(), self._before
         self._before = now
         took_s = max(1e-9, now["at_s"] - before["at_s"])
-        grown = {name: max(0.0, now[name] - before[name]) / took_s for name in now if name in before}
-        fields: dict[str, float | str] = {"sys/process_cpus": grown.pop("process_cpu_s")}
-        if (waited := grown.pop("core_wait_s", None)) is not None:
-            fields["sys/core_wait_frac"] = min(1.0, waited)
-        grown.pop("at_s")
-        fields |= {f"sys/{name}_per_s": value for name, value in grown.items()}
+        per_s = {name: max(0.0, now[name] - before[name]) / took_s for name in now if name in before}
+        fields: dict[str, float | str] = {"sys/process_cpus": per_s["process_cpu_s"]}
+        if "core_wait_s" in per_s:
+            fields["sys/core_wait_frac"] = min(1.0, per_s["core_wait_s"])
+        fields |= {f"sys/{name}_per_s": value for name, value in per_s.items() if name.endswith("_bytes")}
         if self._with_host:
-            cpu = psutil.cpu_times_percent(None)
-            fields |= {
-                "sys/cpu_frac": 1 - (cpu.idle + getattr(cpu, "iowait", 0.0)) / 100,
-                "sys/iowait_frac": getattr(cpu, "iowait", 0.0) / 100,
-                "sys/memory_frac": psutil.virtual_memory().percent / 100,
-            }
+            fields["sys/memory_frac"] = psutil.virtual_memory().percent / 100
+            if cpu_s := per_s["cpu_s"]:
+                iowait, idle = (min(1.0, per_s[f"cpu_{name}_s"] / cpu_s) for name in ("iowait", "idle"))
+                fields |= {"sys/cpu_frac": max(0.0, 1 - idle - iowait), "sys/iowait_frac": iowait}
         return fields | self._device_fields()
 
     def _device_fields(self) -> dict[str, float | str]:

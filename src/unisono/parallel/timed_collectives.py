@@ -1,6 +1,6 @@
 """torch's collectives that a pass waits for: timed by the mesh axis of their group, and their bytes counted by group.
 
-The time in them is exposed communication: what computes waits for it. It is counted inside ``counting_exposed_time``, on the
+The time in them is exposed communication: what computes waits for it. It is counted inside ``recording_exposed_time``, on the
 thread that has entered it, and on the one that torch runs a backward pass on, if ``count_in_backward`` was called for it. It is
 not counted in compiled graphs, which the compiler traces, for collectives that DTensor issues, and on an accelerator for those
 of FSDP2, which runs them on streams of its own.
@@ -33,27 +33,27 @@ _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or _t
 
 
 @dataclass(slots=True)
-class _Counting:
-    """What counts; None once the context is left, also for threads that still hold this value."""
+class _Recorders:
+    """The timers and byte counters in use; None once the context is left, also for threads that still hold this value."""
 
     timers: StepTimers | None
     traffic: Traffic | None
 
 
-_counting: ContextVar[_Counting | None] = ContextVar("counting", default=None)
+_recorders: ContextVar[_Recorders | None] = ContextVar("recorders", default=None)
 
 
 @contextmanager
-def counting_exposed_time(timers: StepTimers, traffic: Traffic | None = None) -> Generator[None]:
+def recording_exposed_time(timers: StepTimers, traffic: Traffic | None = None) -> Generator[None]:
     """Inside, the time that this thread spends in the functions below is exposed communication of ``timers``, and ``traffic``
     has their bytes."""
-    counting = _Counting(timers, traffic)
-    token = _counting.set(counting)
+    recorders = _Recorders(timers, traffic)
+    token = _recorders.set(recorders)
     try:
         yield
     finally:
-        counting.timers = counting.traffic = None
-        _counting.reset(token)
+        recorders.timers = recorders.traffic = None
+        _recorders.reset(token)
 
 
 def count_in_backward(result: Tensor) -> None:
@@ -61,36 +61,36 @@ def count_in_backward(result: Tensor) -> None:
 
     The thread that calls ``backward`` waits for that one: of the two, one at a time uses the timers.
     """
-    counting = _counting.get()
-    if counting is None or result.grad_fn is None:
+    recorders = _recorders.get()
+    if recorders is None or result.grad_fn is None:
         return
 
     def enter(gradients: Sequence[Tensor]) -> None:
-        _counting.set(counting)
+        _recorders.set(recorders)
 
     result.grad_fn.register_prehook(enter)
 
 
-def exposed(group: ProcessGroup | None) -> AbstractContextManager[Any]:
-    """The context of waiting for ``group``, of all ranks if None."""
-    counting = None if torch.compiler.is_compiling() else _counting.get()
-    timers = None if counting is None else counting.timers
+def timed_wait(group: ProcessGroup | None) -> AbstractContextManager[Any]:
+    """Inside, time is exposed communication along the mesh axis of ``group``; None is the group of all ranks."""
+    recorders = None if torch.compiler.is_compiling() else _recorders.get()
+    timers = None if recorders is None else recorders.timers
     if timers is None:
         return nullcontext()
     return timers.comm_exposed(axis_of("" if group is None else group.group_desc))
 
 
 def counted_traffic() -> Traffic | None:
-    """What counts the bytes of collectives here; None outside ``counting_exposed_time``, and where the compiler traces."""
-    counting = None if torch.compiler.is_compiling() else _counting.get()
-    return None if counting is None else counting.traffic
+    """What counts the bytes of collectives here; None outside ``recording_exposed_time``, and where the compiler traces."""
+    recorders = None if torch.compiler.is_compiling() else _recorders.get()
+    return None if recorders is None else recorders.traffic
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup | None, op: Any = ReduceOp.SUM) -> None:
     """``tensor`` reduced over the group, in place."""
     if (traffic := counted_traffic()) is not None:
         traffic.count_all_reduce(group, tensor.nbytes)
-    with exposed(group):
+    with timed_wait(group):
         dist.all_reduce(tensor, op=op, group=group)
 
 
@@ -98,7 +98,7 @@ def all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup) -> Non
     """All ranks' ``input`` [n] into ``output`` [ranks · n], in order of ranks."""
     if (traffic := counted_traffic()) is not None:
         traffic.count_all_gather(group, output.nbytes)
-    with exposed(group):
+    with timed_wait(group):
         _all_gather_single(output, input, group=group)
 
 
@@ -106,7 +106,7 @@ def reduce_scatter_single(output: Tensor, input: Tensor, group: ProcessGroup) ->
     """This rank's part of the summed ``input`` [ranks · n] into ``output`` [n]."""
     if (traffic := counted_traffic()) is not None:
         traffic.count_reduce_scatter(group, input.nbytes)
-    with exposed(group):
+    with timed_wait(group):
         _reduce_scatter_single(output, input, group=group)
 
 
@@ -121,7 +121,7 @@ def all_to_all_single(
     if (traffic := counted_traffic()) is not None:
         own = None if input_sizes is None else input_sizes[group.rank()] * input[:1].nbytes
         traffic.count_all_gather(group, input.nbytes, own)
-    with exposed(group):
+    with timed_wait(group):
         dist.all_to_all_single(
             output,
             input,
@@ -150,7 +150,7 @@ class FSDPCollective:
             count = traffic.count_all_gather if gathers else traffic.count_reduce_scatter
             count(group, max(output_tensor.nbytes, input_tensor.nbytes))
         # the host waits for those on the CPU; elsewhere streams do
-        with nullcontext() if async_op or input_tensor.device.type != "cpu" else exposed(group):
+        with nullcontext() if async_op or input_tensor.device.type != "cpu" else timed_wait(group):
             return self.collective(output_tensor, input_tensor, group=group, async_op=async_op, **options)
 
 

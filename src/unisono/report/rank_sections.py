@@ -9,10 +9,10 @@ import numpy as np
 
 from unisono.diagnose import RankFacts, RunFacts
 from unisono.diagnose.figures import per_step, plan_group
-from unisono.diagnose.link_facts import AxisTraffic, LinkTraffic
 from unisono.diagnose.run_facts import HELD_CATEGORIES, LOADER_STAGES
 from unisono.observe.formatting import percent
 from unisono.observe.history import Floats
+from unisono.observe.link_events import AxisTraffic, LinkTraffic
 from unisono.observe.meters import ALL_PHASES, COMM_AXES, COMM_PHASES
 from unisono.observe.run_summary import format_gib, short_number, short_time
 from unisono.report.bars import MAX_ROWS, plain, stacked_bars

@@ -10,9 +10,9 @@ Under ``dist_async`` each server is a peer; its bytes are those of the socket an
 
 Where ``unisono doctor --bench`` has measured the same transport between as many ranks on as many hosts, this one among them, the
 event also has how long it needs for this traffic, one message after the other, and the share of it that was used: by group, and
-by axis as ``comm/<axis>_used_frac``, which trackers show. Only sums and messages between two ranks are measured: a gather or an
-exchange of parts is taken for the sum that has as many bytes on the wire, a reduce-scatter too, and over Gloo for the sum of
-all.
+by axis as ``comm/<axis>_used_frac``, which trackers show. Only all-reduce and point-to-point send are measured: an all-gather,
+all-to-all or reduce-scatter is predicted as the all-reduce with as many bytes on the wire, and a reduce-scatter over Gloo as an
+all-reduce of its whole input.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from unisono.diagnose.link_facts import read_axes, uses_by_axis
 from unisono.measure.calibration import SHARED_MEMORY, Calibration
 from unisono.observe.events import EventLog
+from unisono.observe.link_events import read_axes, uses_by_axis
 from unisono.parallel.traffic import GroupTraffic, Messages, Traffic, all_reduce_wire_bytes, merged
 
 _EVENT_EVERY_STEPS = 100
@@ -69,17 +69,17 @@ class ReportsTraffic(Protocol):
 class CommStats:
     """Emits a ``links`` event every hundred steps of this rank (batch shards under ``dist_async``) and after its last one.
 
-    It has the bytes and bytes per second of each peer since the previous event, ``wall_s`` seconds ago; the ``steps`` since then
-    waited ``comm_exposed_s`` for communication, ``exposed_s`` of it along each axis. ``axes`` has the traffic by axis and group.
+    It has the bytes and bytes per second of each peer in the ``steps`` since the previous event, ``wall_s`` seconds ago. ``axes``
+    has the traffic by axis and group.
 
     Args:
         events: Where it is written.
         peers: Returns the traffic with each peer since the start.
         traffic: What counts the collectives of the steps.
-        sums: Returns exchanges since its last call that ``traffic`` does not count.
+        sums: Returns collectives since its last call that ``traffic`` does not count.
         measured: What the links were measured to do.
-        sample: Inside it ``sampled`` counts what it is too costly to count in all steps.
-        sampled: See ``sample``.
+        sample: Context manager that is entered for one step of each event; inside, DTensor's collectives are counted.
+        sampled: What counts them; its numbers are multiplied by the number of steps.
     """
 
     def __init__(
@@ -106,12 +106,10 @@ class CommStats:
         self._has_sample = True
         return self._sample
 
-    def add(self, step: int, steps: int, exposed_s: Mapping[str, float]) -> None:
-        """Count ``steps`` more finished steps, up to ``step``, which waited ``exposed_s`` along each axis."""
+    def add(self, step: int, steps: int) -> None:
+        """Count ``steps`` more finished steps, up to ``step``."""
         self._step = step
         self._steps += steps
-        for axis, seconds in exposed_s.items():
-            self._exposed_s[axis] = self._exposed_s.get(axis, 0.0) + seconds
         if self._steps >= _EVENT_EVERY_STEPS:
             self.emit()
 
@@ -140,17 +138,15 @@ class CommStats:
             )
             if measured_rate := link.facts.get("measured_bytes_per_s"):
                 rows[-1]["used_frac"] = sent / wall_s / measured_rate
-        exposed_s = {axis: seconds for axis, seconds in self._exposed_s.items() if seconds}
-        times = {"steps": self._steps, "wall_s": wall_s, "comm_exposed_s": sum(exposed_s.values())}
+        times = {"steps": self._steps, "wall_s": wall_s}
         uses = uses_by_axis(read_axes([{"kind": "links", **times, "axes": axes}]))
         used = {f"comm/{axis}_used_frac": use.used_frac for axis, use in uses.items() if use.expected_s}
-        self._events.emit("links", step=self._step, **times, **used, exposed_s=exposed_s, axes=axes, links=rows)
+        self._events.emit("links", step=self._step, **times, **used, axes=axes, links=rows)
         self._begin(now_s, links)
 
     def _begin(self, now_s: float, links: Sequence[PeerTraffic]) -> None:
         self._began_s, self._before = now_s, links
         self._step = self._steps = 0
-        self._exposed_s: dict[str, float] = {}
         self._has_sample = False
 
 

@@ -20,7 +20,7 @@ from unisono.dist.progress import at_work
 from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter, StepTimers, collecting_every
 from unisono.parallel.fsdp import reshard
-from unisono.parallel.timed_collectives import counting_exposed_time
+from unisono.parallel.timed_collectives import recording_exposed_time
 from unisono.train.callbacks import Every
 from unisono.train.evaluate import Evaluator
 from unisono.train.metrics_reader import MetricsReader
@@ -119,7 +119,7 @@ class StepRunner:
         # a step that is computed twice is no sample of the others
         sampling = nullcontext() if stats is None or self.verifier is not None else stats.sampling()
         traffic = None if stats is None else stats.traffic
-        with self._beginning("the first steps"), counting_exposed_time(self.timers, traffic), sampling:
+        with self._beginning("the first steps"), recording_exposed_time(self.timers, traffic), sampling:
             if self.recorder is not None:
                 step = self.recorder.run(self.train_step, batch)
             else:

@@ -122,7 +122,7 @@ class MetricsReader:
         fields |= self.loading.fields()
         self.loading = StageTimes()
         if self.comm_stats is not None:
-            self.comm_stats.add(steps[-1].index, len(steps), split.comm_exposed_s)
+            self.comm_stats.add(steps[-1].index, len(steps))
         return fields
 
     def finish(self) -> None:

@@ -86,20 +86,19 @@ class NonfiniteSearch:
             return
         found, problem = None, ""
         try:
-            if batch is None and self.load is not None:
-                batch = self.load(number)
-            found = None if batch is None else self._compute_again(batch)
+            batch = cast(Any, self.load)(number) if batch is None else batch
+            found = self._compute_again(batch)
         except CommError:
             raise
         except Exception as error:  # a search must not end a run that goes on without it
             problem = f"{type(error).__name__}: {error}"
         world = self.train_step.forward_backward.world
-        strength = 0 if found is None else 2 if found.is_certain else 1
-        outcomes = world.all_gather_json([strength, problem])
+        certainty = 0 if found is None else 2 if found.is_certain else 1
+        outcomes = world.all_gather_json([certainty, problem])
         self._failed = any(text for _, text in outcomes)
-        strongest = max(other for other, _ in outcomes)
+        most_certain = max(other for other, _ in outcomes)
         fields = {"step": step.index, "updates_since": updates_since}
-        if found is not None and batch is not None and strength == strongest:  # others got it from these ranks
+        if found is not None and batch is not None and certainty == most_certain:  # others got it from these ranks
             samples = _samples_of(found, batch)
             self.events.emit(
                 "nonfinite",
@@ -110,11 +109,12 @@ class NonfiniteSearch:
                 operator=found.operator,
                 tensor=found.tensor,
                 value=found.value,
+                input_value=found.input_value,
                 micro_batch=found.micro_batch,
                 samples=samples[:_MAX_SAMPLES],
                 num_samples=len(samples),
             )
-        elif world.rank == 0 and not strongest:
+        elif world.rank == 0 and not most_certain:
             reason = next(
                 (text for _, text in outcomes if text), "every tensor was finite when the step was computed again"
             )

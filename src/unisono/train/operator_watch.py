@@ -39,6 +39,7 @@ class NonfiniteTensor:
         operator: The operator that made it, such as ``aten.div.Tensor``; empty for an input or a parameter.
         tensor: Name of the entry of the batch, or of the parameter; empty for a result.
         value: ``nan`` or ``inf``.
+        input_value: The worst value among the operator's inputs, ``finite`` or ``inf``; empty without an operator.
         micro_batch: Number of the micro-batch, from 0.
         rows: Rows of the micro-batch in which it is not finite; empty where the tensor has no dim of samples.
     """
@@ -48,6 +49,7 @@ class NonfiniteTensor:
     operator: str = ""
     tensor: str = ""
     value: str
+    input_value: str = ""
     micro_batch: int = 0
     rows: tuple[int, ...] = ()
 
@@ -68,9 +70,10 @@ class _Start:
 class OperatorWatch(TorchDispatchMode):
     """Watches the operators of passes inside of ``watching``; ``found`` is the result.
 
-    A suspect is an operator that makes a non-finite result of finite inputs, or NaN of infinite ones; a number among its
-    arguments is an input. One that a module does not return is dropped; the first of a module or loss that is not finite is the
-    origin. Without one it is the first module that returns what is not finite for finite arguments.
+    A suspect is an operator that makes a non-finite result from finite inputs, or NaN from infinite ones; a number among its
+    arguments is an input. A suspect is dropped if the module in which it ran returns finite values alone: what it made was
+    masked out. The origin is the first suspect in the first module, or loss, whose output is non-finite. Without a suspect it is
+    the first module with finite inputs and a non-finite output.
     """
 
     def __init__(self) -> None:
@@ -149,14 +152,15 @@ class OperatorWatch(TorchDispatchMode):
         is_backward = self._places.is_backward
         results = list(leaves(result))
         level = _worst(results if is_backward else results[:1])  # others of a forward operator are statistics
-        if level and level > (_worst(leaves((args, kwargs))) if before is None else before):
+        if level and level > (worst_input := _worst(leaves((args, kwargs))) if before is None else before):
             bad = next(tensor for tensor in results if isinstance(tensor, Tensor) and _level(tensor) == level)
-            self._suspect(name, bad, level, is_backward=is_backward)
+            self._suspect(name, bad, (worst_input, level), is_backward=is_backward)
         return result
 
-    def _suspect(self, operator: str, tensor: Tensor, level: int, *, is_backward: bool) -> None:
+    def _suspect(self, operator: str, tensor: Tensor, levels: tuple[int, int], *, is_backward: bool) -> None:
+        """Note the result of an operator; ``levels`` are of its inputs and of itself."""
         call = self._places.current()
-        value, layer = _VALUES[level], "" if call is None else call.path
+        (input_value, value), layer = (_VALUES[level] for level in levels), "" if call is None else call.path
         if not is_backward:
             self._suspects.append(
                 NonfiniteTensor(
@@ -164,6 +168,7 @@ class OperatorWatch(TorchDispatchMode):
                     layer=layer,
                     operator=operator,
                     value=value,
+                    input_value=input_value,
                     micro_batch=self._places.micro_batch,
                     rows=self._rows_of(tensor),
                 )
@@ -175,6 +180,7 @@ class OperatorWatch(TorchDispatchMode):
                 layer=layer,
                 operator=operator,
                 value=value,
+                input_value=input_value,
                 micro_batch=self._places.micro_batch if call is None else call.micro_batch,
                 rows=self._rows_of(tensor) if tensor.dim() > 2 else (),  # gradients of parameters have no rows
             )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from unisono.observe.events import MAX_COUNT, Event, as_mapping, number
+from unisono.observe.events import MAX_COUNT, Event, as_mapping, bounded_number, number
 from unisono.observe.meters import COMM_AXES
 
 _MAX_BYTES: Final = 1e18
@@ -112,15 +112,15 @@ def read_links(events: Sequence[Event]) -> tuple[LinkTraffic, ...]:
             if sent is None or not 0 <= sent < _MAX_BYTES or (peer not in found and len(found) >= _MAX_PEERS):
                 continue
             known = found.get(peer, LinkTraffic(peer=peer, steps=0, sent_bytes=0.0))
-            seconds = {name: below(_MAX_S, link.get(name)) for name in ("busy_s", "served_s", "cpu_s")}
+            seconds = {name: bounded_number(link.get(name), _MAX_S) for name in ("busy_s", "served_s", "cpu_s")}
             found[peer] = LinkTraffic(
                 peer=peer,
                 steps=known.steps + steps,
                 sent_bytes=known.sent_bytes + sent,
-                received_bytes=known.received_bytes + below(_MAX_BYTES, link.get("received_bytes")),
-                measured_bytes_per_s=below(_MAX_BYTES, link.get("measured_bytes_per_s")),
+                received_bytes=known.received_bytes + bounded_number(link.get("received_bytes"), _MAX_BYTES),
+                measured_bytes_per_s=bounded_number(link.get("measured_bytes_per_s"), _MAX_BYTES),
                 interface=str(link.get("interface") or ""),
-                wall_s=known.wall_s + below(_MAX_S, event.get("wall_s")),
+                wall_s=known.wall_s + bounded_number(event.get("wall_s"), _MAX_S),
                 busy_s=known.busy_s + seconds["busy_s"],
                 served_s=known.served_s + seconds["served_s"],
                 cpu_s=known.cpu_s + seconds["cpu_s"],
@@ -145,12 +145,12 @@ def read_axes(events: Sequence[Event]) -> tuple[AxisTraffic, ...]:
     """The traffic in all ``links`` events together, by axis and group. Entries that cannot be read are left out."""
     found: dict[tuple[str, str, str, int, int], AxisTraffic] = {}
     for event in events:
-        steps, wall_s = event.get("steps"), below(_MAX_S, event.get("wall_s"))
+        steps, wall_s = event.get("steps"), bounded_number(event.get("wall_s"), _MAX_S)
         if event["kind"] != "links" or not isinstance(steps, int) or not 0 < steps < MAX_COUNT or not wall_s:
             continue
         for row in _rows(event, "axes"):
             axis, group, transport = (str(row.get(name) or "")[:100] for name in ("axis", "group", "transport"))
-            ranks, hosts = (int(below(MAX_COUNT, row.get(name))) for name in ("ranks", "hosts"))
+            ranks, hosts = (int(bounded_number(row.get(name), MAX_COUNT)) for name in ("ranks", "hosts"))
             wire_bytes = number(row.get("wire_bytes"))
             key = axis, group, transport, ranks, hosts
             if axis not in COMM_AXES or wire_bytes is None or not 0 <= wire_bytes < _MAX_BYTES:
@@ -158,7 +158,7 @@ def read_axes(events: Sequence[Event]) -> tuple[AxisTraffic, ...]:
             known = found.get(key)
             if known is None and len(found) >= _MAX_GROUPS:
                 continue
-            expected_s = below(_MAX_S, row.get("expected_s"))
+            expected_s = bounded_number(row.get("expected_s"), _MAX_S)
             if known is not None and not (expected_s and known.expected_s):
                 expected_s = -known.expected_s  # not known for all of the traffic
             known = known or AxisTraffic(axis=axis, group=group, transport=transport, ranks=ranks, hosts=hosts)
@@ -171,11 +171,11 @@ def read_axes(events: Sequence[Event]) -> tuple[AxisTraffic, ...]:
                 interface=str(row.get("interface") or "")[:100],
                 steps=known.steps + steps,
                 wall_s=known.wall_s + wall_s,
-                collectives=known.collectives + below(_MAX_BYTES, row.get("collectives")),
-                payload_bytes=known.payload_bytes + below(_MAX_BYTES, row.get("payload_bytes")),
+                collectives=known.collectives + bounded_number(row.get("collectives"), _MAX_BYTES),
+                payload_bytes=known.payload_bytes + bounded_number(row.get("payload_bytes"), _MAX_BYTES),
                 wire_bytes=known.wire_bytes + wire_bytes,
                 expected_s=known.expected_s + expected_s,
-                expected_latency_s=known.expected_latency_s + below(_MAX_S, row.get("expected_latency_s")),
+                expected_latency_s=known.expected_latency_s + bounded_number(row.get("expected_latency_s"), _MAX_S),
             )
     return tuple(found.values())
 
@@ -206,9 +206,3 @@ def _rows(event: Event, name: str) -> Iterator[dict[str, Any]]:
     rows = event.get(name)
     for row in cast("list[Any]", rows) if isinstance(rows, list) else ():
         yield dict(as_mapping(row))
-
-
-def below(limit: float, value: Any) -> float:
-    """``value`` if it is a number from 0 to below ``limit``, else 0."""
-    found = number(value)
-    return found if found is not None and 0 <= found < limit else 0.0
