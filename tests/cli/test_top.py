@@ -45,7 +45,8 @@ def test_ranks_of_a_run_that_goes_on(desk: Desk, tmp_path: Path) -> None:
         "comm",
         "memory",
         "CPUs",
-        "seen",
+        "last",
+        "event",
     ]
     assert rows[0].split()[:9] == ["0", "300", "2.5", "100", "ms", "20%", "0%", "1/4", "GiB"]
     assert " 1.5 " in rows[0]
@@ -91,7 +92,7 @@ def test_devices_and_hosts(desk: Desk, tmp_path: Path) -> None:
     out = desk.here("top", str(run), "--once").out
     ranks, devices, hosts = (block.splitlines() for block in out.strip("\n").split("\n\n"))
     assert len(ranks) == 3
-    assert devices[0].split() == ["rank", "in", "use", "power", "clock", "heat", "memory", "ECC", "throttled"]
+    assert devices[0].split() == ["rank", "util", "power", "clock", "temp", "memory", "ECC", "err", "throttled"]
     assert re.split("  +", devices[1]) == [
         *("0", "98%", "612/700 W", "1.41 GHz", "84 °C", "61.2 GiB", "2"),
         "hardware thermal, p…",
@@ -132,7 +133,7 @@ def test_communication_by_axis(desk: Desk, tmp_path: Path) -> None:
     out = desk.here("top", str(run), "--once").out
     *_, table = (block.splitlines() for block in out.strip("\n").split("\n\n"))
     assert [re.split("  +", line) for line in table] == [
-        ["rank", "axis", "on the wire", "measured", "used", "up to step"],
+        ["rank", "axis", "rate", "measured", "used", "up to step"],
         ["0", "dp", "25GB/s", "50GB/s", "50%", "200"],
         ["0", "tp", "100MB/s", "200"],
     ]
@@ -149,7 +150,7 @@ def test_a_link_that_was_never_measured_has_no_share(desk: Desk, tmp_path: Path)
     add(run, 0, encode(links(0, TENSOR)) + b"\n")
     table = desk.here("top", str(run), "--once").out.strip("\n").split("\n\n")[-1].splitlines()
     assert [re.split("  +", line) for line in table] == [
-        ["rank", "axis", "on the wire", "up to step"],
+        ["rank", "axis", "rate", "up to step"],
         ["0", "tp", "100MB/s", "300"],
     ]
 

@@ -145,7 +145,7 @@ def test_a_rank_that_became_slower_when_its_device_was_throttled(tmp_path: Path)
             "no core is left for more workers: data that is tokenised, decoded or transformed before the run",
         ),
         (0.97, -1, {}, "no core is left for more workers: "),
-        (0.4, -1, {}, "the number of workers is tuned already: "),
+        (0.4, -1, {}, "loader.num_workers=-1 has added the workers that made steps faster: "),
         (0.97, 0, {"loader.num_workers": -1}, "let workers make batches ahead"),
     ],
 )

@@ -81,6 +81,21 @@ def test_a_wait_before_a_few_steps_is_no_slow_work(tmp_path: Path, steps: tuple[
     assert says == (len(steps) == 2)
 
 
+def test_pauses_need_no_workers(tmp_path: Path) -> None:
+    def waits(steady_s: float) -> Any:
+        return lambda rank, step: {**COMPUTE, "data_wait": 10.0 if step == 20 else steady_s}
+
+    one = {"loader.num_workers": 1}
+    finding = only(tmp_path / "paused", waits(0.001), ranks=1, steps=60, settings=one)
+    assert (finding.id, finding.severity, finding.patch, finding.expected_gain) == ("DATA01", "critical", {}, 0.0)
+    assert finding.advice.startswith("find what stands still at these steps")
+    # without the pause a fifth of a step is waited for: two workers hide it
+    finding = only(tmp_path / "both", waits(0.01875), ranks=1, steps=60, settings=one)
+    assert finding.patch == {"loader.num_workers": 2}
+    steps_s = 57 * (0.075 + 0.01875)
+    assert finding.expected_gain == pytest.approx(0.9 * 0.2 * steps_s / (steps_s + 10.075), rel=1e-3)
+
+
 def test_one_rank_waits_for_data_and_the_network_is_not_blamed(tmp_path: Path) -> None:
     finding = only(tmp_path, together({0: COMPUTE, 1: {**COMPUTE, "data_wait": 0.025}, 2: COMPUTE}), ranks=3)
     assert (finding.id, finding.ranks, finding.severity) == ("DATA02", (1,), "critical")

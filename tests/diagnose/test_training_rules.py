@@ -209,6 +209,11 @@ def test_silent_corruption(tmp_path: Path) -> None:
     assert "test memory and devices of node-b" in finding.advice
 
 
+def test_what_is_critical_without_a_cost_comes_before_what_is_slow(tmp_path: Path) -> None:
+    found = findings(tmp_path, lambda rank, step: {**COMPUTE, "data_wait": 0.025}, extra=corrupt())
+    assert [finding.id for finding in found] == ["SDC01", "DATA01"]
+
+
 def test_corruption_of_one_of_two_copies(tmp_path: Path) -> None:
     finding = only(tmp_path, lambda rank, step: COMPUTE, extra=corrupt(ranks=[1, 0], certain=False, source="replica"))
     assert (finding.ranks, finding.confidence) == ((0, 1), 0.7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,7 @@ def emitting(world: World, run_dir: str) -> None:
         eval_data=tiny.RaggedTokens(7),
         metrics=["token_accuracy", "perplexity"],
         gradient_stats_every_steps=2,
+        observe=replace(tiny.QUIET, taps=("blocks.*@2",)),
     ) as run:
         for _ in run:
             pass
@@ -136,7 +138,7 @@ def test_a_name_is_looked_up(name: str, entry: str | None) -> None:
 
 
 def test_a_users_numbers_have_other_first_parts() -> None:
-    assert {"train", "eval", "perf", "mem", "time", "comm", "sys"} == GROUPS
+    assert {"train", "eval", "perf", "mem", "time", "comm", "tap", "sys"} == GROUPS
 
 
 def test_the_page_has_the_table() -> None:

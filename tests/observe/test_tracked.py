@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,26 @@ def test_a_links_event_has_the_shares_alone_and_follows_the_step(tmp_path: Path)
         {"kind": "links", "step": 4, "t": 1.0, "comm/tp_used_frac": 0.25}
     ]
     assert tracked.rest() == []
+
+
+def test_a_tap_has_a_metric_for_each_figure_and_follows_its_step() -> None:
+    output = {"dtype": "float32", "norm": 2.0, "dead_frac": 0.25}
+    figures = {"norm": 3.0, "update_frac": None, "gradient": {"norm": "NaN"}}
+    tap = {"kind": "tap", "step": 4, "t": 1.0, "skipped": False}
+    tap |= {
+        "modules": {"blocks.1": {"output": output, "gradient": {"norm": 0.5}}},
+        "parameters": {"blocks.1.w": figures},
+    }
+    tracked = TrackedEvents()
+    assert tracked.see(tap) == []
+    step, shown = tracked.see({"kind": "step", "step": 4})
+    assert (step, math.isnan(shown.pop("tap/blocks.1.w/gradient_norm"))) == ({"kind": "step", "step": 4}, True)
+    assert shown == {
+        **{"kind": "tap", "step": 4, "t": 1.0},
+        **{"tap/blocks.1/output_norm": 2.0, "tap/blocks.1/dead_frac": 0.25, "tap/blocks.1/gradient_norm": 0.5},
+        "tap/blocks.1.w/norm": 3.0,
+    }
+    assert tracked.see({**tap, "skipped": True}) == []
 
 
 def test_links_of_steps_that_are_made_again_are_left_out() -> None:

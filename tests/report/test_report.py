@@ -127,6 +127,7 @@ def test_curves_have_each_step_once_and_no_nan(tmp_path: Path) -> None:
         "Gradient norm",
         "Throughput",
         "Step time",
+        "MFU",
     ]
     assert [bar["x"][0] for bar in drawn["time"]["data"]] == [50.0, 30.0, 20.0]
 
@@ -195,8 +196,8 @@ def test_report_in_a_browser(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("<h2>Curves</h2>", f"{slipped_in}<h2>Curves</h2>"))
     page, complaints = in_browser(path, tmp_path / "profile")
     assert "<title>Run demo</title>" in page
-    assert 'data-drawn="9"' in page
-    assert len(re.findall(r'class="[^"]*js-plotly-plot"', page)) == 9
+    assert 'data-drawn="10"' in page
+    assert len(re.findall(r'class="[^"]*js-plotly-plot"', page)) == 10
     assert len(re.findall(r'<path class="js-line"', page)) >= 8  # curves, not empty axes
     assert len(complaints) == 1
     assert "Content Security Policy" in complaints[0]

@@ -33,6 +33,7 @@ from unisono.cli.common import load_run
 from unisono.errors import CheckpointError, ConfigError
 from unisono.observe.events import events_path, read_events
 from unisono.train import mean_squared_error
+from unisono.train.step import COUNTED
 
 SCRIPT = """
 import torch
@@ -483,12 +484,12 @@ def test_a_step_names_all_its_values(tmp_path: Path) -> None:
             step.grad_norm,
             float(not step.skipped),
             step.weight,
-            step.num_counted,
+            float(step.stats[COUNTED]),
             float(step.stopping),
             step.rank_loss,
         ]
         assert values == step.stats.tolist()
-        assert (step.weight, step.num_counted, step.stopping) == (4.0, 4.0, False)
+        assert (step.weight, step.stopping) == (4.0, False)
 
 
 def test_several_trainers_are_open_at_once(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from unisono.observe.rank_status import RankStatus
 
-_COLUMNS: Final = ("rank", "step", "loss", "step time", "data", "comm", "memory", "CPUs", "seen")
-_DEVICE_COLUMNS: Final = ("in use", "power", "clock", "heat", "memory", "ECC", "throttled")
+_COLUMNS: Final = ("rank", "step", "loss", "step time", "data", "comm", "memory", "CPUs", "last event")
+_DEVICE_COLUMNS: Final = ("util", "power", "clock", "temp", "memory", "ECC err", "throttled")
 _HOST_COLUMNS: Final = ("CPU", "I/O wait", "memory", "disk read", "written", "net sent", "received")
-_LINK_COLUMNS: Final = ("axis", "on the wire", "measured", "used", "up to step")
+_LINK_COLUMNS: Final = ("axis", "rate", "measured", "used", "up to step")
 _MAX_CELL: Final = 16  # characters; lines have 80
 _MAX_HOST: Final = 15
 _MAX_REASON: Final = 20

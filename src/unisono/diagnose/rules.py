@@ -63,11 +63,15 @@ _LOG: Final = logging.getLogger("unisono.diagnose")
 
 
 def diagnose(facts: RunFacts) -> list[Finding]:
-    """All findings of all rules, the most costly first."""
+    """All findings of all rules: the critical ones first, of them those without a cost (a failed attempt); then by cost."""
     with np.errstate(over="ignore", invalid="ignore"):  # figures of a damaged file may be of any size
         findings = [finding for rule in (*RULES, *_plugged_rules()) for finding in rule(facts)]
         findings += list(utilization_rules.low_use(facts, findings))
-    return sorted(findings, key=lambda finding: (-finding.cost_frac, finding.severity != "critical", finding.id))
+    return sorted(findings, key=_urgency)
+
+
+def _urgency(finding: Finding) -> tuple[bool, bool, float, str]:
+    return finding.severity != "critical", finding.cost_frac > 0, -finding.cost_frac, finding.id
 
 
 def _plugged_rules() -> Iterator[Rule]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import numpy as np
@@ -65,6 +66,12 @@ _COMM_ADVICE: Final = {
     "ep": "ranks of ep on one host, or a smaller plan.ep",
     "pp": "stages that share no parameters (untied embeddings)",
 }
+_DATA_WARNING: Final = 0.05  # of the time
+_PAUSE_ADVICE: Final = (
+    "find what stands still at these steps: workers that start (loader.worker_kind=thread or process tries no other kind), a "
+    "disk or network that others use, a transform that waits"
+)
+_MOST_ADDED: Final = 4  # times as many workers: what more would bring is seen in the next run
 _LESS_WORK: Final = (
     "data that is tokenised, decoded or transformed before the run (unisono data pack), or cheaper transforms"
 )
@@ -89,8 +96,13 @@ def data_bound(facts: RunFacts) -> Iterator[Finding]:
         return
     shares = shares_of(facts, "data_wait")
     cost = lower_median(shares)
-    if severity := severity_of(cost, 0.05, 0.20):
-        patch, gain, advice = _loader_patch(facts, cost)
+    if severity := severity_of(cost, _DATA_WARNING, 0.20):
+        pauses = _pauses(facts)
+        steady_cost, advice = cost if pauses is None else pauses.wait_frac_without, _PAUSE_ADVICE
+        patch: dict[str, Any] = {}
+        gain = 0.0
+        if pauses is None or steady_cost >= _DATA_WARNING:
+            patch, gain, advice = _loader_patch(facts, steady_cost)
         yield Finding(
             id="DATA01",
             title="training waits for data",
@@ -99,14 +111,14 @@ def data_bound(facts: RunFacts) -> Iterator[Finding]:
             confidence=0.9,
             evidence=(
                 f"each step waits {milliseconds(facts, cost)} of {milliseconds(facts, 1.0)} for its batch{_of_ranks(shares)}",
-                *_longest_waits(facts),
+                *(() if pauses is None else (pauses.text,)),
                 *_loader_work(facts),
                 *_busy_text(facts),
                 *setting_text(facts, "loader.num_workers"),
             ),
             advice=advice,
             patch=patch,
-            expected_gain=gain,
+            expected_gain=gain if pauses is None else gain * pauses.other_time_frac,
         )
     excess = excess_over_others(shares)
     worst = int(excess.argmax())
@@ -127,19 +139,38 @@ def data_bound(facts: RunFacts) -> Iterator[Finding]:
         )
 
 
-def _longest_waits(facts: RunFacts) -> Iterator[str]:
-    """The few readings that have most of the wait for data, where there are such: they have a cause of their own."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pauses:
+    """The few readings that have most of the wait for data: they have a cause of their own.
+
+    Attributes:
+        text: Them, in words.
+        wait_frac_without: The wait's share of the time of the other readings.
+        other_time_frac: The share of the time that the other readings have.
+    """
+
+    text: str
+    wait_frac_without: float
+    other_time_frac: float
+
+
+def _pauses(facts: RunFacts) -> _Pauses | None:
+    """The pauses of the first rank; None where its wait is spread over many readings."""
     rank = facts.ranks[0]
-    waits = rank.phase_s["data_wait"]
+    waits, wall_s = rank.phase_s["data_wait"], rank.wall_s
     order = np.argsort(-waits, kind="stable")
     count = int(np.searchsorted(np.cumsum(waits[order]), _MOST_OF_WAIT * waits.sum())) + 1
-    if len(waits) >= _MANY_READINGS and count <= _FEW_FRAC * len(waits):
-        ends = ", ".join(str(step) for step in sorted(rank.steps[order[: min(count, 5)]].tolist()))
-        yield (
-            f"{_MOST_OF_WAIT:.0%} of that is in {count} of {len(waits)} readings, which end with step "
-            f"{ends}{', …' if count > 5 else ''}: pauses, such as workers that start or storage that stands still, rather than "
-            "slow work"
-        )
+    if len(waits) < _MANY_READINGS or count > _FEW_FRAC * len(waits):
+        return None
+    ends = ", ".join(str(step) for step in sorted(rank.steps[order[: min(count, 5)]].tolist()))
+    others = order[count:]
+    return _Pauses(
+        text=f"{_MOST_OF_WAIT:.0%} of that is in {count} of {len(waits)} readings, which end with step "
+        f"{ends}{', …' if count > 5 else ''}: pauses, such as workers that start or storage that stands still, rather than "
+        "slow work",
+        wait_frac_without=float(waits[others].sum() / max(1e-12, wall_s[others].sum())),
+        other_time_frac=float(wall_s[others].sum() / max(1e-12, wall_s.sum())),
+    )
 
 
 def _loader_work(facts: RunFacts) -> Iterator[str]:
@@ -192,16 +223,17 @@ def _loader_patch(facts: RunFacts, cost: float) -> tuple[dict[str, Any], float, 
         return {}, 0.0, f"more workers would wait for the disk too: {_STAGE_ADVICE['read']}"
     if isinstance(workers, int) and workers > 0:
         # the workers are busy all the time, so they set the pace: add workers until the computation does
-        wanted = math.ceil(1.1 * workers / compute) if compute > 0 else 2 * workers
+        wanted = math.ceil(1.1 * workers / compute) if compute > 0 else _MOST_ADDED * workers
+        more = max(workers + 1, min(wanted, _MOST_ADDED * workers))
         return (
-            {"loader.num_workers": max(workers + 1, min(wanted, 8 * workers))},
-            cost * 0.9,
+            {"loader.num_workers": more},
+            0.9 * (1.0 - max(compute, workers / more)),
             "more workers: the host has idle cores"
             if busy is not None and busy < _IDLE_FRAC
             else f"more workers, if the host has idle cores; else {_stage_advice(facts)}",
         )
     if workers == -1:
-        return {}, 0.0, f"the number of workers is tuned already: {_stage_advice(facts)}"
+        return {}, 0.0, f"loader.num_workers=-1 has added the workers that made steps faster: {_stage_advice(facts)}"
     return {}, 0.0, f"workers that make batches ahead, as many as hide it: {_stage_advice(facts)}"
 
 
@@ -493,6 +525,7 @@ def save_stall(facts: RunFacts) -> Iterator[Finding]:
         every = facts.settings.get("checkpoint.every_steps")
         patch: dict[str, Any] = {}
         gain = 0.0
+        is_asynchronous = facts.settings.get("checkpoint.asynchronous") is True
         if facts.settings.get("checkpoint.asynchronous") is False:
             patch, gain = {"checkpoint.asynchronous": True}, cost / 2
         elif isinstance(every, int) and every > 0:
@@ -512,7 +545,8 @@ def save_stall(facts: RunFacts) -> Iterator[Finding]:
                 *setting_text(facts, "checkpoint.every_steps"),
                 *setting_text(facts, "checkpoint.asynchronous"),
             ),
-            advice="save in the background (checkpoint.asynchronous), less often (checkpoint.every_steps), or to a faster disk",
+            advice=("" if is_asynchronous else "save in the background (checkpoint.asynchronous), ")
+            + "save less often (checkpoint.every_steps), or to a faster disk",
             patch=patch,
             expected_gain=gain,
         )

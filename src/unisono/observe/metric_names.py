@@ -115,6 +115,14 @@ METRIC_NAMES: Final[tuple[MetricName, ...]] = (
         ),
     ),
     *_of(
+        "tap",
+        ("tap/<module>/output_norm", "1", "norm of the output of a tapped module"),
+        ("tap/<module>/dead_frac", "1", "channels of that output that are 0 for the whole batch"),
+        ("tap/<name>/gradient_norm", "1", "norm of the gradient of a tapped output, or of a parameter of it"),
+        ("tap/<parameter>/norm", "1", "norm of a parameter of a tapped module"),
+        ("tap/<parameter>/update_frac", "1", "norm of its update over its norm"),
+    ),
+    *_of(
         "system",
         ("sys/process_cpus", "CPUs", "processors that the process keeps busy"),
         ("sys/core_wait_frac", "1", "time in which the thread that trains could have run and had no core (Linux)"),

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-from unisono.observe.events import ENVELOPE, SERIES, Event, event_step, number
+from unisono.observe.events import ENVELOPE, SERIES, Event, as_mapping, event_step, number
 from unisono.storage.files import create_file, open_regular
 from unisono.storage.limits import MAX_CONFIG_BYTES
 from unisono.storage.run_folder import RUN_FILE
 
-TRACKED: Final = (*SERIES, "system", "links")  # kinds whose numbers trackers show
+TRACKED: Final = (*SERIES, "system", "links", "tap")  # kinds whose numbers trackers show
 _NOT_SERIES: Final = ENVELOPE | {"step", "steps_total", "epochs_total", "eta_s"}
 END_SAMPLE: Final = "end_of_run/sample"  # the text that a language model has generated at the end of its run
 _ID_FILE: Final = "tracker_id"
@@ -27,12 +27,30 @@ _MAX_PAYLOAD_BYTES: Final = 1 << 26
 def event_metrics(event: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of ``event`` (of a kind in ``TRACKED``): its numeric fields without envelope, step and ETA.
 
-    Of a ``links`` event those whose names begin with ``comm/``: its other numbers are totals, not figures of a step.
+    Of a ``links`` event those whose names begin with ``comm/``: its other numbers are totals, not figures of a step. Of a
+    ``tap`` event ``tap/<module or parameter>/<figure>``.
     """
     if event.get("kind") == "links":
         event = {name: value for name, value in event.items() if name.startswith("comm/")}
+    elif event.get("kind") == "tap":
+        event = {**event, **_tap_figures(event)}
     series = ((name, number(value)) for name, value in event.items() if name not in _NOT_SERIES)
     return {name: value for name, value in series if value is not None}
+
+
+def _tap_figures(event: Mapping[str, Any]) -> dict[str, Any]:
+    if event.get("skipped"):
+        return {}
+    found: dict[str, Any] = {}
+    for path, figures in as_mapping(event.get("modules")).items():
+        output, gradient = (as_mapping(as_mapping(figures).get(name)) for name in ("output", "gradient"))
+        found[f"tap/{path}/output_norm"], found[f"tap/{path}/dead_frac"] = output.get("norm"), output.get("dead_frac")
+        found[f"tap/{path}/gradient_norm"] = gradient.get("norm")
+    for name, figures in as_mapping(event.get("parameters")).items():
+        values = as_mapping(figures)
+        found[f"tap/{name}/norm"], found[f"tap/{name}/update_frac"] = values.get("norm"), values.get("update_frac")
+        found[f"tap/{name}/gradient_norm"] = as_mapping(values.get("gradient")).get("norm")
+    return found
 
 
 def event_text(event: Mapping[str, Any], run_dir: Path) -> tuple[str, str] | None:
@@ -125,19 +143,19 @@ class FirstValues:
 class TrackedEvents:
     """Turns the events of a run into those that a tracker gets.
 
-    All ``system`` events of a step become one, with their means. A ``links`` event keeps its metrics alone, and is left out
-    where it has none. All other events stay as they are.
+    All ``system`` events of a step become one, with their means. A ``links`` or ``tap`` event keeps its metrics, and is left
+    out where it has none. All other events stay as they are.
 
     A sample belongs to the last finished step. Those of a step are given when the next one is read, so that a tracker gets them
-    in the order of steps; those of an attempt that makes no step are given to none. A ``links`` event is emitted before the
-    ``step`` events of its reading, and given after them.
+    in the order of steps; those of an attempt that makes no step are given to none. A ``links`` or ``tap`` event comes before
+    the ``step`` event of its step, and is given after it.
     """
 
     def __init__(self) -> None:
         self._held: dict[
             int, tuple[Event, dict[str, list[float]]]
         ] = {}  # envelope of its newest sample, values by name
-        self._links: list[Event] = []  # whose step is not read yet
+        self._early: list[Event] = []  # whose step is not read yet
         self._last_given = self._last_step = -1
         self._has_steps = False
 
@@ -147,31 +165,31 @@ class TrackedEvents:
         if kind == "system":
             self._hold(event)
             return []
-        if kind == "links":
-            return self._see_links(event)
+        if kind in ("links", "tap"):
+            return self._see_early(event)
         if kind in ("resumed", "started_over"):
-            self._held, self._links, self._last_given, self._last_step = {}, [], -1, -1
+            self._held, self._early, self._last_given, self._last_step = {}, [], -1, -1
         elif kind == "step":
             self._has_steps, self._last_step = True, event["step"]
-            return [*self._give(event["step"]), event, *self._give_links(event["step"])]
+            return [*self._give(event["step"]), event, *self._give_early(event["step"])]
         elif kind == "run_end":
             return [*self.rest(), event]
         return [event]
 
     def rest(self) -> list[Event]:
         """What is left at the end."""
-        return [*self._give_links(math.inf), *self._give(math.inf)] if self._has_steps else []
+        return [*self._give_early(math.inf), *self._give(math.inf)] if self._has_steps else []
 
-    def _see_links(self, event: Event) -> list[Event]:
+    def _see_early(self, event: Event) -> list[Event]:
         metrics, step = event_metrics(event), event_step(event)
         if not metrics or step is None:
             return []
-        self._links.append({**_envelope(event), **metrics})
-        return self._give_links(self._last_step)
+        self._early.append({**_envelope(event), **metrics})
+        return self._give_early(self._last_step)
 
-    def _give_links(self, up_to_step: float) -> list[Event]:
-        given = [event for event in self._links if event["step"] <= up_to_step]
-        self._links = [event for event in self._links if event["step"] > up_to_step]
+    def _give_early(self, up_to_step: float) -> list[Event]:
+        given = [event for event in self._early if event["step"] <= up_to_step]
+        self._early = [event for event in self._early if event["step"] > up_to_step]
         return given
 
     def _hold(self, event: Event) -> None:

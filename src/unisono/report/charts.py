@@ -43,6 +43,7 @@ _STEP_CURVES: Final[tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...]] = 
     ("Gradient norm", "", (("gradient norm", "train/grad_norm"),)),
     ("Throughput", "tokens/s", (("all devices", "perf/tokens_per_s"), ("per device", "perf/tokens_per_s_device"))),
     ("Step time", "s", (("step", "perf/step_s"),)),
+    ("MFU", "of the peak rate", (("model FLOPs utilisation", "perf/mfu"),)),
 )
 
 

@@ -85,11 +85,6 @@ class Step:
         return float(self.stats[WEIGHT])
 
     @property
-    def num_counted(self) -> float:
-        """The number of tokens or samples that throughput counts, of all ranks; reading it waits for the device."""
-        return float(self.stats[COUNTED])
-
-    @property
     def stopping(self) -> bool:
         """Whether a signal asked any rank to stop; reading it waits for the device."""
         return bool(self.stats[STOP] >= 1)

@@ -317,6 +317,10 @@ def test_tuning_adds_threads_while_they_help() -> None:
     assert tuned(lambda s: 100, recipe=other).setting == thread(1), "nothing is tried while nobody waits"
 
 
+def test_threads_that_wait_for_storage_may_be_many() -> None:
+    assert tuned(lambda s: 0.4 * s.workers if s.kind == "thread" else 1, cores=2).setting == thread(16)
+
+
 def test_tuning_turns_to_processes_where_threads_do_not_help() -> None:
     setting = tuned(lambda s: 2 if s.kind == "thread" else 2 * s.workers).setting
     assert setting == WorkerSetting(kind="process", workers=4)

@@ -34,7 +34,8 @@ _WINDOW_STEPS, _WINDOW_S = 8, 0.5  # a window has at least this many steps and s
 _SETTLING_STEPS = 3  # not counted after a change: batches built before it are still arriving
 _MAX_WAIT_FRAC = 0.03  # fraction of the time spent waiting above which another setting is tried
 _MIN_SPEEDUP = 1.05  # in steps per second, for a setting to be kept
-_THREADS_PER_CORE = 2  # threads also wait for storage
+_THREADS_PER_CORE = 2  # of which each number is tried
+_WAITING_PER_CORE = (4, 8)  # tried if all of these made steps faster: such threads wait for storage and use no core
 _MAX_INLINE_S = 0.001  # mean time of a batch above which workers build it ahead
 
 
@@ -163,7 +164,9 @@ class WorkerTuner:
 
 def _counts(kind: WorkerKind, cores: int) -> list[int]:
     """Numbers of workers to try. Processes are tried with one per core only: a single one gains nothing over a thread."""
-    return list(range(1, _THREADS_PER_CORE * cores + 1)) if kind == "thread" else [cores]
+    if kind == "process":
+        return [cores]
+    return [*range(1, _THREADS_PER_CORE * cores + 1), *(each * cores for each in _WAITING_PER_CORE)]
 
 
 def _profiling() -> bool:
