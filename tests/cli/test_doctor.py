@@ -134,6 +134,49 @@ def test_a_configuration_that_works(desk: Desk, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "own").iterdir()] == ["run.toml"]
 
 
+SLOW_DATA = """
+import time
+
+import numpy as np
+from torch import nn
+
+from unisono import Components, RunConfig
+
+ROWS = np.random.default_rng(0).random((256, 4), dtype=np.float32)
+
+
+class Points:
+    fingerprint = "points-1"
+
+    def __len__(self):
+        return len(ROWS)
+
+    def read(self, indices):
+        time.sleep(0.02 * len(indices))
+        return {"inputs": ROWS[indices], "targets": ROWS[indices].sum(1, keepdims=True)}
+
+
+def config():
+    parts = Components(
+        model=lambda run: nn.Linear(4, 1), objective=nn.MSELoss(), data=lambda run: (Points(), Points())
+    )
+    return RunConfig(components=parts)
+"""
+
+
+@pytest.mark.full
+def test_own_data_that_are_slow_are_found_on_the_rung_of_the_whole_model(desk: Desk, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_DATA)
+    done = doctor(desk, "--ladder", str(tmp_path / "slow.py"), "--json")
+    assert (done.code, done.json["first"]) == (0, "RUNG02"), done.out + done.err
+    checks = {check["code"]: check for check in done.json["checks"]}
+    assert [code for code, check in checks.items() if check["status"] == "warning"] == ["RUNG02"]
+    assert "DATA01: training waits for data, costs " in checks["RUNG02"]["evidence"]
+    same = "left out: the same training as RUNG02"
+    assert [checks[f"RUNG0{number}"]["evidence"] for number in (3, 4, 5)] == [same] * 3
+    assert list(checks)[-1] == "SAVE01"
+
+
 def test_a_configuration_that_is_wrong_is_not_tried(desk: Desk, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("model.num_layrs = 3\n")
     done = desk.here("doctor", "--ladder", str(tmp_path / "run.toml"))

@@ -317,7 +317,7 @@ def test_exchanges_that_no_computation_hides(pool: Pool, tmp_path: Path) -> None
 
 def test_a_rank_that_becomes_slower(pool: Pool, tmp_path: Path) -> None:
     finding = found(pool, tmp_path, "slows down", rank=1, steps=60)["BAL02"]
-    assert (finding.ranks, finding.severity) == ((1,), "critical")
+    assert (finding.ranks, finding.severity) == ((1,), "warning")  # there are no samples of the monitor
 
 
 @pytest.mark.full
@@ -451,6 +451,15 @@ def test_a_model_that_does_not_learn(pool: Pool, tmp_path: Path, lr: float) -> N
     data = tiny.RaggedTokens(samples=8)  # which a sound run knows by heart
     findings = found(pool, tmp_path, "none", ranks=1, lr=lr, steps=220, eval_every_steps=50, eval_data=data, data=data)
     assert ("NUM08" in findings) == (lr < 1e-5)
+
+
+def test_a_held_out_sample_that_is_no_number(tmp_path: Path) -> None:
+    held_out = tiny.RaggedTokens(samples=8, poison=3)
+    with tiny.trainer(tmp_path / "run", steps=4, eval_every_steps=2, eval_data=held_out) as run:
+        run.fit()
+    findings = {finding.id: finding for finding in diagnose(read_run(tmp_path / "run"))}
+    assert findings["NUM09"].evidence[0] == "2 of 2 evaluations; their steps: 2, 4"
+    assert "NUM01" not in findings
 
 
 def test_evaluations_are_a_phase_of_their_own(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from event_streams import COMPUTE, SETTINGS, findings, only, together, write_events
 
 from unisono.diagnose import Finding, diagnose, read_run
+from unisono.diagnose.finding_text import confidence_word
 from unisono.observe.events import EVENT_SCHEMA
 
 
@@ -404,6 +405,11 @@ def test_copies_to_the_device(tmp_path: Path, copy_s: float, severity: str | Non
         assert found[0].cost_frac == pytest.approx(copy_s / (0.075 + copy_s))
 
 
+def sampled(rank: int, step: int) -> list[dict[str, Any]]:
+    """A sample of the monitor of a host that is not busy, in each step."""
+    return [{"kind": "system", "sys/cpu_frac": 0.2, "sys/core_wait_frac": 0.0}]
+
+
 def test_a_rank_that_becomes_slower(tmp_path: Path) -> None:
     def work(step: int) -> dict[int, dict[str, float]]:
         return {0: COMPUTE, 1: {**COMPUTE, "other": 0.005 + 0.025 * (step > 30)}}
@@ -411,16 +417,27 @@ def test_a_rank_that_becomes_slower(tmp_path: Path) -> None:
     def times(rank: int, step: int) -> Mapping[str, float]:
         return together(work(step))(rank, step)
 
-    finding = only(tmp_path, times, steps=62)  # BAL01 is of ranks that are slow all the time
+    finding = only(tmp_path, times, steps=62, extra=sampled)  # BAL01 is of ranks that are slow all the time
     assert (finding.id, finding.ranks, finding.severity) == ("BAL02", (1,), "warning")
     assert finding.cost_frac == pytest.approx(0.25)
     assert "1.33 times as long" in finding.evidence[0]
 
 
 def test_all_ranks_become_slower(tmp_path: Path) -> None:
-    finding = only(tmp_path, lambda rank, step: {**COMPUTE, "backward": 0.04 + 0.075 * (step > 40)}, steps=62)
+    slower = lambda rank, step: {**COMPUTE, "backward": 0.04 + 0.075 * (step > 40)}  # noqa: E731
+    finding = only(tmp_path, slower, steps=62, extra=sampled)
     assert (finding.id, finding.ranks, finding.severity) == ("BAL02", (), "critical")
     assert finding.cost_frac == pytest.approx(0.5)
+    assert finding.confidence == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(("first", "said"), [(99, "no samples"), (61, "fewer than 3 samples")])
+def test_a_slowdown_without_samples_may_be_of_a_busy_host(tmp_path: Path, first: int, said: str) -> None:
+    slower = lambda rank, step: {**COMPUTE, "backward": 0.04 + 0.075 * (step > 40)}  # noqa: E731
+    extra = lambda rank, step: sampled(rank, step) if not 50 < step < first else []  # noqa: E731
+    finding = only(tmp_path, slower, steps=62, extra=extra)
+    assert (finding.id, finding.severity, confidence_word(finding)) == ("BAL02", "warning", "possible")
+    assert finding.evidence[-1].startswith(f"the host may be busy with something else: there are {said} of the monitor")
 
 
 def test_a_slowdown_of_a_step_that_waits_is_no_cost(tmp_path: Path) -> None:

@@ -252,9 +252,9 @@ def skip(loss: Any, **origin: Any) -> Any:
     ("origin", "evidence", "advice"),
     [
         (
-            {"where": "input", "tensor": "image"},
-            "input image; samples 4, 2",
-            "fix or drop these samples: their image holds nan",
+            {"where": "input", "tensor": "inputs"},
+            "batch entry 'inputs'; samples 4, 2",
+            "fix or drop these samples: batch entry 'inputs' holds nan before any layer",
         ),
         (
             {"where": "forward", "layer": "blocks.3.ffn", "operator": "aten.div.Tensor", "input_value": "finite"},
@@ -270,6 +270,11 @@ def skip(loss: Any, **origin: Any) -> Any:
             {"where": "forward", "layer": "a", "operator": ""},
             "a result in a, forward pass; samples 4, 2",
             "look at a: an epsilon",
+        ),
+        (
+            {"where": "forward", "operator": "aten.div.Tensor"},
+            "the result of aten.div.Tensor in the model's own forward pass; samples 4, 2",
+            "look at the model's own forward pass (aten.div.Tensor): an epsilon",
         ),
         (
             {"where": "loss", "operator": "aten.log.default", "samples": []},
@@ -319,6 +324,34 @@ def test_a_model_that_does_not_learn(tmp_path: Path, loss: Any, eval_loss: float
         settings={**SETTINGS, **settings},
     )
     assert [one.id for one in result] == (["NUM08"] if found else [])
+
+
+@pytest.mark.parametrize(
+    ("evals", "losses", "severity"),
+    [
+        ((2.0, 2.0, 2.0, 2.0), {}, None),
+        ((2.0, math.nan, math.inf, 2.0), {}, "warning"),
+        ((math.nan,) * 4, {}, "critical"),
+        ((2.0, 2.0, 2.0, math.nan), {}, "warning"),  # after the last step
+        ((2.0, 2.0, 2.0, math.nan), {40: math.nan}, None),
+        ((2.0, math.nan, 2.0, 2.0), {20: math.nan}, "warning"),  # a bad batch was skipped
+        ((2.0, math.nan, 2.0, 2.0), {21: math.nan}, None),  # of the same parameters
+    ],
+)
+def test_evaluations_that_are_no_number(
+    tmp_path: Path, evals: tuple[float, ...], losses: dict[int, float], severity: str | None
+) -> None:
+    def evaluations(rank: int, step: int) -> list[dict[str, Any]]:
+        return [{"kind": "eval", "eval/loss": evals[step // 10 - 1]}] if step % 10 == 0 else []
+
+    steps = [losses.get(step, 2.5) for step in range(1, 41)]
+    found = findings(tmp_path, lambda rank, step: COMPUTE, fields_of=series(loss=steps), extra=evaluations)
+    assert [(one.id, one.severity) for one in found] == ([("NUM09", severity)] if severity else [])
+    bad = [10 * place for place, value in enumerate(evals, start=1) if not math.isfinite(value)]
+    if found:
+        assert found[0].evidence[0] == f"{len(bad)} of 4 evaluations; their steps: {', '.join(map(str, bad))}"
+        assert f"eval loss nan at step {bad[0]}, where the train loss is finite: 2.5" in found[0].evidence[1]
+        assert found[0].advice.startswith("look at the held-out data")
 
 
 def test_a_loss_that_is_no_number_has_a_rank_and_samples(tmp_path: Path) -> None:

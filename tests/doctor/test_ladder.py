@@ -61,6 +61,8 @@ def test_rungs_that_are_the_same_training_are_left_out() -> None:
     assert [rung.skipped for rung in found.values()] == ["", "", "", same, same]
     found = by_code("model.num_layers=2", "model.dim=32", "model.num_heads=2", "model.num_kv_heads=1")
     assert found["RUNG03"].skipped == "the same training as RUNG02"
+    assert found["RUNG01"].on_config  # it is small already: own data is compared with it
+    assert [rung.stands_for for rung in found.values()] == [(), ("RUNG03", "RUNG04", "RUNG05"), (), (), ()]
 
 
 @pytest.mark.parametrize(
@@ -155,12 +157,15 @@ Climb = Callable[..., tuple[list[RungReport], list[str]]]
 @pytest.fixture
 def climbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Climb:
     def run(
-        outcomes: Mapping[str, float | str], findings: Mapping[str, list[CostlyFinding]] | None = None, devices: int = 0
+        outcomes: Mapping[str, float | str],
+        findings: Mapping[str, list[CostlyFinding]] | None = None,
+        devices: int = 0,
+        overrides: Sequence[str] = SHARDED,
     ) -> tuple[list[RungReport], list[str]]:
         trainings = Trainings(outcomes, findings or {})
         monkeypatch.setattr(ladder, "train_child", trainings.train)
         monkeypatch.setattr(ladder, "count_accelerators", lambda: devices)
-        settings = settings_of(f"run.dir={tmp_path}/runs/mine", *SHARDED)
+        settings = settings_of(f"run.dir={tmp_path}/runs/mine", *overrides)
         reports = list(climb(["run.toml"], settings, DEFAULTS, diagnose=trainings.diagnose))
         assert list(tmp_path.iterdir()) == []
         return reports, trainings.started
@@ -226,6 +231,35 @@ def test_costly_findings_make_a_rung_slow(climbed: Climb) -> None:
     assert verdicts(reports) == ["ok", "ok", "slow", "ok", "ok"]
     assert reports[2].check.evidence.endswith("DATA01: training waits for data, costs 40% of the time")
     assert reports[2].check.cure == "more workers"
+
+
+# a pretrained model is not made small: own data and the whole model are one rung
+WHOLE = ("model.pretrained=/m",)
+
+
+def test_a_rung_that_stands_for_the_whole_model_is_judged_as_it(climbed: Climb) -> None:
+    costly = CostlyFinding(id="DATA01", title="training waits for data", cost_frac=0.4, advice="more workers")
+    overrides = (*WHOLE, "launch.num_processes=1")
+    reports, started = climbed({"rung01": 0.1, "rung02": 1.0}, {"rung02": [costly]}, overrides=overrides)
+    assert started == ["rung01", "rung02"]
+    assert verdicts(reports) == ["ok", "slow", "left out", "left out", "left out"]
+    # the first rung is another model: its time says nothing
+    assert reports[1].check.evidence == (
+        "1 s a step of 8 samples; DATA01: training waits for data, costs 40% of the time"
+    )
+
+
+def test_ranks_are_compared_with_the_rung_that_stands_for_the_whole_model(climbed: Climb) -> None:
+    reports, _ = climbed({"rung02": 1.0, "rung04": 6.5, "rung05": 6.5}, overrides=(*WHOLE, *SHARDED))
+    assert verdicts(reports) == ["ok", "ok", "left out", "slow", "ok"]
+    assert "4 s expected from RUNG02" in reports[3].check.evidence
+
+
+def test_a_pretrained_model_that_the_plan_shards_need_not_fit_into_one_process(climbed: Climb) -> None:
+    outcomes = {"rung02": "torch.OutOfMemoryError: CUDA out of memory"}
+    reports, started = climbed(outcomes, overrides=(*WHOLE, *SHARDED))
+    assert verdicts(reports) == ["ok", "left out", "left out", "left out", "ok"]
+    assert started == ["rung01", "rung02", "rung05"]
 
 
 def saved(folder: Path, size: float, took_s: float) -> TrainOutcome:

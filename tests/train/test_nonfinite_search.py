@@ -161,6 +161,29 @@ def test_nan_of_infinite_inputs(pool: Pool, tmp_path: Path) -> None:
     assert "whose inputs hold inf: an attention row with every position masked" in finding.advice
 
 
+class Ratio(nn.Module):
+    """Divides in its own forward pass, outside of all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.is_broken = nn.Linear(4, 1), lambda: False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out = self.last(inputs)[:, 0]
+        return (out - out) / (out - out) if self.is_broken() else out
+
+
+def test_the_forward_pass_of_the_model_itself(tmp_path: Path) -> None:
+    network = Ratio()
+    with tiny.trainer(tmp_path, steps=5, network=network, data=Points(), objective=nn.MSELoss()) as run:
+        network.is_broken = lambda: run.state.step == BAD - 1
+        list(run)
+    (event,) = found(tmp_path, 1)
+    assert (event["where"], event["layer"], event["operator"]) == ("forward", "", "aten.div.Tensor")
+    (finding,) = [one for one in diagnose(read_run(tmp_path)) if one.id == "NUM01"]
+    assert finding.advice.startswith("look at the model's own forward pass (aten.div.Tensor)")
+
+
 @pytest.mark.parametrize("layout", ALL)
 def test_the_search_changes_no_bit(pool: Pool, tmp_path: Path, layout: str) -> None:
     fault = "division" if layout == "alone" else "sample"

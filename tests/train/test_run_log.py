@@ -122,6 +122,12 @@ def events(tmp_path: Path) -> EventLog:
     return EventLog(tmp_path / "events.jsonl", rank=0, run_id="r", attempt=1)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_tensor_with_a_gradient_is_logged_without_a_warning(events: EventLog) -> None:
+    log_value(events, 1, "own/loss", torch.tensor(2.5, requires_grad=True) * 2)
+    assert read_events(events.path).events[0]["own/loss"] == 5.0
+
+
 @pytest.mark.parametrize(
     ("name", "value", "given", "rule", "nearest"),
     [

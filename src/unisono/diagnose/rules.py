@@ -48,6 +48,7 @@ RULES: Final[Sequence[Rule]] = (
     training_rules.dead_layers,
     training_rules.overfitting,
     training_rules.underfitting,
+    training_rules.non_finite_evaluations,
     tap_rules.dead_units,
     tap_rules.update_ratio,
     server_rules.stale_updates,

@@ -37,7 +37,7 @@ from unisono.diagnose.figures import (
     standing_out,
 )
 from unisono.diagnose.finding import Finding
-from unisono.diagnose.monitor_facts import SATURATED_FRAC, HostCause, host_cause
+from unisono.diagnose.monitor_facts import MIN_SAMPLES, SATURATED_FRAC, HostCause, host_cause
 from unisono.diagnose.run_facts import COMPUTE_PHASES, LOADER_STAGES, Floats, RunFacts
 from unisono.diagnose.server_rules import busiest_server
 from unisono.observe.events import MAX_COUNT
@@ -50,6 +50,7 @@ _FEW_FRAC: Final = 0.05  # of the readings
 _MANY_READINGS: Final = 20  # of which a few are no chance
 _SAME_FRAC: Final = 0.1  # two shares that differ by less count as equal
 _LIKE_WORST: Final = 0.5  # of the slowdown of the worst rank, for another rank to be named with it
+_UNSAMPLED_CONFIDENCE: Final = 0.4  # of a slowdown of which the monitor says nothing
 _LEAST_SLOWDOWN: Final = 0.03  # of a step now; less does not matter
 _DISK_BOUND_FRAC: Final = 0.1  # of the time of a host's processors, idle with a request to the disk under way
 _SHOWN_WAIT_FRAC: Final = 0.05
@@ -468,23 +469,31 @@ def own_slowdown(facts: RunFacts) -> Iterator[Finding]:
     rank, since = facts.ranks[worst], int(np.array_split(facts.common_steps(), 5)[-1][0])
     now_samples, usual = rank.monitor.between(since, MAX_COUNT), rank.monitor.between(0, since - 1)
     cause = host_cause(now_samples, [usual], host_busy_frac(facts, rank), "of earlier steps")
+    # a busy host slows all that runs on it, and only samples tell the run's own slowness from that
+    is_sampled = len(now_samples.steps) >= MIN_SAMPLES
     yield Finding(
         id="BAL02",
         title="steps take longer than earlier in the run",
-        severity="critical" if scores[worst] < 0.75 else "warning",
+        severity="critical" if scores[worst] < 0.75 and is_sampled else "warning",
         cost_frac=min(cost, 1.0),
-        confidence=0.8 * float(slow_in[worst]),
+        confidence=(0.8 if is_sampled else _UNSAMPLED_CONFIDENCE) * float(slow_in[worst]),
         ranks=ranks if len(ranks) < len(facts.ranks) else (),
         evidence=(
             f"without waiting, rank {rank.rank}{named_host(rank)} takes {1 / scores[worst]:.2f} times as long for a step as in "
             "the fastest fifth of the run",
             f"that is {cost:.0%} of the time of a step now",
             *cause.evidence,
+            *([] if is_sampled else [_unsampled_text(len(now_samples.steps))]),
         ),
         advice=cause.advice
         or "look at that host: clocks and throttling (unisono top), other processes; and at what grows with the steps: lists, "
         "caches, sequences that become longer",
     )
+
+
+def _unsampled_text(num_samples: int) -> str:
+    have = "there are no samples" if not num_samples else f"there are fewer than {MIN_SAMPLES} samples"
+    return f"the host may be busy with something else: {have} of the monitor (observe.monitor_every_s) of these steps"
 
 
 def garbage_collection(facts: RunFacts) -> Iterator[Finding]:

@@ -76,14 +76,21 @@ def _origin_texts(origins: Sequence[tuple[int, NonfiniteOrigin]]) -> Iterator[st
         yield f"step {step}, {ranks}: first {found[0][1].value}: {place}{text}"
 
 
+# where an operator of no named layer is; the root module has the empty name
+_OUTSIDE_OF_LAYERS: Final = {
+    "forward": "the model's own forward pass",
+    "backward": "the objective and the model's own forward pass",
+}
+
+
 def _advice(origin: NonfiniteOrigin) -> str:
     if origin.where == "input":
-        return f"fix or drop these samples: their {origin.tensor} holds {origin.value} before any layer"
+        return f"fix or drop these samples: batch entry {origin.tensor!r} holds {origin.value} before any layer"
     if origin.where == "parameter":
         return (
             "the weights that the run began with are NaN or infinite: begin with another checkpoint or model.pretrained"
         )
-    layer = origin.layer or "the objective"
+    layer = origin.layer or _OUTSIDE_OF_LAYERS.get(origin.where, "the objective")
     operator = f" ({origin.operator})" if origin.operator else ""
     if origin.input_value == "inf":
         return (
@@ -275,6 +282,34 @@ def overfitting(facts: RunFacts) -> Iterator[Finding]:
         advice="more or augmented data, dropout or weight decay; train.early_stop_patience ends such a run, and --best "
         "takes the best checkpoint",
         patch={"train.early_stop_patience": 3} if patience == 0 else {},
+    )
+
+
+def non_finite_evaluations(facts: RunFacts) -> Iterator[Finding]:
+    """NUM09: evaluations whose loss is NaN or infinite, of a model whose training losses are finite."""
+    training = facts.training
+    if not len(training.steps):
+        return
+    # the step after an evaluation has the same parameters; after the last one there is none
+    after = np.minimum(np.searchsorted(training.steps, training.eval_steps, side="right"), len(training.steps) - 1)
+    is_bad = ~np.isfinite(training.eval_losses) & np.isfinite(training.losses[after])
+    if not is_bad.any():
+        return
+    num_bad, first = int(is_bad.sum()), int(is_bad.argmax())
+    yield Finding(
+        id="NUM09",
+        title="the loss of evaluations is NaN or infinite",
+        severity="critical" if is_bad.all() else "warning",
+        cost_frac=0.0,
+        confidence=0.9,
+        evidence=(
+            f"{num_bad} of {len(is_bad)} evaluations; their steps: {listed(dict.fromkeys(training.eval_steps[is_bad].tolist()))}",
+            f"eval loss {training.eval_losses[first]} at step {training.eval_steps[first]}, where the train loss is finite: "
+            f"{training.losses[after[first]]:.4g} at step {training.steps[after[first]]}",
+        ),
+        advice="look at the held-out data: one sample with NaN, infinite or huge values makes the loss of all NaN; if it is "
+        "sound, look at what model and objective do only in evaluations; such an evaluation is never the best one, and "
+        "train.early_stop_patience counts it as one without gain",
     )
 
 

@@ -12,7 +12,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -64,6 +64,7 @@ class Rung:
         on_config: Whether it is over the configuration.
         ranks: Number of processes.
         skipped: Why it is left out; empty if it is not.
+        stands_for: Codes of later rungs that are left out because they are the same training.
     """
 
     code: str
@@ -72,6 +73,11 @@ class Rung:
     on_config: bool = True
     ranks: int = 1
     skipped: str = ""
+    stands_for: tuple[str, ...] = ()
+
+    def is_one_of(self, *codes: str) -> bool:
+        """Whether it is one of the rungs with these codes, or stands for one."""
+        return not {self.code, *self.stands_for}.isdisjoint(codes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +140,7 @@ def climb(
             check, is_slow = _judged(rung, outcome, step_s, samples, before, diagnose)
             yield RungReport(check=check, verdict="slow" if is_slow else "ok")
             before = (rung, step_s / samples) if step_s is not None else None
-            if rung.code in _WHOLE_MODEL:
+            if rung.is_one_of(*_WHOLE_MODEL):
                 saving = _saving(outcome, step_s, settings, shutil.disk_usage(folder).free)
             shutil.rmtree(run_dir, ignore_errors=True)  # the checkpoints of the whole model are large
         if saving is not None:
@@ -168,15 +174,17 @@ def rungs(settings: Mapping[str, Any], defaults: Mapping[str, Any], corpus: Path
 
 
 def _without_repeats(found: Sequence[Rung], settings: Mapping[str, Any]) -> list[Rung]:
-    """The rungs, those marked that are the same training as an earlier one."""
-    seen: dict[str, str] = {}
+    """The rungs; one that is the same training as an earlier one is left out, and the earlier one stands for it."""
+    seen: dict[str, int] = {}  # places of the rungs that are tried
     result: list[Rung] = []
-    for rung in found:
+    for place, rung in enumerate(found):
         whole = {**(settings if rung.on_config else {}), **rung.changes, "launch.num_processes": rung.ranks}
         text = repr((rung.on_config, sorted(whole.items(), key=lambda item: item[0])))
-        same = seen.setdefault(text, rung.code)
-        if same != rung.code:
-            rung = Rung(code=rung.code, title=rung.title, skipped=f"the same training as {same}")
+        first = seen.setdefault(text, place)
+        if first != place:
+            same = result[first]
+            result[first] = replace(same, stands_for=(*same.stands_for, rung.code))
+            rung = Rung(code=rung.code, title=rung.title, skipped=f"the same training as {same.code}")
         result.append(rung)
     return result
 
@@ -205,8 +213,7 @@ def _plan_of(settings: Mapping[str, Any], defaults: Mapping[str, Any], ranks: in
 def _small_model(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that shrink a built-in model; none where it is pretrained or one's own."""
     model = str(settings["components.model"])
-    is_built_in = model in ("auto", "gpt", "moe", "bert", "mlp") and not settings["model.pretrained"]
-    if not is_built_in:
+    if not _is_built_in(settings):
         return {"components.model": "resnet14"} if model.startswith("resnet") and model[6:].isdigit() else {}
     kind = settings["task.kind"]
     has_heads = model in ("gpt", "moe", "bert") or (
@@ -223,6 +230,12 @@ def _small_model(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in small.items() if value != settings[name]}
 
 
+def _is_built_in(settings: Mapping[str, Any]) -> bool:
+    """Whether the model is a built-in one that can be made small by its sizes."""
+    model = str(settings["components.model"])
+    return model in ("auto", "gpt", "moe", "bert", "mlp") and not settings["model.pretrained"]
+
+
 def _made_up(settings: Mapping[str, Any], defaults: Mapping[str, Any], corpus: Path) -> tuple[dict[str, Any], bool]:
     """Settings of made-up text, and whether they go over the configuration: not where it has another task, or code."""
     text = {"data.corpus": str(corpus), "data.cache_dir": str(corpus.parent / "cache")}
@@ -231,7 +244,7 @@ def _made_up(settings: Mapping[str, Any], defaults: Mapping[str, Any], corpus: P
         for name in settings
         if name.startswith("components.") and name not in ("components.model", "components.init")
     )
-    is_own = has_code or not _small_model(settings)
+    is_own = has_code or not _is_built_in(settings)
     if settings["task.kind"] != "language_model" or is_own:
         return {**text, "data.seq_len": 64}, False
     changed = _defaults(settings, defaults, "data.") | _defaults(settings, defaults, "task.inputs")
@@ -247,7 +260,7 @@ def _made_up(settings: Mapping[str, Any], defaults: Mapping[str, Any], corpus: P
 def _too_large(rung: Rung, outcome: TrainOutcome, settings: Mapping[str, Any]) -> str:
     """Why a rung whose model does not fit into one process is no failure of a plan that shards it; empty otherwise."""
     shards = any(settings[name] != 1 for name in _SHARDING)
-    if rung.code != "RUNG03" or not shards or not any(word in outcome.said for word in _OUT_OF_MEMORY):
+    if not rung.is_one_of("RUNG03") or not shards or not any(word in outcome.said for word in _OUT_OF_MEMORY):
         return ""
     return "one process has not enough memory for the whole model, which the plan shards"
 
@@ -287,7 +300,7 @@ def _judged(
             slow.append(f"{step_s / expected_s:.2g} times as long as expected, the limit is {factor:g}")
             cures.append(_CURES[rung.code])
     # of a model that computes next to nothing all else is a large share
-    if rung.code in _WHOLE_MODEL:
+    if rung.is_one_of(*_WHOLE_MODEL):
         for finding in diagnose(outcome.run_dir):
             if finding.cost_frac >= _COSTLY and finding.cost_frac * step_s > _NOISE_S:
                 slow.append(f"{finding.id}: {finding.title}, costs {finding.cost_frac:.0%} of the time")
@@ -338,8 +351,8 @@ def _saving(
 def _most(rung: Rung, before: Rung) -> float:
     """How many times as long as expected a rung may take; 0 where nothing is expected."""
     if rung.code == "RUNG02":
-        return _SLOW_DATA if before.on_config else 0.0
-    return SLOW if rung.code in ("RUNG04", "RUNG05") and before.code in ("RUNG03", "RUNG04") else 0.0
+        return _SLOW_DATA if before.on_config else 0.0  # else RUNG01 is another model
+    return SLOW if rung.code in ("RUNG04", "RUNG05") and before.is_one_of("RUNG03", "RUNG04") else 0.0
 
 
 def _speedup(rung: Rung, before: Rung) -> float:

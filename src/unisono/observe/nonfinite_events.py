@@ -16,7 +16,7 @@ class NonfiniteOrigin:
     Attributes:
         step: Number of the step, from 1.
         where: ``input``, ``parameter``, ``forward``, ``loss`` or ``backward``.
-        layer: Name of the module; empty outside of all modules.
+        layer: Name of the module; empty for the root module, and outside of all modules.
         operator: The operator that made it; empty where it is not known.
         tensor: Name of the entry of the batch or of the parameter; empty for a result.
         value: ``nan`` or ``inf``.
@@ -37,8 +37,10 @@ class NonfiniteOrigin:
     def place(self) -> str:
         """The place of the tensor, in words."""
         if self.tensor:
-            return f"{self.where} {self.tensor}"
+            return f"batch entry {self.tensor!r}" if self.where == "input" else f"{self.where} {self.tensor}"
         result = f"the result of {self.operator}" if self.operator else "a result"
+        if self.where == "forward" and not self.layer:
+            return f"{result} in the model's own forward pass"  # of the root module, which has no name
         place = f" in {self.layer}" if self.layer else ""
         return f"{result}{place}, {_PHASES.get(self.where, self.where)}"
 

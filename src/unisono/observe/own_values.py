@@ -37,7 +37,9 @@ def log_value(events: EventLog, step: int, name: str, value: Any) -> None:
     """
     _check_name(name, "log")
     try:
-        number = None if isinstance(value, str | bytes) else float(value)
+        # torch warns of the conversion of a tensor that requires a gradient
+        plain = value.detach() if getattr(value, "requires_grad", False) else value
+        number = None if isinstance(value, str | bytes) else float(plain)
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None:

@@ -35,7 +35,7 @@ class NonfiniteTensor:
 
     Attributes:
         where: ``input``, ``parameter``, ``forward``, ``loss`` (the objective) or ``backward``.
-        layer: Name of the innermost module; empty outside of all modules.
+        layer: Name of the innermost module; empty for the root module, and outside of all modules.
         operator: The operator that made it, such as ``aten.div.Tensor``; empty for an input or a parameter.
         tensor: Name of the entry of the batch, or of the parameter; empty for a result.
         value: ``nan`` or ``inf``.
