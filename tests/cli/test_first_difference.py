@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from commands import Desk
 
+from unisono.compare.replay_child import is_of_script
+
 SCRIPT = """
 import sys
 
@@ -46,6 +48,34 @@ with Trainer(
 ) as run:
     run.fit()
 print("not reached by a replay", file=open(RUN_DIR + "/after.txt", "w"))
+"""
+
+CONFIGURATION = """
+import torch
+from torch import nn
+
+from unisono import CheckpointOptions, Components, ObserveOptions, OptimOptions, PlanOptions, RunConfig, TrainOptions
+
+
+def model(run):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(run.optim.eps * 1e6), nn.Linear(8, 3))
+
+
+def data(run):
+    generator = torch.Generator().manual_seed(1)
+    return tuple([(torch.randn(4, generator=generator), n % 3) for n in range(12)] for _ in range(2))
+
+
+def config():
+    return RunConfig(
+        components=Components(model=model, data=data, objective=nn.CrossEntropyLoss()),
+        plan=PlanOptions(global_batch=4, device="cpu"),
+        optim=OptimOptions(eps=1e-8),
+        train=TrainOptions(steps=3),
+        checkpoint=CheckpointOptions(every_steps=1),
+        observe=ObserveOptions(console="off", trackers=(), report=False),
+    )
 """
 
 
@@ -86,6 +116,9 @@ def test_runs_of_a_script(desk: Desk, tmp_path: Path) -> None:
     compared = ["compare", "--first-difference", str(tmp_path / "a"), str(tmp_path / "b")]
     refused = desk.here(*compared)
     assert (refused.code, "--script 'train.py ARGUMENTS'" in refused.err) == (2, True)
+    for wrong in (f"python {script}", f"{sys.executable} {script}", f"{script}x", "'", ""):
+        refused = desk.here(*compared, "--script", wrong)
+        assert (refused.code, "without python before it" in refused.err) == (2, True), refused.err
     done = desk.here(*compared, *commands)
     assert done.code == 1, done.err
     assert "first divergence: step 1, forward" in done.out
@@ -95,6 +128,47 @@ def test_runs_of_a_script(desk: Desk, tmp_path: Path) -> None:
     script.write_text("raise RuntimeError('not the script it was')")
     failed = desk.here(*compared, *commands)
     assert (failed.code, "not the script it was" in failed.err) == (2, True)
+    script.write_text("")
+    failed = desk.here(*compared, *commands)
+    assert (failed.code, "ended without a step of a Trainer" in failed.err) == (2, True)
+
+
+@pytest.mark.full
+def test_runs_of_a_python_configuration(desk: Desk, tmp_path: Path) -> None:
+    """Their folders name the file with the code, so they are replayed from the folder, if that file may run."""
+    file = tmp_path / "mine.py"
+    file.write_text(CONFIGURATION)
+    runs = [str(tmp_path / "a"), str(tmp_path / "b")]
+    for run_dir, eps in zip(runs, ("1e-8", "2e-8"), strict=True):
+        done = desk.here("train", "--debug", str(file), f"--set=run.dir={run_dir}", f"--set=optim.eps={eps}")
+        assert done.code == 0, done.err
+    compared = ["compare", "--first-difference", *runs]
+    for script in (str(file), f"python {file}"):
+        refused = desk.here(*compared, "--script", script)
+        assert (refused.code, "the same without --script" in refused.err) == (2, True), refused.err
+    file.write_text(CONFIGURATION + "# changed since\n")
+    refused = desk.here(*compared)
+    assert refused.code == 2
+    assert f"{file} is a file that you have not run in this form" in refused.err
+    assert "add --trust-python" in refused.err
+    done = desk.here(*compared, "--trust-python")
+    assert done.code == 1, done.err
+    assert "first divergence: step 1, forward" in done.out
+    assert "1 is LeakyReLU(negative_slope=0.01) in A, LeakyReLU(negative_slope=0.02) in B" in done.out
+    assert "does not repeat the run" not in done.out
+
+
+@pytest.mark.parametrize(
+    ("text", "is_script"),
+    [
+        ('[components]\nmodel = "python:Net"\n', True),
+        ('base = "mine.py"\n[components]\nmodel = "python:Net"\n', False),
+        ('[components]\nmodel = ""\n', False),
+    ],
+)
+def test_which_runs_are_of_scripts(tmp_path: Path, text: str, is_script: bool) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    assert is_of_script(tmp_path) == is_script
 
 
 def test_wrong_command_lines(desk: Desk, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from event_streams import write_events
 from unisono.compare import Limit, Row, RunFigures, broken_limits, compare_runs, differences, read_figures
 from unisono.compare.comparison import Comparison
 from unisono.compare.limits import Kind, read_limits
-from unisono.compare.statistics import mean_interval, ratio_interval
+from unisono.compare.statistics import Sample, mean_interval, median_ratio_interval, ratio_interval
 from unisono.compare.table import table
 from unisono.errors import ConfigError, DataError
 
@@ -136,6 +136,38 @@ def test_readings_of_several_steps(tmp_path: Path) -> None:
     assert value(found, "perf/step_s", "ratio") == pytest.approx(1.0, rel=0.02)
 
 
+@pytest.mark.parametrize("every", [1, 4])
+def test_pauses_count_with_what_they_take(tmp_path: Path, every: int) -> None:
+    """Each twentieth step waits 2 s for its data: the median step does not see it, and the run takes twice the time."""
+
+    def waits(rank: int, step: int) -> dict[str, float]:
+        return {"forward": 0.1, **({"data_wait": 2.0} if step % 20 == 10 else {})}
+
+    def rates(rank: int, step: int) -> dict[str, float]:
+        return {"perf/step_s": 0.2, "perf/tokens_per_s": 500.0}
+
+    a = make_run(tmp_path / "a", steps=200, every=every)
+    b = read_figures(write_events(tmp_path / "b", waits, steps=200, every=every, fields_of=rates))
+    found = compare_runs(a, b)
+    steady = 200 - 2 * every  # the first two readings are left out
+    step_s = 0.1 + 10 * 2.0 / steady
+    assert value(found, "perf/step_s", "b") == pytest.approx(step_s)
+    assert value(found, "perf/tokens_per_s", "b") == pytest.approx(100 / step_s)
+    assert value(found, "time/data_wait_s", "b") == pytest.approx(10 * 2.0 / steady)
+    assert value(found, "time/data_wait_frac", "b") == pytest.approx(10 * 2.0 / (steady * step_s))
+    for name, ratio in (("perf/step_s", step_s / 0.105), ("perf/tokens_per_s", 0.1 * 0.105 / step_s)):
+        row = row_of(found, name)
+        assert row.ratio == pytest.approx(ratio, rel=0.01)
+        assert row.interval is not None
+        assert row.interval[0] < ratio < row.interval[1]
+    assert value(found, "perf/step_median_s", "b") == pytest.approx(0.1)
+    limits = [Limit("max-ratio", "perf/step_s", 1.05), Limit("min-ratio", "perf/tokens_per_s", 0.95)]
+    assert [each.limit for each in broken_limits(limits, [found])] == limits
+    lines = list(table([found]))
+    assert not any(line.startswith("perf/step_median_s") for line in lines)
+    assert any(line.startswith("perf/step_median_s") for line in table([found], is_full=True))
+
+
 def test_a_folder_without_events(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no events of a rank"):
         read_figures(tmp_path)
@@ -173,21 +205,50 @@ def test_limits_that_are_none(tmp_path: Path) -> None:
     assert read_limits("max-ratio", ["a=1", "b=1e-3"]) == [Limit("max-ratio", "a", 1.0), Limit("max-ratio", "b", 1e-3)]
 
 
-def test_intervals_hold_their_level() -> None:
-    """Of medians of dependent samples, about 95 % of intervals have the true ratio: counted over many pairs of runs."""
+def evenly(values: Any) -> Sample:
+    return Sample(np.asarray(values, np.float64), np.ones(len(values)))
+
+
+@pytest.mark.parametrize("pause", [0.0, 2.0])
+def test_intervals_hold_their_level(pause: float) -> None:
+    """Of dependent samples, with pauses now and then, about 95 % of intervals have the true ratio: counted over many pairs."""
     random = np.random.default_rng(3)
-    held = 0
+    held = [0, 0]
     for _ in range(100):
         drift = [np.convolve(random.normal(size=140), np.ones(3) / 3, "valid")[:120] for _ in range(2)]
-        interval = ratio_interval(1.0 + 0.05 * drift[0], 1.1 + 0.055 * drift[1])
-        assert interval is not None
-        held += interval[0] <= 1.1 <= interval[1]
-    assert held >= 85
-    assert ratio_interval(np.ones(7), np.ones(100)) is None
+        base, other = (1.0 + 0.05 * each + pause * (random.random(120) < 0.1) for each in drift)
+        for place, interval in enumerate(
+            (ratio_interval(evenly(base), evenly(1.1 * other)), median_ratio_interval(base, 1.1 * other))
+        ):
+            assert interval is not None
+            held[place] += interval[0] <= 1.1 <= interval[1]
+    assert min(held) >= 85
+
+
+def test_intervals_that_are_none_or_exact() -> None:
+    assert ratio_interval(evenly(np.ones(7)), evenly(np.ones(100))) is None
+    assert median_ratio_interval(np.ones(7), np.ones(100)) is None
     assert mean_interval(np.ones(7)) is None
     assert mean_interval(np.full(9, 0.5)) == (0.5, 0.5)
     assert mean_interval(np.array([np.nan, *np.ones(20)])) is None
-    assert ratio_interval(np.zeros(20), np.ones(20)) is None
+    assert ratio_interval(evenly(np.zeros(20)), evenly(np.ones(20))) is None
+    assert median_ratio_interval(np.zeros(20), np.ones(20)) is None
+
+
+def test_intervals_of_many_readings_miss_no_pause() -> None:
+    """The pauses come at equal distances, at which readings may not be left out; weights are those of readings."""
+    values = np.where(np.arange(30_000) % 3 == 0, 4.0, 1.0)
+    interval = ratio_interval(evenly(np.ones(30_000)), evenly(values))
+    assert interval is not None
+    assert interval == pytest.approx((2.0, 2.0), rel=1e-9)
+    sample = Sample(np.array([1.0, 4.0]), np.array([3.0, 1.0]))
+    assert sample.mean() == 7 / 4
+    steps = np.random.default_rng(0).choice([1.0, 3.0], 400)  # the short readings are the slow ones
+    uneven = Sample(np.where(steps == 1.0, 4.0, 1.0), steps)
+    interval = ratio_interval(evenly(np.ones(20)), uneven)
+    assert interval is not None
+    assert interval[0] < (uneven.mean() or 0) < interval[1]
+    assert interval[1] < 2  # the mean without weights is 2.5
 
 
 def test_table_of_three_runs(tmp_path: Path) -> None:

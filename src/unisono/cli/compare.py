@@ -29,7 +29,8 @@ from unisono.cli.termination import sigterm_interrupts
     "scripts",
     multiple=True,
     metavar="'FILE ARGUMENTS'",
-    help="With --first-difference, for runs of Python scripts: the command that made them; twice for one each.",
+    help="With --first-difference, for runs of Python scripts: the command that made them, without python; twice for "
+    "one each.",
 )
 @click.option(
     "--timeout-s",

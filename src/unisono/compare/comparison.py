@@ -10,9 +10,10 @@ import numpy as np
 
 from unisono.compare.differences import Difference, differences
 from unisono.compare.run_figures import RunFigures
-from unisono.compare.statistics import MIN_SAMPLES, mean_interval, ratio_interval
+from unisono.compare.statistics import MIN_SAMPLES, Sample, mean_interval, median_ratio_interval, ratio_interval
 from unisono.observe.history import Floats
 
+STEP_MEDIAN: Final = "perf/step_median_s"
 LOSS_STEPS: Final = 50  # the last steps of both runs over which losses are compared
 
 
@@ -113,7 +114,10 @@ def compare_runs(a: RunFigures, b: RunFigures) -> Comparison:
     rows += [
         row for name in sorted({*a.evaluations, *b.evaluations}) if (row := _evaluation_row(name, a, b)) is not None
     ]
-    rows += [_sample_row(name, a, b) for name in dict.fromkeys([*a.samples, *b.samples])]
+    for name in dict.fromkeys([*a.samples, *b.samples]):
+        rows.append(_sample_row(name, a, b))
+        if name == "perf/step_s":
+            rows.append(_median_row(a, b))
     rows += [
         Row(name=name, a=a.values.get(name), b=b.values.get(name)) for name in dict.fromkeys([*a.values, *b.values])
     ]
@@ -165,10 +169,24 @@ def _evaluation_row(name: str, a: RunFigures, b: RunFigures) -> Row | None:
 
 
 def _sample_row(name: str, a: RunFigures, b: RunFigures) -> Row:
-    mine, its = a.samples.get(name), b.samples.get(name)
+    """The mean over time, in which single long pauses count with what they take."""
+    mine, its = (
+        Sample(run.samples[name], run.weights[name]) if len(run.samples.get(name, ())) else None for run in (a, b)
+    )
     return Row(
         name=name,
-        a=None if mine is None or not len(mine) else float(np.median(mine)),
-        b=None if its is None or not len(its) else float(np.median(its)),
+        a=None if mine is None else mine.mean(),
+        b=None if its is None else its.mean(),
         interval=None if mine is None or its is None else ratio_interval(mine, its),
+    )
+
+
+def _median_row(a: RunFigures, b: RunFigures) -> Row:
+    """The time of a step in the median reading, in which single pauses do not count."""
+    mine, its = (run.samples.get("perf/step_s", np.zeros(0)) for run in (a, b))
+    return Row(
+        name=STEP_MEDIAN,
+        a=float(np.median(mine)) if len(mine) else None,
+        b=float(np.median(its)) if len(its) else None,
+        interval=median_ratio_interval(mine, its),
     )

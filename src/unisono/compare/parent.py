@@ -12,12 +12,13 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.diagnose.figures import has_enough_readings, step_s
+from unisono.diagnose.figures import has_enough_readings, plan_group, step_s
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.rules import diagnose
 from unisono.diagnose.run_facts import RunFacts, read_run
 from unisono.errors import ConfigError, UnisonoError
 from unisono.observe.events import Event, as_mapping, decode_event, event_lines, events_path, open_events
+from unisono.plan.plan import option_of
 from unisono.sanitize import printable
 from unisono.storage.ownership import untrusted_reason
 from unisono.storage.run_folder import CHECKPOINTS_FOLDER, RUN_FILE
@@ -117,9 +118,8 @@ def gain_over_parent(run_dir: Path, facts: RunFacts, findings: Sequence[Finding]
             continue
         try:
             before = read_run(folder)
-            followed = [
-                finding for finding in diagnose(before) if _is_followed(finding, before.settings, facts.settings)
-            ]
+            old, new = _effective_settings(before), _effective_settings(facts)
+            followed = [finding for finding in diagnose(before) if _is_followed(finding, old, new)]
         except UnisonoError:
             continue
         if not followed or not has_enough_readings(before) or not has_enough_readings(facts):
@@ -143,3 +143,14 @@ def _is_followed(finding: Finding, before: Mapping[str, Any], now: Mapping[str, 
     """Whether a run changed what a finding about its parent says."""
     patch = finding.patch
     return bool(patch) and all(now.get(name) == value != before.get(name) for name, value in patch.items())
+
+
+def _effective_settings(facts: RunFacts) -> dict[str, Any]:
+    """The settings of a run by dotted name; those of the plan as the plan has them, as a strategy file may give them."""
+    plan = {
+        f"plan.{option}": value
+        for group in facts.plan
+        for name, value in plan_group(facts, group).items()
+        if (option := option_of(f"{group}.{name}"))
+    }
+    return {**facts.settings, **plan}

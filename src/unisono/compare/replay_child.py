@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from typing import Any, Final
 import msgspec
 
 from unisono.compare.replayable import ReplayableRun
-from unisono.compare.step_record import REPLAY_VARIABLE, ReplayRequest
+from unisono.compare.step_record import REPLAY_VARIABLE, ReplayRequest, read_replays
+from unisono.config.fields import BASE
 from unisono.config.toml_file import read_toml
 from unisono.config.values import CALLABLE
 from unisono.dist.interpreter import module_command
@@ -34,6 +36,7 @@ _QUIET: Final[dict[str, Any]] = {
     "launch.max_restarts": 0,
     "checkpoint.upload_to": "",
 }
+_SCRIPT_FORM: Final = "--script 'train.py ARGUMENTS', the command line that made it, without python"
 
 
 def replay_as_child(
@@ -44,13 +47,14 @@ def replay_as_child(
     Args:
         run: The run.
         request: What to replay.
-        script: Command line of the Python script that made it, without the interpreter; None for a run of ``unisono train``.
+        script: Command line of the Python script that made it, without the interpreter; None for a run of ``unisono train``,
+            whose folder names its Python file where it has one.
         flags: Options of ``unisono train``, such as ``--trust-python``.
         timeout_s: Most seconds that it may take.
 
     Raises:
-        ConfigError: It is the run of a script and ``script`` is None, it had more ranks than this host can start, or the child
-            failed.
+        ConfigError: It is the run of a script and ``script`` is None, or the other way round; ``script`` begins with no file; the
+            run had more ranks than this host can start; or the child failed, or made no step of a ``Trainer``.
     """
     most = _RANKS_PER_CORE * len(os.sched_getaffinity(0))
     if run.world > most:
@@ -64,7 +68,7 @@ def replay_as_child(
     file = folder / "request.json"
     write_atomically(file, msgspec.json.encode(request))
     if script is not None:
-        command = [sys.executable, *shlex.split(script)]
+        command = [sys.executable, *_script_words(script, run.run_dir)]
         if run.world > 1:
             options = ["-n", str(run.world), "--max-restarts", "0", "--dir", str(folder / "launch")]
             command = module_command("unisono", "launch", *options, "--", *command)
@@ -74,7 +78,7 @@ def replay_as_child(
                 given=f"{run.run_dir}, the run of a Python script",
                 rule="its folder holds names of its code and no code",
                 consequence="it was not replayed",
-                nearest="--script 'train.py ARGUMENTS', the command line that made it; twice where the runs have other code",
+                nearest=f"{_SCRIPT_FORM}; twice, for A and then for B, where the runs have other arguments or code",
             )
         settings = {
             **_QUIET,
@@ -92,12 +96,48 @@ def replay_as_child(
             consequence="the first divergence is not known",
             nearest="repair the error above; start in the working folder, with the files and packages, of the run",
         )
+    if script is not None and not read_replays(Path(request.record_dir)):
+        raise ConfigError(
+            given=f"--script {script!r}, which ended without a step of a Trainer",
+            rule="a script is replayed by the Trainer that it makes",
+            consequence="the first divergence is not known",
+            nearest=f"{_SCRIPT_FORM}, with all its arguments",
+        )
+
+
+def _script_words(script: str, run_dir: Path) -> list[str]:
+    """The words of a script's command line, which Python gets as arguments. Raises ConfigError."""
+    file = run_dir / RUN_FILE
+    if file.is_file() and BASE in read_toml(file).values:
+        raise ConfigError(
+            given=f"--script {script!r} for {run_dir}, a run of unisono train",
+            rule=f"its {RUN_FILE} names the Python file with its code, which unisono train reads again",
+            consequence="it was not replayed",
+            nearest="the same without --script",
+        )
+    try:
+        words = shlex.split(script)
+    except ValueError:  # a quotation mark without a second one
+        words = []
+    # "-m package" is a command line of Python too
+    is_python = bool(words) and re.fullmatch(r"python[0-9.]*", os.path.basename(words[0])) is not None
+    if not words or is_python or not (words[0].startswith("-") or os.path.isfile(words[0])):
+        raise ConfigError(
+            given=f"--script {script!r}",
+            rule=f"it begins with the path of the script, from this folder ({os.getcwd()}), without python before it",
+            consequence="it was not replayed",
+            nearest=_SCRIPT_FORM,
+        )
+    return words
 
 
 def is_of_script(run_dir: Path) -> bool:
-    """Whether a run is that of a Python script. Raises ConfigError for a folder without a configuration."""
+    """Whether a Python script with a ``Trainer`` made the run. A run of ``unisono train`` names its Python file as ``base``.
+
+    Raises ConfigError for a folder without a configuration.
+    """
     try:
-        components: Any = read_toml(run_dir / RUN_FILE).values.get("components")
+        values = read_toml(run_dir / RUN_FILE).values
     except OSError:
         raise ConfigError(
             given=f"{run_dir}, which has no {RUN_FILE}",
@@ -105,6 +145,9 @@ def is_of_script(run_dir: Path) -> bool:
             consequence="nothing was replayed",
             nearest="the folder of a run (run.dir), whole",
         ) from None
-    return isinstance(components, dict) and any(
-        isinstance(label, str) and label.startswith(CALLABLE) for label in list(components.values())
+    components: Any = values.get("components")
+    return (
+        BASE not in values
+        and isinstance(components, dict)
+        and any(isinstance(label, str) and label.startswith(CALLABLE) for label in list(components.values()))
     )

@@ -30,7 +30,8 @@ class RunFigures:
     Attributes:
         run_dir: Its folder.
         summary: Facts of rank 0.
-        samples: Figures of single steps after warm-up, the mean over ranks, by name [readings].
+        samples: Figures of a step after warm-up, the mean over ranks, by name [readings].
+        weights: Weight of each of them in the mean over all time: the steps of its reading, of rates their seconds [readings].
         values: Figures of the whole run, by name.
         loss_steps: Number of each step [steps].
         losses: Its training loss [steps].
@@ -43,6 +44,7 @@ class RunFigures:
     run_dir: Path
     summary: RunSummary
     samples: Mapping[str, Floats]
+    weights: Mapping[str, Floats]
     values: Mapping[str, float]
     loss_steps: Counts
     losses: Floats
@@ -91,6 +93,8 @@ def read_figures(run_dir: Path) -> RunFigures:
     if goodput := ledger.result(launch_spans(run_dir)):
         values |= {"goodput/wall_s": goodput.wall_s, "goodput/goodput_frac": goodput.goodput_frac}
         values |= {f"goodput/{name}_s": goodput.seconds[name] for name in CATEGORIES}
+    seconds, rates = times.samples(), _rates(first, times.step_s())
+    weights = dict.fromkeys(seconds, times.num_steps) | dict.fromkeys(rates, times.num_steps * times.step_s())
     losses = first.columns["train/loss"]
     has_losses = len(losses) > 0 and not np.isnan(losses).all()
     evaluations: dict[str, dict[int, float]] = {}
@@ -102,7 +106,8 @@ def read_figures(run_dir: Path) -> RunFigures:
     return RunFigures(
         run_dir=run_dir,
         summary=summary,
-        samples=times.samples() | _rates(first, times.step_s()),
+        samples=seconds | rates,
+        weights=weights,
         values=values,
         loss_steps=first.steps if has_losses else first.steps[:0],
         losses=losses if has_losses else losses[:0],
@@ -117,6 +122,7 @@ class _StepTimes:
     """Seconds of the phases of a step, summed over ranks at the readings that all ranks have."""
 
     def __init__(self) -> None:
+        self.num_steps: Floats = np.zeros(0)  # of each reading, on the first rank [readings]
         self._steps: Counts = np.zeros(0, np.int64)
         self._seconds: Floats = np.zeros((len(_TIMES), 0))  # of a step [times, readings]
         self._wall_s: Floats = np.zeros(0)
@@ -134,11 +140,12 @@ class _StepTimes:
         seconds, window_s = seconds[:, places], window_s[places]
         if not self._num_ranks:
             self._steps, self._seconds, self._wall_s = steps, seconds, window_s
+            self.num_steps = readings.num_steps[places].astype(np.float64)
         else:
             common, mine, its = np.intersect1d(self._steps, steps, assume_unique=True, return_indices=True)
             if not len(common):
                 return
-            self._steps = common
+            self._steps, self.num_steps = common, self.num_steps[mine]
             self._seconds = self._seconds[:, mine] + seconds[:, its]
             self._wall_s = self._wall_s[mine] + window_s[its]
         self._num_ranks += 1
@@ -146,7 +153,7 @@ class _StepTimes:
     def step_s(self) -> Floats:
         """Seconds of a step without evaluations and checkpoints [readings]."""
         pauses = sum((self._seconds[_TIMES.index(name)] for name in _PAUSES), np.zeros(len(self._steps)))
-        return (self._wall_s - pauses) / max(1, self._num_ranks)
+        return np.maximum(self._wall_s - pauses, 1e-12) / max(1, self._num_ranks)
 
     def samples(self) -> dict[str, Floats]:
         """The step and its phases; evaluations and checkpoints are in few steps, their share tells more."""
@@ -160,19 +167,20 @@ class _StepTimes:
 
     def shares(self) -> dict[str, float]:
         """Share of each phase in the time of all readings."""
-        total_s = self._wall_s.sum()
-        shares = zip(_TIMES, self._seconds.sum(axis=1), strict=True)
+        total_s = self._wall_s @ self.num_steps
+        shares = zip(_TIMES, self._seconds @ self.num_steps, strict=True)
         return {f"time/{name}_frac": float(each / total_s) for name, each in shares if each > 0} if total_s > 0 else {}
 
 
 def _rates(history: RankHistory, step_s: Floats) -> dict[str, Floats]:
-    """Rates of each step: the run writes means over many steps, which with a step's time tell what one step has done."""
-    seconds, found = history.columns["perf/step_s"], dict[str, Floats]()
+    """Rates of the readings: the run writes means over many steps, which with their time tell what one step has done."""
+    readings, found = steady_readings(history), dict[str, Floats]()
+    seconds = history.columns["perf/step_s"][readings.rows]
     for name in _RATES:
-        work = history.columns[name] * seconds
-        work = work[np.isfinite(work)]
-        if len(work) and len(step_s):
-            found[name] = np.median(work) / np.maximum(step_s, 1e-12)
+        work = history.columns[name][readings.rows] * seconds
+        known = np.isfinite(work)
+        if known.any() and len(step_s):
+            found[name] = np.average(work[known], weights=readings.num_steps[known]) / step_s
     return found
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from unisono.compare.comparison import Comparison, Row
+from unisono.compare.comparison import STEP_MEDIAN, Comparison, Row
 from unisono.compare.differences import Difference
 from unisono.compare.run_figures import RunFigures
 from unisono.observe.formatting import percent, run_verdict
@@ -57,6 +57,8 @@ def _is_shown(name: str, runs: Sequence[RunFigures]) -> bool:
         return name in ("time/ckpt_stall_frac", "time/eval_frac") and any(
             run.values.get(name, 0) >= _SMALL for run in runs
         )
+    if name == STEP_MEDIAN:
+        return False
     if name.startswith("goodput/"):
         return name in ("goodput/wall_s", "goodput/goodput_frac")
     if name in ("train/skipped_steps", "run/ranks"):
