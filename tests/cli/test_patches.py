@@ -227,10 +227,10 @@ def test_fewer_saves_remove_the_stall(desk: Desk, tmp_path: Path, monkeypatch: p
 HUNGRY = """
 from functools import partial
 
-from unisono.observe.monitor import peak_rss_bytes
+from unisono.observe.host_memory import PeakMemory
 from unisono.train import assembly
 
-limit = peak_rss_bytes() + 500_000_000
+limit = PeakMemory().read() + 500_000_000
 assembly.host_memory_limit_bytes = lambda: limit
 
 

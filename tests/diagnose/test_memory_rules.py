@@ -88,6 +88,72 @@ def test_memory_that_is_nearly_full(tmp_path: Path, peak: int, severity: str) ->
     assert f"{peak} of 100 GiB" in finding.evidence[0]
 
 
+@pytest.mark.parametrize(
+    ("hosts", "device", "gib", "ranks", "severity"),
+    [
+        (["n1"] * 4, "cpu", [3.9] * 4, (), "critical"),
+        (["n1"] * 4, "cpu", [3.7] * 4, (), "warning"),
+        (["n1"] * 4, "cpu", [3.5] * 4, (), None),
+        (["n1", "n2", "n1", "n2"], "cpu", [7.5, 3.9, 7.5, 3.9], (0, 2), "warning"),
+        (["n1", "n2", "n3", "n4"], "cpu", [3.9] * 4, (), None),
+        (["n1"] * 4, "cuda:0", [3.9] * 4, (), None),
+        (["n1"] * 4, "cuda:0", [3.9, 15.6, 3.9, 3.9], (1,), "critical"),
+    ],
+)
+def test_ranks_on_the_cpu_share_the_memory_of_their_host(
+    tmp_path: Path, hosts: list[str], device: str, gib: list[float], ranks: tuple[int, ...], severity: str | None
+) -> None:
+    found = findings(
+        tmp_path,
+        lambda rank, step: COMPUTE,
+        ranks=4,
+        start_of=lambda rank: {"host": hosts[rank], "device": device},
+        fields_of=lambda rank, step: {"mem/peak_bytes": gib[rank] * GIB, "mem/limit_bytes": 16 * GIB},
+    )
+    assert [(one.id, one.severity, one.ranks) for one in found] == ([("MEM01", severity, ranks)] if severity else [])
+
+
+def test_the_memory_of_a_host_names_the_rank_that_uses_most(tmp_path: Path) -> None:
+    finding = only(
+        tmp_path,
+        lambda rank, step: COMPUTE,
+        start={"host": "n1", "device": "cpu"},
+        fields_of=lambda rank, step: {"mem/peak_bytes": (4 + 8 * rank) * GIB, "mem/limit_bytes": 16 * GIB},
+    )
+    assert finding.evidence == (
+        "ranks 0, 1 (host n1) have together used 16 of 16 GiB (100%)",
+        "rank 1 has used most of it, 12 GiB",
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "mib", "ranks", "severity", "first"),
+    [
+        # of 32 GiB 1 % in 1,000 steps is 0.33 MiB a step
+        ("cpu", [0.2, 0.2, 0.2, 0.0], (0, 1, 2), "warning", "ranks 0, 1, 2 (host n1) grow together by 0.6 MiB a step"),
+        ("cpu", [0.5] * 4, (), "critical", "ranks 0, 1, 2, 3 (host n1) grow together by 2 MiB a step"),
+        ("cpu", [0.01, 2.0, 0.0, 0.0], (1,), "critical", "rank 1 grows by 2 MiB a step"),
+        ("cuda:0", [0.2, 0.2, 0.2, 0.0], (), None, ""),
+    ],
+)
+def test_memory_of_a_host_that_grows(
+    tmp_path: Path, device: str, mib: list[float], ranks: tuple[int, ...], severity: str | None, first: str
+) -> None:
+    found = findings(
+        tmp_path,
+        lambda rank, step: COMPUTE,
+        ranks=4,
+        steps=300,
+        start={"host": "n1", "device": device},
+        fields_of=lambda rank, step: {"mem/now_bytes": GIB + mib[rank] * 2**20 * step, "mem/limit_bytes": 32 * GIB},
+    )
+    assert [(one.id, one.severity, one.ranks) for one in found] == ([("MEM03", severity, ranks)] if severity else [])
+    if severity:
+        assert found[0].evidence[0].startswith(first)
+        left_steps = (28 * 1024 - sum(mib) * 300) / sum(mib)
+        assert found[0].evidence[1] == f"the 32 GiB of 4 ranks would be full after {left_steps:,.0f} more steps"
+
+
 def test_a_smaller_micro_batch_divides_the_global_batch(tmp_path: Path) -> None:
     plan = {"sync": {"kind": "local"}, "batch": {"micro_batch": 9}}
     memory = {"mem/peak_bytes": 95 << 30, "mem/limit_bytes": 100 << 30}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,42 @@ def test_a_larger_micro_batch_where_memory_allows_it() -> None:
     assert found(profile(launch=launch, memory=room), batch=batch | {"accumulation": 1})["LAUNCH01"].patch == {}
 
 
+def with_ranks(
+    folder: Path, *profiles: RankProfile, gib: float, device: str = "cpu", **plan: Any
+) -> dict[str, Finding]:
+    """Findings of a run with two ranks on one host, which have used ``gib`` of 16 GiB each, and these profiles."""
+    memory = {"mem/peak_bytes": gib * 2**30, "mem/limit_bytes": 2**34}
+    start = {"host": "n1", "device": device}
+    run = write_events(folder, lambda rank, step: {"forward": 0.1}, start=start, fields=memory)
+    facts = replace(read_run(run), profiles=profiles, plan={"sync": {"kind": "dist_sync"}, **plan})
+    return {finding.id: finding for finding in diagnose(facts)}
+
+
+@pytest.mark.parametrize(
+    ("gib", "device", "micro_batch"),
+    [
+        (1.0, "cpu", 16),
+        (6.0, "cpu", 8),  # 12 GiB, and 1 GiB for each micro-batch more: 85 % are 13.6 GiB
+        (6.5, "cpu", 0),
+        (7.8, "cpu", 0),
+        (7.8, "cuda:0", 16),
+        (15.6, "cuda:0", 0),
+    ],
+)
+def test_the_memory_of_the_run_limits_a_larger_micro_batch(
+    tmp_path: Path, gib: float, device: str, micro_batch: int
+) -> None:
+    launch = LaunchTime(compute_s=0.9, work_s=0.3, num_operators=5_000, num_kernels=0, num_short=4_000)
+    memory = MemoryProfile(peak_bytes=2**30, limit_bytes=2**34, at_peak={"activations": 2**29})
+    seen = [profile(rank, launch=launch, memory=memory) for rank in (0, 1)]
+    batch = {"micro_batch": 4, "accumulation": 8}
+    finding = with_ranks(tmp_path / "both", *seen, gib=gib, device=device, batch=batch)["LAUNCH01"]
+    assert finding.patch == ({"plan.micro_batch": micro_batch} if micro_batch else {})
+    if device != "cpu":  # one profile does not tell how the other rank's memory grows
+        finding = with_ranks(tmp_path / "one", seen[0], gib=gib, device=device, batch=batch)["LAUNCH01"]
+        assert finding.patch == {}
+
+
 @pytest.mark.parametrize(("calls", "severity"), [(20, None), (21, "warning"), (200, "warning"), (201, "critical")])
 def test_reads_from_tensors(calls: int, severity: str | None) -> None:
     points = (
@@ -184,6 +221,18 @@ def test_less_recompute_as_memory_allows(blocks: int | None, mode: str, patch: d
 def test_recompute_in_full_memory_and_in_unknown_memory_is_none() -> None:
     assert found(profile(**RECOMPUTES | {"memory": MemoryProfile(peak_bytes=760, limit_bytes=1000)})) == {}
     assert found(profile(**RECOMPUTES | {"memory": MemoryProfile(peak_bytes=760)})) == {}
+
+
+@pytest.mark.parametrize(
+    ("gib", "device", "used"),
+    [(5.0, "cpu", "62%"), (6.2, "cpu", None), (6.2, "cuda:0", "39%"), (12.2, "cuda:0", None), (1.0, "cpu", "25%")],
+)
+def test_recompute_where_ranks_share_their_memory(tmp_path: Path, gib: float, device: str, used: str | None) -> None:
+    """Tensors of 2 GiB on each rank."""
+    memory = MemoryProfile(peak_bytes=2**31, limit_bytes=2**34, at_peak={"activations": 2**30})
+    seen = [profile(rank, recompute_s=0.2, memory=memory) for rank in (0, 1)]
+    finding = with_ranks(tmp_path, *seen, gib=gib, device=device).get("RECOMP01")
+    assert (None if finding is None else finding.evidence[1]) == (used and f"{used} of the memory is in use")
 
 
 def test_compilations_after_the_first_steps() -> None:

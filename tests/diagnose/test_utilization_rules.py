@@ -128,3 +128,17 @@ def test_ranks_of_a_host_share_its_memory(tmp_path: Path) -> None:
     # twice 25 + 4 · 4 GiB
     assert finding.patch == {"plan.micro_batch": 16}
     assert finding.evidence[1].endswith("it would be 82%")
+
+
+def test_ranks_of_other_hosts_have_memory_of_their_own(tmp_path: Path) -> None:
+    plan = {"sync": {"kind": "dist_sync"}, **BATCH}
+    memory = {name.replace("_", "/", 1): value for name, value in {**LOW, "mem_peak_bytes": 35.0 * GIB}.items()}
+    run = write_events(
+        tmp_path,
+        lambda rank, step: COMPUTE,
+        fields=memory,
+        plan=plan,
+        start_of=lambda rank: {**HELD, "device": "cpu", "host": f"n{rank}"},
+    )
+    finding = next(one for one in diagnose(read_run(run)) if one.id == "MEM04")
+    assert finding.evidence[0] == "35% of the memory is in use"

@@ -147,10 +147,10 @@ PEAK = """
 import sys
 from pathlib import Path
 from unisono.diagnose import diagnose, read_trace_facts
-from unisono.observe.monitor import peak_rss_bytes  # that of rusage has the parent's before exec
+from unisono.observe.host_memory import PeakMemory
 facts = read_trace_facts(Path(sys.argv[1]))
 diagnose(facts)
-print(facts.profiles[0].num_events, peak_rss_bytes() >> 20)
+print(facts.profiles[0].num_events, PeakMemory().read() >> 20)
 """
 
 

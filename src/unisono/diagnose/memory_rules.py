@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 
-from unisono.diagnose.figures import (
-    MAX_SAMPLES,
-    plan_group,
-)
+from unisono.diagnose.figures import MAX_SAMPLES, named_host, named_ranks, plan_group
 from unisono.diagnose.finding import Finding
+from unisono.diagnose.memory_pools import MemoryPool, memory_pools
 from unisono.diagnose.run_facts import RankFacts, RunFacts
 
 _LINE_FRAC: Final = 0.1  # of the growth, for a line to be named
+_RANK_FRAC: Final = 0.25  # of the growth of the rank that grows most, for a rank to be named
 _CREEP_STEPS: Final = 200  # over fewer, caches that fill look like memory that grows
 
 
 def near_out_of_memory(facts: RunFacts) -> Iterator[Finding]:
-    """MEM01: the largest memory in use is near the limit."""
-    used = {rank.rank: rank.peak_bytes / rank.limit_bytes for rank in facts.ranks if rank.limit_bytes > 0}
-    retried = {rank.rank for rank in facts.ranks if rank.num_alloc_retries}
-    near = {rank: share for rank, share in used.items() if share >= 0.90 or rank in retried}
+    """MEM01: the largest memory in use, of all ranks that share it, is near the limit."""
+    pools = [pool for pool in memory_pools(facts.ranks) if pool.limit_bytes > 0]
+    near = [pool for pool in pools if pool.used_frac >= 0.90 or _num_retries(pool)]
     if not near:
         return
-    worst = max(near, key=lambda rank: (rank in retried, near[rank]))
-    peak = next(rank for rank in facts.ranks if rank.rank == worst)
+    worst = max(near, key=lambda pool: (_num_retries(pool) > 0, pool.used_frac))
+    ranks = sorted(rank.rank for pool in near for rank in pool.ranks)
+    num_retries = _num_retries(worst)
+    largest = max(worst.ranks, key=lambda rank: rank.peak_bytes)
     micro_batch = plan_group(facts, "batch").get("micro_batch")
     patch: dict[str, Any] = {}
     if isinstance(micro_batch, int) and 1 < micro_batch < MAX_SAMPLES:
@@ -36,22 +36,33 @@ def near_out_of_memory(facts: RunFacts) -> Iterator[Finding]:
     yield Finding(
         id="MEM01",
         title="memory is nearly full",
-        severity="critical" if near[worst] >= 0.96 or worst in retried else "warning",
+        severity="critical" if worst.used_frac >= 0.96 or num_retries else "warning",
         cost_frac=0.0,
         confidence=0.9,
-        ranks=tuple(sorted(near)) if len(near) < len(facts.ranks) else (),
+        ranks=tuple(ranks) if len(ranks) < len(facts.ranks) else (),
         evidence=(
-            f"rank {worst} has used {peak.peak_bytes / 2**30:.3g} of {peak.limit_bytes / 2**30:.3g} GiB ({near[worst]:.0%})",
+            f"{_named(worst.ranks)} {'has' if len(worst.ranks) == 1 else 'have together'} used "
+            f"{worst.peak_bytes / 2**30:.3g} of {worst.limit_bytes / 2**30:.3g} GiB ({worst.used_frac:.0%})",
             *(
-                [f"{peak.num_alloc_retries} allocations found no free memory at first"]
-                if peak.num_alloc_retries
+                [f"rank {largest.rank} has used most of it, {largest.peak_bytes / 2**30:.3g} GiB"]
+                if len(worst.ranks) > 1
                 else []
             ),
+            *([f"{num_retries} allocations found no free memory at first"] if num_retries else []),
         ),
         advice="a smaller micro-batch (the global batch and its gradients stay the same), plan.recompute, or dp_shard over more "
         "ranks",
         patch=patch,
     )
+
+
+def _num_retries(pool: MemoryPool) -> int:
+    return sum(rank.num_alloc_retries for rank in pool.ranks)
+
+
+def _named(ranks: Sequence[RankFacts]) -> str:
+    """Ranks that share a memory in words; of several also their host."""
+    return named_ranks([rank.rank for rank in ranks]) + (named_host(ranks[0]) if len(ranks) > 1 else "")
 
 
 def fragmentation(facts: RunFacts) -> Iterator[Finding]:
@@ -88,32 +99,50 @@ def fragmentation(facts: RunFacts) -> Iterator[Finding]:
 
 def memory_creep(facts: RunFacts) -> Iterator[Finding]:
     """MEM03: the memory in use grows all the time."""
-    growth = {rank.rank: _growth(rank) for rank in facts.ranks if rank.limit_bytes > 0}
-    growing = {
-        rank.rank: growth[rank.rank]
-        for rank in facts.ranks
-        if rank.limit_bytes > 0 and 1000 * growth[rank.rank] >= 0.01 * rank.limit_bytes
-    }
+    growth = {rank.rank: _growth(rank) for rank in facts.ranks}
+
+    def growth_of(pool: MemoryPool) -> float:
+        return sum(growth[rank.rank] for rank in pool.ranks)
+
+    growing = [
+        pool
+        for pool in memory_pools(facts.ranks)
+        if pool.limit_bytes > 0 and 1000 * growth_of(pool) >= 0.01 * pool.limit_bytes
+    ]
     if not growing:
         return
-    worst = max(facts.ranks, key=lambda rank: growing.get(rank.rank, 0.0) / max(rank.limit_bytes, 1.0))
-    per_step = growing[worst.rank]
-    left_steps = max(0.0, worst.limit_bytes - worst.memory_bytes[-1]) / per_step
+    named = {pool.ranks[0].rank: _growing_most(pool, growth) for pool in growing}
+    worst = max(growing, key=lambda pool: growth_of(pool) / pool.limit_bytes)
+    per_step = growth_of(worst)
+    in_use = sum(float(rank.memory_bytes[-1]) for rank in worst.ranks if len(rank.memory_bytes))
+    left_steps = max(0.0, worst.limit_bytes - in_use) / per_step
+    of_worst = named[worst.ranks[0].rank]
+    most = max(of_worst, key=lambda rank: growth[rank.rank])
+    ranks = sorted(rank.rank for some in named.values() for rank in some)
+    shown, verb = (growth[most.rank], "grows") if len(of_worst) == 1 else (per_step, "grow together")
     yield Finding(
         id="MEM03",
         title="memory grows with every step",
         severity="critical" if 1000 * per_step >= 0.05 * worst.limit_bytes else "warning",
         cost_frac=0.0,
         confidence=0.8,
-        ranks=tuple(sorted(growing)) if len(growing) < len(facts.ranks) else (),
+        ranks=tuple(ranks) if len(ranks) < len(facts.ranks) else (),
         evidence=(
-            f"rank {worst.rank} grows by {per_step / 2**20:.3g} MiB a step, steadily over {_span(worst)} steps",
-            f"its {worst.limit_bytes / 2**30:.3g} GiB would be full after {left_steps:,.0f} more steps",
-            *_growing_lines(facts, worst.rank, per_step),
+            f"{_named(of_worst)} {verb} by {shown / 2**20:.3g} MiB a step, steadily over {_span(most)} steps",
+            f"{'its' if len(worst.ranks) == 1 else 'the'} {worst.limit_bytes / 2**30:.3g} GiB"
+            + (f" of {len(worst.ranks)} ranks" if len(worst.ranks) > 1 else "")
+            + f" would be full after {left_steps:,.0f} more steps",
+            *_growing_lines(facts, most.rank, growth[most.rank]),
         ),
         advice="look for what is kept from step to step: a list of losses or outputs with their graphs (keep .item() or "
         ".detach()), and caches in transforms, data sets and callbacks",
     )
+
+
+def _growing_most(pool: MemoryPool, growth: Mapping[int, float]) -> list[RankFacts]:
+    """The ranks whose memory grows, by rank in ``growth``, without those that add little."""
+    most = max(growth[rank.rank] for rank in pool.ranks)
+    return [rank for rank in pool.ranks if growth[rank.rank] >= _RANK_FRAC * most]
 
 
 def _growing_lines(facts: RunFacts, rank: int, per_step: float) -> Iterator[str]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from unisono.diagnose.figures import larger_micro_batches, lower_median, plan_group, severity_of
 from unisono.diagnose.finding import Finding
+from unisono.diagnose.memory_pools import memory_pools
 from unisono.diagnose.run_facts import RunFacts
 from unisono.profile.rank_profile import Overlap, RankProfile, SyncPoint
 
@@ -158,12 +159,13 @@ def _fewer_calls(
     Calls become fewer by its factor, and the work stays: the smallest factor that leaves no warning, else the largest.
     """
 
-    def fits(factor: int) -> bool:
-        memory = [profile.memory for profile in profiles]
-        grown = [m.peak_bytes + (factor - 1) * m.at_peak.get("activations", 0) for m in memory]
-        return all(0 < size <= 0.85 * m.limit_bytes for size, m in zip(grown, memory, strict=True))
+    pools = memory_pools(facts.ranks, profiles)
 
-    factors = larger_micro_batches(facts, fits)
+    def fits(factor: int) -> bool:
+        return all(pool.peak_bytes + (factor - 1) * pool.activation_bytes <= 0.85 * pool.limit_bytes for pool in pools)
+
+    is_known = all(pool.profiles for pool in pools) and all(profile.memory.peak_bytes > 0 for profile in profiles)
+    factors = larger_micro_batches(facts, fits) if is_known else ()
     if not factors:
         return {}, 0.0
     factor = next((f for f in factors if cost / f / (1 - cost + cost / f) < 0.75 * warning), factors[-1])
@@ -255,10 +257,9 @@ def wasted_recompute(facts: RunFacts) -> Iterator[Finding]:
 
 
 def _used_memory(facts: RunFacts, profiles: Sequence[RankProfile]) -> float | None:
-    """Largest share of the memory in use on any rank; None where no limit is known."""
-    shares = [rank.peak_bytes / rank.limit_bytes for rank in facts.ranks if rank.limit_bytes > 0]
-    shares += [p.memory.peak_bytes / p.memory.limit_bytes for p in profiles if p.memory.limit_bytes > 0]
-    return max(shares, default=None)
+    """Largest share of a memory in use by the ranks that share it; None where no limit is known."""
+    pools = memory_pools(facts.ranks, profiles)
+    return max((pool.used_frac for pool in pools if pool.limit_bytes > 0), default=None)
 
 
 def _memory_without_recompute(facts: RunFacts, profiles: Sequence[RankProfile]) -> float | None:
@@ -268,10 +269,14 @@ def _memory_without_recompute(facts: RunFacts, profiles: Sequence[RankProfile]) 
     """
     blocks = facts.settings.get("model.num_layers")
     used = _used_memory(facts, profiles)
-    memory = [p.memory for p in profiles if p.memory.limit_bytes > 0 and "activations" in p.memory.at_peak]
-    if not isinstance(blocks, int) or not 0 < blocks < 10_000 or used is None or not memory:
+    pools = [
+        pool
+        for pool in memory_pools(facts.ranks, profiles)
+        if pool.limit_bytes > 0 and any("activations" in profile.memory.at_peak for profile in pool.profiles)
+    ]
+    if not isinstance(blocks, int) or not 0 < blocks < 10_000 or used is None or not pools:
         return None
-    return used + max((blocks - 1) * m.at_peak["activations"] / m.limit_bytes for m in memory)
+    return used + max((blocks - 1) * pool.activation_bytes / pool.limit_bytes for pool in pools)
 
 
 def recompiles(facts: RunFacts) -> Iterator[Finding]:

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from unisono.diagnose.figures import has_enough_readings, larger_micro_batches, milliseconds, plan_group
 from unisono.diagnose.finding import Finding
-from unisono.diagnose.run_facts import RankFacts, RunFacts
+from unisono.diagnose.memory_pools import MemoryPool, memory_pools
+from unisono.diagnose.run_facts import RunFacts
 
 # what a well-tuned transformer reaches; norms, optimizer and element-wise operators take the rest of the time
 _OF_CEILING: Final = 0.7  # of a measured product
@@ -54,17 +55,15 @@ def low_use(facts: RunFacts, others: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def _room_left(facts: RunFacts) -> Iterator[Finding]:
-    limited = [rank for rank in facts.ranks if rank.limit_bytes > 0 and rank.peak_bytes > 0]
+    limited = [pool for pool in memory_pools(facts.ranks) if pool.limit_bytes > 0 and pool.peak_bytes > 0]
     if not limited:
         return
-    # ranks on CPUs may share the memory of one host
-    shared = sum(rank.peak_bytes for rank in limited) if limited[0].device == "cpu" else 0.0
-    used = max(max(rank.peak_bytes, shared) / rank.limit_bytes for rank in limited)
+    used = max(pool.used_frac for pool in limited)
     if used >= _LITTLE_MEMORY:
         return
 
     def share_of(factor: int) -> float:
-        return max(_peak_bytes(rank, factor, limited) / rank.limit_bytes for rank in limited)
+        return max(_peak_bytes(pool, factor) / pool.limit_bytes for pool in limited)
 
     factor = max(larger_micro_batches(facts, lambda factor: share_of(factor) <= _FULL_MEMORY), default=1)
     patch: dict[str, Any] = {}
@@ -93,14 +92,13 @@ def _room_left(facts: RunFacts) -> Iterator[Finding]:
     )
 
 
-def _peak_bytes(rank: RankFacts, factor: int, ranks: Sequence[RankFacts]) -> float:
-    """Bytes in use with micro-batches ``factor`` times as large: what the plan has the rank hold stays, all else grows with them.
+def _peak_bytes(pool: MemoryPool, factor: int) -> float:
+    """Bytes in use with micro-batches ``factor`` times as large: what the plan has ranks hold stays, all else grows with them.
 
     That is an upper bound, as the interpreter and libraries do not grow.
     """
-    together = ranks if rank.device == "cpu" else (rank,)
-    held = [sum(each.held_bytes.values()) for each in together]
+    held = [sum(rank.held_bytes.values()) for rank in pool.ranks]
     return sum(
-        held_bytes + factor * max(0.0, each.peak_bytes - held_bytes)
-        for each, held_bytes in zip(together, held, strict=True)
+        held_bytes + factor * max(0.0, rank.peak_bytes - held_bytes)
+        for rank, held_bytes in zip(pool.ranks, held, strict=True)
     )

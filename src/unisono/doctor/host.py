@@ -13,7 +13,7 @@ import psutil
 
 from unisono.doctor.check import Check, judged
 from unisono.launch.resources import allowed_cores, cpu_quota
-from unisono.observe.monitor import host_memory_limit_bytes
+from unisono.observe.host_memory import host_memory_limit_bytes
 
 _GIB: Final = 2**30
 _MIN_SHARED_BYTES: Final = _GIB

@@ -24,7 +24,7 @@ from unisono.doctor.storage import nearest_folder
 from unisono.doctor.versions import driver_version
 from unisono.launch.resources import cpu_quota
 from unisono.measure.links import clock_offsets
-from unisono.observe.monitor import host_memory_limit_bytes
+from unisono.observe.host_memory import host_memory_limit_bytes
 from unisono.sanitize import is_secret, shorten
 from unisono.storage.files import file_digest, open_new, os_reason
 from unisono.storage.run_folder import RUN_FILE

@@ -95,7 +95,7 @@ METRIC_NAMES: Final[tuple[MetricName, ...]] = (
         ("time/loader_transform_s", "s", "their time in transforms"),
         ("time/loader_collate_s", "s", "their time in making batches of samples"),
         ("mem/now_bytes", "bytes", "memory in use on the device; on a CPU, anonymous memory of the process"),
-        ("mem/peak_bytes", "bytes", "largest memory in use so far; on a CPU, of the process"),
+        ("mem/peak_bytes", "bytes", "largest memory in use so far; on a CPU, of the process without pages of files"),
         ("mem/peak_reserved_bytes", "bytes", "most that the allocator of an accelerator has held"),
         ("mem/alloc_retries", "allocations", "those that succeeded after the allocator gave back its free blocks"),
         ("mem/limit_bytes", "bytes", "memory of the device; on a CPU, what the host or the container allows"),

@@ -26,8 +26,8 @@ from unisono.errors import ConfigError
 from unisono.kvstore import GradientSync, KVStore
 from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EVENT_SCHEMA, EventLog
+from unisono.observe.host_memory import host_memory_limit_bytes
 from unisono.observe.meters import GarbageTimer, RateMeter, StepTimers
-from unisono.observe.monitor import host_memory_limit_bytes
 from unisono.observe.options import ObserveOptions, parse_tap
 from unisono.optim import ScheduleOptions
 from unisono.optim.run_optimizer import check_frozen_until

@@ -18,8 +18,8 @@ from unisono.errors import NumericsError
 from unisono.measure.ceiling import PeakFlops
 from unisono.measure.flops import utilization
 from unisono.observe.events import EventLog
+from unisono.observe.host_memory import PeakMemory, anonymous_memory_bytes
 from unisono.observe.meters import GarbageTimer, RateMeter, StepTimers
-from unisono.observe.monitor import anonymous_memory_bytes, peak_rss_bytes
 from unisono.parallel.sharding import ShardedParameters
 from unisono.train.comm_stats import CommStats
 from unisono.train.histograms import histograms
@@ -60,6 +60,7 @@ class MetricsReader:
     loading: StageTimes = field(default_factory=StageTimes)  # work on the batches of the steps since the last reading
     _pending: list[Step] = field(default_factory=list[Step])
     _skips_in_a_row: int = 0
+    _peak_memory: PeakMemory = field(default_factory=PeakMemory)  # of a run on the CPU
     _last: tuple[Step, list[float]] | None = None  # the last step that was read, and its statistics
 
     def add(self, step: Step) -> None:
@@ -191,7 +192,7 @@ class MetricsReader:
         memory = adapter.memory(index)
         if memory is None:
             fields["mem/now_bytes"] = anonymous_memory_bytes()
-            fields["mem/peak_bytes"] = peak_rss_bytes()
+            fields["mem/peak_bytes"] = self._peak_memory.read()
             fields["mem/limit_bytes"] = self.memory_limit_bytes
         else:
             fields["mem/now_bytes"] = memory.now_bytes

@@ -1,8 +1,7 @@
-"""Memory of the host: this process's peak, and the limit of its cgroup."""
+"""Memory of the host: what this process uses of it and has used at most, and the limit of its cgroup."""
 
 from __future__ import annotations
 
-import contextlib
 import resource
 import sys
 from collections.abc import Iterator
@@ -14,13 +13,40 @@ import psutil
 _NO_LIMIT_BYTES: Final = 1 << 60  # cgroup v1 writes "no limit" as the largest page-aligned number
 
 
-def peak_rss_bytes() -> int:
-    """Peak resident set size of this process, in bytes."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    # other systems; on Linux this value would include the parent's memory before exec
+class PeakMemory:
+    """Most memory that this process has used, without pages of files, which leave memory when others need it.
+
+    An estimate. The kernel knows the peak of all resident pages, and how many are of files now. As long as mapped files are only
+    read on, at most as many were of files at the time of the peak, so the difference is a lower bound. It is too high where the
+    pages of files went away between the peak and the next reading; a later reading at which the peak is the same changes nothing.
+    Shared memory counts, in each process that maps it. So does everything where the system does not tell the pages of files.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._resident_bytes = 0  # peak of all pages at the last reading
+
+    def read(self, proc: Path = Path("/proc")) -> int:
+        """The peak until now, in bytes."""
+        try:
+            lines = (proc / "self" / "status").read_text().splitlines()
+        except OSError:
+            lines = []
+        sizes = {
+            name: int(value.split()[0]) * 1024
+            for name, _, value in (line.partition(":") for line in lines)
+            if name in ("VmHWM", "RssAnon", "RssFile", "RssShmem")
+        }
+        resident = sizes.get("VmHWM") or _peak_of_rusage()
+        if resident > self._resident_bytes:
+            self._resident_bytes = resident
+            self._bytes = max(self._bytes, resident - sizes.get("RssFile", 0))
+        self._bytes = max(self._bytes, sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0))
+        return self._bytes
+
+
+def _peak_of_rusage() -> int:
+    """For other systems; on Linux this value would include the parent's memory before exec."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
