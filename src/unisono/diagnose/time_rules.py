@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.diagnose.figures import (
+    DATA_WAIT,
     MAX_SAMPLES,
     MIN_READINGS,
     busy_frac,
@@ -89,7 +90,7 @@ def data_bound(facts: RunFacts) -> Iterator[Finding]:
         return
     shares = shares_of(facts, "data_wait")
     cost = lower_median(shares)
-    if severity := severity_of(cost, 0.05, 0.20):
+    if severity := severity_of(cost, *DATA_WAIT):
         patch, gain, advice = _loader_patch(facts, cost)
         yield Finding(
             id="DATA01",
