@@ -32,10 +32,13 @@ def test_training_with_a_window_and_showing_it(desk: Desk, tmp_path: Path) -> No
     shown = desk.here("profile", str(run))
     assert shown.code == 0, shown.err
     assert shown.out.startswith("steps 2 to 3, 1 rank, cpu\n")
-    for text in ("phase (rank 0)", "forward", "aten::mm", "memory at its peak", str(folder / "trace.json.gz")):
+    texts = ("phase (rank 0)", "forward", "aten::mm", "memory at its peak", str(folder / "trace.json.gz"))
+    for text in (*texts, "recorded with Python's stacks", "the run stood still for "):
         assert text in shown.out
     told = desk.here("profile", str(run), "--json").json
     assert (told["folder"], len(told["ranks"]), told["ranks"][0]["has_stacks"]) == (str(folder), 1, True)
+    (event,) = [event for event in events_of(run) if event["kind"] == "profile"]
+    assert told["stopped_s"] == event["stopped_s"] > 0
     # a trace of our own is a trace like any other
     judged = desk.here("diagnose", str(folder / "rank-0.trace.json.gz"))
     assert judged.code == 0, judged.err
@@ -208,18 +211,22 @@ def test_names_in_a_profile_cannot_write_to_the_terminal(desk: Desk, tmp_path: P
 
 
 def test_diagnosis_of_a_foreign_trace(desk: Desk, tmp_path: Path) -> None:
-    trace = TraceBuilder().step(1, 0, 1000).op("aten::mm", 0, 900)
+    trace = TraceBuilder().step(1, 0, 500).step(2, 500, 500).op("aten::mm", 0, 500).op("aten::mm", 500, 400)
     trace.span("_compile.compile_inner (dynamo_timed)", 900, 50)
     path = trace.write(tmp_path / "trace.json")
     done = desk.here("diagnose", str(path))
     assert done.code == 0, done.err
-    assert done.out.splitlines()[0] == f"{path}: a trace of 3 events, 0.001 s, steps: 1"
-    assert "1. COMP01 (warning): code is compiled again after the first steps, costs 5% of the time" in done.out
+    assert done.out.splitlines()[0] == f"{path}: a trace of 5 events, 0.001 s, steps: 2"
+    assert (
+        "1. COMP01 (warning, possible): the trace contains compilations of torch.compile, costs 5% of the time"
+        in done.out
+    )
     told = desk.here("diagnose", str(path), "--json").json
     assert [finding["id"] for finding in told["findings"]] == ["COMP01"]
     overlay = tmp_path / "faster.toml"
     done = desk.here("diagnose", str(path), "--apply", str(overlay))
     assert (done.code, overlay.exists(), "a trace has none" in done.err) == (2, False, True)
+    assert f"unisono diagnose {path}" in refused(desk, str(path))
 
 
 @pytest.mark.parametrize("content", [b"", b"not JSON", b"\x1f\x8b\x08broken", b'{"traceEvents": [{"ph": "X"'])

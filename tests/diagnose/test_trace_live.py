@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
+from torch.utils.data import DataLoader, Dataset
 
 from unisono.diagnose import Finding, diagnose, read_run, read_trace_facts
 from unisono.observe.options import ObserveOptions
@@ -131,7 +134,7 @@ def test_recompute_of_a_model_that_fits(tmp_path: Path, recompute: str) -> None:
     )
     assert ("RECOMP01" in findings) == (recompute == "full")
     if recompute == "full":
-        assert findings["RECOMP01"].patch == {"plan.recompute": "selective"}
+        assert findings["RECOMP01"].patch == {}
 
 
 class Attention(nn.Module):
@@ -195,3 +198,53 @@ def test_a_trace_of_another_program(tmp_path: Path) -> None:
     profiler.export_chrome_trace(str(path))
     findings = {finding.id: finding for finding in diagnose(read_trace_facts(path))}
     assert findings["FUSE01"].evidence[0].startswith("2 times of the trace: matmul, div,")
+
+
+class SlowRows(Dataset[Tensor]):
+    """Rows whose transform takes 12 ms, and is many operators where it runs on the thread that trains."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(0.012)
+        row = torch.full((64,), float(index))
+        for _ in range(20):
+            row = row * 1.0
+        return row
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("marked", [False, True])
+def test_another_program_that_waits_for_its_loader(tmp_path: Path, workers: int, marked: bool) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    steps = schedule(wait=1, warmup=1, active=6, repeat=1) if marked else None
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, schedule=steps) as profiler:
+        for rows in DataLoader(SlowRows(), batch_size=8, num_workers=workers):
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            profiler.step()
+    path = tmp_path / "trace.json.gz"
+    profiler.export_chrome_trace(str(path))
+    facts = read_trace_facts(path)
+    (profiled,) = facts.profiles
+    assert bool(profiled.steps) == marked
+    # without marks, the updates of the optimizer are the steps
+    assert profiled.num_steps == (6 if marked else 8)
+    findings = {finding.id: finding for finding in diagnose(facts)}
+    assert "num_workers of the DataLoader" in findings["DATA01"].advice
+    # the loader's own operators and its waits are no calls of the training's operators
+    assert profiled.launch.num_operators < 100 * profiled.num_steps
+    assert profiled.launch.compute_s + profiled.loader_wait_s == pytest.approx(profiled.wall_s)
+
+
+def test_a_fast_loader_is_no_finding(tmp_path: Path) -> None:
+    model = nn.Linear(512, 512)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for rows in DataLoader(np.ones((8, 2048, 512), np.float32), batch_size=None):  # pyright: ignore[reportArgumentType]
+            model(rows).square().mean().backward()
+    path = tmp_path / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    assert "DATA01" not in [finding.id for finding in diagnose(read_trace_facts(path))]

@@ -176,6 +176,14 @@ def test_a_rank_that_stands_still_without_a_collective() -> None:
     )
 
 
+@pytest.mark.parametrize("file", ["/home/me/unisono/dist/train.py", "/home/me/site/torch/distributed/mine.py"])
+def test_a_user_s_file_in_a_folder_named_as_ours_waits_for_nobody(file: str) -> None:
+    frame = StackFrame(file=file, line=5, function="train", is_users=True)
+    found = explain_hang([dump(0, reason="no progress"), dump(1, frame=frame, reason="no progress")])
+    assert found is not None
+    assert found.ranks == (1,)
+
+
 def test_ranks_that_wait_for_one_at_work_do_not_hang() -> None:
     waiting, done = group([SUM, SUM], done=1, ranks=(0, 1)), group([SUM], done=1, ranks=(0, 1))
     dumps = [dump(0, waiting, reason="no progress"), dump(1, done, frame=USERS, reason="working")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +26,9 @@ _GIVEN = click.core.ParameterSource.COMMANDLINE
 @click.option(
     "--steps",
     "steps",
-    default="10:13",
-    show_default=True,
-    help="Steps A:B, from A to before B; +A:B from where the run resumes, "
-    "which the default does; with --now, how many.",
+    default="+10:13",
+    show_default="+10:13; with --now 3",
+    help="Steps A:B, from A to before B; +A:B counts from where the run starts or resumes; with --now, how many.",
 )
 @click.option("--stacks", is_flag=True, help="Also Python's stacks, and the lines that read from tensors.")
 @click.option("--now", is_flag=True, help="Ask the run that is under way in the folder CONFIG.")
@@ -55,6 +55,13 @@ def command(
     https://ui.perfetto.dev.
     """
     folder = Path(config[0]) if len(config) == 1 and os.path.isdir(config[0]) else None
+    if len(config) == 1 and config[0].endswith((".json", ".json.gz")) and os.path.isfile(config[0]):
+        raise ConfigError(
+            given=f"{config[0]}, which is no configuration",
+            rule="unisono profile makes a profile, or shows that of a run; unisono diagnose judges a trace",
+            consequence="nothing was done",
+            nearest=f"unisono diagnose {shlex.quote(config[0])}",
+        )
     if folder is None and now:
         raise ConfigError(
             given=f"--now with {f'{config[0]}, which is no folder' if len(config) == 1 else ' '.join(config) or 'no folder'}",
@@ -66,6 +73,7 @@ def command(
     if folder is not None:
         if now:
             made = _request(folder, _num_steps(context, steps), stacks=stacks, timeout_s=timeout_s)
+            time.sleep(_POLL_S)  # the event of the profile follows its last file
             _show(folder, made, as_json=as_json)
         else:
             _show(folder, None, as_json=as_json)
@@ -74,8 +82,6 @@ def command(
     from unisono.dist import job_from_environ
     from unisono.profile.rank_profile import newest_profile_folder
 
-    if context.get_parameter_source("steps") is not _GIVEN:
-        steps = f"+{steps}"  # of a run that resumes, the steps after that
     profiled = json.dumps(f"{steps}+stacks" if stacks else steps)
     values: dict[str, Any] = {
         "config": config,
@@ -238,13 +244,34 @@ def _show(run_dir: Path, folder: Path | None, *, as_json: bool) -> None:
             consequence="there is nothing to show",
             nearest=f"unisono profile {run_dir} --now, while the run makes steps; or unisono profile CONFIG",
         )
+    stopped_s = _stopped_s(run_dir, folder)
     if as_json:
-        print_json({"run_dir": str(run_dir), "folder": str(folder), "ranks": [_plain(profile) for profile in profiles]})
+        ranks = [_plain(profile) for profile in profiles]
+        print_json({"run_dir": str(run_dir), "folder": str(folder), "stopped_s": stopped_s, "ranks": ranks})
         return
     trace = folder / MERGED_FILE
     lines = [*(printable(line) for line in profile_text(profiles)), ""]
+    lines += [f"the run stood still for {stopped_s:.2g} s while it was written"] if stopped_s is not None else []
     lines += [f"trace of all ranks, for https://ui.perfetto.dev: {trace}"] if trace.is_file() else []
     print_result(False, {}, lines)
+
+
+def _stopped_s(run_dir: Path, folder: Path) -> float | None:
+    """For how long rank 0 stood still to write the profile in ``folder``, by its events; None where these do not tell."""
+    from unisono.observe.events import decode_event, event_lines, events_path, number, open_events
+
+    found: float | None = None
+    try:
+        with open_events(events_path(run_dir, 0)) as file:
+            for lines, _ in event_lines(file):
+                for line in lines:
+                    # few lines have the word, and only these are decoded
+                    event = (decode_event(line) or {}) if b'"profile"' in line else {}
+                    if event.get("kind") == "profile" and Path(str(event.get("folder"))).name == folder.name:
+                        found = number(event.get("stopped_s"))
+    except (FileNotFoundError, ConfigError):
+        return None
+    return found
 
 
 def _plain(profile: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from unisono.diagnose.finding import Severity
 from unisono.diagnose.run_facts import Floats, RankFacts, RunFacts
 
 MIN_READINGS: Final = 8  # fewer say nothing about the time of a step
+DATA_WAIT: Final = (0.05, 0.20)  # warning, critical: share of a step
 MAX_SAMPLES: Final = 1 << 20  # of a micro-batch, in events that anybody may have written
 
 

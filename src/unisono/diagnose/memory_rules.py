@@ -12,6 +12,7 @@ from unisono.diagnose.figures import MAX_SAMPLES, named_host, named_ranks, plan_
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.memory_pools import MemoryPool, memory_pools
 from unisono.diagnose.run_facts import RankFacts, RunFacts
+from unisono.profile.source_files import marked
 
 _LINE_FRAC: Final = 0.1  # of the growth, for a line to be named
 _RANK_FRAC: Final = 0.25  # of the growth of the rank that grows most, for a rank to be named
@@ -151,7 +152,7 @@ def _growing_lines(facts: RunFacts, rank: int, per_step: float) -> Iterator[str]
     lines = [] if profile is None else [line for line in profile.grows if line.bytes_per_step >= _LINE_FRAC * per_step]
     for line in lines[:3]:
         what = f"tensors ({line.phase})" if line.kind == "tensor" else "objects"
-        yield f"{what} of {line.source} stay: {line.bytes_per_step / 2**20:.3g} MiB a step"
+        yield f"{what} of {marked(line.source)} stay: {line.bytes_per_step / 2**20:.3g} MiB a step"
     if not lines and profile is not None:
         yield f"in the {profile.num_steps} profiled steps no line's tensors, arrays or objects stayed: more steps may show it"
     elif not lines:

@@ -11,11 +11,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from unisono.diagnose.figures import larger_micro_batches, lower_median, plan_group, severity_of
+from unisono.diagnose.figures import DATA_WAIT, larger_micro_batches, lower_median, plan_group, severity_of
 from unisono.diagnose.finding import Finding
 from unisono.diagnose.memory_pools import memory_pools
 from unisono.diagnose.run_facts import RunFacts
 from unisono.profile.rank_profile import Overlap, RankProfile, SyncPoint
+from unisono.profile.source_files import is_own
 
 _MODEL_AXES: Final = frozenset({"cp", "tp", "ep", "pp"})
 _LAUNCH_CPU: Final = (0.50, 0.75)  # warning, critical; an operator on the CPU is its own kernel
@@ -26,6 +27,12 @@ _RECOMPUTE: Final = (0.05, 0.15)
 _FULL_FRAC: Final = 0.75  # of the memory in use: recompute is needed
 _FUSED: Final = (0.03, 0.15)
 _OUTSIDE_STEP: Final = ("eval", "ckpt_stall", "data_wait")  # phases whose reads from tensors delay no step
+# what a run and the trace of another program are told, by ``is_foreign``
+_BUCKETS: Final = ("sync.bucket_bytes in the strategy file, plan.file", "bucket_cap_mb of DistributedDataParallel")
+_STACKS: Final = (
+    "a profile with --stacks names the lines",
+    "a trace with stacks (torch.profiler.profile(with_stack=True)) names the functions that read",
+)
 _FUSED_ADVICE: Final = {
     "attention": (
         "FUSE01",
@@ -55,6 +62,40 @@ def _steps_text(profile: RankProfile) -> str:
     if not numbers:
         return "of the trace"
     return f"of steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"of step {numbers[0]}"
+
+
+def _each(profile: RankProfile) -> str:
+    """What counts are divided by in a sentence, such as `` a step``; empty for a trace that marks neither steps nor updates."""
+    return " a step" if profile.steps else " an update of the optimizer" if profile.num_steps else ""
+
+
+def loader_waits(facts: RunFacts) -> Iterator[Finding]:
+    """DATA01 of a trace of another program, which has no events: it waits in the DataLoader's ``__next__``."""
+    for profile in _profiles(facts):
+        cost = min(1.0, profile.loader_wait_s / profile.wall_s)
+        if not profile.is_foreign or (severity := severity_of(cost, *DATA_WAIT)) is None:
+            continue
+        waits = next((phase for phase in profile.phases if phase.name == "data_wait"), None)
+        is_marked = bool(profile.steps)
+        yield Finding(
+            id="DATA01",
+            title="training waits for data",
+            severity=severity,
+            cost_frac=cost,
+            confidence=0.9 if is_marked else 0.7,
+            evidence=(
+                f"{cost:.0%} {_steps_text(profile)} is inside of the DataLoader's __next__"
+                + (", without the time in which kernels run" if profile.kernels else ""),
+                *(
+                    (f"{waits.calls} waits of {1e3 * waits.total_s / waits.calls:.3g} ms",)
+                    if waits and waits.calls
+                    else ()
+                ),
+                *(() if is_marked else ("no steps are marked: the first wait may include the start of workers",)),
+            ),
+            advice="more workers (num_workers of the DataLoader), if cores are free; data that is tokenised, decoded or "
+            "transformed before the run (packed data), or cheaper transforms",
+        )
 
 
 def exposed_gradient_sums(facts: RunFacts) -> Iterator[Finding]:
@@ -88,8 +129,9 @@ def exposed_gradient_sums(facts: RunFacts) -> Iterator[Finding]:
                 for c in kinds
             ),
         ),
-        advice="larger buckets where there are many small sums, smaller ones where a few come last; sums in the last micro-batch "
-        "only; more samples per rank and step (plan.global_batch)",
+        advice=f"larger buckets ({_BUCKETS[profile.is_foreign]}) where there are many small sums, smaller ones where a few come "
+        "last; sums in the last micro-batch only; more samples per rank and step"
+        + ("" if profile.is_foreign else " (plan.global_batch)"),
     )
 
 
@@ -108,7 +150,7 @@ def launch_bound(facts: RunFacts) -> Iterator[Finding]:
         return
     if (severity := severity_of(cost, *(_LAUNCH_DEVICE if on_device else _LAUNCH_CPU))) is None:
         return
-    steps = max(1, profiles[0].num_steps)
+    steps, each = max(1, profiles[0].num_steps), _each(profiles[0])
     patch, gain = _fewer_calls(facts, profiles, cost, (_LAUNCH_DEVICE if on_device else _LAUNCH_CPU)[0])
     yield Finding(
         id="LAUNCH01",
@@ -123,7 +165,7 @@ def launch_bound(facts: RunFacts) -> Iterator[Finding]:
                 if on_device
                 else "is outside of operators that work for 10 µs or longer at a stretch"
             ),
-            f"{launch.num_operators // steps:,} operators a step"
+            f"{launch.num_operators // steps:,} operators{each}"
             + (
                 f", {launch.num_kernels // steps:,} kernels, of which {launch.num_short / launch.num_kernels:.0%} take less "
                 "than 10 µs"
@@ -131,7 +173,9 @@ def launch_bound(facts: RunFacts) -> Iterator[Finding]:
                 else f", {launch.num_short // steps:,} of which take less than 10 µs"
             ),
         ),
-        advice="larger micro-batches or models; torch.compile (plan.compile=regional), which joins operators; a fused optimizer",
+        advice="larger micro-batches or models; torch.compile"
+        + ("" if profiles[0].is_foreign else " (plan.compile=regional)")
+        + ", which joins operators; a fused optimizer",
         patch=patch,
         expected_gain=gain,
     )
@@ -187,6 +231,7 @@ def synchronisations(facts: RunFacts) -> Iterator[Finding]:
     for point in points:
         text = f"{point.source or f'in phase {point.phase}'} ({point.kind.removeprefix('aten::')})"
         sources[text] = sources.get(text, 0) + point.calls
+    each = _each(profile)
     lines = sorted(sources.items(), key=lambda item: -item[1])[:5]
     read_s = sum(point.total_s for point in points)
     if not profile.has_stacks:  # whose recording makes calls longer
@@ -199,9 +244,9 @@ def synchronisations(facts: RunFacts) -> Iterator[Finding]:
         ranks=_standing_out_by_reads(found),
         confidence=0.9 if on_device else 0.6,
         evidence=(
-            f"{per_step:.3g} times a step{'' if on_device else '; an accelerator would wait for each'}",
-            *(f"{text}: {calls / profile.num_steps:.3g} a step" for text, calls in lines),
-            *(() if profile.has_stacks else ("a profile with --stacks names the lines",)),
+            f"{per_step:.3g} times{each}{'' if on_device else '; an accelerator would wait for each'}",
+            *(f"{text}: {calls / profile.num_steps:.3g}{each}" for text, calls in lines),
+            *(() if profile.has_stacks else (_STACKS[profile.is_foreign],)),
         ),
         advice="keep losses and metrics as tensors and read them every few steps; torch.where in place of an if on a tensor; "
         "sizes from .shape, not from .item()",
@@ -217,7 +262,7 @@ def _standing_out_by_reads(found: Sequence[tuple[RankProfile, list[SyncPoint]]])
 
 def _is_of_user(point: SyncPoint) -> bool:
     """Whether the read is in a step and not the library's own, which happens at its declared cadence only."""
-    return point.phase not in _OUTSIDE_STEP and "unisono/" not in point.source
+    return point.phase not in _OUTSIDE_STEP and not is_own(point.source)
 
 
 def wasted_recompute(facts: RunFacts) -> Iterator[Finding]:
@@ -230,7 +275,6 @@ def wasted_recompute(facts: RunFacts) -> Iterator[Finding]:
     severity = severity_of(share, *_RECOMPUTE)
     if severity is None or used is None or used >= _FULL_FRAC:
         return
-    mode = plan_group(facts, "recompute").get("mode")
     patch: dict[str, Any] = {}
     gain = 0.0
     predicted = _memory_without_recompute(facts, profiles)
@@ -241,8 +285,6 @@ def wasted_recompute(facts: RunFacts) -> Iterator[Finding]:
     if predicted is not None and predicted < 0.90:
         patch, gain = {"plan.recompute": "none"}, share
         evidence.append(f"without recompute it would be {predicted:.0%}")
-    elif mode == "full":
-        patch, gain = {"plan.recompute": "selective"}, share / 2
     yield Finding(
         id="RECOMP01",
         title="activations are computed again although memory is free",
@@ -286,6 +328,9 @@ def recompiles(facts: RunFacts) -> Iterator[Finding]:
         return
     worst = max(profiles, key=lambda profile: profile.compiled.compilations)
     counts = worst.compiled
+    if worst.is_foreign:
+        yield from _foreign_compilations(worst)
+        return
     yield Finding(
         id="COMP01",
         title="code is compiled again after the first steps",
@@ -300,6 +345,28 @@ def recompiles(facts: RunFacts) -> Iterator[Finding]:
         ),
         advice="inputs of few shapes: fixed lengths or buckets of lengths, no last batch of another size; torch.compile("
         "dynamic=True); TORCH_LOGS=recompiles says which guard failed",
+    )
+
+
+def _foreign_compilations(profile: RankProfile) -> Iterator[Finding]:
+    """COMP01 of a trace of another program, which may begin with its first step: of one step nothing can be said."""
+    if profile.num_steps == 1:
+        return
+    counts = profile.compiled
+    yield Finding(
+        id="COMP01",
+        title="the trace contains compilations of torch.compile",
+        severity="warning",
+        cost_frac=min(1.0, counts.total_s / profile.wall_s),
+        confidence=0.4,
+        evidence=(
+            f"{counts.compilations} compilations"
+            + (f" in {profile.num_steps} steps" if profile.num_steps else "")
+            + f", {counts.total_s:.3g} s",
+            "if the trace begins with the program's first step, they are expected",
+        ),
+        advice="profile later steps (torch.profiler.schedule with wait and warmup); if these compile too: inputs of few shapes, "
+        "torch.compile(dynamic=True); TORCH_LOGS=recompiles says which guard failed",
     )
 
 
@@ -327,8 +394,8 @@ def odd_sizes(facts: RunFacts) -> Iterator[Finding]:
                 f"they take {share:.0%} of the kernels' time",
                 *(f"[{p.m}, {p.k}] x [{p.k}, {p.n}], {p.calls} times: {1e3 * p.total_s:.3g} ms" for p in odd[:3]),
             ),
-            advice="sizes of vocabulary, model and feed-forward layers, divided by plan.tp, that are multiples of 64, or "
-            "at least of 8; samples padded to such a length",
+            advice="sizes of vocabulary, model and feed-forward layers, divided by the ranks of tensor parallelism, that are "
+            "multiples of 64, or at least of 8; samples padded to such a length",
             patch={"model.vocab_size": -(-int(vocab) // 64) * 64} if isinstance(vocab, int) and is_padded else {},
         )
 

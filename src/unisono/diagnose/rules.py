@@ -52,6 +52,7 @@ RULES: Final[Sequence[Rule]] = (
     tap_rules.dead_units,
     tap_rules.update_ratio,
     server_rules.stale_updates,
+    profile_rules.loader_waits,
     profile_rules.exposed_gradient_sums,
     profile_rules.launch_bound,
     profile_rules.synchronisations,

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.diagnose.figures import (
+    DATA_WAIT,
     MAX_SAMPLES,
     MIN_READINGS,
     busy_frac,
@@ -67,7 +68,6 @@ _COMM_ADVICE: Final = {
     "ep": "ranks of ep on one host, or a smaller plan.ep",
     "pp": "stages that share no parameters (untied embeddings)",
 }
-_DATA_WARNING: Final = 0.05  # of the time
 _PAUSE_ADVICE: Final = (
     "find what stands still at these steps: workers that start (loader.worker_kind=thread or process tries no other kind), a "
     "disk or network that others use, a transform that waits"
@@ -97,12 +97,12 @@ def data_bound(facts: RunFacts) -> Iterator[Finding]:
         return
     shares = shares_of(facts, "data_wait")
     cost = lower_median(shares)
-    if severity := severity_of(cost, _DATA_WARNING, 0.20):
+    if severity := severity_of(cost, *DATA_WAIT):
         pauses = _pauses(facts)
         steady_cost, advice = cost if pauses is None else pauses.wait_frac_without, _PAUSE_ADVICE
         patch: dict[str, Any] = {}
         gain = 0.0
-        if pauses is None or steady_cost >= _DATA_WARNING:
+        if pauses is None or steady_cost >= DATA_WAIT[0]:
             patch, gain, advice = _loader_patch(facts, steady_cost)
         yield Finding(
             id="DATA01",

@@ -320,7 +320,8 @@ def _nobody_waits(dumps: Mapping[int, RankDump], stuck: Mapping[int, StackFrame]
 def _is_waiting(dump: RankDump) -> bool:
     """Whether the main thread was in torch.distributed or in the store of the job."""
     frames = dump.threads[0].frames if dump.threads else ()
-    return any(part in frame.file for frame in frames[:_WAITING_FRAMES] for part in _WAITING_IN)
+    inner = (frame for frame in frames[:_WAITING_FRAMES] if not frame.is_users)
+    return any(part in frame.file for frame in inner for part in _WAITING_IN)
 
 
 def _rank_place(rank: int, dump: RankDump | None, ended: Mapping[int, str], stuck: Mapping[int, StackFrame]) -> str:

@@ -24,14 +24,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.profile.rank_profile import GrowingAllocation
+from unisono.profile.source_files import OWN_FOLDER, shortened, torch_folder
 from unisono.profile.sync_watch import calling_line
 
 MIN_STEPS: Final = 3  # what is allocated in one step of fewer may be a buffer that is made once
 _MIN_BYTES: Final = 1024  # a step: statistics that are read every few steps are smaller
 _MAX_LINES: Final = 20
 _MAX_FRAMES: Final = 6  # of the stack of an object
-_PACKAGES: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "<")
-_OWN: Final = ("/unisono/profile/", "/tracemalloc.py", "/torch/profiler/", "/torch/autograd/profiler")
+_NOT_OF_USER: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "<", OWN_FOLDER)
+_WATCHES: Final = (
+    *(f"{OWN_FOLDER}profile/", tracemalloc.__file__),
+    *(f"{torch_folder()}profiler/", f"{torch_folder()}autograd/profiler"),
+)
 
 
 class _WeakStorage:
@@ -160,12 +164,12 @@ def _bytes_by_line() -> dict[str, int]:
 
 
 def _line_of_user(stack: tracemalloc.Traceback) -> str:
-    """The innermost line outside of installed packages, or of all where all are; empty for what a profile or torch needs."""
+    """The innermost line of the user's code, or of all where none is; empty for what a profile or torch needs."""
     frames = list(reversed(stack))  # a traceback begins with the outermost frame
-    if "/torch/" in frames[0].filename or any(part in frame.filename for frame in frames for part in _OWN):
+    if frames[0].filename.startswith(torch_folder()) or any(frame.filename.startswith(_WATCHES) for frame in frames):
         return ""
-    frame = next((frame for frame in frames if not any(part in frame.filename for part in _PACKAGES)), frames[0])
-    return f"{frame.filename}:{frame.lineno}"
+    frame = next((frame for frame in frames if not any(part in frame.filename for part in _NOT_OF_USER)), frames[0])
+    return f"{shortened(frame.filename)}:{frame.lineno}"
 
 
 def _storages(value: Any) -> Iterator[Any]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.profile.intervals import Counts, Floats
+from unisono.profile.source_files import is_of_torch, is_own
 from unisono.profile.trace_file import ANNOTATION, OPERATOR, PYTHON, RUNTIME, Trace
 
 PHASE_PREFIX: Final = "unisono phase "  # of the annotations of our phases
@@ -20,10 +21,9 @@ OPTIMIZER_PREFIX: Final = "Optimizer.step#"
 LOADER_PREFIX: Final = "enumerate(DataLoader)#"
 # namespaces of operators that wait, or only contain others
 _NO_COMPUTE: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "autograd", "torch", "fsdp", "profiler"})
-_LIBRARY_FRAMES: Final = ("<", "nn.Module:", "torch/", "threading.py", "contextlib.py", "functools.py")
+_LIBRARY_FRAMES: Final = ("<", "nn.Module:", "threading.py", "contextlib.py", "functools.py")
 # properties of a step, which read for their caller
-_STEP_FILE: Final = "unisono/train/step.py"
-_LIBRARY_FOLDERS: Final = ("/site-packages/torch/", "/dist-packages/torch/")
+_STEP_FILE: Final = "unisono/train/step.py("
 
 
 def computes(name: str) -> bool:
@@ -208,5 +208,4 @@ class PythonFrames:
 
 def is_library(frame: str) -> bool:
     """Whether a function of this name is Python's or torch's, or one of ours that reads for its caller."""
-    folders = (*_LIBRARY_FOLDERS, _STEP_FILE)
-    return frame.startswith(_LIBRARY_FRAMES) or any(folder in frame for folder in folders)
+    return frame.startswith(_LIBRARY_FRAMES) or is_of_torch(frame) or (_STEP_FILE in frame and is_own(frame))

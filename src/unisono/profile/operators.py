@@ -203,13 +203,13 @@ def sync_points(
 
 def patterns(trace: Trace, host: HostEvents, device: DeviceTimes, within: NDArray[np.bool_]) -> tuple[Pattern, ...]:
     """Attention and norms that are written as single operators, in forward passes."""
-    optimizer = [at for at, name in enumerate(host.phases) if name == "optimizer"]
+    others = [at for at, name in enumerate(host.phases) if name in ("optimizer", "data_wait")]
     chosen = np.flatnonzero(
         within
         & host.is_root
         & ~host.in_backward
         & (trace.thread[host.place] == host.main_thread)
-        & ~np.isin(host.phase, optimizer)
+        & ~np.isin(host.phase, others)
     )
     names = [trace.names[name].partition("::")[2] for name in trace.name[host.place[chosen]].tolist()]
     sequence = _Sequence(trace, host, device, chosen, names)

@@ -138,7 +138,7 @@ class LaunchTime:
         compute_s: Time of the steps without waiting for data, other ranks, checkpoints and evaluations.
         work_s: Of it, time in operators whose median call, of the same shapes, takes 10 µs or longer without inner operators;
             with kernels, time in which any kernel runs.
-        num_operators: Operators that the host called.
+        num_operators: Operators that the host called, without those of waits.
         num_kernels: Kernels; 0 on the CPU.
         num_short: Kernels, or operators on the CPU, that take less than 10 µs.
     """
@@ -159,7 +159,8 @@ class SyncPoint:
         phase: The phase that it is in.
         calls: How often.
         total_s: Time in it.
-        source: ``file:line`` or ``file(line): function`` of the user's code; empty without stacks.
+        source: ``file:line`` or ``file(line): function``, without files of torch; those of this library begin with ``unisono/``.
+            Empty without stacks.
     """
 
     kind: str
@@ -263,7 +264,7 @@ class RankProfile:
         is_foreign: Whether the trace was not made by a run of this library.
         device: ``cpu``, or the type of the accelerator.
         num_events: Events of the trace.
-        num_steps: Steps in it; 0 where it has no marks of steps.
+        num_steps: Steps in it; in a trace without marks of steps, updates of the optimizer, 0 where it has no marks of these.
         wall_s: Time of these steps, or of the whole trace.
         steps: The steps.
         began_s: When the first of them began, by rank 0's clock, in seconds since 1970.
@@ -277,6 +278,7 @@ class RankProfile:
         launch: Use of host and device.
         syncs: Where the host waits, up to 50.
         compiled: What torch.compile did.
+        loader_wait_s: Time in which the training thread waits for a batch and no kernel runs.
         recompute_s: Time in forward operators inside of the backward pass; on an accelerator that of their kernels.
         patterns: Operators that one fused operator replaces.
         memory: Memory through the window.
@@ -309,6 +311,7 @@ class RankProfile:
     )
     syncs: tuple[SyncPoint, ...] = ()
     compiled: CompileCounts = field(default_factory=CompileCounts)
+    loader_wait_s: float = 0.0
     recompute_s: float = 0.0
     patterns: tuple[Pattern, ...] = ()
     memory: MemoryProfile = field(default_factory=MemoryProfile)

@@ -13,6 +13,7 @@ from unisono.observe.events import as_mapping
 from unisono.profile.communication import collective_table, collectives_by_axis, overlaps
 from unisono.profile.host_events import (
     ENGINE_PREFIX,
+    LOADER_PREFIX,
     OPTIMIZER_PREFIX,
     PHASE_PREFIX,
     STEP_PREFIX,
@@ -96,7 +97,8 @@ def summarise_trace(trace: Trace, run: ProfiledRun | None = None) -> RankProfile
         for event in collectives_by_axis(trace, host, None if run is None else run.mesh, world_size)
         if event.start_us < end_us and event.end_us > begin_us
     ]
-    waiting = _waits(trace)
+    loading = _loading(trace, host)
+    waiting = _joined(_waits(trace), loading)
     compute = without(_compute(trace, host, kernels), waiting if not len(kernels) else NONE)
     # on the CPU, the host also waits while a collective runs and nothing is computed; on any device while it compiles
     overlappable = [event for event in collectives if event.can_overlap]
@@ -132,6 +134,10 @@ def summarise_trace(trace: Trace, run: ProfiledRun | None = None) -> RankProfile
         if run is not None and run.sync_points is not None
         else sync_points(trace, host, PythonFrames(trace), within),
         compiled=_compiled(trace, host, within, run),
+        loader_wait_s=length(
+            without(intersection(loading, window), union(trace.start_us[kernels], trace.end_us[kernels]))
+        )
+        / 1e6,
         recompute_s=float(operator_us[host.is_recompute & within].sum()) / 1e6,
         patterns=patterns(trace, host, device, within),
         memory=memory_profile(trace, host, begin_us, end_us, None if run is None else run.held),
@@ -169,10 +175,9 @@ def _steps(trace: Trace, host: HostEvents) -> tuple[list[tuple[int, float, float
 
 def _optimizer_steps(trace: Trace, host: HostEvents, within: NDArray[np.bool_]) -> int:
     """Updates of optimizers, which are steps in a trace without marks of steps; those of several count as one."""
-    names = trace.name[host.place[within]]
-    marked = trace.named(lambda name: name.startswith(OPTIMIZER_PREFIX))
-    counts = np.bincount(names[marked[names]]) if marked[names].any() else np.zeros(1, np.int64)
-    return int(counts.max())
+    marked = trace.named(lambda name: name.startswith(OPTIMIZER_PREFIX))[host.place] & within
+    marked &= trace.kind[host.place] == ANNOTATION
+    return int(np.bincount(trace.name[host.place[marked]], minlength=1).max())
 
 
 def _waits(trace: Trace) -> Intervals:
@@ -181,6 +186,13 @@ def _waits(trace: Trace) -> Intervals:
         lambda name: name.startswith((f"{PHASE_PREFIX}comm_exposed", *(PHASE_PREFIX + phase for phase in _WAITING)))
     )
     at = np.flatnonzero(waits & (trace.kind == ANNOTATION))
+    return union(trace.start_us[at], trace.end_us[at])
+
+
+def _loading(trace: Trace, host: HostEvents) -> Intervals:
+    """When the training thread waits for a batch: of our loaders, or of torch's, which mark the calls of ``__next__``."""
+    waits = trace.named(lambda name: name.startswith((LOADER_PREFIX, f"{PHASE_PREFIX}data_wait")))
+    at = np.flatnonzero(waits & (trace.kind == ANNOTATION) & (trace.thread == host.main_thread))
     return union(trace.start_us[at], trace.end_us[at])
 
 
@@ -274,7 +286,8 @@ def _launch(
     """See ``LaunchTime``; ``waits`` are when the host waits or compiles."""
     waits = intersection(waits, window)
     compute_us = length(window) - length(waits)
-    operators = within & host.is_training & (trace.kind[host.place] == OPERATOR)
+    waiting = np.array([name in _WAITING or name.startswith("comm_exposed") for name in host.phases], bool)
+    operators = within & host.is_training & (trace.kind[host.place] == OPERATOR) & ~waiting[host.phase]
     num_operators = int(operators.sum())
     if len(kernels):
         busy = union(trace.start_us[kernels], trace.end_us[kernels])
@@ -285,8 +298,7 @@ def _launch(
             num_kernels=len(kernels),
             num_short=int((trace.duration_us[kernels] < SHORT_US).sum()),
         )
-    waiting = np.array([name in _WAITING or name.startswith("comm_exposed") for name in host.phases], bool)
-    counted = np.flatnonzero(operators & ~waiting[host.phase] & trace.named(lambda name: "::" in name)[host.place])
+    counted = np.flatnonzero(operators & trace.named(lambda name: "::" in name)[host.place])
     work_us = float(host.self_us[counted][_is_long(trace, host, counted)].sum())
     roots = host.place[operators & host.is_root]
     return LaunchTime(

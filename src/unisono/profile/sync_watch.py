@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from unisono.profile.host_events import is_library
 from unisono.profile.rank_profile import SyncPoint
+from unisono.profile.source_files import OWN_FOLDER, shortened, torch_folder
 
 _READS: Final = frozenset(
     {
@@ -19,7 +19,8 @@ _READS: Final = frozenset(
         *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__format__", "__array__"),
     }
 )
-_OWN_FOLDER: Final = "/unisono/profile/"  # the watches call each other
+# frames that are no reader's: of Python and torch, of the watches, which call each other, and of properties of a step
+_SKIPPED: Final = ("<", torch_folder(), f"{OWN_FOLDER}profile/", f"{OWN_FOLDER}train/step.py")
 
 
 class SyncWatch(TorchFunctionMode):
@@ -62,11 +63,12 @@ class SyncWatch(TorchFunctionMode):
 
 
 def calling_line(depth: int) -> str:
-    """``file:line`` of the innermost frame that is not Python's, torch's or a watch's, from ``depth`` frames above this."""
+    """``file:line`` of the innermost frame that is not Python's, torch's or a watch's, from ``depth`` frames above this. Files of
+    this library begin with ``unisono/``."""
     frame = sys._getframe(depth)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         file = frame.f_code.co_filename
-        if not is_library(file) and "/torch/" not in file and _OWN_FOLDER not in file:
-            return f"{file}:{frame.f_lineno}"
+        if not file.startswith(_SKIPPED):
+            return f"{shortened(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

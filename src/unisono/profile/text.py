@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from unisono.profile.rank_profile import MEMORY_CATEGORIES, RankProfile
+from unisono.profile.source_files import marked
 
 _ROWS = 12
 _NAME = 60
@@ -31,6 +32,11 @@ def profile_text(profiles: Sequence[RankProfile]) -> Iterator[str]:
         if steps
         else f"{profile.wall_s:.3g} s without marks of steps, {profile.device}"
     )
+    if profile.has_stacks:
+        yield (
+            "recorded with Python's stacks: outside of operators most of the time is the profiler's own, such as of the phase "
+            "'other' and of gaps between operators"
+        )
     for other in profiles if len(profiles) > 1 else ():
         each = ", ".join(f"{1e3 * step.wall_s:.1f}" for step in other.steps)
         clock = f"{1e3 * other.clock.offset_s:+.3f} ms ± {1e3 * other.clock.error_s:.3f}"
@@ -93,7 +99,10 @@ def profile_tables(profile: RankProfile) -> Iterator[ProfileTable]:
         ),
         ProfileTable(
             ("reads from tensors", "phase", "calls", "ms", "source"),
-            [(s.kind, s.phase, str(s.calls), f"{1e3 * s.total_s:.2f}", s.source or "?") for s in profile.syncs[:_ROWS]],
+            [
+                (s.kind, s.phase, str(s.calls), f"{1e3 * s.total_s:.2f}", marked(s.source) or "?")
+                for s in profile.syncs[:_ROWS]
+            ],
         ),
         ProfileTable(
             ("memory at its peak", "MiB", "planned MiB"),
@@ -109,7 +118,7 @@ def profile_tables(profile: RankProfile) -> Iterator[ProfileTable]:
         ),
         ProfileTable(
             ("memory that stays", "phase", "MiB a step", "source"),
-            [(g.kind, g.phase, f"{g.bytes_per_step / 2**20:.3g}", g.source) for g in profile.grows[:_ROWS]],
+            [(g.kind, g.phase, f"{g.bytes_per_step / 2**20:.3g}", marked(g.source)) for g in profile.grows[:_ROWS]],
         ),
     )
     return (table for table in tables if table.rows)

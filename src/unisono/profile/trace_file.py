@@ -126,7 +126,6 @@ class CollectiveEvent:
         dtype: Their type, as torch names it.
         group_size: Ranks of the group; 0 where the trace has none.
         group: Description of the group, empty where the trace has none.
-        on_device: Whether it is a kernel.
     """
 
     name: str
@@ -137,7 +136,6 @@ class CollectiveEvent:
     dtype: str
     group_size: int
     group: str
-    on_device: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -434,7 +432,6 @@ class _Columns:
                 dtype=args.dtype or "",
                 group_size=args.group_size or 0,
                 group=args.group or "",
-                on_device=True,
             )
         )
 
@@ -452,7 +449,6 @@ class _Columns:
                 dtype=str(types[0]) if types else "",
                 group_size=0,
                 group="",
-                on_device=False,
             )
         )
 
