@@ -170,3 +170,55 @@ def test_plain_log_messages_stay_as_they_are() -> None:
     assert logging.lastResort is not None
     record = logging.LogRecord("x", logging.WARNING, __file__, 1, "plain %s", ("text",), None)
     assert logging.lastResort.format(record) == "plain text"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"),
+    [
+        (["diagnose", "RUN"], ""),
+        (["compare", "RUN", "RUN", "--json"], ""),
+        (["compare", "RUN", "RUN"], "1"),
+        (["top", "RUN", "--once"], ""),
+        (["top", "--help"], ""),
+    ],
+)
+def test_a_full_disk_behind_the_output_is_one_line(
+    desk: Desk, trained: Path, arguments: list[str], unbuffered: str
+) -> None:
+    command = [str(trained) if word == "RUN" else word for word in arguments]
+    assert to_full_disk(desk, command, unbuffered) == (
+        1,
+        "unisono: the output cannot be written: No space left on device\n",
+    )
+
+
+def test_a_full_disk_behind_the_bytes_of_a_record(desk: Desk, record: Path) -> None:
+    code, said = to_full_disk(desk, ["data", "cat", str(record), "--index", "0"])
+    assert (code, said) == (1, "unisono: the output cannot be written: No space left on device\n")
+
+
+def to_full_disk(desk: Desk, arguments: list[str], unbuffered: str = "") -> tuple[int, str]:
+    """Exit code and standard error of a command whose standard output has no room left."""
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "unisono", *arguments],
+            env=desk.child_environ(PYTHONUNBUFFERED=unbuffered),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    return done.returncode, done.stderr
+
+
+def test_other_errors_of_the_system_keep_their_traceback(
+    desk: Desk, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("unisono.data.convert.file_kind.file_kind", raises)
+    done = desk.here("data", "inspect", str(table))
+    assert done.code == 1
+    assert done.err.startswith("Traceback")

@@ -460,6 +460,23 @@ def test_attempts_of_one_process_are_counted_too(tmp_path: Path) -> None:
     assert launched.record()["attempt"] == 1
 
 
+# no file of the launcher can grow from here on; its standard error is a pipe
+FULL_DISK = """
+import resource
+resource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+"""
+
+
+@pytest.mark.parametrize(("ending", "expected"), [("", 0), ("sys.exit(75)", 75), ("sys.exit(2)", 2)])
+def test_a_full_disk_at_the_end_leaves_the_exit_code(tmp_path: Path, ending: str, expected: int) -> None:
+    code, said, launched = run(FULL_DISK + ending, tmp_path, num_processes=1)
+    assert code == expected, said
+    assert said.count("warning: ") == 1
+    assert f"launch: warning: {launched.run_dir}/launch.json was not written: EFBIG" in said
+    assert "Traceback" not in said
+    assert launched.record()["attempts"] == []  # the record of the start is whole
+
+
 @pytest.mark.parametrize("planted", ['{"attempt": 1e999}', '{"attempt": 4000000000}', "a pipe"])
 def test_a_record_that_is_none_counts_for_nothing(tmp_path: Path, planted: str) -> None:
     (tmp_path / "run").mkdir()

@@ -338,6 +338,48 @@ def test_sink_of_another_package_that_cannot_be_opened(tmp_path: Path, monkeypat
     assert problem.nearest == "update 'myplug', or leave 'mine' out of observe.trackers"
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise SystemExit(0)", r"SystemExit\(0\)"),
+        ("import sys\ndef make(*_): sys.exit(0)", r"SystemExit\(0\)"),
+        ("def make(*_): return None", r"'NoneType' object has no attribute 'name'"),
+        ("def make(*_): return object()", r"'object' object has no attribute 'name'"),
+        (
+            "class make:\n def __init__(self, *_): self.name, self.write, self.close = 3, print, print",
+            "make has no name",
+        ),
+    ],
+)
+def test_a_factory_that_ends_the_process_or_makes_no_sink(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str
+) -> None:
+    plug_in(tmp_path, monkeypatch, code)
+    with open_log(tmp_path) as log, pytest.raises(ConfigError, match=f"'myplug' could not be opened: {reason}"):
+        Trackers(log, ["mine"], tmp_path)
+
+
+@pytest.mark.parametrize("error", ["SystemExit(0)", "KeyboardInterrupt()"])
+def test_a_sink_that_ends_its_thread_is_a_failed_sink(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    plug_in(
+        tmp_path,
+        monkeypatch,
+        "class Mine:\n"
+        "    name = 'mine'\n"
+        f"    def write(self, event): raise {error}\n"
+        "    def close(self): pass\n"
+        "def make(run_dir, run_id, attempt): return Mine()\n",
+    )
+    with open_log(tmp_path) as log:
+        with Trackers(log, ["mine"], tmp_path):
+            log.emit("step", step=1)
+        log.emit("step", step=2)
+    failed = [each for each in read_events(log.path).events if each["kind"] == "sink_failed"]
+    assert [(each["sink"], each["error"]) for each in failed] == [("mine", f"RuntimeError: the sink raised {error}")]
+
+
 def test_unknown_tracker(tmp_path: Path) -> None:
     with (
         open_log(tmp_path) as log,

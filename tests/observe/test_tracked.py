@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from modes import FILE, left, mode_of
 
+from unisono.errors import ConfigError
 from unisono.observe.tracked import TrackedEvents, event_metrics, event_text, histogram_bins, run_settings, tracker_id
 
 
@@ -67,6 +69,16 @@ def test_an_id_that_is_none_is_made_again(tmp_path: Path, content: bytes) -> Non
     assert made.startswith("r-")
     assert tracker_id(tmp_path, "r") == made
     assert os.listdir(tmp_path) == ["tracker_id"]
+
+
+@pytest.mark.parametrize(
+    ("plant", "reason"),
+    [(Path.mkdir, "EISDIR"), (os.mkfifo, "EPERM, not a regular file"), (lambda path: path.symlink_to("x"), "a link")],
+)
+def test_what_is_no_file_in_place_of_the_id_is_named(tmp_path: Path, plant: Callable[[Path], Any], reason: str) -> None:
+    plant(tmp_path / "tracker_id")
+    with pytest.raises(ConfigError, match=rf"tracker_id cannot be read: {reason}"):
+        tracker_id(tmp_path, "r")
 
 
 def test_the_sample_at_the_end_of_a_run_is_a_text(tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ def cat_record(file: Path, number: int, as_json: bool) -> None:
     elif sys.stdout.isatty():
         echo(payload.decode(errors="backslashreplace"))
     else:
-        sys.stdout.buffer.write(payload)
+        click.echo(payload, nl=False)
 
 
 def _column(column: Any) -> dict[str, Any]:

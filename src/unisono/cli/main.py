@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -88,25 +89,64 @@ def entry() -> NoReturn:
     open_standard_descriptors()
     clean_log_messages()
     try:
+        sys.exit(_run())
+    finally:
+        _discard_unwritable()
+
+
+def _run() -> int:
+    """Run the command line; returns its exit code, or raises SystemExit with it."""
+    try:
         result: Any = cli.main(standalone_mode=False)
+        _flush_output()
     except click.ClickException as error:
         show_usage_error(error)
-        sys.exit(USER_ERROR)
+        return USER_ERROR
     except click.Abort:
         print("unisono: interrupted", file=sys.stderr)
-        sys.exit(1)
+        return 1
     except UnisonoError as error:
         logging.getLogger("unisono").debug("the error below was raised here", exc_info=error)
         show_error(error)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # the reader closed the pipe; the interpreter must not report it when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        return error.exit_code
+    except BrokenPipeError:  # the reader closed the pipe
+        return 1
     except Exception as error:
-        _show_exception(error)
-        sys.exit(1)
-    sys.exit(result if isinstance(result, int) else 0)
+        if isinstance(error, OSError) and _is_of_output(error):
+            reason = error.strerror or str(error)
+            with contextlib.suppress(OSError):  # standard error may have the same full disk behind it
+                print(f"unisono: the output cannot be written: {reason}", file=sys.stderr)
+        else:
+            _show_exception(error)
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+def _flush_output() -> None:
+    if sys.stdout is not None and not sys.stdout.closed:  # pyright: ignore[reportUnnecessaryComparison]
+        sys.stdout.flush()
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether it was raised by printing: in click's function, through which all text goes, or by a flush that fails again."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if frames[-1].f_code is click.echo.__code__:
+        return True
+    try:
+        _flush_output()
+    except OSError as again:
+        return again.errno == error.errno and error.filename is None
+    return False
+
+
+def _discard_unwritable() -> None:
+    """Discard what cannot be written: the interpreter would try again at exit, report it, and exit with 120."""
+    for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            if stream is not None and not stream.closed:  # pyright: ignore[reportUnnecessaryComparison]
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
 
 def show_error(error: UnisonoError) -> None:

@@ -22,10 +22,10 @@ from unisono.launch.options import LaunchOptions
 from unisono.launch.process_layout import ProcessSlot
 from unisono.launch.restart_rules import is_fault_of_one_host, reason_not_to_restart, reason_to_restart
 from unisono.launch.supervise import (
+    Recorder,
     StopSignals,
     first_attempt,
     print_message,
-    write_record,
 )
 from unisono.launch.workers import WorkerProcess
 from unisono.storage.run_folder import LOGS_FOLDER
@@ -69,6 +69,7 @@ def supervise_elastic(
     states: list[_SlotState] = []
     shown: list[Failure] = []
     verdict: int | None = None
+    recorder = Recorder(run_dir)
     with StopSignals() as signals:
         first = first_attempt(run_dir, record)
         stop = _WorkerStop(options.grace_s)
@@ -82,7 +83,7 @@ def supervise_elastic(
                         continue
                     what_now = _record_end(state, code, options, shown, stopped=stop.cause is not None)
                     last = state.attempts[-1].number
-                    write_record(run_dir, {**record, "ended": _ended_record(states)}, last, [])
+                    recorder.write({**record, "ended": _ended_record(states)}, last, [])
                     if what_now == "restart":
                         print_message(
                             f"restarting {state.slot.name} alone (restart {len(state.attempts)} of {options.max_restarts})"

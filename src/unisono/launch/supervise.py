@@ -37,7 +37,7 @@ from unisono.launch.restart_rules import reason_not_to_restart, reason_to_restar
 from unisono.launch.workers import WorkerProcess, unwritable
 from unisono.sanitize import printable, redact, redact_text
 from unisono.storage.directory import make_folder
-from unisono.storage.files import PRIVATE_MODE, write_atomically
+from unisono.storage.files import PRIVATE_MODE, os_reason, write_atomically
 from unisono.storage.folder_lock import FolderLock
 from unisono.storage.ownership import read_own_json
 from unisono.storage.run_folder import LOGS_FOLDER
@@ -65,22 +65,23 @@ def supervise(start: Start, options: LaunchOptions, *, run_dir: Path, record: Ma
     """
     logs = run_dir / LOGS_FOLDER
     history: list[Attempt] = []
+    recorder = Recorder(run_dir)
     with StopSignals() as signals:
         first = first_attempt(run_dir, record)
         while True:
             number = first + len(history)
-            write_record(run_dir, record, number, history)
+            recorder.write(record, number, history)
             workers = start(number, bool(history))
             begun = Attempt.begin(number, workers, logs, restarted=bool(history))
             attempt = _wait_for_all(workers, begun, options, signals)
             history.append(attempt)
-            write_record(run_dir, record, number, history)
+            recorder.write(record, number, history)
             code, why = _verdict(history, options)
             if code is None and signals.received:
                 code, why = 1, f"{signals.received[0].name} arrived"
                 print_message(f"{signals.received[0].name}: not starting again")
             attempt.decide(restart=code is None, why=why)
-            write_record(run_dir, record, number, history)
+            recorder.write(record, number, history)
             if code is not None:
                 return code
             print_message(
@@ -286,7 +287,24 @@ def write_record(run_dir: Path, record: Mapping[str, Any], number: int, history:
     write_atomically(run_dir / "launch.json", json.dumps(redact(content), indent=1).encode() + b"\n", mode=PRIVATE_MODE)
 
 
+class Recorder:
+    """Keeps ``launch.json`` of a job under way, which goes on where it cannot be written: the first failure is a warning."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._has_warned = False
+
+    def write(self, record: Mapping[str, Any], number: int, history: Sequence[Attempt]) -> None:
+        try:
+            write_record(self._run_dir, record, number, history)
+        except OSError as error:
+            if not self._has_warned:
+                print_message(f"warning: {self._run_dir / 'launch.json'} was not written: {os_reason(error)}")
+            self._has_warned = True
+
+
 def print_message(text: str) -> None:
     """Print to standard error, without secrets. ``text`` may come from another host: control characters are shown as text."""
     lines = printable(redact_text(text), newlines=True).splitlines()
-    print("\n".join(f"launch: {line}" for line in lines), file=sys.stderr, flush=True)
+    with suppress(OSError):  # such as a full disk behind it: the job goes on
+        print("\n".join(f"launch: {line}" for line in lines), file=sys.stderr, flush=True)

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
+from unisono.errors import ConfigError
 from unisono.observe.events import ENVELOPE, SERIES, Event, as_mapping, event_step, number
-from unisono.storage.files import create_file, open_regular
+from unisono.storage.files import create_file, open_regular, os_reason
 from unisono.storage.limits import MAX_CONFIG_BYTES
 from unisono.storage.run_folder import RUN_FILE
 
@@ -108,6 +109,9 @@ def tracker_id(run_dir: Path, run_id: str) -> str:
     """The id that trackers outside of the run folder know this run by: its name and eight random digits.
 
     The name alone is that of other runs in other folders. The id is kept in the run folder, so that it stays over restarts.
+
+    Raises:
+        ConfigError: Something that is no readable file has its place.
     """
     path = run_dir / _ID_FILE
     try:
@@ -118,9 +122,23 @@ def tracker_id(run_dir: Path, run_id: str) -> str:
         path.unlink()  # cut short by a full disk
     except FileNotFoundError:
         pass
+    except OSError as error:
+        raise _no_id(path, os_reason(error)) from error
     made = f"{re.sub(r'[^A-Za-z0-9_-]', '-', run_id)[:64]}-{secrets.token_hex(4)}"
-    create_file(path, f"{made}\n".encode())
+    try:
+        create_file(path, f"{made}\n".encode())
+    except FileExistsError as error:
+        raise _no_id(path, "a link that leads nowhere") from error
     return made
+
+
+def _no_id(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        given=f"{path} cannot be read: {reason}",
+        rule="it is a file with the id that trackers know the run by",
+        consequence="nothing was started",
+        nearest=f"move {path} away: another id is made, and the trackers begin a run of their own",
+    )
 
 
 class FirstValues:

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Final
 
 from unisono.errors import ConfigError
 from unisono.observe.events import Event, RewindFilter, number
 from unisono.observe.tracked import TRACKED, event_metrics
 from unisono.storage.directory import make_folder
-from unisono.storage.files import new_file
+from unisono.storage.files import FILE_MODE, new_file, open_regular, os_reason
+
+_LOG: Final = logging.getLogger("unisono.observe")
+_MAX_HEADER_BYTES: Final = 1 << 20
 
 
 class CsvSink:
     """Writes ``metrics.csv``: one row per event of a kind in ``TRACKED``, and a column for each metric from its first value on.
 
     Each row is one append. A new column, or a step back after a crash, rewrites the file and replaces it atomically. A row
-    truncated by a kill is dropped when the file is opened. An evaluation of the state that a run resumed from is left out where
-    the table has that step's already.
+    truncated by a kill is dropped when the file is opened, and lines that are no rows are moved to ``metrics.csv.damaged``. An
+    evaluation of the state that a run resumed from is left out where the table has that step's already.
 
     Raises:
-        ConfigError: The file exists and does not start with the columns step, kind, attempt, t.
+        ConfigError: The file exists and does not start with the columns step, kind, attempt, t; then it is not touched. Or it
+            has lines that are no rows, which cannot be moved.
     """
 
     name = "csv"
@@ -46,8 +51,14 @@ class CsvSink:
                 consequence="nothing was started, and what it leads to is as it was",
                 nearest="remove the link, or leave 'csv' out of observe.trackers",
             )
+        if path.exists() and not path.is_file():
+            raise ConfigError(
+                given=f"{path}, which is no regular file",
+                rule="the csv tracker writes a file of the run's own folder",
+                consequence="nothing was started, and it is as it was",
+                nearest="move it away, or leave 'csv' out of observe.trackers",
+            )
         if path.exists() and path.stat().st_size > 0:
-            self._drop_torn_row()
             self._read_existing()
         else:
             self._replace(iter(()))
@@ -110,34 +121,111 @@ class CsvSink:
             writer.writerows(rows)
             text.detach()  # flushes, and leaves the file open
 
-    def _drop_torn_row(self) -> None:
-        with open(os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "rb+") as file:
-            end = file.seek(0, os.SEEK_END)
-            while end > 0:
-                start = max(0, end - 4096)
-                file.seek(start)
-                newline = file.read(end - start).rfind(b"\n")
-                if newline >= 0:
-                    file.truncate(start + newline + 1)
-                    return
-                end = start
-            file.truncate(0)
-
     def _read_existing(self) -> None:
-        with open(self._path, encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            columns = list(reader.fieldnames or self._FIXED)
-            if tuple(columns[: len(self._FIXED)]) != self._FIXED:
-                raise ConfigError(
-                    given=f"{self._path} exists and starts with the columns {', '.join(columns[:4])}",
-                    rule=f"the csv tracker continues a file that starts with {', '.join(self._FIXED)}",
-                    consequence="nothing was started, the file is as it was",
-                    nearest="move that file away, or leave 'csv' out of observe.trackers",
-                )
-            self._columns = columns
-            self._last_step = max((int(row["step"]) for row in reader), default=-1)
-        if self._path.stat().st_size == 0:  # the file only had a truncated header
+        """Take over the columns and the last step of the file, and repair what an earlier attempt left. Raises ConfigError."""
+        damaged: list[int] = []  # numbers of the lines that are no rows
+        with open_regular(self._path, flags=os.O_NOFOLLOW) as file:
+            header = file.readline(_MAX_HEADER_BYTES)
+            self._read_header(header)
+            end = len(header) if header.endswith(b"\n") else 0
+            for count, line in enumerate(file, start=2):
+                if not line.endswith(b"\n") and line.partition(b",")[0].isdigit():
+                    break  # a row, truncated by a kill
+                end += len(line)
+                step = self._step_of(line)
+                if step is None:
+                    damaged.append(count)
+                else:
+                    self._last_step = max(self._last_step, step)
+        if damaged:
+            self._move_damaged(damaged, end)
+        elif end == 0:  # the file only had a truncated header
             self._replace(iter(()))
+        else:
+            self._truncate(end)
+
+    def _read_header(self, header: bytes) -> None:
+        text = header.decode("utf-8", "backslashreplace")
+        try:
+            columns = next(csv.reader([text]), [])
+        except csv.Error:
+            columns = [text]
+        start = ",".join(self._FIXED).encode()
+        if header.endswith(b"\n"):
+            is_ours = tuple(columns[: len(self._FIXED)]) == self._FIXED and text.encode() == header
+        else:
+            is_torn = header.startswith(start + b",") or start.startswith(header)
+            is_ours = is_torn and len(header) < _MAX_HEADER_BYTES
+        if not is_ours:
+            raise ConfigError(
+                given=f"{self._path} exists and starts with the columns {', '.join(columns[:4])[:200]}",
+                rule=f"the csv tracker continues a file that starts with {', '.join(self._FIXED)}",
+                consequence="nothing was started, the file is as it was",
+                nearest="move that file away, or leave 'csv' out of observe.trackers",
+            )
+        if header.endswith(b"\n"):
+            self._columns = columns
+
+    def _step_of(self, line: bytes) -> int | None:
+        """The step of a row, -1 of an empty line; None for a line that is no row of this table."""
+        try:
+            cells = next(csv.reader([line.decode()], strict=True), [])
+            if not cells:
+                return -1
+            return int(cells[0]) if len(cells) == len(self._columns) and b"\0" not in line else None
+        except (ValueError, csv.Error):
+            return None
+
+    def _move_damaged(self, numbers: Collection[int], end: int) -> None:
+        """Move the lines of these numbers to the end of another file, and drop what comes after ``end`` bytes."""
+        beside = self._path.with_name(f"{self._path.name}.damaged")
+        what = f"{self._path} has lines that are no rows of the table: {len(numbers)}, first line {min(numbers)}"
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            with (
+                open_regular(self._path, flags=os.O_NOFOLLOW) as old,
+                open(os.open(beside, flags, FILE_MODE), "ab") as aside,
+                new_file(self._path) as new,
+            ):
+                _divide(old, frozenset(numbers), end, aside, new)
+        except OSError as error:
+            raise ConfigError(
+                given=f"{what}; and {beside.name} cannot be written: {os_reason(error)}",
+                rule="the csv tracker moves such lines to that file before it goes on",
+                consequence="nothing was started, the table is as it was",
+                nearest=f"make room for {beside}, or remove the lines",
+            ) from error
+        _LOG.warning("%s; moved to %s", what, beside.name)
+
+    def _truncate(self, end: int) -> None:
+        fd = self._open()
+        try:
+            if os.fstat(fd).st_size > end:
+                os.ftruncate(fd, end)
+        finally:
+            os.close(fd)
+
+
+def _divide(old: IO[Any], numbers: Collection[int], end: int, aside: IO[Any], new: IO[Any]) -> None:
+    """Copy a file line by line.
+
+    Args:
+        old: What is read, from its beginning.
+        numbers: Numbers, from 1, of the lines that go to ``aside``.
+        end: Bytes of ``old`` that are read.
+        aside: Takes those lines, and is synced.
+        new: Takes the other lines.
+    """
+    for count, line in enumerate(old, start=1):
+        if end <= 0:
+            break
+        end -= len(line)
+        if count in numbers:
+            aside.write(line if line.endswith(b"\n") else line + b"\n")
+        else:
+            new.write(line)
+    aside.flush()
+    os.fsync(aside.fileno())
 
 
 def _cell(value: Any) -> str:

@@ -132,11 +132,15 @@ def _need(package: str, tracker: str, *, extra: str) -> None:
 def _plugged(entry: EntryPoint, run_dir: Path, run_id: str, attempt: int) -> Sink:
     try:
         factory = cast(SinkFactory, entry.load())
-        return factory(run_dir, run_id, attempt)
-    except Exception as error:  # a plug-in may raise anything; the error must name its package
+        sink = factory(run_dir, run_id, attempt)
+        if not (isinstance(sink.name, str) and callable(sink.write) and callable(sink.close)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{type(sink).__name__} has no name, write and close of a sink")
+        return sink
+    except (Exception, SystemExit) as error:  # a plug-in may raise anything; the error must name its package
         package = entry.dist.name if entry.dist is not None else entry.value
+        reason = repr(error) if isinstance(error, SystemExit) else error
         raise ConfigError(
-            given=f"tracker {entry.name!r} of the package {package!r} could not be opened: {error}",
+            given=f"tracker {entry.name!r} of the package {package!r} could not be opened: {reason}",
             rule=f"{entry.value} must return a sink for (run folder, run id, attempt)",
             consequence="nothing was started",
             nearest=f"update {package!r}, or leave {entry.name!r} out of observe.trackers",
@@ -214,3 +218,5 @@ class Background:
             self._sink.close()
         except Exception as error:  # raised by the next write or by close
             self._failure = error
+        except BaseException as error:  # such as SystemExit, which would end training where it is raised again
+            self._failure = RuntimeError(f"the sink raised {error!r}")
