@@ -205,6 +205,7 @@ class RunFacts:
         for facts in self.ranks[1:]:
             if not np.array_equal(steps, facts.steps):
                 steps = np.intersect1d(steps, facts.steps, assume_unique=True)
+        steps.flags.writeable = False  # it is kept, and given to every rule
         whole = slice(None)
         return steps, [
             whole if len(steps) == len(facts.steps) else np.searchsorted(facts.steps, steps) for facts in self.ranks
