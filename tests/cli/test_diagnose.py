@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from commands import Desk
 from event_streams import write_events
 
 from unisono.diagnose import write_overlay
+from unisono.errors import ConfigError
 
 # a loader that one thread can hide behind the rest of the step
 SLOW = """
@@ -103,6 +105,16 @@ def test_an_overlay_is_a_new_file_over_the_run_s_configuration(desk: Desk, mine:
     assert (again.code, "one that exists is not overwritten" in again.err) == (2, True)
 
 
+@pytest.mark.parametrize("name", ["o", "o.txt", "o.json", "o.py", "o.toml.", ".toml"])
+def test_an_overlay_has_a_name_that_train_takes(desk: Desk, mine: Path, tmp_path: Path, name: str) -> None:
+    settings = {"loader.num_workers": 0}
+    write_events(mine, lambda rank, step: {"forward": 0.06, "data_wait": 0.04}, settings=settings)
+    before = set(tmp_path.iterdir())
+    done = desk.here("diagnose", str(mine), "--apply", str(tmp_path / name))
+    assert (done.code, "an overlay is a .toml file" in done.err) == (2, True)
+    assert set(tmp_path.iterdir()) == before
+
+
 def test_an_overlay_of_the_run_in_the_working_folder(desk: Desk, mine: Path, tmp_path: Path) -> None:
     settings = {"loader.num_workers": 0}
     write_events(mine, lambda rank, step: {"forward": 0.06, "data_wait": 0.04}, settings=settings)
@@ -185,6 +197,25 @@ def test_settings_of_a_strategy_file_are_changed_in_a_copy_of_it(desk: Desk, tmp
     made = json.loads((tmp_path / "run-2/plan.json").read_text())
     assert (made["batch"]["micro_batch"], made["batch"]["accumulation"]) == (2, 2)
     assert made["recompute"]["mode"] == "none"
+
+
+@pytest.mark.parametrize("exists", ["smaller.toml", "smaller.plan.json"])
+def test_an_overlay_that_cannot_be_written_leaves_no_strategy_file(tmp_path: Path, exists: str) -> None:
+    plan, run_dir = tmp_path / "plan.json", tmp_path / "run"
+    plan.write_text('{"batch": {"micro_batch": 4}}')
+    run_dir.mkdir()
+    (run_dir / "config.toml").write_text(f'[plan]\nfile = "{plan}"\n')
+    (tmp_path / exists).write_text("mine")
+    before = set(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=re.escape(f"{exists}: EEXIST")):
+        write_overlay(tmp_path / "smaller.toml", run_dir, {"plan.micro_batch": 2})
+    assert (set(tmp_path.iterdir()), (tmp_path / exists).read_text()) == (before, "mine")
+
+
+def test_a_setting_without_a_value_is_one_that_train_takes(desk: Desk, mine: Path, tmp_path: Path) -> None:
+    write_overlay(tmp_path / "o.toml", mine, {"plan.staleness": None, "optim.decay_exclude": ["norm"]})
+    shown = desk.here("config", "show", str(tmp_path / "o.toml"), "--json").json["values"]
+    assert (shown["plan.staleness"]["value"], shown["optim.decay_exclude"]["value"]) == ('"none"', '["norm"]')
 
 
 def test_a_script_is_told_its_own_options(desk: Desk, tmp_path: Path) -> None:

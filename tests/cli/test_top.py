@@ -240,3 +240,13 @@ def test_a_folder_without_events(desk: Desk, tmp_path: Path) -> None:
     done = desk.here("top", str(tmp_path), "--once")
     assert done.code == 2
     assert "has no events of a rank" in done.err
+
+
+def test_a_file_of_another_run_is_said(desk: Desk, tmp_path: Path) -> None:
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
+    text = events_path(run, 0).read_text().replace('"run":"run"', '"run":"other"')
+    events_path(run, 3).write_text(text)
+    note = "rank00003.jsonl: left out, as its events are of the run other, the others of run"
+    done = desk.here("top", str(run), "--once")
+    assert (len(done.out.splitlines()), done.out.splitlines()[-1]) == (3, note)
+    assert desk.here("top", str(run), "--json").json["notes"] == [note]

@@ -252,6 +252,18 @@ def test_torn_tail_is_left_out_and_said(tmp_path: Path) -> None:
     assert history.notes() == ("e.jsonl: left out 1 incomplete line(s) (3): a write was cut short",)
 
 
+@pytest.mark.parametrize("wrong", [-4, 0, True, 1 << 60, 10**30, 999_999_999, "7", 7.5, None])
+@pytest.mark.parametrize("num_wrong", [1, 300])  # all of the end that is read first
+def test_a_damaged_attempt_does_not_number_the_next_one(tmp_path: Path, wrong: object, num_wrong: int) -> None:
+    path = tmp_path / "e.jsonl"
+    with open_log(path, attempt=7) as log:
+        log.emit("step", step=1)
+    event = {"kind": "x", "attempt": wrong, "pad": "p" * 1000}
+    with path.open("ab") as file:
+        file.write((json.dumps(event).encode() + b"\n") * num_wrong)
+    assert next_attempt(path) == 8
+
+
 @pytest.mark.parametrize("cut", range(1, 90, 7))
 def test_any_cut_loses_one_line_at_most(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "e.jsonl"

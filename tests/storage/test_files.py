@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -62,6 +63,19 @@ def test_under_no_umask_others_write_to_nothing(tmp_path: Path, number: int) -> 
         WRITERS[number](tmp_path / "folder/new")
     assert modes(tmp_path / "folder")["new"] == (0o600 if WRITERS[number] is locked else 0o644)
     assert writable_by_others(tmp_path / "folder") == {}
+
+
+def test_a_file_that_does_not_fit_the_disk_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", is_full)
+    with pytest.raises(OSError, match="No space left"):
+        create_file(tmp_path / "new", CONTENT)
+    (tmp_path / "there").write_bytes(CONTENT)
+    with pytest.raises(FileExistsError):
+        create_file(tmp_path / "there", b"other")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"there": CONTENT}
 
 
 def plants(folder: str, victim: str, seconds: float) -> int:

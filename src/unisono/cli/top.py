@@ -51,9 +51,10 @@ def command(context: click.Context, run_dir: str, every_s: float, once: bool, as
     """
     from rich.console import Console, Group
     from rich.live import Live
+    from rich.text import Text
 
     from unisono.errors import ConfigError, DataError
-    from unisono.observe.rank_status import rank_statuses
+    from unisono.observe.rank_status import statuses_and_notes
 
     if (once or as_json) and context.get_parameter_source("every_s") is click.core.ParameterSource.COMMANDLINE:
         raise ConfigError(
@@ -62,7 +63,7 @@ def command(context: click.Context, run_dir: str, every_s: float, once: bool, as
             consequence="it would have no effect, so nothing was shown",
             nearest="one of them",
         )
-    statuses = rank_statuses(Path(run_dir))
+    statuses, notes = statuses_and_notes(Path(run_dir))
     if not statuses:
         raise DataError(
             given=f"{run_dir} has no events of a rank",
@@ -72,15 +73,19 @@ def command(context: click.Context, run_dir: str, every_s: float, once: bool, as
         )
     if once or as_json:
         lines = [line for table in _tables(statuses, time.time()) for line in ("", *_as_lines(table))][1:]
-        print_result(as_json, {"run_dir": run_dir, "ranks": [_facts(status) for status in statuses]}, lines)
+        lines += map(printable, notes)
+        facts = [_facts(status) for status in statuses]
+        print_result(as_json, {"run_dir": run_dir, "ranks": facts, "notes": notes}, lines)
         return
     with Live(console=Console(), refresh_per_second=4, screen=False) as live:
         while True:
-            live.update(Group(*map(_drawn, _tables(statuses, time.time()))))
+            told = [Text(printable(note)) for note in notes]
+            live.update(Group(*map(_drawn, _tables(statuses, time.time())), *told))
             if all(status.ended for status in statuses):
                 return
             time.sleep(every_s)
-            statuses = rank_statuses(Path(run_dir)) or statuses
+            seen, notes = statuses_and_notes(Path(run_dir))
+            statuses = seen or statuses
 
 
 def _as_lines(table: _Cells) -> list[str]:

@@ -13,7 +13,7 @@ from unisono.compare.differences import environment_of, settings_of
 from unisono.errors import DataError
 from unisono.observe.events import ENVELOPE, Event, number
 from unisono.observe.goodput import CATEGORIES, GoodputLedger, launch_spans
-from unisono.observe.history import Counts, Floats, RankHistory, read_history, steady_readings
+from unisono.observe.history import Counts, Floats, RankHistory, of_one_run, read_history, steady_readings
 from unisono.observe.meters import ALL_PHASES, COMM_PHASES
 from unisono.observe.run_summary import RunSummary, eval_metrics, summarise
 from unisono.storage.run_folder import EVENTS_FOLDER
@@ -64,8 +64,7 @@ def read_figures(run_dir: Path) -> RunFigures:
     ledger, times = GoodputLedger(), _StepTimes()
     first: RankHistory | None = None
     peak_bytes, notes, num_ranks = 0.0, list[str](), 0
-    for path in sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")):
-        history = read_history(path)
+    for history in of_one_run(map(read_history, sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")))):
         notes += history.notes
         if history.is_empty or history.rank is None:
             continue

@@ -13,7 +13,7 @@ import msgspec
 
 from unisono.config.fields import BASE
 from unisono.config.toml_file import read_toml
-from unisono.config.values import toml_value
+from unisono.config.values import encode, toml_value
 from unisono.diagnose.finding import Finding
 from unisono.errors import ConfigError
 from unisono.observe.events import as_mapping
@@ -40,7 +40,7 @@ _OPTIONS: Final = {
 def patch_text(patch: Mapping[str, Any], *, is_script: bool) -> str:
     """Settings as ``unisono train`` takes them, or as the options of a ``Trainer`` in a Python script."""
     if not is_script:
-        return " ".join(f"--set {name}={value}" for name, value in patch.items())
+        return " ".join(f"--set {name}={encode(value)}" for name, value in patch.items())
     texts: list[str] = []
     for name, value in patch.items():
         section, _, option = name.partition(".")
@@ -56,10 +56,17 @@ def write_overlay(path: Path, run_dir: Path, patch: Mapping[str, Any]) -> Path:
     Fields that the run's strategy file gives are changed in a copy of it, ``path`` with the ending ``.plan.json``.
 
     Raises:
-        ConfigError: The file exists or cannot be created, or the run has no configuration file of its own, or one that another
-            user can have written.
+        ConfigError: The file is no ``.toml``, exists or cannot be created, or the run has no configuration file of its own, or
+            one that another user can have written.
         PlanError: The run's strategy file cannot be read.
     """
+    if path.suffix != ".toml":
+        raise ConfigError(
+            given=f"{path}, for an overlay",
+            rule="an overlay is a .toml file, which is how unisono train knows a configuration",
+            consequence="nothing was written",
+            nearest=str(path.parent / f"{path.stem or 'faster'}.toml"),
+        )
     base = run_dir.resolve() / RUN_FILE
     if not base.is_file():
         raise ConfigError(
@@ -79,18 +86,19 @@ def write_overlay(path: Path, run_dir: Path, patch: Mapping[str, Any]) -> Path:
     folders = (named.with_name(f"{named.name}-{number}") for number in count(2))
     next_dir = next(folder for folder in folders if not os.path.lexists(folder))
     patch, plan = _in_strategy_file(patch, base)
+    files: dict[Path, str] = {}
     if plan is not None:
         plan_path = path.with_suffix(".plan.json").resolve()
+        files[plan_path] = json.dumps(plan, indent=1)
         patch = {**patch, "plan.file": str(plan_path)}
-        _create(plan_path, json.dumps(plan, indent=1))
     sections: dict[str, dict[str, Any]] = {"run": {"dir": str(next_dir)}}
     for name, value in patch.items():
         section, _, option = name.rpartition(".")
         sections.setdefault(section, {})[option] = value
     lines = [f"{BASE} = {toml_value(str(base))}"]
     for section, options in sections.items():
-        lines += ["", f"[{section}]", *(f"{option} = {toml_value(value)}" for option, value in options.items())]
-    _create(path, "\n".join(lines))
+        lines += ["", f"[{section}]", *(f"{option} = {toml_value(encode(value))}" for option, value in options.items())]
+    _create_all({path: "\n".join(lines), **files})
     return next_dir
 
 
@@ -112,6 +120,19 @@ def _in_strategy_file(patch: Mapping[str, Any], base: Path) -> tuple[dict[str, A
         group, _, field = name.partition(".")
         plan.setdefault(group, {})[field] = value
     return {setting: value for setting, value in patch.items() if setting not in names}, msgspec.to_builtins(plan)
+
+
+def _create_all(files: Mapping[Path, str]) -> None:
+    """Create all files, or none where one of them cannot be created."""
+    created: list[Path] = []
+    try:
+        for path, text in files.items():
+            _create(path, text)
+            created.append(path)
+    except BaseException:
+        for path in created:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _create(path: Path, text: str) -> None:

@@ -21,6 +21,7 @@ from unisono.diagnose import (
     utilization_rules,
 )
 from unisono.diagnose.finding import Finding, Rule
+from unisono.diagnose.plugged_findings import checked_finding, make_read_only
 from unisono.diagnose.run_facts import RunFacts
 
 RULE_GROUP: Final = "unisono.rules"
@@ -83,11 +84,10 @@ def _plugged_rules() -> Iterator[Rule]:
 
         def guarded(facts: RunFacts, entry: Any = entry, package: str = package) -> list[Finding]:
             try:
-                findings = list(entry.load()(facts))
-                if not all(isinstance(finding, Finding) for finding in findings):
-                    raise TypeError("it yields something else than unisono.diagnose.Finding")
-                return findings
-            except Exception as error:
+                rule = entry.load()
+                make_read_only(facts)  # for the rules after it, and the report
+                return [checked_finding(finding, facts) for finding in rule(facts)]
+            except (Exception, SystemExit) as error:
                 _LOG.warning("rule %s of %s was left out: %s: %s", entry.name, package, type(error).__name__, error)
                 return []
 

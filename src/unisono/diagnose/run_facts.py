@@ -23,7 +23,7 @@ from unisono.diagnose.monitor_facts import MonitorSamples, read_monitor
 from unisono.diagnose.tap_facts import Tap, read_taps
 from unisono.errors import ConfigError, DataError
 from unisono.observe.events import Event, as_mapping, bounded_number, event_step, number
-from unisono.observe.history import Floats, RankHistory, read_history, steady_readings
+from unisono.observe.history import Floats, RankHistory, of_one_run, read_history, steady_readings
 from unisono.observe.link_events import AxisTraffic, LinkTraffic, read_axes, read_links, rms_lag
 from unisono.observe.meters import ALL_PHASES, COMM_PHASES
 from unisono.observe.nonfinite_events import NonfiniteOrigin, read_origins
@@ -205,6 +205,7 @@ class RunFacts:
         for facts in self.ranks[1:]:
             if not np.array_equal(steps, facts.steps):
                 steps = np.intersect1d(steps, facts.steps, assume_unique=True)
+        steps.flags.writeable = False  # it is kept, and given to every rule
         whole = slice(None)
         return steps, [
             whole if len(steps) == len(facts.steps) else np.searchsorted(facts.steps, steps) for facts in self.ranks
@@ -235,7 +236,7 @@ def read_run(run_dir: Path) -> RunFacts:
         DataError: The folder has no events.
         ConfigError: A file of events is no regular file, or cannot be opened.
     """
-    facts = facts_of(map(read_history, sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl"))))
+    facts = facts_of(of_one_run(map(read_history, sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")))))
     if not facts.ranks:
         raise DataError(
             given=f"{run_dir / EVENTS_FOLDER} has no events of a rank",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 import threading
 import time
@@ -27,7 +28,7 @@ from typing import Any, BinaryIO, Final, TypeGuard, cast
 import msgspec
 
 from unisono.errors import ConfigError
-from unisono.sanitize import is_secret, redact
+from unisono.sanitize import is_secret, redact, shorten
 from unisono.storage.directory import make_folder
 from unisono.storage.files import FILE_MODE, open_regular
 from unisono.storage.folder_lock import FolderLock
@@ -47,7 +48,9 @@ NUMBERED: Final = (
     *("histograms", "skipped_step", "gradient_stats", "tap", "nonfinite"),
 )
 MAX_COUNT: Final = 1 << 53  # of steps and attempts: any float64 below is exact
+_MAX_ATTEMPT: Final = 1_000_000  # no run starts so often: a higher number is of a damaged line
 ENVELOPE: Final = frozenset({"kind", "t", "m", "rank", "run", "attempt"})
+_FILE_NAME: Final = re.compile(r"rank([0-9]{5,9})\.jsonl")
 _NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # read at once: a block, its lines and the decoded events stay in the processor's cache
 _BLOCK_BYTES: Final = 1 << 18
@@ -57,6 +60,18 @@ _decode_fast: Final = msgspec.json.Decoder().decode
 def events_path(run_dir: Path, rank: int) -> Path:
     """Path of the events file of ``rank`` inside ``run_dir``, such as ``events/rank00003.jsonl``."""
     return run_dir / EVENTS_FOLDER / f"rank{rank:05d}.jsonl"
+
+
+def rank_of(path: Path) -> int | None:
+    """The rank of an events file, by its name; None if that is no name of one."""
+    found = _FILE_NAME.fullmatch(path.name)
+    return None if found is None else int(found[1])
+
+
+def other_run(names: Iterable[str], own: Iterable[str]) -> str:
+    """Says that events of the run with ``names`` are none of the run with the names ``own``."""
+    theirs, ours = (shorten(", ".join(sorted(each))) for each in (names, own))
+    return f"its events are of the run {theirs}, the others of {ours}"
 
 
 class EventLog:
@@ -311,7 +326,7 @@ def event_step(event: Mapping[str, Any]) -> int | None:
 
 def is_count(value: Any) -> TypeGuard[int]:
     """Whether a value of an event is a number of a step or an attempt."""
-    return isinstance(value, int) and 0 <= value < MAX_COUNT
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_COUNT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -435,7 +450,7 @@ def _decode(text: bytes) -> Any:
 def next_attempt(path: Path) -> int:
     """Attempt number of a process that continues the file at ``path``: one more than the last, or 1 without a file.
 
-    Reads the end of the file only, so the cost does not grow with the run.
+    Reads the end of the file only, so the cost does not grow with the run. Passes over events whose number cannot be right.
     """
     try:
         file = open_events(path)
@@ -449,9 +464,9 @@ def next_attempt(path: Path) -> int:
             file.seek(start)
             lines = file.read(end - start).split(b"\n")
             for line in reversed(lines if start == 0 else lines[1:]):
-                event = decode_event(line)
-                if event is not None and isinstance(event.get("attempt"), int):
-                    return int(event["attempt"]) + 1
+                attempt = (decode_event(line) or {}).get("attempt")
+                if is_count(attempt) and 0 < attempt <= _MAX_ATTEMPT:
+                    return attempt + 1
             if start == 0:
                 return 1
             reach *= 4

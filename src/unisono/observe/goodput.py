@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.observe.events import Event, number
-from unisono.observe.history import Floats, RankHistory, read_history
+from unisono.observe.history import Floats, RankHistory, of_one_run, read_history
 from unisono.storage.ownership import read_own_json
 from unisono.storage.run_folder import EVENTS_FOLDER, LAUNCH_FILE
 
@@ -114,8 +114,8 @@ def read_goodput(run_dir: Path) -> Goodput | None:
     Raises ConfigError for a file of events that cannot be opened, or is no regular file.
     """
     ledger = GoodputLedger()
-    for path in sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")):
-        ledger.add(read_history(path))
+    for history in of_one_run(map(read_history, sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")))):
+        ledger.add(history)
     return ledger.result(launch_spans(run_dir))
 
 

@@ -6,12 +6,11 @@ A million steps are read in seconds and some hundred MiB, which as dicts would t
 from __future__ import annotations
 
 import itertools
-import re
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -32,6 +31,8 @@ from unisono.observe.events import (
     is_count,
     number,
     open_events,
+    other_run,
+    rank_of,
     schema_notes,
 )
 from unisono.observe.meters import ALL_PHASES, COMM_PHASES
@@ -53,7 +54,6 @@ WARM_UP_READINGS: Final = (
 # of these NaN is a value; other fields are in the last step of each reading alone
 _IN_EVERY_STEP: Final = ("train/loss", "train/grad_norm")
 _HISTOGRAMS_PREFIX: Final = b'{"kind":"histograms",'  # large, and only trackers show them
-_FILE_NAME: Final = re.compile(r"rank([0-9]{5,9})\.jsonl")
 _KEYS: Final = {f"field{place}": name for place, name in enumerate(STEP_FIELDS)}
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_COUNT)]
 _HEAD: Final = (("kind", Literal["step"]), ("step", _Count), ("attempt", _Count, 1), ("unit", str | None, None))
@@ -105,8 +105,7 @@ class RankHistory:
     @property
     def rank(self) -> int | None:
         """The rank, by the name of the file; None if that is no name of an events file."""
-        found = _FILE_NAME.fullmatch(self.path.name)
-        return None if found is None else int(found[1])
+        return rank_of(self.path)
 
     @property
     def is_empty(self) -> bool:
@@ -137,6 +136,30 @@ def read_history(path: Path) -> RankHistory:
         for lines, has_end in event_lines(file):
             history.add(lines, has_end=has_end)
     return history.finish(path)
+
+
+def of_one_run(histories: Iterable[RankHistory]) -> Iterator[RankHistory]:
+    """The histories of the files in a folder, the lowest rank first, without the events of files that do not belong to its run.
+
+    Of such a file a note is left. A file belongs to the run if it has a name of the run that the lowest rank's file has too: a
+    folder that was renamed between two starts has events of several names.
+    """
+    own: frozenset[str] = frozenset()
+    for history in histories:
+        if history.rank is None:
+            yield _left_out(history, "its name is not that of a rank's file, such as rank00003.jsonl")
+            continue
+        names = frozenset(
+            name
+            for event in history.all_events
+            if event["kind"] == "run_start" and isinstance(name := event.get("run"), str)
+        )
+        own = own or names
+        yield _left_out(history, other_run(names, own)) if names and own.isdisjoint(names) else history
+
+
+def _left_out(history: RankHistory, reason: str) -> RankHistory:
+    return replace(_History().finish(history.path), notes=(f"{history.path.name}: left out, as {reason}",))
 
 
 def _decode_steps(lines: Sequence[bytes]) -> tuple[list[Any], bool]:

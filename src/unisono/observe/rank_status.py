@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.observe.events import Event, decode_event, number, open_events
+from unisono.observe.events import Event, decode_event, number, open_events, other_run, rank_of
 from unisono.storage.run_folder import EVENTS_FOLDER
 
 _BLOCK_BYTES: Final = 1 << 16
@@ -28,6 +28,7 @@ class RankStatus:
         system: Its newest ``system`` event; empty where there is none.
         links: Its newest ``links`` event; empty where there is none at the end of the file.
         ended: Reason of the end, such as ``finished`` or ``failed``; empty while the run goes on.
+        run: Name of the run in its newest event; empty where it has none.
     """
 
     rank: int
@@ -36,19 +37,57 @@ class RankStatus:
     system: Mapping[str, Any]
     links: Mapping[str, Any]
     ended: str
+    run: str = ""
 
 
 def rank_statuses(run_dir: Path) -> list[RankStatus]:
-    """All ranks that have events, ascending. Files that vanish or hold no event meanwhile are left out.
+    """All ranks that have events, as ``statuses_and_notes`` has them. Raises as it does."""
+    return statuses_and_notes(run_dir)[0]
+
+
+def statuses_and_notes(run_dir: Path) -> tuple[list[RankStatus], list[str]]:
+    """All ranks that have events, ascending, and a note of each file that is left out, as its events are of another run.
+
+    Files that vanish or hold no event meanwhile are left out without a note.
 
     Raises:
         ConfigError: A file of events is no regular file, or cannot be read.
     """
-    found = (_status(path) for path in sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")))
-    return [status for status in found if status is not None]
+    statuses: list[RankStatus] = []
+    notes: list[str] = []
+    first_path, own = run_dir, ""  # the lowest rank's file that has a name of the run, and its newest name
+    for path in sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")):
+        rank = rank_of(path)
+        status = None if rank is None else _status(path, rank)
+        if status is None:
+            continue
+        if status.run and not own:
+            first_path, own = path, status.run
+        if status.run not in ("", own):
+            # a folder that was renamed between two starts: beginnings are read where ends differ, not at every look
+            names, own_names = {status.run, _first_run(path)} - {""}, {own, _first_run(first_path)} - {""}
+            if names.isdisjoint(own_names):
+                notes.append(f"{path.name}: left out, as {other_run(names, own_names)}")
+                continue
+        statuses.append(status)
+    return statuses, notes
 
 
-def _status(path: Path) -> RankStatus | None:
+def _first_run(path: Path) -> str:
+    """Name of the run in the first event of a file; empty where it has none."""
+    try:
+        with open_events(path) as file:
+            event = decode_event(file.readline(_BLOCK_BYTES)) or {}
+    except FileNotFoundError:
+        return ""
+    return _run_of(event)
+
+
+def _run_of(event: Mapping[str, Any]) -> str:
+    return name if isinstance(name := event.get("run"), str) else ""
+
+
+def _status(path: Path, rank: int) -> RankStatus | None:
     newest: dict[str, Event] = {}
     last: Event = {}
     goes_on = False  # after its newest end
@@ -67,8 +106,7 @@ def _status(path: Path) -> RankStatus | None:
             newest.setdefault(kind, event)
         if kind == "run_start" or {"step", "system", "links"} <= newest.keys():
             break
-    rank = last.get("rank")
-    if not isinstance(rank, int):
+    if not last:
         return None
     end, nothing = newest.get("run_end", {}), dict[str, Any]()
     return RankStatus(
@@ -78,6 +116,7 @@ def _status(path: Path) -> RankStatus | None:
         system=newest.get("system", nothing),
         links=newest.get("links", nothing),
         ended="" if goes_on else str(end.get("reason", "")),
+        run=_run_of(last),
     )
 
 

@@ -31,7 +31,7 @@ from unisono.errors import DataError
 from unisono.observe.events import Event, events_path
 from unisono.observe.formatting import run_verdict
 from unisono.observe.goodput import Goodput, GoodputLedger, launch_spans
-from unisono.observe.history import RankHistory, read_history
+from unisono.observe.history import RankHistory, of_one_run, read_history
 from unisono.observe.run_summary import summarise
 from unisono.report.charts import curves_of, rank_map, time_chart
 from unisono.report.goodput_section import goodput_section
@@ -105,7 +105,8 @@ def make_report(run_dir: Path) -> Report:
         )
     ranks = _ShownRanks()
     others = (other for other in sorted((run_dir / EVENTS_FOLDER).glob("rank*.jsonl")) if other != path)
-    facts = facts_of(ranks.collect(rank_history) for rank_history in chain([history], map(read_history, others)))
+    histories = of_one_run(chain([history], map(read_history, others)))
+    facts = facts_of(map(ranks.collect, histories))
     facts = with_run_files(facts, run_dir)
     goodput = ranks.goodput.result(launch_spans(run_dir))
     findings = diagnose(facts)

@@ -140,11 +140,16 @@ def write_atomically(path: Path, *parts: Any, mode: int = FILE_MODE) -> None:
 
 
 def create_file(path: Path, data: bytes) -> None:
-    """Write and sync a new file. Raises FileExistsError, also for a link."""
-    with open_new(path) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write and sync a new file; one that cannot be written whole is removed. Raises FileExistsError, also for a link."""
+    file = open_new(path)
+    try:
+        with file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager
