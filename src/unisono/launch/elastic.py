@@ -23,6 +23,7 @@ from unisono.launch.process_layout import ProcessSlot
 from unisono.launch.restart_rules import is_fault_of_one_host, reason_not_to_restart, reason_to_restart
 from unisono.launch.supervise import (
     StopSignals,
+    complete_report,
     first_attempt,
     print_message,
     write_record,
@@ -107,9 +108,9 @@ def supervise_elastic(
             for state in states:
                 if state.process is not None:
                     state.process.kill_group()
-    if verdict is not None:
-        return verdict
-    return REQUEUE if REQUEUE in codes else 0
+        code = verdict if verdict is not None else REQUEUE if REQUEUE in codes else 0
+        complete_report(run_dir, code, signals)
+        return code
 
 
 def _record_end(
