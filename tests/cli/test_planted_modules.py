@@ -155,6 +155,14 @@ def test_ranks_and_servers_of_a_run(hostile: Hostile, desk: Desk, sync: str) -> 
 
 
 @pytest.mark.full
+def test_the_report_of_a_run_that_was_killed(hostile: Hostile, desk: Desk) -> None:
+    settings = [*desk.settings, *SMALL, "--set=launch.max_restarts=0"]
+    done = hostile.run(desk, [*MAIN, "train", *settings], UNISONO_FAULT="backward@1:0")
+    assert done.returncode == 1, done.stderr
+    assert (hostile.folder / "run/report.html").exists(), done.stderr
+
+
+@pytest.mark.full
 def test_a_launch_of_this_host_with_servers_and_of_a_script(hostile: Hostile, desk: Desk, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/neighbour.py").write_text("WORD = 'imported'\n")
@@ -318,6 +326,7 @@ def test_every_place_that_starts_a_process_is_known() -> None:
         "kvstore/bench/processes.py": 1,
         "kvstore/server/child_servers.py": 1,
         "launch/host_agent_client.py": 1,
+        "launch/missing_report.py": 1,
         "launch/mpi_slurm.py": 1,
         "launch/resources.py": 1,
         "launch/workers.py": 2,

@@ -18,6 +18,17 @@ def test_the_report_of_a_run_without_an_end(desk: Desk, tmp_path: Path) -> None:
     assert "costs 40% of the time" in page
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_the_launcher_has_the_report_written_where_rank_0_was_killed(desk: Desk, tmp_path: Path, ranks: int) -> None:
+    run_dir = tmp_path / "run"
+    launch = [f"--set=launch.num_processes={ranks}", "--set=launch.max_restarts=0"]
+    done = desk.process("train", f"--set=run.dir={run_dir}", *desk.settings, *launch, UNISONO_FAULT="backward@3:0")
+    assert done.code == 1
+    assert "was killed by signal 9 (SIGKILL)" in done.err
+    assert "report.html was not written" not in done.err
+    assert "Run run" in (run_dir / "report.html").read_text()
+
+
 def test_a_folder_without_events(desk: Desk, tmp_path: Path) -> None:
     done = desk.here("report", str(tmp_path))
     assert (done.code, list(tmp_path.iterdir())) == (2, [])

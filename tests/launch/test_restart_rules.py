@@ -10,7 +10,8 @@ import pytest
 from launching import run
 
 from unisono.dist import Failure
-from unisono.launch.exit_cause import Cause, cause_kinds
+from unisono.launch import exit_cause
+from unisono.launch.exit_cause import Cause
 from unisono.launch.exit_report import Attempt
 from unisono.launch.restart_rules import RULES, reason_not_to_restart, reason_to_restart
 
@@ -44,8 +45,8 @@ def ended(
 
 
 def test_each_cause_has_a_rule() -> None:
-    assert set(RULES) == set(cause_kinds())
-    assert {rule.restarts for rule in RULES.values()} == {"never", "once", "until_repeated", "by_error"}
+    assert set(RULES) == set(exit_cause._WORDS)
+    assert {rule.restarts for rule in RULES.values()} == {"never", "always", "once", "until_repeated", "by_error"}
     assert all(rule.reason for rule in RULES.values())
     assert all(rule.cure for rule in RULES.values() if rule.restarts == "never")
 
@@ -71,13 +72,61 @@ def test_what_may_not_pass_is_restarted_once_between_checkpoints(kind: str) -> N
     assert reason_not_to_restart([first, ended("killed", code=-9), again]) is None
 
 
-@pytest.mark.parametrize("kind", ["killed", "crash", "hang", "peer_left", "communication", "corruption"])
+@pytest.mark.parametrize("kind", ["killed", "hang", "peer_left", "communication", "corruption"])
 def test_what_may_pass_uses_up_the_restarts(kind: str) -> None:
     history = [ended(kind, code=-9) for _ in range(5)]
     assert reason_not_to_restart(history) is None
     assert reason_to_restart(history[-1]).endswith(f": {RULES[kind].reason}")
     # a RuntimeError of Gloo, before the first step
     assert reason_not_to_restart([ended(kind, failure="RuntimeError", step=None)]) is None
+
+
+def test_the_same_crash_twice_without_a_new_checkpoint_ends_the_run() -> None:
+    crash = ended("crash", code=-11)
+    assert reason_not_to_restart([crash]) is None
+    assert reason_to_restart(crash) == "a crash of native code: it may pass"
+    problem = reason_not_to_restart([crash, ended("crash", code=-11)])
+    assert problem is not None
+    assert problem.given == "rank 0 failed, 2 times in a row and without a new checkpoint"
+    # also where an error was recorded before the signal came
+    assert reason_not_to_restart([crash, ended("crash", code=-11, failure="RuntimeError")]) is not None
+    # another signal, another rank, a new checkpoint, something else between, a server
+    assert reason_not_to_restart([crash, ended("crash", code=-6)]) is None
+    other_rank = ended("crash", code=-11)
+    other_rank._cause = Cause(kind="crash", ranks=(1,), sentence="rank 1 failed")
+    assert reason_not_to_restart([other_rank, crash]) is None
+    assert reason_not_to_restart([crash, ended("crash", code=-11, checkpoints=("step-00000009",))]) is None
+    assert reason_not_to_restart([crash, ended("killed", code=-9), crash]) is None
+    server = ended("crash", code=-11)
+    server.took_s = 0.0
+    assert reason_not_to_restart([server, server]) is None
+
+
+@pytest.mark.parametrize(
+    ("ending", "starts"),
+    [
+        ("ctypes.string_at(0)", 2),
+        # in a shell, whose exit code says it
+        ("sys.exit(128 + signal.SIGSEGV)", 2),
+        # the second crash comes after a new checkpoint, the third one does not
+        (
+            "(run_dir / f'checkpoints/step-{min(job.restart_count, 1)}').mkdir(parents=True, exist_ok=True); os.abort()",
+            3,
+        ),
+        ("os.kill(os.getpid(), [signal.SIGSEGV, signal.SIGBUS][job.restart_count % 2])", 4),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 4),
+    ],
+)
+def test_a_rank_that_crashes_each_time(ending: str, starts: int, tmp_path: Path) -> None:
+    code, said, launched = run(f"import ctypes\n{ending}\n", tmp_path, num_processes=1, max_restarts=3)
+    attempts = launched.record()["attempts"]
+    assert (code, len(attempts)) == (1, starts)
+    assert ("no restart left of 3" in said) is (starts == 4)
+    rule = (
+        "a crash by the same signal on the same rank is restarted again only if a checkpoint was committed in between"
+    )
+    assert (rule in said) is (starts < 4)
+    assert (rule in attempts[-1]["decision"]["why"]) is (starts < 4)
 
 
 @pytest.mark.parametrize("kind", ["configuration", "bad_data", "program", "checkpoint", "numerics"])

@@ -24,6 +24,7 @@ from unisono.launch.restart_rules import is_fault_of_one_host, reason_not_to_res
 from unisono.launch.supervise import (
     Recorder,
     StopSignals,
+    complete_report,
     first_attempt,
     print_message,
 )
@@ -108,9 +109,9 @@ def supervise_elastic(
             for state in states:
                 if state.process is not None:
                     state.process.kill_group()
-    if verdict is not None:
-        return verdict
-    return REQUEUE if REQUEUE in codes else 0
+        code = verdict if verdict is not None else REQUEUE if REQUEUE in codes else 0
+        complete_report(run_dir, code, signals)
+        return code
 
 
 def _record_end(

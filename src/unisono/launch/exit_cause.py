@@ -63,11 +63,6 @@ _ADVICE: Final = {
 }
 
 
-def cause_kinds() -> tuple[str, ...]:
-    """All causes of this module's documentation."""
-    return tuple(_WORDS)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
     """Why an attempt ended.

@@ -27,14 +27,15 @@ class RestartRule:
     """What follows from a cause, within the restarts that ``launch.max_restarts`` leaves.
 
     Attributes:
-        restarts: ``never``; ``once``: not a second time in a row without a new checkpoint; ``until_repeated``: until the same
-            error comes twice in a row; ``by_error``: as the recorded error says, see ``reason_not_to_restart``.
+        restarts: ``never``; ``always``; ``once``: not a second time in a row without a new checkpoint; ``until_repeated``: until
+            the same error comes twice in a row, or the same crash without a new checkpoint; ``by_error``: as the recorded error
+            says, see ``reason_not_to_restart``.
         reason: Why, for the record and the message.
         cure: What to do before the next start; empty if the error says it.
         of_host: Whether it is the matter of one host: an elastic job goes on without it.
     """
 
-    restarts: Literal["never", "once", "until_repeated", "by_error"]
+    restarts: Literal["never", "always", "once", "until_repeated", "by_error"]
     reason: str
     cure: str = ""
     of_host: bool = False
@@ -58,7 +59,7 @@ RULES: Final[Mapping[str, RestartRule]] = {
         restarts="once",
         reason="ranks issue the same collectives in the same order, which is a matter of the program",
     ),
-    "killed": RestartRule(restarts="until_repeated", reason="the signal came from outside"),
+    "killed": RestartRule(restarts="always", reason="the signal came from outside"),
     "crash": RestartRule(restarts="until_repeated", reason="it may pass"),
     "hang": RestartRule(restarts="until_repeated", reason="it may pass"),
     "peer_left": RestartRule(restarts="until_repeated", reason="it may pass"),
@@ -110,11 +111,13 @@ def reason_not_to_restart(history: Sequence[Attempt]) -> Problem | None:
         and (problem := _would_fail_again(history, cause, rule)) is not None
     ):
         return problem
+    if cause is not None and cause.kind == "crash" and (problem := _would_crash_again(history, cause)) is not None:
+        return problem
     if failure is None:
         return _would_exit_again(history)
     is_script = failure.script_s is not None
     is_early = failure.script_s < _SCRIPT_START_S if failure.script_s is not None else not failure.step
-    may_pass = failure.may_pass or rule.restarts == "until_repeated"
+    may_pass = failure.may_pass or rule.restarts in ("always", "until_repeated")
     if len(history) == 1 and is_early and not may_pass:
         when = failure.where if is_script else "before the first finished step"
         begin = f"in its first {_SCRIPT_START_S:g} s" if is_script else "before its first finished step"
@@ -163,6 +166,29 @@ def _would_fail_again(history: Sequence[Attempt], cause: Cause, rule: RestartRul
         rule=rule.reason,
         consequence="the run ends here; the newest checkpoint is kept",
         nearest=rule.cure or "repair the cause shown above, then start the same command again",
+    )
+
+
+def _would_crash_again(history: Sequence[Attempt], cause: Cause) -> Problem | None:
+    """Why a crash of native code is not restarted again; None if it may be.
+
+    A signal leaves no recorded error: the same one on the same rank, and no checkpoint between, is the same crash.
+    """
+    last, earlier = history[-1], history[-2] if len(history) > 1 else None
+    if (
+        earlier is None
+        or (before := earlier.cause()) is None
+        or (before.kind, before.ranks) != (cause.kind, cause.ranks)
+    ):
+        return None
+    is_same = [earlier.codes[rank] for rank in cause.ranks] == [last.codes[rank] for rank in cause.ranks]
+    if not is_same or earlier.checkpoints != last.checkpoints or not last.took_s:
+        return None  # 0: a server, which has no checkpoints of its own
+    return Problem(
+        given=f"{cause.sentence}, 2 times in a row and without a new checkpoint",
+        rule="a crash by the same signal on the same rank is restarted again only if a checkpoint was committed in between",
+        consequence="the run ends here; the newest checkpoint is kept",
+        nearest="repair the cause shown above, then start the same command again",
     )
 
 

@@ -32,6 +32,7 @@ from unisono.dist.early_signals import note_listener
 from unisono.errors import LaunchError
 from unisono.exit_codes import FATAL, REQUEUE, USER_ERROR
 from unisono.launch.exit_report import Attempt, exit_explanation
+from unisono.launch.missing_report import write_missing_report
 from unisono.launch.options import LaunchOptions
 from unisono.launch.restart_rules import reason_not_to_restart, reason_to_restart
 from unisono.launch.workers import WorkerProcess, unwritable
@@ -83,6 +84,7 @@ def supervise(start: Start, options: LaunchOptions, *, run_dir: Path, record: Ma
             attempt.decide(restart=code is None, why=why)
             recorder.write(record, number, history)
             if code is not None:
+                complete_report(run_dir, code, signals)
                 return code
             print_message(
                 f"restarting all ranks as attempt {number + 1} (restart {len(history)} of {options.max_restarts})"
@@ -260,6 +262,14 @@ class StopSignals:
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def complete_report(run_dir: Path, code: int, signals: StopSignals) -> None:
+    """After a job that failed with ``code``, write its report if rank 0 was killed before it could; prints what went wrong."""
+    if code in (0, REQUEUE) or signals.interrupted_twice:
+        return
+    if problem := write_missing_report(run_dir, signals.received):
+        print_message(problem)
 
 
 # --- record and messages ---------------------------------------------------------------------------------------------

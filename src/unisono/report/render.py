@@ -61,7 +61,7 @@ from unisono.report.tables import (
 )
 from unisono.sanitize import printable
 from unisono.storage.files import write_atomically
-from unisono.storage.run_folder import EVENTS_FOLDER
+from unisono.storage.run_folder import EVENTS_FOLDER, REPORT_FILE
 
 # plotly.js-cartesian-dist-min from npm, MIT licence (plotly-LICENSE): the bundle with lines, bars and heat maps
 _PLOTLY: Final = "plotly-cartesian-4.1.1.min.js.gz"
@@ -118,7 +118,7 @@ def make_report(run_dir: Path) -> Report:
         goodput=None if goodput is None else goodput_section(goodput),
         parent=parent_section(history, run_dir, facts, findings),
     )
-    target = run_dir / "report.html"
+    target = run_dir / REPORT_FILE
     write_atomically(target, page.encode())
     return Report(target, goodput)
 
