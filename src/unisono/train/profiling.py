@@ -119,6 +119,10 @@ class ProfileScheduler:
         if self._recording is None:
             self._recording = self._new_recording(window)
             self._recording.prepare()
+            # what a run that is killed in the window, or judged during it, tells of its slow steps
+            self.events.emit(
+                "profile_begin", step=step, first_step=window.first, last_step=window.first + window.num_steps - 1
+            )
         elif not self._num_started:
             self._recording.begin()
             self._num_started = 1
