@@ -19,6 +19,7 @@ from unisono.profile import RankProfile, newest_profiles, read_profiles, recorde
 from unisono.profile.rank_profile import MERGED_FILE, profile_folder, profile_folders
 from unisono.profile.window import request_path, write_request
 from unisono.report import write_report
+from unisono.train.run_checkpoints import RunCheckpoints
 
 
 def train(world: Any, run_dir: str, **changes: Any) -> dict[str, Any]:
@@ -289,6 +290,24 @@ def test_writing_a_profile_may_take_longer_than_a_collective(pool: Pool, tmp_pat
     assert pool.run(train_with_slow_writing, str(tmp_path / "run"), 4.0, comm_timeout_s=3.0) == [8, 8]
     (event,) = events(tmp_path / "run", "profile")
     assert (event["merged_ranks"], event["stopped_s"] > 8) == (2, True)
+
+
+def test_a_save_is_finished_before_a_profile_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    export, finish = recorder.profile.export_chrome_trace, RunCheckpoints.finish_save
+
+    def noting_export(profiler: Any, path: str) -> None:
+        order.append("export")
+        export(profiler, path)
+
+    def noting_finish(checkpoints: RunCheckpoints) -> None:
+        finish(checkpoints)
+        order.append(f"saved {checkpoints.saved_step}")
+
+    monkeypatch.setattr(recorder.profile, "export_chrome_trace", noting_export)
+    monkeypatch.setattr(RunCheckpoints, "finish_save", noting_finish)
+    train(None, str(tmp_path / "run"), every_steps=5)
+    assert order == ["saved 5", "export"]
 
 
 def test_a_disk_that_is_full_keeps_no_raw_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

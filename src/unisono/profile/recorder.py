@@ -187,8 +187,12 @@ class Recording:
         with suppress(Exception):  # it may not have been started
             self._profiler.stop_trace()
 
-    def finish(self) -> None:
-        """Stop, and write summary and trace; rank 0 merges the traces. A collective. Failures are logged, and not raised."""
+    def finish(self, before_writing: Callable[[], None]) -> None:
+        """Stop, and write summary and trace; rank 0 merges the traces. A collective. Failures are logged, and not raised.
+
+        ``before_writing`` is called when the profiler has stopped. It ends what other threads do with other ranks: torch may hold
+        the interpreter for longer than a collective may last while it writes the trace.
+        """
         began_s = time.monotonic()
         self._end_step()
         if self._growth_watch is not None and not self._error:
@@ -201,6 +205,11 @@ class Recording:
         try:
             if not error:
                 self._profiler.stop_trace()
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        before_writing()
+        try:
+            if not error:
                 profile = self._write()
         except OSError as failure:
             error = os_reason(failure)
