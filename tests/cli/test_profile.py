@@ -111,6 +111,7 @@ def test_what_cannot_be_profiled(desk: Desk, tmp_path: Path) -> None:
     assert "--now with no folder" in refused(desk, "--now")
     ended = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
     assert "--steps 3:4 with --now" in refused(desk, str(ended), "--now", "--steps", "3:4")
+    assert "at most 5 steps" in refused(desk, str(ended), "--now", "--steps", "6", "--stacks")
     with events_path(ended, 0).open("ab") as file:
         file.write(encode({"kind": "run_end", "t": 9.0, "rank": 0, "reason": "finished"}) + b"\n")
     assert "in which no run is under way" in refused(desk, str(ended), "--now")
@@ -137,6 +138,15 @@ def test_a_run_that_does_not_answer(desk: Desk, tmp_path: Path) -> None:
     assert "made no profile within 0.3 s" in told
     assert "the request was taken back" in told
     assert not request_path(run).exists()
+
+
+def test_a_request_of_somebody_else_is_waited_for(desk: Desk, tmp_path: Path) -> None:
+    run = write_events(tmp_path / "run", lambda rank, step: {"forward": 0.08}, ranks=1)
+    theirs = window.write_request(run, 3, stacks=False)
+    assert "another request waits" in refused(desk, str(run), "--now", "--timeout-s", "0.3")
+    taken = window.take_request(run)
+    assert taken is not None
+    assert taken.number == theirs
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -18,6 +18,7 @@ from pool import WorkersFailed
 from procs import listening, wait_until
 
 from unisono.dist import JobSpec, World, agree, join_world, on_first_rank
+from unisono.dist.progress import num_heartbeats
 from unisono.dist.rendezvous import open_store, serve_store
 from unisono.errors import CommError, DataError, LaunchError
 
@@ -240,6 +241,34 @@ def test_a_hang_ends_with_the_timeout_and_names_the_stopped_rank(pool: Any) -> N
     assert "barrier #2 in group 'default' failed on rank 0 of 2" in text
     assert text.splitlines()[0].endswith(") is stopped")
     assert "within 1.5 s" in text
+
+
+def comes_late(world: World, late_s: float) -> int:
+    before = num_heartbeats()
+    if world.rank == 1:
+        time.sleep(late_s)
+    world.meet(30.0)
+    world.meet(30.0)
+    return num_heartbeats() - before
+
+
+def test_ranks_meet_after_longer_than_a_collective_may_last(pool: Any) -> None:
+    first, _ = pool.run(comes_late, 3.0, ranks=2, comm_timeout_s=1.5)
+    assert first > 10  # a rank that waits is not taken for one that hangs
+
+
+def never_comes(world: World) -> str:
+    if world.rank == 1:
+        time.sleep(3.0)
+        return ""
+    with pytest.raises(CommError) as caught:
+        world.meet(0.2)
+    return texts(caught.value)
+
+
+def test_who_never_comes_to_a_meeting_is_missed_in_the_barrier(pool: Any) -> None:
+    said, _ = pool.run(never_comes, ranks=2, comm_timeout_s=1.5)
+    assert said.startswith("barrier #1 in group 'default' failed on rank 0 of 2 after 1.5 s")
 
 
 def one_skips(world: World) -> str:

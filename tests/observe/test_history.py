@@ -243,6 +243,9 @@ def test_a_long_run_takes_little_memory(tmp_path: Path) -> None:
         ),  # step 20 warmed the profiler up
         ({"kind": "profile", "step": 30, "first_step": 29}, [True, True, False, False]),  # step 31 waited for its stop
         ({"kind": "profile", "step": 31, "first_step": 9}, [False, False, False, False]),
+        # a window that has begun, by its planned end
+        ({"kind": "profile_begin", "step": 18, "first_step": 20, "last_step": 21}, [True, False, False, True]),
+        ({"kind": "profile_begin", "step": 18, "first_step": 20}, [True, True, True, True]),
         ({"kind": "profile", "step": 15}, [True, False, True, True]),
         ({"kind": "profile", "step": 15, "first_step": "x"}, [True, False, True, True]),
         ({"kind": "profile", "step": 15, "first_step": 1 << 40}, [True, False, True, True]),

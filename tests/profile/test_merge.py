@@ -135,8 +135,34 @@ def test_a_request_is_taken_once(tmp_path: Path) -> None:
     assert take_request(tmp_path) is None
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_request_that_waits_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool) -> None:
+    def refuse(*paths: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr("unisono.profile.window.os.link", refuse)
+    first = write_request(tmp_path, 3, stacks=False)
+    with pytest.raises(FileExistsError):
+        write_request(tmp_path, 4, stacks=False)
+    assert take_request(tmp_path) == ProfileRequest(num_steps=3, stacks=False, number=first)
+    write_request(tmp_path, 4, stacks=False)
+    assert [path.name for path in request_path(tmp_path).parent.iterdir()] == ["request.json"]
+
+
+def test_windows_with_stacks_are_short(tmp_path: Path) -> None:
+    assert window_of("20:25+stacks") is not None
+    for text, nearest in (("20:26+stacks", "'20:25+stacks'"), ("+20:120+stacks", "'+20:25+stacks'")):
+        ((_, problem),) = ObserveOptions(profile_steps=text).problems()
+        assert "at most 5 steps" in problem.rule
+        assert problem.nearest == f"observe.profile_steps={nearest}"
+    write_request(tmp_path, 6, stacks=True)
+    assert take_request(tmp_path) is None
+
+
 def test_only_the_own_request_is_withdrawn(tmp_path: Path) -> None:
     first = write_request(tmp_path, 3, stacks=False)
+    assert take_request(tmp_path) is not None
     second = write_request(tmp_path, 4, stacks=False)
     assert not withdraw_request(tmp_path, first)
     assert request_path(tmp_path).exists()

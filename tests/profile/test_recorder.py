@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from unisono.profile import RankProfile, newest_profiles, read_profiles, recorde
 from unisono.profile.rank_profile import MERGED_FILE, profile_folder, profile_folders
 from unisono.profile.window import request_path, write_request
 from unisono.report import write_report
+from unisono.train.run_checkpoints import RunCheckpoints
 
 
 def train(world: Any, run_dir: str, **changes: Any) -> dict[str, Any]:
@@ -111,6 +114,8 @@ def test_two_ranks_record_the_same_steps_on_one_clock(pool: Pool, tmp_path: Path
     for name in ("ProfilerStep#4", "ProfilerStep#5"):  # ranks that step together are in a step at the same time
         assert one[name][0] < other[name][1]
         assert other[name][0] < one[name][1]
+    (begun,) = events(run, "profile_begin")
+    assert (begun["step"], begun["first_step"], begun["last_step"]) == (2, 4, 5)
     (event,) = events(run, "profile")
     assert (event["step"], event["first_step"], event["merged_ranks"]) == (5, 4, 2)
     assert "error" not in event
@@ -262,6 +267,74 @@ def test_traces_that_cannot_be_merged_end_no_run(tmp_path: Path, monkeypatch: py
     assert len(train(None, str(tmp_path / "run"))["losses"]) == 8
     (event,) = events(tmp_path / "run", "profile")
     assert (event["error"], event["merged_ranks"]) == ("TypeError: planted", 0)
+
+
+def train_with_slow_writing(world: Any, run_dir: str, slow_s: float) -> int:
+    """Rank 1 writes its trace, and rank 0 merges, for longer than a collective may last; returns the number of steps."""
+
+    def slow(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+        def slowly(*given: Any) -> Any:
+            time.sleep(slow_s)
+            return wrapped(*given)
+
+        return slowly
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "merge_traces", slow(recorder.merge_traces))
+        if world.rank == 1:
+            patch.setattr(recorder, "read_trace", slow(recorder.read_trace))
+        return len(train(world, run_dir)["losses"])
+
+
+def test_writing_a_profile_may_take_longer_than_a_collective(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(train_with_slow_writing, str(tmp_path / "run"), 4.0, comm_timeout_s=3.0) == [8, 8]
+    (event,) = events(tmp_path / "run", "profile")
+    assert (event["merged_ranks"], event["stopped_s"] > 8) == (2, True)
+
+
+def test_a_save_is_finished_before_a_profile_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    export, finish = recorder.profile.export_chrome_trace, RunCheckpoints.finish_save
+
+    def noting_export(profiler: Any, path: str) -> None:
+        order.append("export")
+        export(profiler, path)
+
+    def noting_finish(checkpoints: RunCheckpoints) -> None:
+        finish(checkpoints)
+        order.append(f"saved {checkpoints.saved_step}")
+
+    monkeypatch.setattr(recorder.profile, "export_chrome_trace", noting_export)
+    monkeypatch.setattr(RunCheckpoints, "finish_save", noting_finish)
+    train(None, str(tmp_path / "run"), every_steps=5)
+    assert order == ["saved 5", "export"]
+
+
+def test_a_disk_that_is_full_keeps_no_raw_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(profiler: Any, path: str) -> None:  # as torch, which leaves what it has written
+        Path(f"{path}.tmp").write_bytes(b"{")
+        raise RuntimeError("No space left on device")
+
+    monkeypatch.setattr(recorder.profile, "export_chrome_trace", fill)
+    assert len(train(None, str(tmp_path / "run"))["losses"]) == 8
+    (event,) = events(tmp_path / "run", "profile")
+    assert "No space left" in event["error"]
+    assert list(profile_folder(tmp_path / "run", 4).iterdir()) == []
+
+
+def test_the_next_window_removes_what_a_killed_rank_left_of_an_earlier_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    folder = profile_folder(run, 2)
+    folder.mkdir(parents=True)
+    left = (
+        *("rank-0.trace.json.gz.json", "rank-0.trace.json.gz.json.tmp", "rank-0.trace.json.gz.tmp-77-0a1b2c3d"),
+        *("rank-3.trace.json.gz.json.tmp", "rank-0.json.tmp-77-0a1b2c3d", "trace.json.gz.tmp-77-0a1b2c3d"),
+    )
+    for name in (*left, "rank-0.json", "rank-0.trace.json.gz", "notes.json.tmp"):
+        (folder / name).write_text("{}")
+        os.utime(folder / name, (1e9, 1e9))
+    train(None, str(run))
+    assert sorted(path.name for path in folder.iterdir()) == ["notes.json.tmp", "rank-0.json", "rank-0.trace.json.gz"]
 
 
 def test_a_damaged_profile_is_noted(tmp_path: Path) -> None:

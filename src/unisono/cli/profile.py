@@ -137,6 +137,7 @@ def _num_steps(context: click.Context, steps: str) -> int:
 
 def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -> Path:
     """Request a profile from the run, and wait until it is written; returns its folder. Raises DataError, ConfigError."""
+    from unisono.observe.options import MAX_STACK_STEPS
     from unisono.observe.rank_status import rank_statuses
     from unisono.profile.window import request_path, withdraw_request, write_request
     from unisono.storage.files import os_reason
@@ -146,6 +147,14 @@ def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -
     def has_ended() -> bool:
         return all(status.ended for status in rank_statuses(run_dir)[:1]) or is_abandoned(run_dir / LOCK_FILE)
 
+    if stacks and num_steps > MAX_STACK_STEPS:
+        raise ConfigError(
+            given=f"--steps {num_steps} with --stacks",
+            rule=f"with Python's stacks at most {MAX_STACK_STEPS} steps are profiled: "
+            "each takes some 0.4 GB of each rank's memory",
+            consequence="no profile was requested",
+            nearest=f"--steps {MAX_STACK_STEPS} --stacks",
+        )
     if has_ended():
         raise DataError(
             given=f"{run_dir}, in which no run is under way",
@@ -155,9 +164,19 @@ def _request(run_dir: Path, num_steps: int, *, stacks: bool, timeout_s: float) -
         )
     deadline_s = time.monotonic() + timeout_s
     try:
-        while request_path(run_dir).exists() and time.monotonic() < deadline_s and not has_ended():
-            time.sleep(_POLL_S)  # that of somebody else, which the run takes within a second
-        request = write_request(run_dir, num_steps, stacks=stacks)
+        request = ""
+        while not request:
+            try:
+                request = write_request(run_dir, num_steps, stacks=stacks)
+            except FileExistsError:  # that of somebody else, which the run takes within a second
+                if time.monotonic() > deadline_s or has_ended():
+                    raise DataError(
+                        given=f"{run_dir}, in which another request waits that the run has not taken",
+                        rule="a run takes one request at a time, between its steps",
+                        consequence="no profile was requested",
+                        nearest=f"unisono top {run_dir}, which shows whether it makes steps; a longer --timeout-s",
+                    ) from None
+                time.sleep(_POLL_S)
     except OSError as error:
         raise ConfigError(
             given=f"{request_path(run_dir)}, which cannot be written: {os_reason(error)}",

@@ -18,7 +18,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 from unisono import errors
 from unisono.device.torch_adapters import adapter_for
@@ -35,6 +35,7 @@ from unisono.dist.address import address_of, interface_of, require_private_ranks
 from unisono.dist.dmlc import take_role
 from unisono.dist.job_store import JobStore
 from unisono.dist.jobspec import JobSpec
+from unisono.dist.progress import note_progress
 from unisono.dist.rank_dump import use_collectives_of, write_dump
 from unisono.dist.rendezvous import Rendezvous, join_ranks, wait_until_resolved
 from unisono.dist.roll_call import identity, missing_ranks, roll_call
@@ -51,6 +52,7 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 _MAX_JSON_BYTES = 64 * 2**20
 
 MIN_MEET_S = 60.0  # shortest time to wait for the other ranks
+_MEET_POLL_S = 0.1
 _SHOWN_CHARS = 120
 _SHOWN_VALUES = 3  # of ranks that disagree, besides the most frequent one
 
@@ -97,6 +99,7 @@ class World:
         self._store = store
         self._peers = peers
         self._operations = 0
+        self._meetings = 0
         self.watchdog: Watchdog | None = None
         self._failed = False
 
@@ -132,6 +135,31 @@ class World:
             # one element on the host: torch's own barrier would use the accelerator and wait for its whole stream
             with self.explain_errors("barrier"):
                 dist.all_reduce(torch.zeros(1, dtype=torch.int32), group=self.group)
+
+    def meet(self, limit_s: float) -> None:
+        """A barrier after work that takes the ranks unequally long, maybe longer than a collective may wait.
+
+        Until all have come, a rank asks the job's store and counts heartbeats (``dist.progress``), for ``limit_s`` seconds at
+        most, and not where a rank of this host has ended.
+        """
+        if self._rendezvous is not None:
+            self._meetings += 1
+            with suppress(RuntimeError):  # the store may be gone: the barrier below waits, and says who is missing
+                self._await_arrivals(self._rendezvous.store, f"meet/{self.name}/{self._meetings}", limit_s)
+        self.barrier()
+
+    def _await_arrivals(self, store: Store, key: str, limit_s: float) -> None:
+        if store.add(key, 1) == self.world_size:
+            store.set(f"{key}/all", "")
+            return
+        deadline_s = time.monotonic() + limit_s
+        while (
+            not store.check([f"{key}/all"])
+            and time.monotonic() < deadline_s
+            and not missing_ranks(self._peers, self.rank, settle=False)
+        ):
+            note_progress()
+            time.sleep(_MEET_POLL_S)
 
     # --- structured data -------------------------------------------------------------------------------------------
 

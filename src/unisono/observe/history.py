@@ -382,11 +382,12 @@ def undisturbed(
     """Which readings, by their attempt, first and last step, have no step that compiled or was profiled [readings]."""
     spans: dict[Any, list[tuple[int, int]]] = {}
     for event in events:
-        last = event_step(event)
-        if last is None or event["kind"] not in ("compiled", "profile"):
+        is_profile = event["kind"] in ("profile", "profile_begin")
+        last = event_step(event if event["kind"] != "profile_begin" else {"step": event.get("last_step")})
+        if last is None or (event["kind"] != "compiled" and not is_profile):
             continue
         first = last
-        if event["kind"] == "profile":
+        if is_profile:
             # the step before the first one warms the profiler up, and what its stop takes is of the step after the last one
             first = min(last, event_step({"step": event.get("first_step")}) or last) - 1
             last += 1

@@ -16,6 +16,8 @@ SINK_GROUP: Final = "unisono.sinks"
 BUILT_IN_SINKS: Final = ("csv", "tensorboard", "wandb", "mlflow")
 HISTOGRAM_SINKS: Final = frozenset({"tensorboard", "wandb"})  # show the event ``histograms``
 MAX_PROFILE_STEPS: Final = 100  # a trace of more would be of no use, and too large to be read
+# each has some 200,000 calls of Python functions, for which a rank needs 0.4 GB and stands still for seconds
+MAX_STACK_STEPS: Final = 5
 TAP_EVERY_STEPS: Final = 100  # where a pattern has no cadence of its own
 _TAP: Final = re.compile(r"([^@]+)(?:@([0-9]{1,15}))?")
 _PROFILE_STEPS: Final = re.compile(r"(\+)?([0-9]{1,15}):([0-9]{1,15})(\+stacks)?")
@@ -68,7 +70,7 @@ class ObserveOptions:
                         given=f"profile_steps {self.profile_steps!r}",
                         rule=str(error),
                         consequence="no step would be profiled",
-                        nearest="observe.profile_steps='100:103', or with Python's stacks '100:103+stacks'",
+                        nearest=_nearest_steps(self.profile_steps),
                     ),
                 )
         for tap in self.taps:
@@ -118,7 +120,20 @@ def parse_profile_steps(text: str) -> tuple[int, int, bool, bool]:
     first, end = int(found[2]), int(found[3])
     if not 2 <= first < end <= first + MAX_PROFILE_STEPS:
         raise ValueError(f"A is 2 or more, as step 1 warms up, and B is 1 to {MAX_PROFILE_STEPS} more")
+    if found[4] is not None and end > first + MAX_STACK_STEPS:
+        raise ValueError(
+            f"with Python's stacks at most {MAX_STACK_STEPS} steps are profiled: each takes some 0.4 GB of each rank's memory"
+        )
     return first, end, found[1] is not None, found[4] is not None
+
+
+def _nearest_steps(text: str) -> str:
+    """What to give in place of steps to profile that are none."""
+    try:
+        first, _, is_relative, _ = parse_profile_steps(text.removesuffix("+stacks"))
+    except ValueError:
+        return "observe.profile_steps='100:103', or with Python's stacks '100:103+stacks'"
+    return f"observe.profile_steps='{'+' * is_relative}{first}:{first + MAX_STACK_STEPS}+stacks'"
 
 
 def parse_tap(text: str) -> tuple[str, int]:

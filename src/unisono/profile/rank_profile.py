@@ -21,7 +21,10 @@ VERSION: Final = 1
 MERGED_FILE: Final = "trace.json.gz"
 MEMORY_CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "other")
 _FILE_NAME: Final = re.compile(r"rank-([0-9]{1,9})\.json")
-_ALL_FILES: Final = re.compile(r"rank-[0-9]{1,9}\.(?:json|trace\.json\.gz)|trace\.json\.gz")
+# files of a profile, and with a second group what a rank that was killed while it wrote them has left
+_ALL_FILES: Final = re.compile(
+    r"(?:rank-([0-9]{1,9})\.(?:json|trace\.json\.gz)|trace\.json\.gz)(\.json(?:\.tmp)?|\.tmp-[0-9]+-[0-9a-f]+)?"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -369,15 +372,40 @@ def read_profiles(folder: Path) -> tuple[tuple[RankProfile, ...], tuple[str, ...
 def remove_earlier(folder: Path, rank: int | None, before_s: float) -> None:
     """Remove what attempts that began before ``before_s`` (seconds since 1970) left in a profile's folder: of one rank, or of all
     with None, and the merged trace. What cannot be removed stays."""
-    names = _ALL_FILES if rank is None else re.compile(rf"rank-{rank}\.(?:json|trace\.json\.gz)")
+    for path, _, of_rank in _files(folder):
+        if rank is None or of_rank == rank:
+            _remove_older(path, before_s)
+
+
+def remove_unfinished(run_dir: Path, rank: int, before_s: float) -> None:
+    """Remove the unfinished files of ``rank`` from all profiles of a run, which may be gigabytes; on rank 0 also those of other
+    ranks from before ``before_s`` (seconds since 1970). Called while the rank writes none. What cannot be removed stays."""
+    for folder in profile_folders(run_dir).values():
+        for path, is_unfinished, of_rank in _files(folder):
+            if is_unfinished and of_rank == rank:
+                with suppress(OSError):
+                    path.unlink()
+            elif is_unfinished and rank == 0:
+                _remove_older(path, before_s)
+
+
+def _files(folder: Path) -> list[tuple[Path, bool, int | None]]:
+    """The files of a profile, whether each is unfinished, and whose it is; None for the merged trace."""
     try:
-        found = [path for path in folder.iterdir() if names.fullmatch(path.name)]
+        found = [(path, _ALL_FILES.fullmatch(path.name)) for path in folder.iterdir()]
     except OSError:
-        return
-    for path in found:
-        with suppress(OSError):
-            if path.lstat().st_mtime < before_s:
-                path.unlink()
+        return []
+    return [
+        (path, match[2] is not None, None if match[1] is None else int(match[1]))
+        for path, match in found
+        if match is not None
+    ]
+
+
+def _remove_older(path: Path, before_s: float) -> None:
+    with suppress(OSError):
+        if path.lstat().st_mtime < before_s:
+            path.unlink()
 
 
 def newest_profiles(run_dir: Path) -> tuple[tuple[RankProfile, ...], Sequence[str]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gzip
 import logging
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -22,6 +21,7 @@ from typing import IO, Any, Final, cast
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from unisono.dist import World
+from unisono.dist.progress import note_progress
 from unisono.observe.events import EventLog
 from unisono.observe.meters import StepTimers
 from unisono.profile.clock import measure_clocks
@@ -38,6 +38,7 @@ from unisono.profile.rank_profile import (
     profile_folder,
     read_profiles,
     remove_earlier,
+    remove_unfinished,
 )
 from unisono.profile.spans import recording
 from unisono.profile.summary import ProfiledRun, summarise_trace
@@ -45,10 +46,13 @@ from unisono.profile.sync_watch import SyncWatch
 from unisono.profile.trace_file import read_trace
 from unisono.profile.window import ProfileWindow
 from unisono.storage.directory import make_folder
-from unisono.storage.files import new_file, os_reason, temporary_name, write_atomically
+from unisono.storage.files import new_file, os_reason, write_atomically
 
 MAX_RAW_EVENTS: Final = 1_000_000  # of one rank; a larger trace is dropped, its summary kept
 _COMPRESSION: Final = 3
+_PIECE_BYTES: Final = 1 << 20
+# ranks wait so long for each other's traces, and for the merge
+_MAX_WAIT_S: Final = 600.0
 _LOG: Final = logging.getLogger("unisono.profile")
 
 
@@ -141,6 +145,7 @@ class Recording:
     def begin(self) -> None:
         """Begin to record. A collective."""
         remove_earlier(self._folder, None if self._rank == 0 else self._rank, self._made_at_s)
+        remove_unfinished(self._run_dir, self._rank, self._made_at_s)
         self._clock = measure_clocks(self._world)[self._world.rank]
         self._at_start, self._compiled = dict(self._held()), compile_counts()
         try:
@@ -182,8 +187,12 @@ class Recording:
         with suppress(Exception):  # it may not have been started
             self._profiler.stop_trace()
 
-    def finish(self) -> None:
-        """Stop, and write summary and trace; rank 0 merges the traces. A collective. Failures are logged, and not raised."""
+    def finish(self, before_writing: Callable[[], None]) -> None:
+        """Stop, and write summary and trace; rank 0 merges the traces. A collective. Failures are logged, and not raised.
+
+        ``before_writing`` is called when the profiler has stopped. It ends what other threads do with other ranks: torch may hold
+        the interpreter for longer than a collective may last while it writes the trace.
+        """
         began_s = time.monotonic()
         self._end_step()
         if self._growth_watch is not None and not self._error:
@@ -196,12 +205,17 @@ class Recording:
         try:
             if not error:
                 self._profiler.stop_trace()
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        before_writing()
+        try:
+            if not error:
                 profile = self._write()
         except OSError as failure:
             error = os_reason(failure)
         except Exception as failure:  # a failed observation must not end the run
             error = f"{type(failure).__name__}: {failure}"
-        self._world.barrier()
+        self._world.meet(_MAX_WAIT_S)
         merged: tuple[int, ...] = ()
         if self._rank == 0 and not error:
             try:
@@ -210,6 +224,7 @@ class Recording:
                 error = os_reason(failure)
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"
+        self._world.meet(_MAX_WAIT_S)  # else the next collective of the others would wait for the merge
         if error:
             _LOG.warning("the profile of step %s is not complete: %s", self.window.first, error)
         self._events.emit(
@@ -227,22 +242,27 @@ class Recording:
         """Write the summary, and the trace if it is not too large; returns the summary. Raises OSError, DataError."""
         make_folder(self._folder)
         name = f"rank-{self._rank}.trace.json.gz"
-        raw = temporary_name(self._folder / name).with_suffix(".json")
+        raw = self._folder / f"{name}.json"
         try:
             self._profiler.export_chrome_trace(str(raw))
+            note_progress()
             trace = read_trace(raw)
             is_kept = trace.num_events <= MAX_RAW_EVENTS
             notes = () if is_kept else (f"the trace of {trace.num_events:,} events was dropped; record fewer steps",)
             profile = summarise_trace(trace, self._facts(trace.meta, notes))
+            note_progress()
             if is_kept:
                 with raw.open("rb") as source, new_file(self._folder / name) as target:
                     packed: IO[bytes] = cast(
                         "IO[bytes]", gzip.GzipFile(fileobj=target, mode="wb", compresslevel=_COMPRESSION, mtime=0)
                     )
                     with packed:
-                        shutil.copyfileobj(source, packed, 1 << 20)
+                        while piece := source.read(_PIECE_BYTES):
+                            packed.write(piece)
+                            note_progress()
         finally:
-            raw.unlink(missing_ok=True)
+            for path in (raw, raw.with_name(f"{raw.name}.tmp")):  # torch writes the latter first
+                path.unlink(missing_ok=True)
         profile = replace(profile, trace_file=name if is_kept else "", grows=self._growing)
         write_atomically(self._folder / f"rank-{self._rank}.json", profile.to_bytes())
         return profile

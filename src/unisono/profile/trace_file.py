@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.dist.progress import note_progress
 from unisono.errors import DataError
 from unisono.profile.intervals import Counts, Floats
 from unisono.storage.files import open_regular, os_reason
@@ -268,6 +269,7 @@ def event_objects(file: BinaryIO, head: bytearray | None = None) -> Iterator[byt
     rest, total, depth = b"", 0, 0  # text of an event that has begun, all bytes, depth at the begin of the next piece
     event_depth, in_string, events = 0, False, 0
     while piece := file.read(_PIECE_BYTES):
+        note_progress()  # a run reads its own traces while no step ends
         total += len(piece)
         if total > MAX_TRACE_BYTES:
             raise ValueError(f"has more than {MAX_TRACE_BYTES:,} bytes")

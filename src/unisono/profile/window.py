@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 from contextlib import suppress
@@ -11,9 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from unisono.observe.events import as_mapping
-from unisono.observe.options import MAX_PROFILE_STEPS, parse_profile_steps
+from unisono.observe.options import MAX_PROFILE_STEPS, MAX_STACK_STEPS, parse_profile_steps
 from unisono.storage.directory import make_folder
-from unisono.storage.files import write_atomically
+from unisono.storage.files import create_file, temporary_name, write_atomically
 from unisono.storage.limits import read_json
 from unisono.storage.run_folder import PROFILE_FOLDER
 
@@ -64,10 +65,23 @@ def request_path(run_dir: Path) -> Path:
 
 
 def write_request(run_dir: Path, num_steps: int, *, stacks: bool) -> str:
-    """Ask the run in ``run_dir`` for a profile of its next steps; returns the number of the request. Raises OSError."""
+    """Ask the run in ``run_dir`` for a profile of its next steps; returns the number of the request.
+
+    Raises OSError: FileExistsError where another request waits, which is left as it is.
+    """
     path, number = request_path(run_dir), secrets.token_hex(8)
     make_folder(path.parent)
-    write_atomically(path, json.dumps({"num_steps": num_steps, "stacks": stacks, "request": number}).encode())
+    content = json.dumps({"num_steps": num_steps, "stacks": stacks, "request": number}).encode()
+    temporary = temporary_name(path)
+    try:
+        create_file(temporary, content)
+        os.link(temporary, path)  # complete at once, and only where there is none
+    except FileExistsError:
+        raise
+    except OSError:  # of a file system without links; another reason comes again
+        create_file(path, content)
+    finally:
+        temporary.unlink(missing_ok=True)
     return number
 
 
@@ -105,22 +119,23 @@ def read_answer(run_dir: Path, request: str) -> tuple[int, float] | None:
 def take_request(run_dir: Path) -> ProfileRequest | None:
     """Take the request, if there is one. A file that is no request is removed too."""
     path = request_path(run_dir)
+    taken = temporary_name(path)
     try:
-        found: Any = read_json(path, max_bytes=_MAX_REQUEST_BYTES)
-        path.unlink()
-    except OSError:
+        path.replace(taken)  # before it is read: who asked may take it back, and another one may ask, at any time
+        found: Any = read_json(taken, max_bytes=_MAX_REQUEST_BYTES)
+    except (OSError, ValueError):
         return None
-    except ValueError:
+    finally:
         with suppress(OSError):
-            path.unlink(missing_ok=True)
-        return None
+            taken.unlink(missing_ok=True)
     request = as_mapping(found)
     num_steps = request.get("num_steps")
-    if not isinstance(num_steps, int) or not 1 <= num_steps <= MAX_PROFILE_STEPS:
+    stacks = request.get("stacks") is True
+    if not isinstance(num_steps, int) or not 1 <= num_steps <= (MAX_STACK_STEPS if stacks else MAX_PROFILE_STEPS):
         return None
     # a file that somebody else wrote may have no number
     number = _number_of(request) or secrets.token_hex(8)
-    return ProfileRequest(num_steps=num_steps, stacks=request.get("stacks") is True, number=number)
+    return ProfileRequest(num_steps=num_steps, stacks=stacks, number=number)
 
 
 def _number_of(request: Any) -> str:

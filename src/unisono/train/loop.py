@@ -101,7 +101,7 @@ class StepRunner:
             self.profiler.start_requested()
         if self.state.step >= self.profiler.due:
             with at_work("the profiler", silent=True), self.rates.paused():
-                self.profiler.at_boundary(self.state.step)
+                self.profiler.at_boundary(self.state.step, self.checkpoints.finish_save)
         with self._beginning("the first batches"), self.timers.phase("data_wait"):
             batch = next(batches, None)
         if batch is not None and batch.skipped_ids:

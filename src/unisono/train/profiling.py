@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -110,8 +110,9 @@ class ProfileScheduler:
             window = self._later.pop(0)
             self._plan(replace(window, first=step + 3) if window.request else window)
 
-    def at_boundary(self, step: int) -> None:
-        """Called between steps, ``step`` of them being finished, where ``step >= due``. A collective."""
+    def at_boundary(self, step: int, finish_save: Callable[[], None]) -> None:
+        """Called between steps, ``step`` of them being finished, where ``step >= due``; ``finish_save`` finishes a save that is
+        under way. A collective."""
         window = self._window
         if window is None:
             self.due = NEVER
@@ -119,6 +120,10 @@ class ProfileScheduler:
         if self._recording is None:
             self._recording = self._new_recording(window)
             self._recording.prepare()
+            # what a run that is killed in the window, or judged during it, tells of its slow steps
+            self.events.emit(
+                "profile_begin", step=step, first_step=window.first, last_step=window.first + window.num_steps - 1
+            )
         elif not self._num_started:
             self._recording.begin()
             self._num_started = 1
@@ -129,7 +134,7 @@ class ProfileScheduler:
         else:
             recording = self._recording
             self._clear()
-            recording.finish()
+            recording.finish(finish_save)
             self._plan_next(step)
             return
         self.due = step + 1

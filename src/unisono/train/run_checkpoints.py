@@ -182,6 +182,11 @@ class RunCheckpoints:
         """Report a save that has ended in the background."""
         self._checkpointer.poll()
 
+    def finish_save(self) -> None:
+        """Finish a save that is under way. A collective. Raises CheckpointError if too many in a row have failed."""
+        with at_work("a wait for a save", silent=True):
+            self._checkpointer.wait()
+
     def wait(self) -> None:
         """Return when the current step is committed. Raises CheckpointError if it could not be written."""
         with at_work("a wait for a save", silent=True):
