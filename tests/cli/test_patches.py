@@ -236,8 +236,10 @@ assembly.host_memory_limit_bytes = lambda: limit
 
 class Hungry(torch.nn.Linear):
     def forward(self, inputs):
-        held = torch.ones(len(inputs), 30_000_000)  # 120 MB for each sample
-        return super().forward(inputs) + 0 * held[:, :1]
+        # 120 MB for each sample, in as many tensors as a model of some layers has: with the launcher's settings of malloc the
+        # space of a single huge tensor is lost to the next one as soon as a small one has taken its beginning
+        held = [torch.ones(len(inputs), 1_000_000) for _ in range(30)]
+        return super().forward(inputs) + sum(0 * each[:, :1] for each in held)
 
 
 config = partial(config, model=lambda run: Hungry(8, 1))

@@ -38,7 +38,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 def own(**fields: Any) -> Finding:
     right: dict[str, Any] = {
-        **{"id": "OWN01", "title": "own", "severity": "warning", "cost_frac": 0.5, "confidence": 1.0},
+        **{"id": "OWN01", "title": "own", "severity": "critical", "cost_frac": 0.5, "confidence": 1.0},
         **{"evidence": ("a figure",), "advice": "none"},
     }
     return Finding(**{**right, **fields})

@@ -51,11 +51,11 @@ def squares(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class Wide(nn.Module):
-    """Two large products: nothing to complain about."""
+    """Two large products: nothing to complain about, also where other processes use the cores in between."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, 2048), nn.GELU(), nn.Linear(2048, 32))
+        self.layers = nn.Sequential(nn.Linear(32, 8192), nn.GELU(), nn.Linear(8192, 32))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.layers(inputs)

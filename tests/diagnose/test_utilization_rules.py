@@ -68,7 +68,7 @@ def test_what_a_step_would_take(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("wait_s", "ids"), [(0.03, ["DATA01"]), (0.02, ["DATA01", "UTIL01"])])
+@pytest.mark.parametrize(("wait_s", "ids"), [(0.03, ["DATA01"]), (0.02, ["UTIL01", "DATA01"])])
 def test_a_finding_that_explains_more_than_half_of_it(tmp_path: Path, wait_s: float, ids: list[str]) -> None:
     times = {"data_wait": wait_s, "forward": 0.1 - wait_s}
     findings = found(tmp_path, times=times, perf_matmul_ceiling_frac=0.35)  # half of the step
