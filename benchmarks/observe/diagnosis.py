@@ -116,6 +116,7 @@ HEALTHY: Mapping[str, Settings] = {
     "BERT": {"task.kind": "masked_language_model", "data.corpus": "texts", "model.dim": 256, "data.seq_len": 128},
     "ResNet-14": {
         "task.kind": "image",
+        "data.seq_len": None,
         "data.train": "images",
         "image.size": 64,
         "components.model": "resnet14",

@@ -21,5 +21,9 @@ COMMON: Settings = {
 
 
 def overrides(settings: Settings) -> list[str]:
-    """``name=value`` of each setting, as the command line takes them."""
-    return [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()]
+    """``name=value`` of each setting, as the command line takes them; one that is None keeps its default."""
+    return [
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in settings.items()
+        if value is not None
+    ]
