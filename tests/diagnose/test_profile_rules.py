@@ -189,6 +189,17 @@ def test_reads_of_a_trace_without_steps_are_not_counted_by_step() -> None:
     assert "SYNC01" not in found(profile(syncs=points, num_steps=0))
 
 
+@pytest.mark.parametrize(("skipped", "is_found"), [(3, True), (4, False), (14, False), (15, True)])
+def test_reads_of_the_search_for_nan_are_not_the_users(tmp_path: Path, skipped: int, is_found: bool) -> None:
+    def extra(rank: int, step: int) -> list[dict[str, Any]]:
+        return [{"kind": "skipped_step", "loss": "NaN", "grad_norm": "NaN"}] if step == skipped else []
+
+    run = write_events(tmp_path, lambda rank, step: {"forward": 0.1}, extra=extra)
+    points = (SyncPoint(kind="item", phase="other", calls=500, total_s=0.05),)
+    facts = replace(read_run(run), profiles=(profile(syncs=points),))  # of steps 5 to 14
+    assert ("SYNC01" in {finding.id for finding in diagnose(facts)}) == is_found
+
+
 RECOMPUTES = {
     "recompute_s": 0.2,
     "memory": MemoryProfile(peak_bytes=200, limit_bytes=1000, at_peak={"activations": 100}),

@@ -440,6 +440,12 @@ def test_a_slowdown_without_samples_may_be_of_a_busy_host(tmp_path: Path, first:
     assert finding.evidence[-1].startswith(f"the host may be busy with something else: there are {said} of the monitor")
 
 
+def test_a_small_slowdown_without_samples_is_no_finding(tmp_path: Path) -> None:
+    slower = lambda rank, step: {**COMPUTE, "backward": 0.04 + 0.015 * (step > 40)}  # noqa: E731
+    assert findings(tmp_path / "alone", slower, steps=62) == []
+    assert [one.id for one in findings(tmp_path / "sampled", slower, steps=62, extra=sampled)] == ["BAL02"]
+
+
 def test_a_slowdown_of_a_step_that_waits_is_no_cost(tmp_path: Path) -> None:
     def times(rank: int, step: int) -> Mapping[str, float]:
         return {"forward": 0.001 + 0.002 * (step > 40), "ckpt_stall": 0.1}

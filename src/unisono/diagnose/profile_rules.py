@@ -218,7 +218,7 @@ def _fewer_calls(
 
 def synchronisations(facts: RunFacts) -> Iterator[Finding]:
     """SYNC01: the host reads numbers from the device many times a step."""
-    profiles = [profile for profile in _profiles(facts) if profile.num_steps]
+    profiles = [profile for profile in _profiles(facts) if profile.num_steps and not _is_searched(facts, profile)]
     found = [(profile, [point for point in profile.syncs if _is_of_user(point)]) for profile in profiles]
     if not found:
         return
@@ -251,6 +251,12 @@ def synchronisations(facts: RunFacts) -> Iterator[Finding]:
         advice="keep losses and metrics as tensors and read them every few steps; torch.where in place of an if on a tensor; "
         "sizes from .shape, not from .item()",
     )
+
+
+def _is_searched(facts: RunFacts, profile: RankProfile) -> bool:
+    """Whether a profiled step was skipped, or the one before the first: each operator is read then to find the first NaN."""
+    skipped = {step.step for rank in facts.ranks for step in rank.skipped}
+    return any(not skipped.isdisjoint((step.step - 1, step.step)) for step in profile.steps)
 
 
 def _standing_out_by_reads(found: Sequence[tuple[RankProfile, list[SyncPoint]]]) -> tuple[int, ...]:

@@ -52,6 +52,7 @@ _MANY_READINGS: Final = 20  # of which a few are no chance
 _SAME_FRAC: Final = 0.1  # two shares that differ by less count as equal
 _LIKE_WORST: Final = 0.5  # of the slowdown of the worst rank, for another rank to be named with it
 _UNSAMPLED_CONFIDENCE: Final = 0.4  # of a slowdown of which the monitor says nothing
+_MUCH_SLOWER: Final = 0.75  # the fastest part of the run over the last one
 _LEAST_SLOWDOWN: Final = 0.03  # of a step now; less does not matter
 _DISK_BOUND_FRAC: Final = 0.1  # of the time of a host's processors, idle with a request to the disk under way
 _SHOWN_WAIT_FRAC: Final = 0.05
@@ -471,10 +472,12 @@ def own_slowdown(facts: RunFacts) -> Iterator[Finding]:
     cause = host_cause(now_samples, [usual], host_busy_frac(facts, rank), "of earlier steps")
     # a busy host slows all that runs on it, and only samples tell the run's own slowness from that
     is_sampled = len(now_samples.steps) >= MIN_SAMPLES
+    if not is_sampled and scores[worst] >= _MUCH_SLOWER:
+        return
     yield Finding(
         id="BAL02",
         title="steps take longer than earlier in the run",
-        severity="critical" if scores[worst] < 0.75 and is_sampled else "warning",
+        severity="critical" if scores[worst] < _MUCH_SLOWER and is_sampled else "warning",
         cost_frac=min(cost, 1.0),
         confidence=(0.8 if is_sampled else _UNSAMPLED_CONFIDENCE) * float(slow_in[worst]),
         ranks=ranks if len(ranks) < len(facts.ranks) else (),

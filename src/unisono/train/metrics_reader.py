@@ -7,7 +7,9 @@ whether any rank was asked to stop, and whether too many steps in a row were ski
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ from unisono.train.comm_stats import CommStats
 from unisono.train.histograms import histograms
 from unisono.train.nonfinite_search import NonfiniteSearch
 from unisono.train.step import COUNTED, GOOD, LOSS, NAMED, NORM, RANK_LOSS, STOP, Step
+
+_HOST_MEMORY_EVERY_S: Final = 0.25
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,6 +65,8 @@ class MetricsReader:
     _pending: list[Step] = field(default_factory=list[Step])
     _skips_in_a_row: int = 0
     _peak_memory: PeakMemory = field(default_factory=PeakMemory)  # of a run on the CPU
+    _host_memory: dict[str, float] = field(default_factory=dict[str, float])  # the same, as it was last read
+    _host_memory_read_at_s: float = 0.0
     _last: tuple[Step, list[float]] | None = None  # the last step that was read, and its statistics
 
     def add(self, step: Step) -> None:
@@ -117,7 +123,7 @@ class MetricsReader:
         )
         self.compiling = self.profiling = False
         split, garbage_s = self.timers.take(), self.garbage_timer.take_s()
-        fields = split.fields() | self._speed_and_memory()
+        fields = split.fields() | self._speed_and_memory(is_last=steps[-1].index == self.steps_total)
         if split.wall_s > 0:
             fields["time/gc_frac"] = garbage_s / split.wall_s
         fields |= self.loading.fields()
@@ -179,8 +185,8 @@ class MetricsReader:
             "skipped_step events",
         )
 
-    def _speed_and_memory(self) -> dict[str, float]:
-        """Speed and memory since the last reading."""
+    def _speed_and_memory(self, *, is_last: bool) -> dict[str, float]:
+        """Speed and memory since the last reading; ``is_last``: there will be no other."""
         fields: dict[str, float] = {}
         rates = self.rates.rates()
         if rates is not None:
@@ -191,9 +197,16 @@ class MetricsReader:
         adapter, index = adapter_of(self.device)
         memory = adapter.memory(index)
         if memory is None:
-            fields["mem/now_bytes"] = anonymous_memory_bytes()
-            fields["mem/peak_bytes"] = self._peak_memory.read()
-            fields["mem/limit_bytes"] = self.memory_limit_bytes
+            now_s = time.monotonic()
+            # the kernel takes as long to tell it as all else of a short step's accounting
+            if is_last or now_s - self._host_memory_read_at_s >= _HOST_MEMORY_EVERY_S:
+                self._host_memory_read_at_s = now_s
+                self._host_memory = {
+                    "mem/now_bytes": anonymous_memory_bytes(),
+                    "mem/peak_bytes": self._peak_memory.read(),
+                    "mem/limit_bytes": self.memory_limit_bytes,
+                }
+            fields |= self._host_memory
         else:
             fields["mem/now_bytes"] = memory.now_bytes
             fields["mem/peak_bytes"] = memory.peak_bytes
