@@ -275,6 +275,8 @@ BENCHMARKS = (
             Row("healthy {0}: findings", "healthy/*", figures.num_findings, aim=at_most(0)),
             Row("steps with accounting / without, {0}: wall", "overhead/*/wall", aim=at_most(1.01)),
             Row("steps with accounting / without, {0}: CPU time", "overhead/*/cpu", aim=at_most(1.01)),
+            Row("a step without accounting, seconds, {0}", "overhead/*/step_s", figures.number("{:.4f}")),
+            Row("what accounting adds to it, seconds, {0}", "overhead/*/added_s", figures.number("{:.6f}")),
             Row(
                 "part of a step that monitor, watchdog and `links` events take, {0}",
                 "overhead/*/rare_frac",
