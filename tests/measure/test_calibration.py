@@ -58,6 +58,13 @@ def test_the_time_of_a_size_that_was_not_measured(nbytes: int, seconds: float) -
         assert known.all_reduce_s(nbytes, **asked) is None
 
 
+@pytest.mark.parametrize(("nbytes", "seconds"), [(0, 1.0), (100, 1.0), (150, 1.0), (200, 1.0), (700, 4.5), (1200, 8.0)])
+def test_a_small_message_that_was_disturbed(nbytes: int, seconds: float) -> None:
+    measured = {100: 3.0, 200: 1.0, 1200: 8.0}
+    known = Calibration(links=[replace(LINK, nbytes=size, seconds=took_s) for size, took_s in measured.items()])
+    assert known.all_reduce_s(nbytes, transport="gloo", ranks=2, host="a", num_hosts=1) == pytest.approx(seconds)
+
+
 @pytest.mark.parametrize(("nbytes", "seconds"), [(400, 2.0), (1, 0.25)])  # a message takes as long as a sum of nothing
 def test_the_time_of_a_message(nbytes: int, seconds: float) -> None:
     pair = replace(LINK, operation="send", hosts=("a", "b"), nbytes=200, seconds=1.0)

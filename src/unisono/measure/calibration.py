@@ -152,14 +152,16 @@ class Calibration:
     def all_reduce_s(self, nbytes: int, *, transport: str, ranks: int, host: str, num_hosts: int) -> float | None:
         """Seconds of a sum of ``nbytes`` over ``ranks`` ranks on ``num_hosts`` hosts, of which ``host`` is one.
 
-        Between two measured sizes it is interpolated, above the largest one the time grows with the bytes. None where
-        nothing like it was measured.
+        Between two measured sizes it is interpolated, above the largest one the time grows with the bytes. A size that was
+        measured as slower than a larger one was disturbed, and takes the larger one's time. None where nothing like it was
+        measured.
         """
-        points = sorted(
+        measured = sorted(
             (rate.nbytes, rate.seconds)
             for rate in self._like("all_reduce", transport, host, num_hosts)
             if rate.ranks == ranks
         )
+        points = [(size, min(seconds for _, seconds in measured[index:])) for index, (size, _) in enumerate(measured)]
         if not points:
             return None
         if nbytes <= points[0][0]:
