@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Sequence
@@ -313,6 +314,22 @@ def test_a_watchdog_writes_and_a_rank_that_goes_on_removes(tmp_path: Path) -> No
     assert dump_path(tmp_path, 1).exists()
     watchdog.close()
     assert dump_path(tmp_path, 1).exists()
+
+
+def test_steps_before_a_block_do_not_remove_its_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_LOGS", str(tmp_path))
+    step, stacks = 0, stuck_path(tmp_path, 1, 0)
+    watchdog = Watchdog(JobSpec(rank=1, world_size=2), tmp_path, deadline_s=2.0, step=lambda: step)
+    try:
+        step = 1
+        ctypes.PyDLL(None).usleep(2_500_000)  # holds the interpreter
+        wait_until(dump_path(tmp_path, 1).exists, "a dump, some looks later")
+        assert read_stuck(tmp_path, 0)[1].function == "test_steps_before_a_block_do_not_remove_its_stacks"
+        step = 2
+        wait_until(lambda: not stacks.stat().st_size, "they are gone")
+    finally:
+        watchdog.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_watchdog_of_a_rank_that_ends_well_leaves_nothing(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ class Watchdog:
 
     def _run(self) -> None:
         stepped = worked = _Mark(self._steps(), num_heartbeats(), num_activities(), time.monotonic(), self._cpu_s())
-        is_first = True
+        is_first, had_stacks = True, False
         while True:
             activity = current_activity()
             if self._stuck_file is not None:
@@ -165,8 +165,10 @@ class Watchdog:
                 ):
                     self._longest_s = max(self._longest_s, now.at_s - stepped.at_s)
                 worked = now
-                if not StopNotice.is_requested():  # a stop signal ends the call in which it hung
+                # steps since the last look may be those before the call in which it hung; and a stop signal ends that call
+                if had_stacks and not StopNotice.is_requested():
                     self._clear_stuck_file()
+            had_stacks = self._has_stacks()
             if now.steps != stepped.steps:
                 stepped, is_first = now, False
                 self._forget()
@@ -207,9 +209,13 @@ class Watchdog:
         for folder in tuple(self._folders):
             write_dump(folder, self._job, reason, step=now.steps[0] if self._step else None, quiet_s=stepless_s)
 
+    def _has_stacks(self) -> bool:
+        """Whether the interpreter was blocked for so long that its stacks were written."""
+        return self._stuck_file is not None and os.fstat(self._stuck_file.fileno()).st_size > 0
+
     def _clear_stuck_file(self) -> None:
         """Remove the stacks of a rank whose interpreter was blocked, and which goes on."""
-        if self._stuck_file is not None and os.fstat(self._stuck_file.fileno()).st_size:
+        if self._stuck_file is not None:
             self._stuck_file.seek(0)
             self._stuck_file.truncate()
 
