@@ -461,6 +461,29 @@ def test_a_snapshot_continues(tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_push_that_a_snapshot_lacks_is_made_again(tmp_path: Path) -> None:
+    """It was acknowledged; then the server was killed, before it was told that the batch shard is done."""
+    service = ParameterServer(0, snapshots=tmp_path)
+    worker = Worker(service)
+    worker.init(filled(1.0))
+    wait_until(lambda: latest_snapshot_number(tmp_path) == 1, "its own first snapshot")
+    begin(worker)
+    claim = read_json(worker.ask(replace(json_frame(Op.CLAIM, {}), seq=1)))
+    assert (claim["kind"], claim["number"]) == ("unit", 0)
+    worker.json(Op.SNAPSHOT)
+    worker.push(filled(0.25), seq=0, flags=BATCH_SHARD)
+    service.close()
+    again = ParameterServer(0, snapshots=tmp_path)
+    back = Worker(again)
+    done = {"kind": "unit", "number": 0, "history_id": claim["history_id"]}
+    assert back.json(Op.DONE, **done) == {"new": False}
+    second = back.json(Op.CLAIM)
+    assert (second["kind"], second["number"]) == ("unit", 0)
+    assert back.push(filled(0.25), seq=0, flags=BATCH_SHARD).entries == 3
+    assert back.json(Op.DONE, **{**done, "history_id": second["history_id"]}) == {"new": True}
+    again.close()
+
+
 def test_a_run_begins_once_whenever_the_server_is_killed_after_that(tmp_path: Path) -> None:
     service = ParameterServer(0, snapshots=tmp_path)
     worker = Worker(service)

@@ -213,6 +213,20 @@ def test_what_was_dealt_before_a_restart_may_be_done_after_it() -> None:
     assert again.claim(0) == WorkItem("unit", 2)
 
 
+def test_what_was_claimed_in_another_history_is_handed_out_again() -> None:
+    deal = begun(3)
+    assert [deal.claim(0).number, deal.claim(1).number] == [0, 1]
+    moved = WorkQueue.from_json(deal.to_json())  # with all that was pushed
+    older = WorkQueue.from_json(deal.to_json() | {"history_id": None})
+    assert moved.history_id == deal.history_id != older.history_id
+    assert moved.mark_done(WorkItem("unit", 0), 4.0, deal.history_id)
+    assert not older.mark_done(WorkItem("unit", 0), 4.0, deal.history_id)
+    assert older.total_weight == 0.0
+    assert older.claim(0) == WorkItem("unit", 0)
+    assert older.mark_done(WorkItem("unit", 0), 4.0, older.history_id)
+    assert older.mark_done(WorkItem("unit", 1))  # a worker of an earlier release does not say
+
+
 def test_close_ends_a_wait_and_without_units_there_is_no_work() -> None:
     deal = begun(1)
     deal.claim(0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -169,6 +170,8 @@ class ServerClient:
             opened.pop_all()
         self._sequence = itertools.count(max(int(connection.hello["seq"]) for connection in self._connections))
         self._claims = itertools.count(1)
+        # by batch shard: of its claims that are not done yet, the histories of the queue (``WorkQueue.history_id``)
+        self._histories: dict[int, deque[str]] = {}
         self._closing = threading.Event()
         self._heart = threading.Thread(target=self._send_heartbeats, name="unisono-heartbeat", daemon=True)
         self._heart.start()
@@ -332,11 +335,21 @@ class ServerClient:
         content = {"wait_s": _WAIT_S if wait else 0.0}
         answer = read_json(self._ask_coordinator(replace(json_frame(Op.CLAIM, content), seq=next(self._claims))))
         work = WorkItem(answer["kind"], answer["number"])
+        if work.kind == "unit":
+            self._histories.setdefault(work.number, deque()).append(answer["history_id"])
         return Claim(item=work, weight=float(answer["weight"]), is_last=bool(answer["last"]))
 
     def mark_done(self, work: WorkItem, weight: float = 0.0) -> None:
-        """Report an item as done: all pushes of a batch shard are acknowledged, and its samples weigh ``weight``."""
-        self._ask_coordinator(json_frame(Op.DONE, {**work._asdict(), "weight": weight}))
+        """Report an item as done: all pushes of a batch shard are acknowledged, and its samples weigh ``weight``.
+
+        A shard that was claimed before the coordinator went back to an older snapshot stays to be done: its pushes may be lost.
+        """
+        content = {**work._asdict(), "weight": weight}
+        if work.kind == "unit" and (histories := self._histories.get(work.number)):
+            content["history_id"] = histories.popleft()
+            if not histories:
+                del self._histories[work.number]
+        self._ask_coordinator(json_frame(Op.DONE, content))
 
     def stop(self, *, finished: bool = False) -> None:
         """End the run, with a save, at the next step that no worker has begun. ``finished``: the run is complete."""

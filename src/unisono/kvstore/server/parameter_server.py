@@ -362,7 +362,7 @@ class ParameterServer:
             case Op.CLAIM:
                 work = self._claim(run, peer, frame)
                 more = {"weight": run.work_queue.total_weight, "last": work.number >= run.work_queue.end_shard}
-                return json_frame(Op.JSON, work._asdict() | more)
+                return json_frame(Op.JSON, work._asdict() | more | {"history_id": run.work_queue.history_id})
             case Op.DONE:
                 return self._done(run, frame)
             case Op.BARRIER:
@@ -398,7 +398,7 @@ class ParameterServer:
 
     def _done(self, run: _RunState, frame: Frame) -> Frame:
         content = read_json(frame)
-        kind, weight = content.get("kind"), content.get("weight", 0.0)
+        kind, weight, history_id = content.get("kind"), content.get("weight", 0.0), content.get("history_id")
         if kind in ("stop", "finish"):
             run.work_queue.stop(finished=kind == "finish")
             return Frame(Op.ACK)
@@ -406,7 +406,7 @@ class ParameterServer:
             raise _wrong(frame, "kind", kind, "kind is begin, unit, save, stop or finish")
         if not isinstance(weight, (int, float)):
             raise _wrong(frame, "weight", weight, "weight is a number")
-        new = run.work_queue.mark_done(WorkItem(kind, _integer(frame, "number")), float(weight))
+        new = run.work_queue.mark_done(WorkItem(kind, _integer(frame, "number")), float(weight), history_id)
         if new and kind == "begin" and self._snapshots is not None:
             self.save()  # a restarted server must not have a worker begin again in the middle of the run
         return json_frame(Op.JSON, {"new": new})
@@ -483,7 +483,7 @@ class ParameterServer:
         self._load_state(run.stores["worker"], facts, tensors)
         run.clocks.start_at(facts["clock"])
         with self._lock:
-            self._run = replace(run, work_queue=self._work_queue(run.run_spec, facts["deal"]))
+            self._run = replace(run, work_queue=self._work_queue(run.run_spec, facts["deal"] | {"history_id": None}))
 
     def _load_state(self, store: ChunkStore, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         try:

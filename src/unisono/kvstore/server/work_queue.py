@@ -14,6 +14,7 @@ number. Only the leading worker begins and saves.
 from __future__ import annotations
 
 import heapq
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -44,6 +45,9 @@ class WorkQueue:
     synchronous parallel (Ho et al. 2013), whichever workers are slow, join or leave. ``before_unlock`` gets the state
     (``to_json``) after every report of finished work and every stop, before any later item is handed out. Waits use the
     monotonic clock ``now``.
+
+    ``history_id`` names the history of this queue and of the values beside it. After a restart from an older snapshot it is
+    another one: what was pushed and done since is forgotten.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class WorkQueue:
         self.num_batch_shards, self._staleness, self._now = num_batch_shards, staleness, now
         self._before_unlock = before_unlock
         self._batch_shards_per_save, self._batch_shards_per_step = batch_shards_per_save, batch_shards_per_step
+        self.history_id = secrets.token_hex(8)
         self.end_shard = num_batch_shards  # where the run ends; earlier after ``stop``
         self._end_kind: WorkKind = "end"
         self.total_weight = 0.0  # of the finished batch shards, as their workers reported it
@@ -89,15 +94,18 @@ class WorkQueue:
                 self._claimed_by[work] = worker
             return work
 
-    def mark_done(self, work: WorkItem, weight: float = 0.0) -> bool:
+    def mark_done(self, work: WorkItem, weight: float = 0.0, history_id: str | None = None) -> bool:
         """Record a finished item, a batch shard once all its pushes are acknowledged; returns whether that is new.
         ``begin``'s number is the first batch shard left to do. ``weight``: of the shard's samples, or of all samples
-        before the beginning.
+        before the beginning. A batch shard that was claimed in another history than this one (``history_id``) stays to be
+        done: its pushes may be among those that are forgotten.
 
         Called for the holder, for a worker that was presumed dead, or for one that claimed the item before this server
         restarted.
         """
         with self._changed:
+            if work.kind == "unit" and history_id not in (None, self.history_id):
+                return False
             new = self._finish(work)
             self.total_weight += weight if new else 0.0
             self._claimed_by.pop(BEGIN if work.kind == "begin" else work, None)
@@ -144,6 +152,7 @@ class WorkQueue:
                 "saved": self._saved,
                 "dealt": self._next,
                 "done": self._done.to_json(),
+                "history_id": self.history_id,
             }
 
     @classmethod
@@ -154,6 +163,7 @@ class WorkQueue:
         before_unlock: Callable[[Mapping[str, Any]], None] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> WorkQueue:
+        """A queue that continues from ``state`` (``to_json``); without a ``history_id`` there, in a history of its own."""
         queue = cls(
             state["units"],
             batch_shards_per_save=state["every"],
@@ -162,6 +172,7 @@ class WorkQueue:
             before_unlock=before_unlock,
             now=now,
         )
+        queue.history_id = str(state.get("history_id") or queue.history_id)
         queue.end_shard, queue._is_begun, queue._saved = state["goal"], state["begun"], state["saved"]
         queue._end_kind, queue.total_weight = state["early"], state["weight"]
         queue._done, queue._next = RangeSet(state["done"]), state["dealt"]
