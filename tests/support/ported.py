@@ -121,7 +121,14 @@ def run_before(name: str, program: Program, folder: Path, nursery: Nursery) -> N
     if program.launcher or program.environment:
         python = os.environ[program.environment] if program.environment else sys.executable
         launcher = program.launcher or (python,)
-        _run([*launcher, str(BEFORE), script, str(draws)], folder)
+        command = [*launcher, str(BEFORE), script, str(draws)]
+        try:
+            _run(command, folder)
+        except AssertionError as error:
+            # torch's own: seen once in many runs, in a process of Gloo that had printed all and was about to exit
+            if "terminate called without an active exception" not in str(error):
+                raise
+            _run(command, folder)
     else:
         facts = {"program": script, "draws": str(draws), "folder": str(folder)}
         _end(nursery.start("ported:before", facts, log=folder / "output.log"), folder)
