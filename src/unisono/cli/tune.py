@@ -1,0 +1,182 @@
+"""``unisono tune``: settings found by search."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from unisono.cli.common import every_verb, is_python_trusted, load_run_config, print_result, takes_config
+from unisono.cli.terminal import echo
+from unisono.cli.termination import sigterm_interrupts
+from unisono.errors import ConfigError
+from unisono.sanitize import printable
+
+if TYPE_CHECKING:
+    from unisono.config import Resolved
+    from unisono.train.config import RunConfig
+    from unisono.tune.study import Trial
+    from unisono.tune.trial_run import RunEnd
+
+
+@click.group("tune")
+def command() -> None:
+    """Find settings by search: each trial is a training of its own."""
+
+
+@command.command("params")
+@takes_config
+@click.option(
+    "--space",
+    multiple=True,
+    required=True,
+    metavar="NAME=RANGE",
+    help="A setting to search: optim.lr=log:1e-4..1e-2, model.num_layers=2..8/2, optim.kind=adamw,lamb; or a TOML file "
+    "with a table [space].",
+)
+@click.option("--out", required=True, type=click.Path(file_okay=False), help="Folder of the search; goes on where it has one.")
+@click.option("--metric", default="eval/loss", show_default=True, help="Number of a run's events; its last value counts.")
+@click.option(
+    "--maximize/--minimize",
+    default=None,
+    help="Look for its largest or its smallest value (default: the largest of accuracy, f1, mcc, auc, r2, spearman, topK).",
+)
+@click.option("--sampler", type=click.Choice(("tpe", "random", "grid")), default="tpe", show_default=True)
+@click.option(
+    "--pruner",
+    type=click.Choice(("none", "median", "halving")),
+    default="none",
+    show_default=True,
+    help="End trials early that are worse than others at the same step.",
+)
+@click.option("--trials", type=click.IntRange(min=1), help="Trials in the whole search (default: 20, a grid: all).")
+@click.option("--max-s", type=click.FloatRange(min=0, min_open=True), help="No trial begins after so many seconds.")
+@click.option(
+    "--max-device-s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="No trial begins once all have used so many seconds times processes.",
+)
+@click.option("--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trials at a time.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sampler.")
+@every_verb
+def params(config: tuple[str, ...], overrides: tuple[str, ...], space: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Search for the values of settings with which CONFIG trains best.
+
+    The folder gets a run for each trial, report.html, and best.toml, which unisono train takes. A search that was killed, or
+    stopped by Ctrl-C, goes on with the same command; several may work on one folder.
+    """
+    from unisono.launch.job import refuse_inside_a_job
+    from unisono.launch.resources import count_accelerators
+    from unisono.tune.search import Budget, Search
+    from unisono.tune.slots import divide_into_slots
+    from unisono.tune.space import grid_size, read_space
+    from unisono.tune.study import Study, StudyOptions, larger_is_better
+
+    out = Path(options["out"])
+    refuse_inside_a_job(out)
+    searched = read_space(space)
+    if options["sampler"] == "grid":
+        grid_size(searched)
+    files = [os.path.abspath(path) for path in config]
+    resolved = _check(files, overrides, {name: parameter.ends() for name, parameter in searched.items()}, out)
+    if options["maximize"] is None:
+        options["maximize"] = larger_is_better(options["metric"])
+    chosen = StudyOptions(**{name: options[name] for name in ("metric", "maximize", "sampler", "pruner", "seed")})
+    study = Study(out.absolute(), searched, chosen, {"configuration": resolved.hash})
+    launch = resolved.value.launch
+    limit = options["trials"] if options["trials"] or options["sampler"] == "grid" else 20
+    printed = _Printed(metric=chosen.metric, as_json=as_json)
+    search = Search(
+        study=study,
+        arguments=[*files, *(["--trust-python"] if is_python_trusted() else []), *(f"--set={text}" for text in overrides)],
+        metric=chosen.metric,
+        budget=Budget(trials=limit, seconds=options["max_s"], device_s=options["max_device_s"]),
+        slots=divide_into_slots(options["parallel"], launch.num_processes, sets_threads=launch.num_threads != 0),
+        ranks=launch.num_processes or max(1, count_accelerators()),
+        tell=printed.tell,
+    )
+    try:
+        with sigterm_interrupts():
+            search.run()
+    finally:
+        result, lines = _write(out, searched, chosen, study)
+    print_result(as_json, result, lines)
+
+
+def _check(
+    files: Sequence[str], overrides: Sequence[str], ends: Mapping[str, Sequence[str]], out: Path
+) -> Resolved[RunConfig]:
+    """The configuration without the settings that are searched; each of those is tried at the ends of its range.
+
+    Raises:
+        ConfigError: A value is none of its setting, or a setting is given too.
+    """
+    given = {text.partition("=")[0].strip() for text in overrides}
+    for name in ("run.dir", "run.resume"):
+        if name in ends or name in given:
+            raise ConfigError(
+                given=name,
+                rule="each trial is a run of its own, in a folder of the search",
+                consequence="nothing was started",
+                nearest="leave it out; --out is the folder of the search",
+            )
+    if both := sorted(given & set(ends)):
+        raise ConfigError(
+            given=f"--set {both[0]} with --space {both[0]}",
+            rule="a setting has one value, or is searched",
+            consequence="nothing was started",
+            nearest="one of them",
+        )
+    folder = f"run.dir={out / 'trials' / '0000'}"
+    for name, values in ends.items():
+        for value in values:
+            load_run_config(files, [*overrides, folder, f"{name}={value}"], is_shown=True)
+    return load_run_config(files, [*overrides, folder], is_shown=True)
+
+
+class _Printed:
+    """Lines about trials, as they begin and end."""
+
+    def __init__(self, *, metric: str, as_json: bool) -> None:
+        self._metric, self._as_json = metric, as_json
+
+    def tell(self, trial: Trial, end: RunEnd | None, value: float | None) -> None:
+        if self._as_json:
+            return
+        settings = " ".join(f"{name}={text}" for name, text in trial.settings.items())
+        if end is None:
+            echo(printable(f"trial {trial.number}: {settings}"))
+            return
+        figure = "" if value is None else f"{self._metric} {value:.6g}"
+        words = end.kind.replace("_", " ")
+        why = end.reason.partition("\n")[0]
+        shown = [figure if end.kind == "done" else f"{words}{f', {figure}' if figure else ''}", why]
+        echo(printable(f"trial {trial.number}: {'; '.join(filter(None, shown))}"))
+
+
+def _write(out: Path, space: Any, chosen: Any, study: Any) -> tuple[dict[str, Any], list[str]]:
+    """Write the report and the file of the best trial; returns the result as JSON types and as lines."""
+    from unisono.tune.best import BEST_FILE, write_best
+    from unisono.tune.search_page import REPORT_FILE, verdict, write_search_page
+
+    records, best = study.records(), study.best()
+    importances = study.importances()
+    write_search_page(out / REPORT_FILE, space, chosen, records, importances)
+    lines = [verdict(chosen, best)]
+    result: dict[str, Any] = {
+        "folder": str(out),
+        "report": str(out / REPORT_FILE),
+        "metric": chosen.metric,
+        "trials": [record.to_json() for record in records],
+        "importances": importances,
+        "best": None,
+    }
+    if best is not None:
+        write_best(out / BEST_FILE, best)
+        result |= {"best": best.to_json(), "best_file": str(out / BEST_FILE)}
+        lines.append(f"train with it: unisono train {out / BEST_FILE}")
+    lines.append(f"report: {out / REPORT_FILE}")
+    return result, lines
