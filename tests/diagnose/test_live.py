@@ -289,7 +289,9 @@ def test_a_healthy_link_that_was_measured(pool: Pool, tmp_path: Path, plan: dict
     for rank in read_run(tmp_path / "run").ranks:
         (traffic,) = [each for each in rank.axes if each.group == group]
         assert traffic.steps == STEPS
-        assert 0 < traffic.expected_latency_s <= traffic.expected_s * (1 + 1e-9)  # sums of the same numbers in two orders
+        assert (
+            0 < traffic.expected_latency_s <= traffic.expected_s * (1 + 1e-9)
+        )  # sums of the same numbers in two orders
 
 
 @pytest.mark.parametrize(

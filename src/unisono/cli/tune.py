@@ -37,8 +37,12 @@ def command() -> None:
     help="A setting to search: optim.lr=log:1e-4..1e-2, model.num_layers=2..8/2, optim.kind=adamw,lamb; or a TOML file "
     "with a table [space].",
 )
-@click.option("--out", required=True, type=click.Path(file_okay=False), help="Folder of the search; goes on where it has one.")
-@click.option("--metric", default="eval/loss", show_default=True, help="Number of a run's events; its last value counts.")
+@click.option(
+    "--out", required=True, type=click.Path(file_okay=False), help="Folder of the search; goes on where it has one."
+)
+@click.option(
+    "--metric", default="eval/loss", show_default=True, help="Number of a run's events; its last value counts."
+)
 @click.option(
     "--maximize/--minimize",
     default=None,
@@ -62,7 +66,9 @@ def command() -> None:
 @click.option("--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trials at a time.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sampler.")
 @every_verb
-def params(config: tuple[str, ...], overrides: tuple[str, ...], space: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def params(
+    config: tuple[str, ...], overrides: tuple[str, ...], space: tuple[str, ...], as_json: bool, **options: Any
+) -> None:
     """Search for the values of settings with which CONFIG trains best.
 
     The folder gets a run for each trial, report.html, and best.toml, which unisono train takes. A search that was killed, or
@@ -91,7 +97,11 @@ def params(config: tuple[str, ...], overrides: tuple[str, ...], space: tuple[str
     printed = _Printed(metric=chosen.metric, as_json=as_json)
     search = Search(
         study=study,
-        arguments=[*files, *(["--trust-python"] if is_python_trusted() else []), *(f"--set={text}" for text in overrides)],
+        arguments=[
+            *files,
+            *(["--trust-python"] if is_python_trusted() else []),
+            *(f"--set={text}" for text in overrides),
+        ],
         metric=chosen.metric,
         budget=Budget(trials=limit, seconds=options["max_s"], device_s=options["max_device_s"]),
         slots=divide_into_slots(options["parallel"], launch.num_processes, sets_threads=launch.num_threads != 0),
@@ -104,6 +114,68 @@ def params(config: tuple[str, ...], overrides: tuple[str, ...], space: tuple[str
     finally:
         result, lines = _write(out, searched, chosen, study)
     print_result(as_json, result, lines)
+
+
+@command.command("lr")
+@takes_config
+@click.option(
+    "--out", required=True, type=click.Path(file_okay=False), help="Folder for the training and its page; a new one."
+)
+@click.option(
+    "--low", default=1e-6, show_default=True, type=click.FloatRange(min=0, min_open=True), help="First learning rate."
+)
+@click.option(
+    "--high", default=1.0, show_default=True, type=click.FloatRange(min=0, min_open=True), help="Last learning rate."
+)
+@click.option(
+    "--steps", default=100, show_default=True, type=click.IntRange(min=10, max=100_000), help="Number of rates."
+)
+@every_verb
+def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
+    """Find the range of learning rates: one training whose rate rises at every step until the loss rises too.
+
+    Proposes the rate at which the loss fell fastest. It depends on the batch size and the optimizer: change those first.
+    """
+    from unisono.config import load_config
+    from unisono.launch.job import refuse_inside_a_job
+    from unisono.train.config import RunConfig
+    from unisono.tune.lr_range import range_settings, range_verdict, run_range_test, write_range_page
+
+    folder, steps = Path(out), int(options["steps"])
+    refuse_inside_a_job(folder)
+    if options["low"] >= options["high"]:
+        raise ConfigError(
+            given=f"--low {options['low']:g} with --high {options['high']:g}",
+            rule="the rate rises",
+            consequence="nothing was started",
+            nearest=f"--low {options['high']:g} --high {options['low']:g}",
+        )
+    if (folder / "run").exists():
+        raise ConfigError(
+            given=f"--out {out}, which has a range test",
+            rule="a range test is one training from its beginning",
+            consequence="nothing was started",
+            nearest="another folder, or remove that one",
+        )
+    files = [os.path.abspath(path) for path in config]
+    defaults = load_config(RunConfig).encoded
+    shape = {name: defaults[name] for name in defaults if name.startswith("schedule.")}
+    settings = {**range_settings(options["low"], options["high"], steps, shape), "run.dir": folder.absolute() / "run"}
+    texts = [*overrides, *(f"{name}={value}" for name, value in settings.items())]
+    load_run_config(files, texts, is_shown=True)
+    trust = ["--trust-python"] if is_python_trusted() else []
+    with sigterm_interrupts():
+        found = run_range_test(
+            folder.absolute() / "run",
+            [*files, *trust, *(f"--set={text}" for text in texts)],
+            steps=steps,
+            tell=lambda rate, loss: None if as_json else echo(f"lr {rate:.3g}: loss {loss:.5g}"),
+        )
+    write_range_page(folder / "report.html", found)
+    lines = [range_verdict(found), f"report: {folder / 'report.html'}"]
+    if found.steepest is not None:
+        lines.insert(1, f"unisono train … --set optim.lr={found.steepest:.2g}")
+    print_result(as_json, {"folder": out, "report": str(folder / "report.html"), **found.to_json()}, lines)
 
 
 def _check(

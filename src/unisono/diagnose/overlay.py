@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.config.fields import BASE
 from unisono.config.overlay_text import overlay_text
 from unisono.config.toml_file import read_toml
 from unisono.config.values import encode

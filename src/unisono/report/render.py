@@ -27,8 +27,8 @@ from unisono.observe.history import RankHistory, of_one_run, read_history
 from unisono.observe.run_summary import summarise
 from unisono.report.charts import curves_of, rank_map, time_chart
 from unisono.report.goodput_section import goodput_section
-from unisono.report.monitor_section import MonitorCurves, monitor_section
 from unisono.report.html import render_page
+from unisono.report.monitor_section import MonitorCurves, monitor_section
 from unisono.report.page import RUN
 from unisono.report.parent_section import parent_section
 from unisono.report.profile_sections import profile_sections

@@ -109,9 +109,7 @@ class Search:
     def _start(self, reaper: Reaper, trial: Trial, slot: Slot) -> TrialRun:
         settings = {**slot.settings, **trial.settings, "run.dir": str(trial.run_dir)}
         arguments = [*self.arguments, *(f"--set={name}={text}" for name, text in settings.items())]
-        return TrialRun(
-            reaper, trial.run_dir, arguments, metric=self.metric, variables=slot.variables, cpus=slot.cpus
-        )
+        return TrialRun(reaper, trial.run_dir, arguments, metric=self.metric, variables=slot.variables, cpus=slot.cpus)
 
     def _look_at(self, reaper: Reaper, running: _Running) -> None:
         trial, run = running.trial, running.run
@@ -153,4 +151,3 @@ class Search:
             self.study.ran(running.trial, running.run.took_s)
             self.study.leave(running.trial)
         self._running.clear()
-

@@ -139,10 +139,12 @@ def _parallel_coordinates(space: Space, options: StudyOptions, done: Sequence[Tr
         "hovermode": "closest",
     }
     note = (
-        "Each line is a trial. Each axis goes from the lowest value at the bottom to the highest; red is the best trial, blue the "
+        "Each line is a trial. Each axis goes from the lowest value at the bottom up; red is the best trial, blue the "
         "best quarter."
     )
-    return Section(title="Parallel coordinates", note=note, charts=[{"id": "parallel", "data": lines, "layout": layout}])
+    return Section(
+        title="Parallel coordinates", note=note, charts=[{"id": "parallel", "data": lines, "layout": layout}]
+    )
 
 
 def _height(parameter: Choice | Range, text: str | None) -> float | None:

@@ -163,7 +163,7 @@ def _range(name: str, text: str, parts: tuple[str, str, str | None], *, is_log: 
         raise _wrong(f"{name}={text}", "a range goes from a number up to a larger one")
     if is_log and (low <= 0 or step is not None):
         raise _wrong(f"{name}={text}", "a logarithmic range has no step, and begins above 0")
-    if step is not None and not (math.isfinite(step) and 0 < step <= high - low):
+    if step is not None and not (math.isfinite(step) and step > 0 and _num_steps(low, high, step) > 0):
         raise _wrong(f"{name}={text}", "the step is above 0, and at most the length of the range")
     if step is not None:
         high = low + step * _num_steps(low, high, step)
@@ -171,7 +171,9 @@ def _range(name: str, text: str, parts: tuple[str, str, str | None], *, is_log: 
 
 
 def _num_steps(low: float, high: float, step: float) -> int:
-    return math.floor((high - low) / step + 1e-9)  # 0.1 is not exact: 0..1/0.1 has eleven values
+    """Number of whole steps from ``low`` to ``high``; 0.1 is not exact, and 0..1/0.1 has eleven values."""
+    rounding = 4 * math.ulp(max(abs(low), abs(high)))
+    return math.floor((high - low + rounding) / step + 1e-9)
 
 
 def _choice(name: str, values: Sequence[str]) -> Choice:
@@ -209,7 +211,9 @@ def grid_size(space: Space) -> int:
     for name, parameter in space.items():
         values = parameter.grid() if isinstance(parameter, Choice) or _countable(parameter) else None
         if values is None:
-            raise _wrong(f"{name}={parameter.text} with a grid", "a grid tries every value, and this range has no end of them")
+            raise _wrong(
+                f"{name}={parameter.text} with a grid", "a grid tries every value, and this range has no end of them"
+            )
         size *= len(values)
         if size > _MAX_VALUES:
             raise _wrong(f"a grid of {size} combinations or more", f"a grid has at most {_MAX_VALUES}")

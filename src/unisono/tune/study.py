@@ -30,6 +30,7 @@ _TURN_FILE: Final = ".turn.lock"
 _NAME: Final = "search"
 _STARTUP_TRIALS: Final = 10  # random ones before a model of them is made
 _IDENTITY: Final = "identity"
+_MIN_TRIALS: Final = 10  # of which the weights of settings are told
 _FIRST_REPORTS: Final = 5  # trials that are never pruned: there is nothing to compare with
 
 SAMPLERS: Final = ("tpe", "random", "grid")
@@ -241,10 +242,13 @@ class Study:
 
     def importances(self) -> dict[str, float]:
         """Share of each setting in how values differ (PED-ANOVA, Watanabe et al. 2023); empty where trials are too few."""
+        states = self._optuna.trial.TrialState
+        if len(self._study.get_trials(deepcopy=False, states=[states.COMPLETE])) < _MIN_TRIALS:
+            return {}
         evaluator = self._optuna.importance.PedAnovaImportanceEvaluator()
         try:
             return self._optuna.importance.get_param_importances(self._study, evaluator=evaluator)
-        except (ValueError, RuntimeError, ZeroDivisionError):  # fewer than two trials, or no value differs
+        except (ValueError, RuntimeError, ZeroDivisionError):  # no value differs
             return {}
 
     def _taken(self, trial: Any, lock: FolderLock) -> Trial:

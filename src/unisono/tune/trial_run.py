@@ -46,6 +46,7 @@ class TrialRun:
         run_dir: Its folder.
         arguments: Of ``unisono train``, with ``run.dir``.
         metric: Name of the number that is followed.
+        beside: Name of another number in the same events, for ``pairs``.
         variables: Environment variables besides this process's own.
         cpus: Processors that it may use; None for those of this process.
 
@@ -61,6 +62,7 @@ class TrialRun:
         arguments: Sequence[str],
         *,
         metric: str,
+        beside: str = "",
         variables: Mapping[str, str] | None = None,
         cpus: Sequence[int] | None = None,
     ) -> None:
@@ -69,7 +71,7 @@ class TrialRun:
         self.output_path = run_dir.with_name(f"{run_dir.name}.{OUTPUT_FILE}")
         self.output_path.unlink(missing_ok=True)
         self._began_s, self._began_at_s = time.monotonic(), time.time()
-        self._follower = MetricFollower(events_path(run_dir, 0), metric)
+        self._follower = MetricFollower(events_path(run_dir, 0), metric, beside)
         with open_new(self.output_path) as output:
             self._process = start_child(reaper, module_command("unisono", "train", *arguments), output, variables)
         if cpus is not None:
@@ -83,7 +85,11 @@ class TrialRun:
 
     def values(self) -> list[tuple[int, float]]:
         """Values of the metric by step that were written since the last call."""
-        return self._follower.take()
+        return [(step, value) for step, value, _ in self._follower.take()]
+
+    def pairs(self) -> list[tuple[int, float, float]]:
+        """The same with the other number; without events that lack it."""
+        return [(step, value, other) for step, value, other in self._follower.take() if other is not None]
 
     def last_value(self) -> float | None:
         """The last value of the metric so far; None if it has none."""
@@ -105,9 +111,15 @@ class TrialRun:
             if value is None:
                 names = ", ".join(self.names()) or "none at all"
                 return RunEnd(kind="failed", reason=f"its events have no {self._metric}; they have {names}")
-            return RunEnd(kind="done") if math.isfinite(value) else RunEnd(kind="diverged", reason=f"the last value is {value}")
+            return (
+                RunEnd(kind="done")
+                if math.isfinite(value)
+                else RunEnd(kind="diverged", reason=f"the last value is {value}")
+            )
         if code == REQUEUE or code < 0:
-            return RunEnd(kind="interrupted", reason=f"it ended with {signal.Signals(-code).name if code < 0 else code}")
+            return RunEnd(
+                kind="interrupted", reason=f"it ended with {signal.Signals(-code).name if code < 0 else code}"
+            )
         _, ending = read_ending(self.run_dir, since_s=self._began_at_s)
         reason = error_paragraph(self._tail()) or f"it ended with exit code {code}"
         kinds: dict[str, End] = {"out_of_memory": "out_of_memory", "numerics": "diverged"}
@@ -147,14 +159,14 @@ class MetricFollower:
         names: Names of all numbers with a ``/``.
     """
 
-    def __init__(self, path: Path, metric: str) -> None:
+    def __init__(self, path: Path, metric: str, beside: str = "") -> None:
         self.last: float | None = None
         self.names: set[str] = set()
-        self._path, self._metric, self._read_bytes = path, metric, 0
-        self._new: list[tuple[int, float]] = []
+        self._path, self._metric, self._beside, self._read_bytes = path, metric, beside, 0
+        self._new: list[tuple[int, float, float | None]] = []
 
-    def take(self) -> list[tuple[int, float]]:
-        """Values by step since the last call."""
+    def take(self) -> list[tuple[int, float, float | None]]:
+        """Step, value, and the other number where the event has it, since the last call."""
         self.read()
         found, self._new = self._new, []
         return found
@@ -170,7 +182,7 @@ class MetricFollower:
             if value is not None:
                 self.last = value
                 if step is not None:
-                    self._new.append((step, value))
+                    self._new.append((step, value, number(event.get(self._beside))))
 
     def _lines(self) -> Sequence[bytes]:
         file: IO[Any]

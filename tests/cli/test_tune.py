@@ -1,0 +1,227 @@
+"""``unisono tune params``: real trainings, kills of the search and of trials, and files that other commands take."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Desk, events_of, losses_of
+from procs import wait_until
+
+pytest.importorskip("optuna")
+
+LR = "--space=optim.lr=log:1e-4..1e-2"
+
+
+def search(desk: Desk, out: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
+    done = desk.here("tune", "params", *desk.settings, f"--out={out}", "--json", *arguments)
+    assert done.code == code, done.out + done.err
+    return done.json
+
+
+def test_the_best_trial_trains_again_bit_for_bit(desk: Desk, tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    found = search(desk, out, LR, "--space=optim.kind=adamw,sgd", "--trials=3")
+    values = {trial["number"]: trial["value"] for trial in found["trials"]}
+    best = found["best"]
+    assert best["value"] == min(values.values()) == values[best["number"]]
+    assert len(set(values.values())) == 3
+    settings = tomllib.loads((out / "best.toml").read_text())
+    assert settings["optim"] == {"lr": float(best["settings"]["optim.lr"]), "kind": best["settings"]["optim.kind"]}
+    again = desk.here("train", str(out / "best.toml"))
+    assert again.code == 0, again.err
+    assert losses_of(out / "best") == losses_of(Path(best["run_dir"])) != []
+    compared = desk.here("compare", *(trial["run_dir"] for trial in found["trials"]), "--json")
+    assert compared.code == 0
+    assert "parallel" in (out / "report.html").read_text()
+
+
+def test_trials_at_the_same_time_on_a_grid(desk: Desk, tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    found = search(
+        desk, out, "--space=optim.lr=1e-3,2e-3", "--space=optim.weight_decay=0.0,0.1", "--sampler=grid", "--parallel=2"
+    )
+    assert sorted(tuple(trial["settings"].values()) for trial in found["trials"]) == [
+        ("1e-3", "0.0"),
+        ("1e-3", "0.1"),
+        ("2e-3", "0.0"),
+        ("2e-3", "0.1"),
+    ]
+    for trial in found["trials"]:
+        record = tomllib.loads((Path(trial["run_dir"]) / "config.toml").read_text())
+        assert record["launch"]["num_threads"] >= 1
+        assert record["optim"]["weight_decay"] == float(trial["settings"]["optim.weight_decay"])
+
+
+def started(desk: Desk, out: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "unisono", "tune", "params", *desk.settings, f"--out={out}", *arguments]
+    return subprocess.Popen(command, cwd=desk.folder, env=desk.child_environ(), stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_search_that_was_stopped_goes_on(desk: Desk, tmp_path: Path, sent: signal.Signals) -> None:
+    out = tmp_path / "search"
+    arguments = [LR, "--trials=2", "--set=train.steps=400", "--set=checkpoint.every_steps=20"]
+    process = started(desk, out, *arguments)
+    first = out / "trials" / "0000"
+    wait_until(lambda: any(first.glob("checkpoints/step-*/COMMIT")), "a checkpoint of the first trial", seconds=90)
+    process.send_signal(sent)
+    process.wait(timeout=90)
+    wait_until(lambda: not trainings(first), "its training ends too")
+    num_steps = len(losses_of(first))
+    assert 20 <= num_steps < 400
+    found = search(desk, out, *arguments)
+    assert [trial["outcome"] for trial in found["trials"]] == ["done", "done"]
+    kinds = [event["kind"] for event in events_of(first)]
+    assert "resumed" in kinds
+    whole = desk.here(
+        "train", *desk.settings, *arguments[2:], f"--set=run.dir={tmp_path / 'whole'}",
+        f"--set=optim.lr={found['trials'][0]['settings']['optim.lr']}",
+    )  # fmt: skip
+    assert whole.code == 0
+    assert losses_of(tmp_path / "whole")[-1] == losses_of(first)[-1]
+
+
+def trainings(run_dir: Path) -> list[int]:
+    """Processes whose command line names the folder."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if f"run.dir={run_dir}" in command:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.full
+def test_two_searches_share_a_folder(desk: Desk, tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    processes = [started(desk, out, LR, "--trials=5") for _ in range(2)]
+    assert [process.wait(timeout=170) for process in processes] == [0, 0]
+    found = search(desk, out, LR, "--trials=5")
+    assert [trial["outcome"] for trial in found["trials"]] == ["done"] * 5
+    for trial in found["trials"]:
+        assert len(losses_of(Path(trial["run_dir"]))) == 4
+
+
+OWN = """
+import torch
+from unisono.train.config import Components, RunConfig
+
+LIMIT = 0.005
+
+
+def model(run):
+    if run.optim.lr > LIMIT:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    return torch.nn.Linear(4, 1)
+
+
+def config():
+    return RunConfig(
+        components=Components(
+            model=model,
+            data=lambda run: ([({"x": torch.randn(4)}, torch.zeros(1))] * 64,) * 2,
+            objective="mean_squared_error",
+        )
+    )
+"""
+
+
+def test_a_trial_out_of_memory_is_a_result(desk: Desk, tmp_path: Path) -> None:
+    config = tmp_path / "own.py"
+    config.write_text(OWN)
+    settings = ["--set=train.steps=3", "--set=plan.global_batch=4", "--space=optim.lr=0.01,0.001", "--sampler=grid"]
+    done = desk.here("tune", "params", str(config), *settings, f"--out={tmp_path / 'search'}", "--json")
+    assert done.code == 0, done.err
+    first, second = done.json["trials"]
+    assert (first["outcome"], second["outcome"]) == ("out_of_memory", "done")
+    assert "CUDA out of memory" in first["reason"]
+
+
+def test_a_killed_trial_is_made_on(desk: Desk, tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    arguments = [LR, "--trials=1", "--set=train.steps=300", "--set=checkpoint.every_steps=20"]
+    process = started(desk, out, *arguments)
+    first = out / "trials" / "0000"
+    wait_until(lambda: any(first.glob("checkpoints/step-*/COMMIT")), "a checkpoint", seconds=90)
+    for pid in trainings(first):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    assert process.wait(timeout=150) == 0
+    found = search(desk, out, *arguments)
+    assert [trial["outcome"] for trial in found["trials"]] == ["done"]
+    assert "resumed" in [event["kind"] for event in events_of(first)]
+
+
+def test_a_budget_of_time_ends_it(desk: Desk, tmp_path: Path) -> None:
+    found = search(desk, tmp_path / "a", LR, "--max-s=0.001")
+    assert found["trials"] == []
+    assert found["best"] is None
+    found = search(desk, tmp_path / "b", LR, "--max-device-s=0.5", "--trials=5")
+    assert len(found["trials"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--space=optim.lrr=1..2"], "optim.lr"),
+        (["--space=optim.kind=adamw,adamx"], "adamx"),
+        (["--space=optim.lr=0.001,0.01", "--set=optim.lr=0.1"], "a setting has one value, or is searched"),
+        (["--space=run.dir=a,b"], "--out is the folder of the search"),
+        (["--space=optim.lr=0.0..1", "--sampler=grid"], "a grid tries every value"),
+    ],
+)
+def test_a_wrong_search_starts_nothing(desk: Desk, tmp_path: Path, arguments: list[str], words: str) -> None:
+    out = tmp_path / "search"
+    assert words in json.dumps(search(desk, out, *arguments, code=2)["problems"])
+    assert not out.exists()
+
+
+def test_trials_that_all_fail_end_the_search(desk: Desk, tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    said = search(desk, tmp_path / "search", "--space=plan.micro_batch=3,5,6,7", "--sampler=grid", code=2)
+    assert "the first 3 trials, which all failed" in said["problems"][0]["given"]
+    assert time.monotonic() - began_s < 150
+    (report,) = (tmp_path / "search").glob("report.html")
+    assert "failed" in report.read_text()
+
+
+def test_a_metric_that_no_run_has(desk: Desk, tmp_path: Path) -> None:
+    found = search(desk, tmp_path / "search", LR, "--trials=1", "--metric=eval/f1")
+    (trial,) = found["trials"]
+    assert trial["outcome"] == "failed"
+    assert "its events have no eval/f1; they have" in trial["reason"]
+
+
+def test_a_range_of_learning_rates(desk: Desk, tmp_path: Path) -> None:
+    """The rate rises at every step, and the training ends once the loss does."""
+    out = tmp_path / "range"
+    settings = [each for each in desk.settings if not each.startswith(("--set=train.steps", "--set=train.eval_every"))]
+    done = desk.here(
+        "tune", "lr", *settings, "--set=schedule.kind=wsd", f"--out={out}", "--steps=80", "--high=1000", "--json"
+    )
+    assert done.code == 0, done.err
+    found = done.json
+    assert 20 <= len(found["rates"]) <= 80
+    assert found["rates"] == sorted(found["rates"])
+    assert found["rates"][0] == pytest.approx(1e-6)
+    assert found["rates"][1] / found["rates"][0] == pytest.approx(1e9 ** (1 / 79))
+    assert found["steepest"] < found["diverged"] <= 1000
+    again = desk.here("tune", "lr", *settings, f"--out={out}")
+    assert again.code == 2
+    assert "which has a range test" in again.err
