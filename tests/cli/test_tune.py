@@ -225,3 +225,50 @@ def test_a_range_of_learning_rates(desk: Desk, tmp_path: Path) -> None:
     again = desk.here("tune", "lr", *settings, f"--out={out}")
     assert again.code == 2
     assert "which has a range test" in again.err
+
+
+@pytest.mark.full
+def test_the_largest_batch_that_memory_has_room_for(desk: Desk, tmp_path: Path) -> None:
+    out = tmp_path / "batch"
+    done = desk.here("tune", "batch", *desk.settings, f"--out={out}", "--most=6", "--json")
+    assert done.code == 0, done.err
+    found = done.json
+    assert (found["largest"], found["is_bounded"], found["proposed"]) == (6, False, 4)
+    assert [probe["micro_batch"] for probe in found["probes"]] == [1, 2, 4, 6]
+    assert all(probe["peak_bytes"] > 0 and probe["samples_per_s"] > 0 for probe in found["probes"])
+
+
+OUT_OF_MEMORY = """
+import torch
+from unisono.train.config import Components, RunConfig
+
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        if len(x) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return super().forward(x)
+
+
+def config():
+    return RunConfig(
+        components=Components(
+            model=lambda run: Model(4, 1),
+            data=lambda run: ([(torch.randn(4), torch.zeros(1))] * 64,) * 2,
+            objective="mean_squared_error",
+        )
+    )
+"""
+
+
+@pytest.mark.full
+def test_the_largest_batch_by_real_failures(desk: Desk, tmp_path: Path) -> None:
+    config = tmp_path / "own.py"
+    config.write_text(OUT_OF_MEMORY)
+    done = desk.here("tune", "batch", str(config), "--set=plan.global_batch=8", f"--out={tmp_path / 'batch'}", "--json")
+    assert done.code == 0, done.err
+    assert (done.json["largest"], done.json["is_bounded"], done.json["proposed"]) == (5, True, 4)
+    assert {probe["micro_batch"]: probe["fits"] for probe in done.json["probes"]} == {
+        **{1: True, 2: True, 4: True, 8: False},
+        **{6: False, 5: True},
+    }

@@ -18,6 +18,7 @@ from unisono.sanitize import printable
 if TYPE_CHECKING:
     from unisono.config import Resolved
     from unisono.train.config import RunConfig
+    from unisono.tune.batch_size import Probe
     from unisono.tune.study import Trial
     from unisono.tune.trial_run import RunEnd
 
@@ -137,6 +138,7 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
     Proposes the rate at which the loss fell fastest. It depends on the batch size and the optimizer: change those first.
     """
     from unisono.config import load_config
+    from unisono.config.values import toml_value
     from unisono.launch.job import refuse_inside_a_job
     from unisono.train.config import RunConfig
     from unisono.tune.lr_range import range_settings, range_verdict, run_range_test, write_range_page
@@ -160,8 +162,11 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
     files = [os.path.abspath(path) for path in config]
     defaults = load_config(RunConfig).encoded
     shape = {name: defaults[name] for name in defaults if name.startswith("schedule.")}
-    settings = {**range_settings(options["low"], options["high"], steps, shape), "run.dir": folder.absolute() / "run"}
-    texts = [*overrides, *(f"{name}={value}" for name, value in settings.items())]
+    settings = {
+        **range_settings(options["low"], options["high"], steps, shape),
+        "run.dir": str(folder.absolute() / "run"),
+    }
+    texts = [*overrides, *(f"{name}={toml_value(value)}" for name, value in settings.items())]
     load_run_config(files, texts, is_shown=True)
     trust = ["--trust-python"] if is_python_trusted() else []
     with sigterm_interrupts():
@@ -176,6 +181,64 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
     if found.steepest is not None:
         lines.insert(1, f"unisono train … --set optim.lr={found.steepest:.2g}")
     print_result(as_json, {"folder": out, "report": str(folder / "report.html"), **found.to_json()}, lines)
+
+
+@command.command("batch")
+@takes_config
+@click.option("--out", required=True, type=click.Path(file_okay=False), help="Folder for the page; a new one.")
+@click.option("--most", default=1024, show_default=True, type=click.IntRange(min=1), help="Largest micro-batch to try.")
+@every_verb
+def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, most: int, as_json: bool) -> None:
+    """Find the largest micro-batch that fits into memory, by short trainings in processes of their own.
+
+    Doubles the micro-batch until it does not fit, then bisects. A running job is not touched.
+    """
+    from unisono.launch.job import refuse_inside_a_job
+    from unisono.launch.resources import count_accelerators
+    from unisono.tune.batch_size import batch_verdict, data_ranks, find_largest, probe_size, write_batch_page
+
+    folder = Path(out).absolute()
+    refuse_inside_a_job(folder)
+    if (folder / "trials").exists():
+        raise ConfigError(
+            given=f"--out {out}, which has trainings",
+            rule="each micro-batch is tried from the beginning",
+            consequence="nothing was started",
+            nearest="another folder, or remove that one",
+        )
+    files = [os.path.abspath(path) for path in config]
+    resolved = load_run_config(files, [*overrides, f"run.dir={folder / 'trials' / '1'}"], is_shown=True)
+    ranks = resolved.value.launch.num_processes or max(1, count_accelerators())
+    trust = ["--trust-python"] if is_python_trusted() else []
+    arguments = [*files, *trust, *(f"--set={text}" for text in overrides)]
+
+    def try_size(size: int) -> Probe:
+        probe = probe_size(folder / "trials" / str(size), arguments, size, ranks, settings=resolved.encoded)
+        if not as_json:
+            memory = f", {probe.peak_bytes / 2**30:.3g} GiB" if probe.peak_bytes else ""
+            speed = f", {probe.samples_per_s:.4g} samples/s" if probe.samples_per_s else ""
+            echo(printable(f"{size}: {f'fits{memory}{speed}' if probe.fits else f'does not fit: {probe.reason}'}"))
+        return probe
+
+    with sigterm_interrupts():
+        first = try_size(1)
+        share = resolved.value.plan.global_batch // data_ranks(folder / "trials" / "1")
+        found = find_largest(
+            lambda size: first if size == 1 else try_size(size),
+            most=most,
+            share=max(1, share),
+            on_host=count_accelerators() == 0,
+        )
+    write_batch_page(folder / "report.html", found)
+    print_result(
+        as_json,
+        {"folder": out, "report": str(folder / "report.html"), **found.to_json()},
+        [
+            batch_verdict(found),
+            f"unisono train … --set plan.micro_batch={found.proposed}, which divides the global batch",
+            f"report: {Path(out) / 'report.html'}",
+        ],
+    )
 
 
 def _check(
