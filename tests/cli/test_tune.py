@@ -117,6 +117,7 @@ def test_two_searches_share_a_folder(desk: Desk, tmp_path: Path) -> None:
 
 
 OWN = """
+import numpy as np
 import torch
 from unisono.train.config import Components, RunConfig
 
@@ -133,7 +134,7 @@ def config():
     return RunConfig(
         components=Components(
             model=model,
-            data=lambda run: ([({"x": torch.randn(4)}, torch.zeros(1))] * 64,) * 2,
+            data=lambda run: ([(np.ones(4, np.float32), np.ones(1, np.float32))] * 64,) * 2,
             objective="mean_squared_error",
         )
     )
@@ -224,7 +225,7 @@ def test_a_range_of_learning_rates(desk: Desk, tmp_path: Path) -> None:
     assert found["steepest"] < found["diverged"] <= 1000
     again = desk.here("tune", "lr", *settings, f"--out={out}")
     assert again.code == 2
-    assert "which has a range test" in again.err
+    assert "this command begins anew" in again.err
 
 
 @pytest.mark.full
@@ -239,6 +240,7 @@ def test_the_largest_batch_that_memory_has_room_for(desk: Desk, tmp_path: Path) 
 
 
 OUT_OF_MEMORY = """
+import numpy as np
 import torch
 from unisono.train.config import Components, RunConfig
 
@@ -254,7 +256,7 @@ def config():
     return RunConfig(
         components=Components(
             model=lambda run: Model(4, 1),
-            data=lambda run: ([(torch.randn(4), torch.zeros(1))] * 64,) * 2,
+            data=lambda run: ([(np.ones(4, np.float32), np.ones(1, np.float32))] * 64,) * 2,
             objective="mean_squared_error",
         )
     )
@@ -272,3 +274,81 @@ def test_the_largest_batch_by_real_failures(desk: Desk, tmp_path: Path) -> None:
         **{1: True, 2: True, 4: True, 8: False},
         **{6: False, 5: True},
     }
+
+
+def test_cross_validation(desk: Desk, tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("a,b,price\n" + "".join(f"{i},{i % 3},{2 * i + i % 3}\n" for i in range(30)))
+    config = tmp_path / "table.toml"
+    config.write_text(
+        f'[task]\nkind = "table"\npredicts = "number"\ntarget = "price"\n[data]\ntrain = "{table}"\n'
+        "[train]\nsteps = 3\n[plan]\nglobal_batch = 8\n"
+    )
+    out = tmp_path / "folds"
+    done = desk.here("tune", "folds", str(config), "--folds=3", f"--out={out}", "--json")
+    assert done.code == 0, done.err
+    found = done.json
+    values = list(found["values"].values())
+    assert len(set(values)) == 3
+    assert found["mean"] == pytest.approx(sum(values) / 3)
+    assert found["standard_deviation"] > 0
+    held_out = [tomllib.loads((Path(trial["run_dir"]) / "config.toml").read_text())["data"] for trial in found["trials"]]
+    assert [(data["eval_frac"], data["eval_fold"]) for data in held_out] == [(1 / 3, fold) for fold in range(3)]
+    again = desk.here("tune", "folds", str(config), "--folds=3", f"--out={out}", "--json")
+    assert again.json["values"] == found["values"]
+
+
+@pytest.mark.full
+def test_a_setting_that_makes_steps_faster(desk: Desk, tmp_path: Path) -> None:
+    """A transform that sleeps: with two workers its time is hidden."""
+    config = tmp_path / "own.py"
+    config.write_text(SLEEPING)
+    out = tmp_path / "system"
+    settings = ["--set=plan.global_batch=8", "--set=loader.num_workers=0", "--set=loader.worker_kind=thread"]
+    done = desk.here(
+        "tune", "system", str(config), *settings, f"--out={out}", "--try=loader.num_workers=2,4", "--pairs=2", "--json"
+    )
+    assert done.code == 0, done.err
+    assert set(done.json["kept"]) == {"loader.num_workers"}
+    assert done.json["speedup"] > 1.2
+    assert all(each["same_losses"] for each in done.json["comparisons"])
+    overlay = tomllib.loads((out / "system.toml").read_text())
+    assert overlay["base"] == str(config)
+    assert overlay["plan"] == {"global_batch": 8}
+    assert overlay["loader"]["num_workers"] in (2, 4)
+    assert [path.name for path in out.iterdir() if path.name.startswith(".trainings")] == []
+    again = desk.here("train", str(out / "system.toml"), f"--set=run.dir={tmp_path / 'run'}", "--set=train.steps=2")
+    assert again.code == 0, again.err
+
+
+SLEEPING = """
+import time
+
+import numpy as np
+import torch
+from unisono.train.config import Components, RunConfig
+
+
+class Rows:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return np.full(4, index, np.float32), np.full(1, index % 3, np.float32)
+
+
+def sleep(sample, rng):
+    time.sleep(0.005)
+    return sample
+
+
+def config():
+    return RunConfig(
+        components=Components(
+            model=lambda run: torch.nn.Linear(4, 1),
+            data=lambda run: (Rows(), Rows()),
+            transform=sleep,
+            objective="mean_squared_error",
+        )
+    )
+"""

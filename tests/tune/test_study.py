@@ -167,6 +167,23 @@ def test_another_search_in_the_folder_is_refused(tmp_path: Path, change: dict[st
     study(tmp_path, pruner="median")  # it may change: values that were reported stay
 
 
+@pytest.mark.parametrize(
+    "content", [b"{}\n", b"[1]\n", b"no json\n{}\n", b'{"op_code": 99}\n', b"\xff\xfe\n", b"[" * 5000 + b"\n", b"null\n"]
+)
+def test_a_damaged_journal(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / JOURNAL_FILE).write_bytes(content)
+    with pytest.raises(ConfigError, match="which cannot be read"):
+        study(tmp_path)
+    assert (tmp_path / JOURNAL_FILE).read_bytes() == content
+
+
+def test_the_journal_of_another_user(tmp_path: Path) -> None:
+    study(tmp_path)
+    (tmp_path / JOURNAL_FILE).chmod(0o666)
+    with pytest.raises(ConfigError, match="another user can have written"):
+        study(tmp_path)
+
+
 @pytest.mark.full
 def test_tpe_finds_better_values_than_chance() -> None:
     """The smallest of 40 values of a bowl in three settings; 20 pairs of searches with the same seeds."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,14 +14,20 @@ import click
 from unisono.cli.common import every_verb, is_python_trusted, load_run_config, print_result, takes_config
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
+from unisono.config.values import literal, toml_value
 from unisono.errors import ConfigError
 from unisono.sanitize import printable
+from unisono.storage.directory import make_folder
 
 if TYPE_CHECKING:
     from unisono.config import Resolved
+    from unisono.doctor.child import TrainOutcome
     from unisono.train.config import RunConfig
     from unisono.tune.batch_size import Probe
-    from unisono.tune.study import Trial
+    from unisono.tune.search import Budget
+    from unisono.tune.space import Space
+    from unisono.tune.study import Study, StudyOptions, Trial
+    from unisono.tune.system import Comparison
     from unisono.tune.trial_run import RunEnd
 
 
@@ -76,9 +84,7 @@ def params(
     stopped by Ctrl-C, goes on with the same command; several may work on one folder.
     """
     from unisono.launch.job import refuse_inside_a_job
-    from unisono.launch.resources import count_accelerators
-    from unisono.tune.search import Budget, Search
-    from unisono.tune.slots import divide_into_slots
+    from unisono.tune.search import Budget
     from unisono.tune.space import grid_size, read_space
     from unisono.tune.study import Study, StudyOptions, larger_is_better
 
@@ -92,26 +98,11 @@ def params(
     if options["maximize"] is None:
         options["maximize"] = larger_is_better(options["metric"])
     chosen = StudyOptions(**{name: options[name] for name in ("metric", "maximize", "sampler", "pruner", "seed")})
-    study = Study(out.absolute(), searched, chosen, {"configuration": resolved.hash})
-    launch = resolved.value.launch
+    study = Study(out.absolute(), searched, chosen, _identity(resolved))
     limit = options["trials"] if options["trials"] or options["sampler"] == "grid" else 20
-    printed = _Printed(metric=chosen.metric, as_json=as_json)
-    search = Search(
-        study=study,
-        arguments=[
-            *files,
-            *(["--trust-python"] if is_python_trusted() else []),
-            *(f"--set={text}" for text in overrides),
-        ],
-        metric=chosen.metric,
-        budget=Budget(trials=limit, seconds=options["max_s"], device_s=options["max_device_s"]),
-        slots=divide_into_slots(options["parallel"], launch.num_processes, sets_threads=launch.num_threads != 0),
-        ranks=launch.num_processes or max(1, count_accelerators()),
-        tell=printed.tell,
-    )
+    budget = Budget(trials=limit, seconds=options["max_s"], device_s=options["max_device_s"])
     try:
-        with sigterm_interrupts():
-            search.run()
+        _make_trials(study, resolved, files, overrides, chosen.metric, budget, options["parallel"], as_json=as_json)
     finally:
         result, lines = _write(out, searched, chosen, study)
     print_result(as_json, result, lines)
@@ -138,7 +129,6 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
     Proposes the rate at which the loss fell fastest. It depends on the batch size and the optimizer: change those first.
     """
     from unisono.config import load_config
-    from unisono.config.values import toml_value
     from unisono.launch.job import refuse_inside_a_job
     from unisono.train.config import RunConfig
     from unisono.tune.lr_range import range_settings, range_verdict, run_range_test, write_range_page
@@ -152,13 +142,7 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
             consequence="nothing was started",
             nearest=f"--low {options['high']:g} --high {options['low']:g}",
         )
-    if (folder / "run").exists():
-        raise ConfigError(
-            given=f"--out {out}, which has a range test",
-            rule="a range test is one training from its beginning",
-            consequence="nothing was started",
-            nearest="another folder, or remove that one",
-        )
+    _require_new(folder / "run", out)
     files = [os.path.abspath(path) for path in config]
     defaults = load_config(RunConfig).encoded
     shape = {name: defaults[name] for name in defaults if name.startswith("schedule.")}
@@ -199,15 +183,9 @@ def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, most: i
 
     folder = Path(out).absolute()
     refuse_inside_a_job(folder)
-    if (folder / "trials").exists():
-        raise ConfigError(
-            given=f"--out {out}, which has trainings",
-            rule="each micro-batch is tried from the beginning",
-            consequence="nothing was started",
-            nearest="another folder, or remove that one",
-        )
+    _require_new(folder / "trials", out)
     files = [os.path.abspath(path) for path in config]
-    resolved = load_run_config(files, [*overrides, f"run.dir={folder / 'trials' / '1'}"], is_shown=True)
+    resolved = load_run_config(files, [*overrides, f"run.dir={folder / 'trials' / 'none'}"], is_shown=True)
     ranks = resolved.value.launch.num_processes or max(1, count_accelerators())
     trust = ["--trust-python"] if is_python_trusted() else []
     arguments = [*files, *trust, *(f"--set={text}" for text in overrides)]
@@ -241,6 +219,168 @@ def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, most: i
     )
 
 
+@command.command("system")
+@takes_config
+@click.option("--out", required=True, type=click.Path(file_okay=False), help="Folder for the page and the overlay; a new one.")
+@click.option("--try", "tries", multiple=True, metavar="NAME=A,B", help="Try these values, and none but those given.")
+@click.option("--steps", default=30, show_default=True, type=click.IntRange(min=12), help="Steps of a training.")
+@click.option("--pairs", default=3, show_default=True, type=click.IntRange(min=1), help="Pairs of trainings of a setting.")
+@every_verb
+def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
+    """Find settings with which steps are faster: precision, compilation, workers, threads, allocator, micro-batch.
+
+    Each is tried in short trainings, side by side with the settings so far. system.toml has those that were faster in every pair.
+    """
+    from unisono.doctor.child import train_child
+    from unisono.doctor.short_run import QUIET, set_arguments
+    from unisono.launch.job import refuse_inside_a_job
+    from unisono.launch.resources import allowed_cores, count_accelerators
+    from unisono.tune.space import read_space
+    from unisono.tune.system import Candidate, candidates_of, sweep, write_sweep
+
+    folder = Path(out).absolute()
+    refuse_inside_a_job(folder)
+    _require_new(folder / "report.html", out)
+    if len(config) > 1:
+        raise ConfigError(
+            given=f"{len(config)} files of configuration",
+            rule="the overlay that is written goes over one file",
+            consequence="nothing was started",
+            nearest="one file that has the others as its base",
+        )
+    files = [os.path.abspath(path) for path in config]
+    make_folder(folder)
+    with TemporaryDirectory(prefix=".trainings-", dir=folder, ignore_cleanup_errors=True) as temporary:
+        resolved = load_run_config(files, [*overrides, f"run.dir={temporary}/0"], is_shown=True)
+        settings = resolved.encoded
+        if options["tries"]:
+            space = {name: parameter.grid() or parameter.ends() for name, parameter in read_space(options["tries"]).items()}
+            candidates = [Candidate(name=name, value=literal(text)) for name, texts in space.items() for text in texts]
+        else:
+            cores = len(allowed_cores())
+            candidates = candidates_of(settings, has_accelerator=count_accelerators() > 0, cores=cores)
+        quiet = {name: value for name, value in QUIET.items() if name in settings}
+        quiet |= {"train.steps": options["steps"], "train.epochs": 0.0, "checkpoint.every_steps": 0}
+        trust = ["--trust-python"] if is_python_trusted() else []
+        given = [*files, *trust, *(f"--set={text}" for text in overrides)]
+        numbers = count(1)
+
+        def train(changes: Mapping[str, Any]) -> TrainOutcome:
+            run_dir = Path(temporary) / str(next(numbers))
+            arguments = set_arguments({**quiet, **changes, "run.dir": str(run_dir)})
+            return train_child(run_dir, [*given, *arguments], timeout_s=1800.0)
+
+        def tell(comparison: Comparison) -> None:
+            if not as_json:
+                echo(printable(f"{comparison.name}={comparison.value}: {comparison.words}"))
+
+        with sigterm_interrupts():
+            found = sweep(train, candidates, pairs=options["pairs"], tell=tell)
+    own = {name.strip(): literal(text.strip()) for name, _, text in (each.partition("=") for each in overrides)}
+    overlay = write_sweep(folder, files[0] if files else "", found, own)
+    lines = [found.verdict(), f"report: {folder / 'report.html'}"]
+    if overlay is not None:
+        lines.insert(1, f"unisono train {overlay}")
+    result = {"folder": out, "report": str(folder / "report.html"), "overlay": None if overlay is None else str(overlay)}
+    print_result(as_json, {**result, **found.to_json()}, lines)
+
+
+@command.command("folds")
+@takes_config
+@click.option("--out", required=True, type=click.Path(file_okay=False), help="Folder of the trainings; goes on where it has some.")
+@click.option("--folds", default=5, show_default=True, type=click.IntRange(min=2, max=1000), help="Number of parts.")
+@click.option("--metric", default="eval/loss", show_default=True, help="Number of a run's events; its last value counts.")
+@click.option("--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trainings at a time.")
+@every_verb
+def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
+    """Cross-validate: train once for each part of data.train that is held out; mean and spread of a metric.
+
+    Each sample is held out once. A command that was killed, or stopped by Ctrl-C, goes on where it was.
+    """
+    from unisono.launch.job import refuse_inside_a_job
+    from unisono.tune.folds import FOLD, cross_validation, fold_settings, folds_space, write_folds_page
+    from unisono.tune.search import Budget
+    from unisono.tune.study import Study, StudyOptions
+
+    folder, num_folds = Path(out), int(options["folds"])
+    refuse_inside_a_job(folder)
+    files, space = [os.path.abspath(path) for path in config], folds_space(num_folds)
+    ends = {name: parameter.ends() for name, parameter in space.items()}
+    if any(text.partition("=")[0].strip() in ("data.eval_frac", "data.eval") for text in overrides):
+        raise ConfigError(
+            given="--set data.eval_frac or data.eval with tune folds",
+            rule="each part of data.train is held out in turn",
+            consequence="nothing was started",
+            nearest="--folds, and neither of them",
+        )
+    settings = [*overrides, *fold_settings(num_folds)]
+    resolved = _check(files, settings, ends, folder)
+    chosen = StudyOptions(metric=options["metric"], sampler="grid")
+    study = Study(folder.absolute(), space, chosen, _identity(resolved))
+    try:
+        _make_trials(study, resolved, files, settings, chosen.metric, Budget(), options["parallel"], as_json=as_json)
+    finally:
+        records = study.records()
+        found = cross_validation(chosen.metric, num_folds, records)
+        write_folds_page(folder / "report.html", found, records)
+    trials = [{**record.to_json(), "fold": int(record.settings[FOLD])} for record in records]
+    result = {"folder": out, "report": str(folder / "report.html"), **found.to_json(), "trials": trials}
+    print_result(as_json, result, [found.verdict(), f"report: {folder / 'report.html'}"])
+
+
+def _require_new(path: Path, out: str) -> None:
+    """Raise ConfigError where an earlier command has written there."""
+    if path.exists():
+        raise ConfigError(
+            given=f"--out {out}, where {path} exists",
+            rule="this command begins anew, in a folder of its own",
+            consequence="nothing was started",
+            nearest="another folder, or remove that one",
+        )
+
+
+def _make_trials(
+    study: Study,
+    resolved: Resolved[RunConfig],
+    files: Sequence[str],
+    overrides: Sequence[str],
+    metric: str,
+    budget: Budget,
+    parallel: int,
+    *,
+    as_json: bool,
+) -> None:
+    """Make the trials of a study.
+
+    Args:
+        study: Where they come from.
+        resolved: The configuration without the settings that are searched.
+        files: Its files.
+        overrides: Settings of the command line.
+        metric: Name of the number that counts.
+        budget: When no further trial begins.
+        parallel: Trials at a time.
+        as_json: Whether no lines are printed.
+    """
+    from unisono.launch.resources import count_accelerators
+    from unisono.tune.search import Search
+    from unisono.tune.slots import divide_into_slots
+
+    launch = resolved.value.launch
+    trust = ["--trust-python"] if is_python_trusted() else []
+    search = Search(
+        study=study,
+        arguments=[*files, *trust, *(f"--set={text}" for text in overrides)],
+        metric=metric,
+        budget=budget,
+        slots=divide_into_slots(parallel, launch.num_processes, sets_threads=launch.num_threads != 0),
+        ranks=launch.num_processes or max(1, count_accelerators()),
+        tell=_Printed(metric=metric, as_json=as_json).tell,
+    )
+    with sigterm_interrupts():
+        search.run()
+
+
 def _check(
     files: Sequence[str], overrides: Sequence[str], ends: Mapping[str, Sequence[str]], out: Path
 ) -> Resolved[RunConfig]:
@@ -265,11 +405,17 @@ def _check(
             consequence="nothing was started",
             nearest="one of them",
         )
-    folder = f"run.dir={out / 'trials' / '0000'}"
+    folder = f"run.dir={out.absolute() / 'trials' / 'none'}"  # the configuration of a run that is there would be read
     for name, values in ends.items():
         for value in values:
             load_run_config(files, [*overrides, folder, f"{name}={value}"], is_shown=True)
     return load_run_config(files, [*overrides, folder], is_shown=True)
+
+
+def _identity(resolved: Resolved[RunConfig]) -> dict[str, Any]:
+    """What the trials of a search have in common."""
+    code = {} if resolved.python is None else {"the Python file": resolved.python.digest}
+    return {name: value for name, value in resolved.encoded.items() if name != "run.dir"} | code
 
 
 class _Printed:
@@ -292,7 +438,7 @@ class _Printed:
         echo(printable(f"trial {trial.number}: {'; '.join(filter(None, shown))}"))
 
 
-def _write(out: Path, space: Any, chosen: Any, study: Any) -> tuple[dict[str, Any], list[str]]:
+def _write(out: Path, space: Space, chosen: StudyOptions, study: Study) -> tuple[dict[str, Any], list[str]]:
     """Write the report and the file of the best trial; returns the result as JSON types and as lines."""
     from unisono.tune.best import BEST_FILE, write_best
     from unisono.tune.search_page import REPORT_FILE, verdict, write_search_page

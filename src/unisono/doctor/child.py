@@ -66,6 +66,11 @@ class TrainOutcome:
         steady = sorted(seconds[WARM_UP_READINGS:])
         return steady[len(steady) // 2] if steady else None
 
+    def peak_bytes(self) -> float | None:
+        """Largest memory of rank 0; None if it is not known."""
+        peaks = [peak for event in self._steps() if (peak := number(event.get("mem/peak_bytes"))) is not None]
+        return max(peaks, default=None)
+
     def samples(self) -> int | None:
         """Samples of a step, by the plan of the run; None where it has none."""
         with suppress(OSError, ValueError):

@@ -9,6 +9,7 @@ from typing import Final
 
 from unisono.errors import ConfigError
 from unisono.launch.workers import Reaper
+from unisono.storage.run_folder import RUN_FILE
 from unisono.tune.slots import Slot
 from unisono.tune.study import Outcome, Study, Trial
 from unisono.tune.trial_run import RunEnd, TrialRun
@@ -108,6 +109,8 @@ class Search:
 
     def _start(self, reaper: Reaper, trial: Trial, slot: Slot) -> TrialRun:
         settings = {**slot.settings, **trial.settings, "run.dir": str(trial.run_dir)}
+        if (trial.run_dir / RUN_FILE).exists():
+            settings["run.resume"] = "auto"  # what the configuration says applied to its first start
         arguments = [*self.arguments, *(f"--set={name}={text}" for name, text in settings.items())]
         return TrialRun(reaper, trial.run_dir, arguments, metric=self.metric, variables=slot.variables, cpus=slot.cpus)
 

@@ -19,6 +19,7 @@ from unisono.errors import ConfigError, missing_extra
 from unisono.storage.directory import make_folder
 from unisono.storage.files import file_lock
 from unisono.storage.folder_lock import FolderLock
+from unisono.storage.ownership import untrusted_reason
 from unisono.tune.space import Choice, Space, grid
 
 if TYPE_CHECKING:
@@ -128,26 +129,41 @@ class Study:
 
     Raises:
         ExtraError: Optuna is not installed.
-        ConfigError: The folder has another search.
+        ConfigError: The folder has another search, or a journal that is damaged or that another user can have written.
     """
 
     def __init__(self, folder: Path, space: Space, options: StudyOptions, identity: Mapping[str, Any]) -> None:
         self._optuna = _optuna()
         self._folder, self._space, self._options = folder, space, options
         make_folder(folder / TRIALS_FOLDER)
+        journal = folder / JOURNAL_FILE
+        if reason := untrusted_reason(journal):
+            raise ConfigError(
+                given=f"the search in {folder}: {reason}",
+                rule="a journal that another user can have written is not used: trials start from what it says",
+                consequence="nothing was started",
+                nearest="a folder of your own (--out)",
+            )
         with self._turn():
-            journal = folder / JOURNAL_FILE
             _drop_torn_line(journal)
             journals = self._optuna.storages.journal
             # no other process writes: the turn is this one's
             backend = journals.JournalFileBackend(str(journal), lock_obj=_Held())
-            self._study: optuna.Study = self._optuna.create_study(
-                storage=self._optuna.storages.JournalStorage(backend),
-                study_name=_NAME,
-                direction="maximize" if options.maximize else "minimize",
-                load_if_exists=True,
-                pruner=self._pruner(),
-            )
+            try:
+                self._study: optuna.Study = self._optuna.create_study(
+                    storage=self._optuna.storages.JournalStorage(backend),
+                    study_name=_NAME,
+                    direction="maximize" if options.maximize else "minimize",
+                    load_if_exists=True,
+                    pruner=self._pruner(),
+                )
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise ConfigError(
+                    given=f"{journal}, which cannot be read: {error!r}",
+                    rule="a search goes on from Optuna's journal",
+                    consequence="nothing was started, and the file is as it was",
+                    nearest="a copy of the file from before it was changed; another folder (--out) begins a new search",
+                ) from error
             self._check_identity(
                 {
                     **identity,
