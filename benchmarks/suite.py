@@ -332,6 +332,23 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        name="tune_search",
+        script="tune.search",
+        title="Searches of settings",
+        quick=("--rounds", "1", "--trials", "2", "--seeds", "3"),
+        text="Overhead: trainings of two steps of a small model, of which nearly all is the start of a process, in "
+        "`unisono tune params`, in a loop with Optuna by hand (ask and tell, a journal, a process for each trial), and one after "
+        "the other without a search. Quality: the best of forty trials on made-up losses of four settings with a known best "
+        "value, by seed; the regret is that value minus the best there is.",
+        rows=(
+            Row("{0}, time of a trial", "overhead/ratios/*"),
+            Row("{0}: regret of TPE / random", "quality/losses/*/tpe_over_random", aim=at_most(1)),
+            Row("{0}: TPE better than random", "quality/losses/*/tpe_wins", figures.text),
+            Row("{0}: regret of unisono / of Optuna by hand, TPE", "quality/losses/*/unisono_over_optuna"),
+            Row("{0}: version", "versions/*", figures.text),
+        ),
+    ),
+    Benchmark(
         name="events",
         title="Events",
         quick=("--events", "500"),

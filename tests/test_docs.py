@@ -27,7 +27,7 @@ PAGES = [
 ]
 
 # folders of a user's run or job, which the repository does not have
-OF_A_RUN = ("runs", "checkpoints", "export", "logs", "media")
+OF_A_RUN = ("runs", "checkpoints", "export", "logs", "media", "trials")
 # names of earlier options that pages also use for something else
 ALSO_OTHER_WORDS = {"gradients", "sample", "servers", "weights"}
 
@@ -62,7 +62,7 @@ def test_there_are_blocks_and_commands() -> None:
 def test_commands_exist_with_their_options(command: str) -> None:
     words = shlex.split(command.replace("[", "").replace("]", ""))[1:]
     verb = [word for word in words[:2] if re.fullmatch(r"[a-z]+", word)]
-    if verb and verb[0] not in ("config", "checkpoint", "data", "kvstore"):
+    if verb and verb[0] not in ("config", "checkpoint", "data", "kvstore", "tune"):
         verb = verb[:1]
     text = CliRunner().invoke(cli, [*verb, "--help"]).output
     assert "Usage:" in text, command

@@ -83,6 +83,7 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
         "report",
         "top",
         "train",
+        "tune",
     ]
     assert told["verbs"] == verbs
     codes = [(" ".join(arguments), code) for arguments, code, _, _ in told["runs"]]
@@ -100,7 +101,7 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
     helps = {" ".join(arguments): text for arguments, _, _, text in told["runs"] if "--help" in arguments}
     for command, text in helps.items():
         last = command.removesuffix(" --help")
-        if last not in ("--help", "config", "checkpoint", "plan", "data", "kvstore"):
+        if last not in ("--help", "config", "checkpoint", "plan", "data", "kvstore", "tune"):
             assert "--json" in text, f"{command} has no --json"
             assert "--log-level" in text, f"{command} has no --log-level"
             assert "-v, --verbose" in text, f"{command} has no -v"

@@ -202,6 +202,24 @@ def profile(folder: Path) -> dict[str, str]:
     return SMALL | {"UNISONO__TRAIN__STEPS": "104"}
 
 
+def tuning(folder: Path) -> dict[str, str]:
+    """A small run, and a table of numbers."""
+    settings = {name: value for name, value in small_run(folder).items() if "MODEL" not in name}
+    (folder / "run.toml").write_text(
+        '[data]\ncorpus = "corpus"\nseq_len = 32\n\n'
+        "[model]\nnum_layers = 1\ndim = 32\nnum_heads = 4\nnum_kv_heads = 2\n"
+    )
+    draw = random.Random(0)
+    rows = [(draw.random(), draw.random()) for _ in range(60)]
+    (folder / "table.csv").write_text("\n".join(["a,b,price", *(f"{a},{b},{2 * a + b}" for a, b in rows)]) + "\n")
+    (folder / "table.toml").write_text(
+        '[task]\nkind = "table"\npredicts = "number"\ntarget = "price"\n\n[data]\ntrain = "table.csv"\n'
+    )
+    return {name: value for name, value in settings.items() if name.startswith("UNISONO__TRAIN")} | {
+        "UNISONO__PLAN__GLOBAL_BATCH": "8"
+    }
+
+
 PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "compare.md": compare,
     "diagnosis.md": diagnosis,
@@ -211,4 +229,5 @@ PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "plans.md": small_run,
     "profile.md": profile,
     "trackers.md": small_run,
+    "tuning.md": tuning,
 }

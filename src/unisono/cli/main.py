@@ -32,6 +32,7 @@ COMMANDS = {
     "top": "Show where the ranks of a running job stand.",
     "report": "Write the HTML report of a run.",
     "compare": "Compare runs: losses, speed, memory, settings; limits for CI.",
+    "tune": "Find settings by search: each trial is a training.",
     "eval": "Evaluate the newest checkpoint of a run on its held-out data.",
     "generate": "Let a trained language model write.",
     "config": "Show, explain, compare configurations.",

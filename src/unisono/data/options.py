@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -71,6 +72,12 @@ class DataOptions:
         gt=0.0,
         le=0.5,
     )
+    eval_fold: int = option(
+        0,
+        "Which share is held out, for cross-validation: with eval_frac=0.2, 0 to 4 are five parts without a sample in common.",
+        applies_with="samples of data.train, and data.eval empty",
+        ge=0,
+    )
     boundaries: Literal["mask", "ignore"] = option(
         "mask",
         "Several documents in one sample: mask = never predict or attend across them; ignore = one stream.",
@@ -87,7 +94,7 @@ class DataOptions:
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Settings of samples where a corpus is read, by field name."""
         unset = DataOptions()
-        for name in ("eval", "weights", "cache_gib", "bucket_batches") if not self.train else ():
+        for name in ("eval", "weights", "cache_gib", "bucket_batches", "eval_fold") if not self.train else ():
             if getattr(self, name) != getattr(unset, name):
                 yield (
                     name,
@@ -97,6 +104,16 @@ class DataOptions:
                         f"data.train=ADDRESS, or leave data.{name} out",
                     ),
                 )
+        if (self.eval_fold + 1) * self.eval_frac > 1 + 1e-9:
+            yield (
+                "eval_fold",
+                Problem(
+                    given=f"eval_fold {self.eval_fold} with eval_frac {self.eval_frac:g}",
+                    rule="the parts of eval_frac of the samples are numbered from 0, and are at most all samples",
+                    consequence="there is nothing to evaluate on",
+                    nearest=f"data.eval_fold={max(0, math.floor(1 / self.eval_frac + 1e-9) - 1)} or less",
+                ),
+            )
         if self.train and self.corpus != unset.corpus:
             yield (
                 "corpus",

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.config.fields import BASE
+from unisono.config.overlay_text import overlay_text
 from unisono.config.toml_file import read_toml
-from unisono.config.values import encode, toml_value
+from unisono.config.values import encode
 from unisono.diagnose.finding import Finding
 from unisono.errors import ConfigError
 from unisono.observe.events import as_mapping
@@ -89,16 +89,9 @@ def write_overlay(path: Path, run_dir: Path, patch: Mapping[str, Any]) -> Path:
     files: dict[Path, str] = {}
     if plan is not None:
         plan_path = path.with_suffix(".plan.json").resolve()
-        files[plan_path] = json.dumps(plan, indent=1)
+        files[plan_path] = json.dumps(plan, indent=1) + "\n"
         patch = {**patch, "plan.file": str(plan_path)}
-    sections: dict[str, dict[str, Any]] = {"run": {"dir": str(next_dir)}}
-    for name, value in patch.items():
-        section, _, option = name.rpartition(".")
-        sections.setdefault(section, {})[option] = value
-    lines = [f"{BASE} = {toml_value(str(base))}"]
-    for section, options in sections.items():
-        lines += ["", f"[{section}]", *(f"{option} = {toml_value(encode(value))}" for option, value in options.items())]
-    _create_all({path: "\n".join(lines), **files})
+    _create_all({path: overlay_text(str(base), {"run.dir": str(next_dir), **patch}), **files})
     return next_dir
 
 
@@ -137,7 +130,7 @@ def _create_all(files: Mapping[Path, str]) -> None:
 
 def _create(path: Path, text: str) -> None:
     try:
-        create_file(path, f"{text}\n".encode())
+        create_file(path, text.encode())
     except (OSError, UnicodeEncodeError) as error:  # the latter of a folder whose name is no text
         reason = os_reason(error) if isinstance(error, OSError) else "the name of the run's folder is no UTF-8"
         raise ConfigError(

@@ -60,6 +60,10 @@ _IDLE_FRAC: Final = 0.7  # of a host's processors that are busy, below which mor
 _LEAST_BYTES: Final = 1000  # a step: less is sums of single numbers
 _BUBBLE: Final = (0.15, 0.30)  # warning, critical
 _SAVE_STALL: Final = (0.01, 0.05)
+# shares of the cost that a patch is expected to bring
+_OF_SAVES: Final = 0.5  # what stays is the copy to the host's memory
+_OF_SAVES_ON_CPU: Final = 0.25  # where the thread that writes also takes processors from the steps
+_OF_COLLECTIONS: Final = 0.9
 _SAVE_STALL_AIM: Final = 0.005  # what rarer saves shall leave: saves do not all take equally long
 _COMM_ADVICE: Final = {
     "dp": "more samples per rank and step (plan.global_batch) make fewer exchanges of the same size; plan.compression makes "
@@ -523,7 +527,7 @@ def garbage_collection(facts: RunFacts) -> Iterator[Finding]:
             advice="collect at fixed steps (train.gc_every_steps), without the objects that exist at the start; keep fewer "
             "Python objects: arrays instead of lists of samples",
             patch={"train.gc_every_steps": 100} if is_default else {},
-            expected_gain=cost / 2 if is_default else 0.0,
+            expected_gain=_OF_COLLECTIONS * cost if is_default else 0.0,
         )
 
 
@@ -539,7 +543,8 @@ def save_stall(facts: RunFacts) -> Iterator[Finding]:
         gain = 0.0
         is_asynchronous = facts.settings.get("checkpoint.asynchronous") is True
         if facts.settings.get("checkpoint.asynchronous") is False:
-            patch, gain = {"checkpoint.asynchronous": True}, cost / 2
+            on_cpu = plan_group(facts, "mesh").get("device") == "cpu"
+            patch, gain = {"checkpoint.asynchronous": True}, cost * (_OF_SAVES_ON_CPU if on_cpu else _OF_SAVES)
         elif isinstance(every, int) and every > 0:
             # a step is the stall's share and the rest: with factor times as many steps to a save the share is below the warning
             factor = math.ceil(cost * (1 - _SAVE_STALL_AIM) / (_SAVE_STALL_AIM * (1 - cost))) if cost < 1 else 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import tempfile
 import time
@@ -13,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.dist.interpreter import module_command, module_path
+from unisono.dist.interpreter import module_command
 from unisono.errors import ConfigError
-from unisono.launch.workers import Reaper, foreign_variable
+from unisono.launch.child import error_paragraph, kill_group, start_child
+from unisono.launch.workers import Reaper
 from unisono.observe.events import events_path, number, read_events
 from unisono.observe.history import WARM_UP_READINGS
 from unisono.storage.limits import MAX_PLAN_BYTES
@@ -23,8 +22,6 @@ from unisono.storage.ownership import read_own_json
 from unisono.storage.run_folder import PLAN_FILE
 
 _TAIL_CHARS: Final = 20_000
-_SHOWN_LINES: Final = 6
-LAUNCHER: Final = "launch: "  # begins what a launcher says
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +66,11 @@ class TrainOutcome:
         steady = sorted(seconds[WARM_UP_READINGS:])
         return steady[len(steady) // 2] if steady else None
 
+    def peak_bytes(self) -> float | None:
+        """Largest memory of rank 0; None if it is not known."""
+        peaks = [peak for event in self._steps() if (peak := number(event.get("mem/peak_bytes"))) is not None]
+        return max(peaks, default=None)
+
     def samples(self) -> int | None:
         """Samples of a step, by the plan of the run; None where it has none."""
         with suppress(OSError, ValueError):
@@ -106,19 +108,10 @@ def run_child(
     run_dir: Path, command: Sequence[str], *, timeout_s: float, variables: Mapping[str, str] | None = None
 ) -> TrainOutcome:
     """Run a command that trains in the folder ``run_dir``, for at most ``timeout_s`` seconds, with more environment variables."""
-    environ = {name: value for name, value in os.environ.items() if not foreign_variable(name)}
     began_s = time.monotonic()
     code: int | None = None
     with Reaper() as reaper, tempfile.TemporaryFile("w+", errors="replace") as said:
-        process = subprocess.Popen(
-            list(command),
-            env={**environ, "PYTHONPATH": module_path(), **(variables or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        reaper.watch(process.pid)  # it ends with this process, however this one ends
+        process = start_child(reaper, command, said, variables)
         try:
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(timeout_s)
@@ -132,25 +125,3 @@ def run_child(
             with suppress(OSError):
                 text = log.read_text(errors="replace")[-_TAIL_CHARS:] + "\n" + text
     return TrainOutcome(run_dir=run_dir, code=code, took_s=took_s, said=text)
-
-
-def kill_group(process: subprocess.Popen[Any]) -> None:
-    """End a process that leads its own session, unless it has ended. Ranks end with their launcher (``launch.workers``)."""
-    if process.poll() is None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def error_paragraph(said: str) -> str:
-    """The error in the output of a command: its last one of four parts, else its last lines; before it what a launcher saw of the
-    rank that began it."""
-    lines = said.rstrip().splitlines()
-    begins = [place for place, line in enumerate(lines) if line.startswith("unisono: ")]
-    words = [line.removeprefix(LAUNCHER) for line in lines if line.startswith(LAUNCHER)]
-    cause = [line for line in words if line.startswith("attempt ")][-1:]
-    if begins:
-        first = begins[-1]
-        end = next((place for place in range(first + 1, len(lines)) if not lines[place].startswith(" ")), len(lines))
-        return "\n".join([*cause, lines[first].removeprefix("unisono: "), *lines[first + 1 : end]])
-    return "\n".join((words or [line for line in lines if line.strip()])[-_SHOWN_LINES:])

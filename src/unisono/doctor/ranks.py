@@ -24,9 +24,9 @@ from unisono.data.options import default_cache_dir
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.interpreter import module_command, module_path
 from unisono.doctor.check import Check, judged
-from unisono.doctor.child import error_paragraph, kill_group
 from unisono.doctor.rank_devices import check_rank_devices, default_ranks, gather_host_ranks
 from unisono.errors import UnisonoError
+from unisono.launch.child import error_paragraph, kill_group
 from unisono.launch.workers import Reaper
 from unisono.measure.calibration import CALIBRATION_FILE
 

@@ -153,7 +153,9 @@ class ScheduleOptions:
     step_every_steps: int = option(
         1000, "Steps between two drops, counted from step 0 (step).", applies_with="schedule.kind = step", ge=1
     )
-    step_factor: float = option(0.1, "Factor of each drop (step).", applies_with="schedule.kind = step", gt=0, le=1)
+    step_factor: float = option(
+        0.1, "Factor of each drop, or above 1 of each rise (step).", applies_with="schedule.kind = step", gt=0
+    )
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Fields that ``kind`` does not read, by field name."""

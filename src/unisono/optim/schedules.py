@@ -8,7 +8,7 @@ Steps count from 0 and a run of ``total_steps`` has steps 0 … total_steps-1. W
   ``final_lr_frac`` would be reached at ``t = total_steps``, one past the last step; no step has rate 0 here either.
 * wsd: full ``lr`` until ``total_steps - decay``, then linear with the same end.
 * inverse_sqrt: ``lr * sqrt(max(W, 1) / (t + 1))``, which equals the warm-up at ``t = W - 1``.
-* step: ``step_factor ** (t // step_every_steps)``, drops counted from step 0, warm-up included.
+* step: ``step_factor ** (t // step_every_steps)``, drops counted from step 0, warm-up included. A factor above 1 rises.
 
 After the end a decay stays at its final value. There are no schedules that read the loss: they could not be resumed from a
 step number alone.

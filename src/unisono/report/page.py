@@ -47,7 +47,7 @@ draw().catch(error => {
 });
 """
 
-PAGE: Final = """<!doctype html>
+HEAD: Final = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -111,7 +111,9 @@ details > summary { cursor: pointer; color: var(--accent); }
 {%- endfor %}</tr>
 {% endfor %}</tbody></table></div>
 {% if table.left_out %}<p class="note">{{ table.left_out }} more rows are left out.</p>{% endif %}{% endfor %}{% endmacro %}
-<h1>{{ title }}</h1>
+"""
+
+RUN: Final = """<h1>{{ title }}</h1>
 <p class="verdict">{{ verdict }}.</p>
 {% if findings %}<h2>What to change</h2>
 {% for finding in findings %}<div class="finding{% if finding.is_critical %} critical{% endif %}">
@@ -173,9 +175,21 @@ details > summary { cursor: pointer; color: var(--accent); }
 logged steps, each a rolling mean that leaves out first steps, compilation, evaluation and
 checkpoints. Time shares are of the wall
 time of the logged steps on rank 0. Memory is in GiB (2^30 bytes). {{ conventions }}</p>
-<script type="application/octet-stream" id="charts">{{ charts }}</script>
+"""
+
+TAIL: Final = """<script type="application/octet-stream" id="charts">{{ charts }}</script>
 <script type="application/octet-stream" id="plotly">{{ plotly }}</script>
 <script>{{ draw_script }}</script>
 </body>
 </html>
+"""
+
+SEARCH: Final = """<h1>{{ title }}</h1>
+<p class="verdict">{{ verdict }}</p>
+<div class="figures">
+{% for figure in figures %}<div class="figure"><b>{{ figure.value }}</b><span>{{ figure.label }}</span></div>
+{% endfor %}</div>
+<p class="note" id="no-charts"></p>
+{% for section in sections %}{{ part(section) }}
+{% endfor %}
 """

@@ -7,21 +7,13 @@ killed run.
 
 from __future__ import annotations
 
-import base64
-import gzip
-import hashlib
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
-import jinja2
 import numpy as np
-from markupsafe import Markup
 
 from unisono.diagnose import Finding, RunFacts, diagnose
 from unisono.diagnose.finding_text import confidence_word, finding_title, gain_text
@@ -35,8 +27,9 @@ from unisono.observe.history import RankHistory, of_one_run, read_history
 from unisono.observe.run_summary import summarise
 from unisono.report.charts import curves_of, rank_map, time_chart
 from unisono.report.goodput_section import goodput_section
+from unisono.report.html import render_page
 from unisono.report.monitor_section import MonitorCurves, monitor_section
-from unisono.report.page import DRAW_SCRIPT, PAGE
+from unisono.report.page import RUN
 from unisono.report.parent_section import parent_section
 from unisono.report.profile_sections import profile_sections
 from unisono.report.rank_sections import (
@@ -63,8 +56,6 @@ from unisono.sanitize import printable
 from unisono.storage.files import write_atomically
 from unisono.storage.run_folder import EVENTS_FOLDER, REPORT_FILE
 
-# plotly.js-cartesian-dist-min from npm, MIT licence (plotly-LICENSE): the bundle with lines, bars and heat maps
-_PLOTLY: Final = "plotly-cartesian-4.1.1.min.js.gz"
 _MAX_RANK_ROWS: Final = 200
 
 
@@ -180,9 +171,9 @@ def render(
     rank_sections = _rank_sections(facts, shown.monitor)
     charts = [*([shares] if shares else []), *curves, *([ranks] if ranks else [])]
     charts += [chart for section in (*([goodput] if goodput else []), *rank_sections) for chart in section.charts]
-    plotly = files("unisono.report").joinpath(_PLOTLY).read_bytes()
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    return environment.from_string(PAGE).render(
+    return render_page(
+        RUN,
+        charts,
         title=f"Run {printable(str(_last(history.all_events, '').get('run', '')))}",
         verdict=run_verdict(summary) + time_clause(summary),
         findings=[_shown(finding, is_script=facts.is_script) for finding in findings],
@@ -203,13 +194,6 @@ def render(
         sections=list(sections_of(start)),
         settings=list(settings_of(start)),
         conventions=printable(str(start.get("flops_convention", ""))),
-        # Markup: the only values that are not escaped
-        plotly=Markup(base64.b64encode(plotly).decode()),
-        charts=Markup(
-            base64.b64encode(gzip.compress(json.dumps(_with_gaps(charts), allow_nan=False).encode(), mtime=0)).decode()
-        ),
-        draw_script=Markup(DRAW_SCRIPT),
-        script_sources=Markup(f"{_script_hash(gzip.decompress(plotly).decode())} {_script_hash(DRAW_SCRIPT)}"),
     )
 
 
@@ -226,22 +210,7 @@ def _shown(finding: Finding, *, is_script: bool) -> dict[str, Any]:
     }
 
 
-def _with_gaps(value: Any) -> Any:
-    """The value with None for numbers that JSON does not have: charts show them as gaps."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _with_gaps(each) for key, each in cast("Mapping[Any, Any]", value).items()}
-    if isinstance(value, (list, tuple)):
-        return [_with_gaps(each) for each in cast("Sequence[Any]", value)]
-    return value
-
-
 def _last(events: Sequence[Event], kind: str) -> Event:
     """The last event of a kind, of any for an empty one; no event where there is none."""
     nothing: Event = {}
     return next((event for event in reversed(events) if kind in ("", event["kind"])), nothing)
-
-
-def _script_hash(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

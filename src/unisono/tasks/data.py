@@ -125,10 +125,12 @@ def _shard_windows(
     """Training and held-out windows of the token shards at ``data.train``; raises for settings that they do not have."""
     masked = task.kind == "masked_language_model"
     unread = {"task.inputs": task.inputs, "data.cache_gib": data.cache_gib, "data.bucket_batches": data.bucket_batches}
+    unread["data.eval_fold"] = data.eval_fold
     for name in (name for name, value in unread.items() if value):
         raise ConfigError(
             given=f"{name} {unread[name]!r} with token shards",
-            rule="windows of token shards have no columns, are of one length, and are mapped from their files",
+            rule="windows of token shards have no columns, are of one length, are mapped from their files, and the last of them "
+            "are held out",
             consequence="it would change nothing",
             nearest=f"leave {name} out",
         )
@@ -293,7 +295,7 @@ def _parts(
     if data.eval:
         check_same_targets(data, task)
         return [train], open_addresses(data.eval, columns, data, task)
-    held_out = _held_out_numbers(len(train), data.eval_frac)
+    held_out = _held_out_numbers(len(train), data.eval_frac, data.eval_fold)
     kept = np.setdiff1d(np.arange(len(train)), held_out)
     return [subset(train, kept)], subset(train, held_out)
 
@@ -326,7 +328,8 @@ def _collate(data: DataOptions, tokenizer: Tokenizer, task: TaskOptions) -> Call
     return PadBatch(fillers=(("tokens", tokenizer.padding), (TARGETS, IGNORED if ignored else 0)))
 
 
-def _held_out_numbers(size: int, eval_frac: float) -> Any:
+def _held_out_numbers(size: int, eval_frac: float, fold: int) -> Any:
+    """Numbers of the samples that are held out: part ``fold`` of those in a random order, each ``eval_frac`` of them long."""
     if size < 2:
         raise DataError(
             given=f"training data of {size} sample and no data.eval",
@@ -334,8 +337,17 @@ def _held_out_numbers(size: int, eval_frac: float) -> Any:
             consequence="there is nothing to train or to evaluate on",
             nearest="more data, or data.eval=ADDRESS",
         )
-    count = min(max(1, round(eval_frac * size)), size - 1)
-    return np.sort(np.random.default_rng(_SPLIT_SEED).permutation(size)[:count])
+    if fold and eval_frac * size < 1 - 1e-9:
+        raise DataError(
+            given=f"data.eval_fold={fold} with data.eval_frac={eval_frac:g} of {size} samples",
+            rule="a part has one sample or more",
+            consequence="there is nothing to evaluate on",
+            nearest="more data, or a larger data.eval_frac",
+        )
+    first, end = round(fold * eval_frac * size), round((fold + 1) * eval_frac * size)
+    if not fold:
+        end = min(max(1, end), size - 1)
+    return np.sort(np.random.default_rng(_SPLIT_SEED).permutation(size)[first:end])
 
 
 def _split_windows(train: Dataset, held_out: Dataset, eval_frac: float) -> tuple[Dataset, Dataset]:

@@ -194,7 +194,7 @@ class RunConfig:
         }
         for name, problem in inert_settings(self.data, DataOptions(), acts, f"task.kind {kind!r}"):
             yield f"data.{name}", problem
-        acts = {"eval_frac": not self.data.eval}
+        acts = {"eval_frac": not self.data.eval, "eval_fold": not self.data.eval}
         for name, problem in inert_settings(self.data, DataOptions(), acts, "data.eval"):
             yield f"data.{name}", problem
         yield from self._model_problems()
@@ -244,7 +244,7 @@ class RunConfig:
 
 
 # settings of data that the run opens itself
-_SOURCES = ("train", "eval", "weights", "cache_gib", "bucket_batches")
+_SOURCES = ("train", "eval", "weights", "cache_gib", "bucket_batches", "eval_fold")
 
 
 def _conflict(one: str, other: str) -> Problem:

@@ -1,0 +1,58 @@
+"""Self-contained HTML pages: a template with charts, which plotly draws; it is embedded, compressed."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any, Final, cast
+
+import jinja2
+from markupsafe import Markup
+
+from unisono.report.page import DRAW_SCRIPT, HEAD, TAIL
+
+# plotly.js-cartesian-dist-min from npm, MIT licence (plotly-LICENSE): the bundle with lines, bars and heat maps
+_PLOTLY: Final = "plotly-cartesian-4.1.1.min.js.gz"
+
+
+def render_page(body: str, charts: Sequence[Mapping[str, Any]], *, title: str, **values: Any) -> str:
+    """The page of a template.
+
+    Args:
+        body: What stands between head and scripts, as a jinja2 template.
+        charts: As plotly describes them, each with the ``id`` of its place on the page.
+        title: Of the page.
+        values: What the template uses. All are escaped.
+    """
+    plotly = files("unisono.report").joinpath(_PLOTLY).read_bytes()
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    drawn = json.dumps(_with_gaps(charts), allow_nan=False).encode()
+    return environment.from_string(HEAD + body + TAIL).render(
+        title=title,
+        **values,
+        # Markup: the only values that are not escaped
+        plotly=Markup(base64.b64encode(plotly).decode()),
+        charts=Markup(base64.b64encode(gzip.compress(drawn, mtime=0)).decode()),
+        draw_script=Markup(DRAW_SCRIPT),
+        script_sources=Markup(f"{_script_hash(gzip.decompress(plotly).decode())} {_script_hash(DRAW_SCRIPT)}"),
+    )
+
+
+def _with_gaps(value: Any) -> Any:
+    """The value with None for numbers that JSON does not have: charts show them as gaps."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _with_gaps(each) for key, each in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_gaps(each) for each in cast("Sequence[Any]", value)]
+    return value
+
+
+def _script_hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -1,0 +1,1 @@
+"""Settings found by search: trials are trainings of their own. Imports no torch."""

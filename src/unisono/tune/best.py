@@ -1,0 +1,26 @@
+"""The best trial of a search as a configuration file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from unisono.config.overlay_text import overlay_text
+from unisono.config.values import literal
+from unisono.storage.files import write_atomically
+from unisono.storage.run_folder import RUN_FILE
+from unisono.tune.study import TrialRecord
+
+BEST_FILE: Final = "best.toml"
+
+
+def write_best(path: Path, best: TrialRecord) -> None:
+    """Write a file with which ``unisono train`` trains as the trial did, in the folder ``best`` beside ``path``.
+
+    It has the trial's own configuration beneath, so that it gives the same numbers, and the settings that were searched.
+    """
+    folder = path.absolute().parent
+    base = os.path.relpath(best.run_dir / RUN_FILE, folder)
+    settings = {name: literal(text) for name, text in best.settings.items()}
+    write_atomically(path, overlay_text(base, {"run.dir": str(folder / "best"), **settings}).encode())

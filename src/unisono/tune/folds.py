@@ -1,0 +1,117 @@
+"""Cross-validation: a training for each part of the data that is held out, and mean and spread of a metric over them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from unisono.report.charts import curve_layout
+from unisono.report.html import render_page
+from unisono.report.page import SEARCH
+from unisono.report.section import Section, Table
+from unisono.report.tables import Figure
+from unisono.sanitize import printable
+from unisono.storage.files import write_atomically
+from unisono.tune.space import Range, Space
+from unisono.tune.study import TrialRecord
+
+FOLD: Final = "data.eval_fold"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CrossValidation:
+    """A metric over the parts.
+
+    Attributes:
+        metric: Its name.
+        values: Its last value where the part was held out, by number of the part; without those that failed.
+        num_folds: Number of parts.
+    """
+
+    metric: str
+    values: dict[int, float]
+    num_folds: int
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the values; None without any."""
+        return statistics.fmean(self.values.values()) if self.values else None
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation of the values, of a sample of such; None of less than two."""
+        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as JSON types, with mean, spread and standard error."""
+        error = None if self.spread is None else self.spread / math.sqrt(len(self.values))
+        values = {str(fold): value for fold, value in self.values.items()}
+        fields = {"metric": self.metric, "folds": self.num_folds, "values": values}
+        return {**fields, "mean": self.mean, "standard_deviation": self.spread, "standard_error": error}
+
+    def verdict(self) -> str:
+        """Mean and spread in a sentence."""
+        if self.mean is None:
+            return f"No part has a value of {self.metric}."
+        spread = "" if self.spread is None else f" ± {self.spread:.2g}"
+        missing = self.num_folds - len(self.values)
+        lacks = f"; {missing} of {self.num_folds} parts failed" if missing else ""
+        return (
+            f"{self.metric} {self.mean:.4g}{spread} (mean and standard deviation of {len(self.values)} parts{lacks})."
+        )
+
+
+def folds_space(num_folds: int) -> Space:
+    """The number of the part that is held out, as the setting of a grid."""
+    return {FOLD: Range(low=0, high=num_folds - 1, step=1, is_integer=True)}
+
+
+def fold_settings(num_folds: int) -> list[str]:
+    """Settings of every training."""
+    return [f"data.eval_frac={1 / num_folds!r}"]
+
+
+def cross_validation(metric: str, num_folds: int, records: Sequence[TrialRecord]) -> CrossValidation:
+    """What the trainings that ended say."""
+    values = {
+        int(record.settings[FOLD]): record.value
+        for record in records
+        if record.outcome == "done" and record.value is not None
+    }
+    return CrossValidation(metric=metric, values=values, num_folds=num_folds)
+
+
+def write_folds_page(path: Path, found: CrossValidation, records: Sequence[TrialRecord]) -> None:
+    """Write the values by part as an HTML page; an older one is replaced atomically."""
+    numbers = sorted(found.values)
+    data = [
+        {"type": "bar", "x": [str(number) for number in numbers], "y": [found.values[number] for number in numbers]}
+    ]
+    layout = curve_layout("", found.metric) | {"xaxis": {"type": "category", "title": {"text": "part held out"}}}
+    rows = [
+        [
+            record.settings.get(FOLD, ""),
+            record.outcome.replace("_", " "),
+            "" if record.value is None else f"{record.value:.6g}",
+            printable(record.reason.partition("\n")[0]),
+        ]
+        for record in records
+    ]
+    section = Section(
+        title="By part",
+        charts=[{"id": "folds", "data": data, "layout": layout}],
+        tables=[Table(head=["part", "end", found.metric, "why"], rows=rows)],
+    )
+    page = render_page(
+        SEARCH,
+        section.charts,
+        title="Cross-validation",
+        verdict=printable(found.verdict()),
+        figures=[Figure("parts", str(found.num_folds))],
+        sections=[section],
+    )
+    write_atomically(path, page.encode())

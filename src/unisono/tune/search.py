@@ -1,0 +1,156 @@
+"""A search: trainings one after another, or several at a time, until a budget is used up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from unisono.errors import ConfigError
+from unisono.launch.workers import Reaper
+from unisono.storage.run_folder import RUN_FILE
+from unisono.tune.slots import Slot
+from unisono.tune.study import Outcome, Study, Trial
+from unisono.tune.trial_run import RunEnd, TrialRun
+
+_POLL_S: Final = 0.2
+_MAX_STARTS: Final = 4  # of a trial that was killed from outside
+_MAX_FIRST_FAILURES: Final = 3  # with no result yet: the configuration is at fault
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """When no further trial begins; those that run are finished. None: no limit.
+
+    Attributes:
+        trials: Number of trials in the whole search.
+        seconds: Seconds of this process.
+        device_s: Seconds times processes of all trials in the whole search.
+    """
+
+    trials: int | None = None
+    seconds: float | None = None
+    device_s: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Running:
+    trial: Trial
+    slot: Slot
+    run: TrialRun
+    starts: int = 1
+
+
+@dataclass(kw_only=True, slots=True)
+class Search:
+    """Makes the trials of a study.
+
+    Attributes:
+        study: Where trials come from.
+        arguments: Arguments of ``unisono train`` for every trial.
+        metric: Name of the number that counts.
+        budget: When no further trial begins.
+        slots: One for each trial that runs at a time.
+        ranks: Number of processes of a trial.
+        tell: Called with a trial and how it ended, or None when it begins.
+    """
+
+    study: Study
+    arguments: Sequence[str]
+    metric: str
+    budget: Budget
+    slots: Sequence[Slot]
+    ranks: int
+    tell: Callable[[Trial, RunEnd | None, float | None], None]
+    _running: list[_Running] = field(default_factory=list[_Running])
+    _num_results: int = 0
+    _num_failures: int = 0
+
+    def run(self) -> None:
+        """Make trials until the budget is used up. An interrupt lets those that run save; the same search goes on with them.
+
+        Raises:
+            ConfigError: The first trials all failed.
+        """
+        began_s = time.monotonic()
+        with Reaper() as reaper:
+            try:
+                while True:
+                    free = [slot for slot in self.slots if all(each.slot is not slot for each in self._running)]
+                    for slot in free:
+                        if not self._may_begin(time.monotonic() - began_s) or not self._begin(reaper, slot):
+                            break
+                    if not self._running:
+                        return
+                    time.sleep(_POLL_S)
+                    for running in tuple(self._running):
+                        self._look_at(reaper, running)
+            finally:
+                self._leave_all()
+
+    def _may_begin(self, seconds: float) -> bool:
+        budget = self.budget
+        if budget.seconds is not None and seconds >= budget.seconds:
+            return False
+        if budget.device_s is None:
+            return True
+        used_s = sum(record.device_s for record in self.study.records())
+        return used_s + sum(each.run.took_s * self.ranks for each in self._running) < budget.device_s
+
+    def _begin(self, reaper: Reaper, slot: Slot) -> bool:
+        """Start a trial in a slot; whether there was one."""
+        trial = self.study.begin(self.budget.trials)
+        if trial is None:
+            return False
+        self._running.append(_Running(trial=trial, slot=slot, run=self._start(reaper, trial, slot)))
+        self.tell(trial, None, None)
+        return True
+
+    def _start(self, reaper: Reaper, trial: Trial, slot: Slot) -> TrialRun:
+        settings = {**slot.settings, **trial.settings, "run.dir": str(trial.run_dir)}
+        if (trial.run_dir / RUN_FILE).exists():
+            settings["run.resume"] = "auto"  # what the configuration says applied to its first start
+        arguments = [*self.arguments, *(f"--set={name}={text}" for name, text in settings.items())]
+        return TrialRun(reaper, trial.run_dir, arguments, metric=self.metric, variables=slot.variables, cpus=slot.cpus)
+
+    def _look_at(self, reaper: Reaper, running: _Running) -> None:
+        trial, run = running.trial, running.run
+        end = run.poll()
+        if end is None:
+            if self.study.report(trial, run.values()):
+                run.kill()
+                self._end(running, "pruned", RunEnd(kind="done", reason="others were better at the same step"))
+            return
+        if end.kind == "interrupted" and running.starts < _MAX_STARTS:
+            self.study.ran(trial, run.took_s)
+            running.run, running.starts = self._start(reaper, trial, running.slot), running.starts + 1
+            return
+        self.study.report(trial, run.values())
+        self._end(running, "failed" if end.kind == "interrupted" else end.kind, end)
+
+    def _end(self, running: _Running, outcome: Outcome, end: RunEnd) -> None:
+        trial, run = running.trial, running.run
+        self._running.remove(running)
+        value = run.last_value()
+        self.study.ran(trial, run.took_s)
+        self.study.finish(trial, outcome, value, reason=end.reason, ranks=self.ranks)
+        self.tell(trial, end, value)
+        self._num_results += outcome != "failed"
+        self._num_failures += outcome == "failed"
+        if not self._num_results and self._num_failures >= _MAX_FIRST_FAILURES:
+            raise ConfigError(
+                given=f"the first {self._num_failures} trials, which all failed; the last one: {end.reason}",
+                rule="a search needs trials that train",
+                consequence=f"no further trial began; what they said is in {run.output_path.parent}",
+                nearest="try the configuration alone first: unisono train CONFIG",
+            )
+
+    def _leave_all(self) -> None:
+        for running in self._running:
+            running.run.ask_to_stop()
+        for running in self._running:
+            running.run.stop()
+            self.study.ran(running.trial, running.run.took_s)
+            self.study.leave(running.trial)
+        self._running.clear()

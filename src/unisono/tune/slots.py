@@ -1,0 +1,76 @@
+"""Places for trials that run at the same time: each has its share of the devices, or of the processors, of this host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from unisono.errors import ConfigError
+from unisono.launch.resources import allowed_cores, core_shares, count_accelerators
+
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """A place for one trial at a time.
+
+    Attributes:
+        settings: Settings of every trial in it. They are part of its configuration, so that the same configuration gives the same
+            numbers elsewhere.
+        variables: Environment variables.
+        cpus: Processors; None for all.
+    """
+
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    cpus: Sequence[int] | None = None
+
+
+def divide_into_slots(count: int, num_processes: int, *, sets_threads: bool) -> list[Slot]:
+    """``count`` places for trials of ``num_processes`` processes each (0: one for each device).
+
+    On accelerators each place has its own devices. Without, it has its own cores, and ``launch.num_threads`` is set unless the
+    configuration sets it (``sets_threads``): sums depend on the number of threads.
+
+    Raises:
+        ConfigError: There are fewer devices than places.
+    """
+    if count == 1:
+        return [Slot()]
+    devices = _visible_devices()
+    if devices:
+        share = len(devices) // count
+        if not share or num_processes > share:
+            raise ConfigError(
+                given=f"{count} trials of {num_processes or 1} processes at a time on {len(devices)} devices",
+                rule="each process of a trial has a device of its own",
+                consequence="nothing was started",
+                nearest=f"--parallel {max(1, len(devices) // max(1, num_processes))}",
+            )
+        parts = [devices[slot * share : (slot + 1) * share] for slot in range(count)]
+        return [Slot(variables={_VISIBLE: ",".join(part)}) for part in parts]
+    shares = core_shares(allowed_cores(), count)
+    if shares is None:
+        raise ConfigError(
+            given=f"{count} trials at a time on {len(allowed_cores())} cores",
+            rule="each trial has a core of its own",
+            consequence="nothing was started",
+            nearest=f"--parallel {len(allowed_cores())}",
+        )
+    threads = min(max(1, _num_cores(share) // max(1, num_processes)) for share in shares)
+    settings = {} if sets_threads else {"launch.num_threads": str(threads)}
+    return [Slot(settings=settings, cpus=share) for share in shares]
+
+
+def _num_cores(cpus: Sequence[int]) -> int:
+    return sum(bool(set(core.cpus) & set(cpus)) for core in allowed_cores())
+
+
+def _visible_devices() -> list[str]:
+    given = os.environ.get(_VISIBLE)
+    if given is not None:
+        return [name for name in given.split(",") if name.strip()]
+    return [str(index) for index in range(count_accelerators())]

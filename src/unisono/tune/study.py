@@ -1,0 +1,404 @@
+"""The trials of a search in an Optuna journal: what to try next, and what came of it.
+
+Several processes may take trials from one journal, also of several hosts with one file system. Each takes its turn with a lock on
+the journal. Who makes a trial holds a lock of that trial, which ends with its process: a trial that is not ended and that nobody
+holds is made on by the next process that asks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
+
+from unisono.errors import ConfigError, missing_extra
+from unisono.storage.directory import make_folder
+from unisono.storage.files import file_lock
+from unisono.storage.folder_lock import FolderLock
+from unisono.storage.ownership import untrusted_reason
+from unisono.tune.space import Choice, Space, grid
+
+if TYPE_CHECKING:
+    import optuna
+
+JOURNAL_FILE: Final = "journal.jsonl"
+TRIALS_FOLDER: Final = "trials"
+_TURN_FILE: Final = ".turn.lock"
+_NAME: Final = "search"
+_STARTUP_TRIALS: Final = 10  # random ones before a model of them is made
+_IDENTITY: Final = "identity"
+_MIN_TRIALS: Final = 10  # of which the weights of settings are told
+_FIRST_REPORTS: Final = 5  # trials that are never pruned: there is nothing to compare with
+
+SAMPLERS: Final = ("tpe", "random", "grid")
+PRUNERS: Final = ("none", "median", "halving")
+# names of metrics that are better the larger they are, without what follows a colon
+_LARGER_IS_BETTER: Final = frozenset({"accuracy", "token_accuracy", "f1", "mcc", "auc", "r2", "spearman"})
+Outcome = Literal["done", "pruned", "out_of_memory", "diverged", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyOptions:
+    """How a search chooses.
+
+    Attributes:
+        metric: Name of the number in a run's events that is to be small.
+        maximize: Whether it is to be large instead.
+        sampler: ``tpe`` (tree-structured Parzen estimator, Bergstra et al. 2011), ``random`` or ``grid``.
+        pruner: ``none``; ``median``: ends a trial that is worse than the median of earlier ones at the same step;
+            ``halving``: asynchronous successive halving (Li et al. 2018).
+        seed: Of the sampler.
+    """
+
+    metric: str = "eval/loss"
+    maximize: bool = False
+    sampler: str = "tpe"
+    pruner: str = "none"
+    seed: int = 0
+
+
+def larger_is_better(metric: str) -> bool:
+    """Whether a metric of that name is usually to be large, such as ``eval/accuracy``."""
+    name = metric.rpartition("/")[2].partition(":")[0]
+    return name in _LARGER_IS_BETTER or (name.startswith("top") and name[3:].isdigit())
+
+
+@dataclass(kw_only=True, slots=True)
+class Trial:
+    """A trial that this process makes.
+
+    Attributes:
+        number: Its number, from 0.
+        settings: Values of the settings that are searched, as ``--set`` takes them.
+        run_dir: The folder of its run.
+        reported: Steps whose values the journal has.
+        optuna_trial: The same for Optuna.
+        lock: Held as long as this process makes it.
+    """
+
+    number: int
+    settings: Mapping[str, str]
+    run_dir: Path
+    reported: set[int]
+    optuna_trial: Any
+    lock: FolderLock
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialRecord:
+    """What the journal has of a trial.
+
+    Attributes:
+        number: Its number, from 0.
+        settings: Values of the settings that are searched.
+        outcome: How it ended; ``running`` if it has not.
+        value: Its last value of the metric; None if it has none.
+        took_s: Seconds that it ran, over all its starts.
+        device_s: The same times the number of its processes.
+        reason: Why it failed.
+        run_dir: The folder of its run.
+        curve: Values by step, as far as they were reported.
+    """
+
+    number: int
+    settings: Mapping[str, str]
+    outcome: Outcome | Literal["running"]
+    value: float | None
+    took_s: float
+    device_s: float
+    reason: str
+    run_dir: Path
+    curve: Mapping[int, float] = field(default_factory=dict[int, float])
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as JSON types, without the curve."""
+        fields = {name: getattr(self, name) for name in ("number", "outcome", "value", "took_s", "device_s", "reason")}
+        return {**fields, "settings": dict(self.settings), "run_dir": str(self.run_dir)}
+
+
+class Study:
+    """A search in ``folder``.
+
+    Args:
+        folder: Its folder, made if it is missing.
+        space: The settings that are searched.
+        options: How it chooses.
+        identity: What else makes it this search, such as the configuration; JSON types.
+
+    Raises:
+        ExtraError: Optuna is not installed.
+        ConfigError: The folder has another search, or a journal that is damaged or that another user can have written.
+    """
+
+    def __init__(self, folder: Path, space: Space, options: StudyOptions, identity: Mapping[str, Any]) -> None:
+        self._optuna = _optuna()
+        from optuna.storages.journal import JournalFileBackend
+
+        self._folder, self._space, self._options = folder, space, options
+        make_folder(folder / TRIALS_FOLDER)
+        journal = folder / JOURNAL_FILE
+        if reason := untrusted_reason(journal):
+            raise ConfigError(
+                given=f"the search in {folder}: {reason}",
+                rule="a journal that another user can have written is not used: trials start from what it says",
+                consequence="nothing was started",
+                nearest="a folder of your own (--out)",
+            )
+        with self._turn():
+            _drop_torn_line(journal)
+            # no other process writes: the turn is this one's
+            backend = JournalFileBackend(str(journal), lock_obj=cast(Any, _Held()))
+            try:
+                self._study: optuna.Study = self._optuna.create_study(
+                    storage=self._optuna.storages.JournalStorage(backend),
+                    study_name=_NAME,
+                    direction="maximize" if options.maximize else "minimize",
+                    load_if_exists=True,
+                    pruner=self._pruner(),
+                )
+            except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+                raise ConfigError(
+                    given=f"{journal}, which cannot be read: {error!r}",
+                    rule="a search goes on from Optuna's journal",
+                    consequence="nothing was started, and the file is as it was",
+                    nearest="a copy of the file from before it was changed; another folder (--out) begins a new search",
+                ) from error
+            self._check_identity(
+                {
+                    **identity,
+                    "space": {name: parameter.text for name, parameter in space.items()},
+                    **{name: getattr(options, name) for name in ("metric", "maximize", "sampler", "seed")},
+                }
+            )
+
+    def begin(self, max_trials: int | None) -> Trial | None:
+        """Take a trial: one that was left unfinished, else a new one. None if there is none to take.
+
+        Args:
+            max_trials: Number of trials in the whole search; None for no limit.
+        """
+        with self._turn():
+            for frozen in self._study.get_trials(deepcopy=False, states=[self._optuna.trial.TrialState.RUNNING]):
+                if (lock := self._try_lock(frozen.number)) is not None:
+                    trial_id = frozen._trial_id  # pyright: ignore[reportPrivateUsage]  # a trial has no other name
+                    return self._taken(self._optuna.trial.Trial(self._study, trial_id), lock)
+            count = len(self._study.get_trials(deepcopy=False))
+            if max_trials is not None and count >= max_trials:
+                return None
+            if self._options.sampler == "grid":
+                combination = next((each for at, each in enumerate(grid(self._space)) if at == count), None)
+                if combination is None:
+                    return None
+                self._study.enqueue_trial({name: self._value(name, text) for name, text in combination.items()})
+            self._study.sampler = self._sampler(self._options.seed + count)
+            trial = self._study.ask({name: self._distribution(name) for name in self._space})
+            lock = self._try_lock(trial.number)
+            assert lock is not None  # the number is new
+            return self._taken(trial, lock)
+
+    def report(self, trial: Trial, values: Sequence[tuple[int, float]]) -> bool:
+        """Add values of the metric by step; whether the trial should be ended because others were better."""
+        new = {step: value for step, value in values if step not in trial.reported and math.isfinite(value)}
+        if not new:
+            return False
+        with self._turn():
+            for step, value in new.items():
+                trial.reported.add(step)
+                trial.optuna_trial.report(value, step)
+            return bool(trial.optuna_trial.should_prune())
+
+    def finish(
+        self, trial: Trial, outcome: Outcome, value: float | None = None, *, reason: str = "", ranks: int = 1
+    ) -> None:
+        """Record how a trial ended.
+
+        Args:
+            trial: It.
+            outcome: How it ended. All but ``failed`` are results, which the sampler learns from.
+            value: The last value of the metric; needed for ``done``.
+            reason: Why it failed.
+            ranks: Number of its processes.
+        """
+        states = self._optuna.trial.TrialState
+        with self._turn():
+            trial.optuna_trial.set_user_attr("outcome", outcome)
+            trial.optuna_trial.set_user_attr("ranks", ranks)
+            if value is not None and math.isfinite(value):
+                trial.optuna_trial.set_user_attr("value", value)
+            if reason:
+                trial.optuna_trial.set_user_attr("reason", reason)
+            if outcome == "done":
+                self._study.tell(trial.optuna_trial, value, state=states.COMPLETE)
+            else:
+                self._study.tell(trial.optuna_trial, state=states.FAIL if outcome == "failed" else states.PRUNED)
+            self._release(trial)
+
+    def ran(self, trial: Trial, seconds: float) -> None:
+        """Add to the time of a trial that has been stopped, or has ended."""
+        with self._turn():
+            before = float(trial.optuna_trial.user_attrs.get("took_s", 0.0))
+            trial.optuna_trial.set_user_attr("took_s", before + seconds)
+
+    def leave(self, trial: Trial) -> None:
+        """Leave a trial unfinished: the next process that asks makes it on."""
+        with self._turn():
+            self._release(trial)
+
+    def records(self) -> list[TrialRecord]:
+        """All trials, by number."""
+        with self._turn():
+            return [self._record(frozen) for frozen in self._study.get_trials(deepcopy=False)]
+
+    def best(self) -> TrialRecord | None:
+        """The trial with the best value; the first of several. None if none is done."""
+        done = [(each.value, each) for each in self.records() if each.outcome == "done" and each.value is not None]
+        sign = -1.0 if self._options.maximize else 1.0
+        return min(done, key=lambda pair: (sign * pair[0], pair[1].number))[1] if done else None
+
+    def importances(self) -> dict[str, float]:
+        """Share of each setting in how values differ (PED-ANOVA, Watanabe et al. 2023); empty where trials are too few."""
+        states = self._optuna.trial.TrialState
+        if len(self._study.get_trials(deepcopy=False, states=[states.COMPLETE])) < _MIN_TRIALS:
+            return {}
+        from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+
+        try:
+            return get_param_importances(self._study, evaluator=PedAnovaImportanceEvaluator())
+        except (ValueError, RuntimeError, ZeroDivisionError):  # no value differs
+            return {}
+
+    def _taken(self, trial: Any, lock: FolderLock) -> Trial:
+        known = self._study.get_trials(deepcopy=False)[trial.number]
+        return Trial(
+            number=trial.number,
+            settings=self._settings(known.params),
+            run_dir=self._run_dir(trial.number),
+            reported=set(known.intermediate_values),
+            optuna_trial=trial,
+            lock=lock,
+        )
+
+    def _record(self, frozen: Any) -> TrialRecord:
+        attributes: Mapping[str, Any] = frozen.user_attrs
+        value, took_s = attributes.get("value"), float(attributes.get("took_s", 0.0))
+        return TrialRecord(
+            number=frozen.number,
+            settings=self._settings(frozen.params),
+            outcome=attributes.get("outcome", "running"),
+            value=None if value is None else float(value),
+            took_s=took_s,
+            device_s=took_s * int(attributes.get("ranks", 1)),
+            reason=str(attributes.get("reason", "")),
+            run_dir=self._run_dir(frozen.number),
+            curve=dict(frozen.intermediate_values),
+        )
+
+    def _run_dir(self, number: int) -> Path:
+        return self._folder / TRIALS_FOLDER / f"{number:04}"
+
+    def _settings(self, values: Mapping[str, Any]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name, parameter in self._space.items():
+            if name in values:
+                value = values[name]
+                found[name] = str(value) if isinstance(parameter, Choice) else parameter.value_text(value)
+        return found
+
+    def _value(self, name: str, text: str) -> Any:
+        parameter = self._space[name]
+        if isinstance(parameter, Choice):
+            return text
+        return int(text) if parameter.is_integer else float(text)
+
+    def _distribution(self, name: str) -> Any:
+        distributions, parameter = self._optuna.distributions, self._space[name]
+        if isinstance(parameter, Choice):
+            return distributions.CategoricalDistribution(parameter.values)
+        if parameter.is_integer:
+            step = int(parameter.step or 1)
+            low, high = int(parameter.low), int(parameter.high)
+            return distributions.IntDistribution(low, high, log=parameter.is_log, step=step)
+        low, high = parameter.low, parameter.high
+        return distributions.FloatDistribution(low, high, log=parameter.is_log, step=parameter.step)
+
+    def _sampler(self, seed: int) -> Any:
+        """A sampler whose choice depends on ``seed`` and the trials in the journal alone, whichever process makes it."""
+        samplers = self._optuna.samplers
+        if self._options.sampler == "tpe":
+            return samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS)
+        return samplers.RandomSampler(seed=seed)
+
+    def _pruner(self) -> Any:
+        pruners = self._optuna.pruners
+        if self._options.pruner == "median":
+            return pruners.MedianPruner(n_startup_trials=_FIRST_REPORTS)
+        return pruners.SuccessiveHalvingPruner() if self._options.pruner == "halving" else pruners.NopPruner()
+
+    def _check_identity(self, identity: Mapping[str, Any]) -> None:
+        known = self._study.user_attrs.get(_IDENTITY)
+        if known is None:
+            self._study.set_user_attr(_IDENTITY, dict(identity))
+            return
+        differing = [name for name in {**known, **identity} if known.get(name) != identity.get(name)]
+        if differing:
+            name = differing[0]
+            raise ConfigError(
+                given=f"{name} {identity.get(name)} for the search in {self._folder}, which began with {known.get(name)}",
+                rule="the trials of a search are comparable: they differ in the settings that are searched",
+                consequence="nothing was started",
+                nearest="the same command as before goes on; another folder (--out) begins a new search",
+            )
+
+    @contextmanager
+    def _turn(self) -> Generator[None]:
+        with file_lock(self._folder / _TURN_FILE):
+            yield
+
+    def _lock_path(self, number: int) -> Path:
+        return self._folder / TRIALS_FOLDER / f".{number:04}.lock"
+
+    def _try_lock(self, number: int) -> FolderLock | None:
+        try:
+            return FolderLock(self._lock_path(number), work="makes this trial", nearest="wait for its end")
+        except ConfigError:
+            return None
+
+    def _release(self, trial: Trial) -> None:
+        trial.lock.close()
+        self._lock_path(trial.number).unlink(missing_ok=True)
+
+
+class _Held:
+    """The lock of the journal, as Optuna asks for it: the turn is held already."""
+
+    def acquire(self) -> bool:
+        """See Optuna."""
+        return True
+
+    def release(self) -> None:
+        """See Optuna."""
+
+
+def _drop_torn_line(journal: Path) -> None:
+    """Drop the last line where a killed process or a full disk left it without an end."""
+    try:
+        fd = os.open(journal, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    with open(fd, "rb+") as file:
+        content = file.read()
+        if content and not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise missing_extra("tune", "optuna", "unisono tune params") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna

@@ -1,0 +1,358 @@
+"""``unisono tune params``: real trainings, kills of the search and of trials, and files that other commands take."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Desk, events_of, losses_of
+from procs import wait_until
+
+pytest.importorskip("optuna")
+
+LR = "--space=optim.lr=log:1e-4..1e-2"
+
+
+def search(desk: Desk, out: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
+    done = desk.here("tune", "params", *desk.settings, f"--out={out}", "--json", *arguments)
+    assert done.code == code, done.out + done.err
+    return done.json
+
+
+def test_the_best_trial_trains_again_bit_for_bit(desk: Desk, tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    found = search(desk, out, LR, "--space=optim.kind=adamw,sgd", "--trials=3")
+    values = {trial["number"]: trial["value"] for trial in found["trials"]}
+    best = found["best"]
+    assert best["value"] == min(values.values()) == values[best["number"]]
+    assert len(set(values.values())) == 3
+    settings = tomllib.loads((out / "best.toml").read_text())
+    assert settings["optim"] == {"lr": float(best["settings"]["optim.lr"]), "kind": best["settings"]["optim.kind"]}
+    again = desk.here("train", str(out / "best.toml"))
+    assert again.code == 0, again.err
+    assert losses_of(out / "best") == losses_of(Path(best["run_dir"])) != []
+    compared = desk.here("compare", *(trial["run_dir"] for trial in found["trials"]), "--json")
+    assert compared.code == 0
+    assert "parallel" in (out / "report.html").read_text()
+
+
+def test_trials_at_the_same_time_on_a_grid(desk: Desk, tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    found = search(
+        desk, out, "--space=optim.lr=1e-3,2e-3", "--space=optim.weight_decay=0.0,0.1", "--sampler=grid", "--parallel=2"
+    )
+    assert sorted(tuple(trial["settings"].values()) for trial in found["trials"]) == [
+        ("1e-3", "0.0"),
+        ("1e-3", "0.1"),
+        ("2e-3", "0.0"),
+        ("2e-3", "0.1"),
+    ]
+    for trial in found["trials"]:
+        record = tomllib.loads((Path(trial["run_dir"]) / "config.toml").read_text())
+        assert record["launch"]["num_threads"] >= 1
+        assert record["optim"]["weight_decay"] == float(trial["settings"]["optim.weight_decay"])
+
+
+def started(desk: Desk, out: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "unisono", "tune", "params", *desk.settings, f"--out={out}", *arguments]
+    return subprocess.Popen(command, cwd=desk.folder, env=desk.child_environ(), stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_search_that_was_stopped_goes_on(desk: Desk, tmp_path: Path, sent: signal.Signals) -> None:
+    out = tmp_path / "search"
+    arguments = [LR, "--trials=2", "--set=train.steps=400", "--set=checkpoint.every_steps=20"]
+    process = started(desk, out, *arguments)
+    first = out / "trials" / "0000"
+    wait_until(lambda: any(first.glob("checkpoints/step-*/COMMIT")), "a checkpoint of the first trial", timeout_s=90.0)
+    process.send_signal(sent)
+    process.wait(timeout=90)
+    wait_until(lambda: not trainings(first), "its training ends too")
+    num_steps = len(losses_of(first))
+    assert 20 <= num_steps < 400
+    found = search(desk, out, *arguments)
+    assert [trial["outcome"] for trial in found["trials"]] == ["done", "done"]
+    kinds = [event["kind"] for event in events_of(first)]
+    assert "resumed" in kinds
+    whole = desk.here(
+        "train", *desk.settings, *arguments[2:], f"--set=run.dir={tmp_path / 'whole'}",
+        f"--set=optim.lr={found['trials'][0]['settings']['optim.lr']}",
+    )  # fmt: skip
+    assert whole.code == 0
+    assert losses_of(tmp_path / "whole")[-1] == losses_of(first)[-1]
+
+
+def trainings(run_dir: Path) -> list[int]:
+    """Processes whose command line names the folder."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if f"run.dir={run_dir}" in command:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.full
+def test_two_searches_share_a_folder(desk: Desk, tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    processes = [started(desk, out, LR, "--trials=5") for _ in range(2)]
+    assert [process.wait(timeout=170) for process in processes] == [0, 0]
+    found = search(desk, out, LR, "--trials=5")
+    assert [trial["outcome"] for trial in found["trials"]] == ["done"] * 5
+    for trial in found["trials"]:
+        assert len(losses_of(Path(trial["run_dir"]))) == 4
+
+
+OWN = """
+import numpy as np
+import torch
+from unisono.train.config import Components, RunConfig
+
+LIMIT = 0.005
+
+
+def model(run):
+    if run.optim.lr > LIMIT:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    return torch.nn.Linear(4, 1)
+
+
+def config():
+    return RunConfig(
+        components=Components(
+            model=model,
+            data=lambda run: ([(np.ones(4, np.float32), np.ones(1, np.float32))] * 64,) * 2,
+            objective="mean_squared_error",
+        )
+    )
+"""
+
+
+def test_a_trial_out_of_memory_is_a_result(desk: Desk, tmp_path: Path) -> None:
+    config = tmp_path / "own.py"
+    config.write_text(OWN)
+    settings = ["--set=train.steps=3", "--set=plan.global_batch=4", "--space=optim.lr=0.01,0.001", "--sampler=grid"]
+    done = desk.here("tune", "params", str(config), *settings, f"--out={tmp_path / 'search'}", "--json")
+    assert done.code == 0, done.err
+    first, second = done.json["trials"]
+    assert (first["outcome"], second["outcome"]) == ("out_of_memory", "done")
+    assert "CUDA out of memory" in first["reason"]
+
+
+def test_a_killed_trial_is_made_on(desk: Desk, tmp_path: Path) -> None:
+    out = tmp_path / "search"
+    arguments = [LR, "--trials=1", "--set=train.steps=300", "--set=checkpoint.every_steps=20"]
+    process = started(desk, out, *arguments)
+    first = out / "trials" / "0000"
+    wait_until(lambda: any(first.glob("checkpoints/step-*/COMMIT")), "a checkpoint", timeout_s=90.0)
+    for pid in trainings(first):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    assert process.wait(timeout=150) == 0
+    found = search(desk, out, *arguments)
+    assert [trial["outcome"] for trial in found["trials"]] == ["done"]
+    assert "resumed" in [event["kind"] for event in events_of(first)]
+
+
+@pytest.mark.parametrize("budget", ["--max-s=0.5", "--max-device-s=0.5"])
+def test_a_budget_of_time_ends_it(desk: Desk, tmp_path: Path, budget: str) -> None:
+    found = search(desk, tmp_path / "search", LR, budget, "--trials=5")
+    assert [trial["outcome"] for trial in found["trials"]] == ["done"]
+    assert found["trials"][0]["device_s"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--space=optim.lrr=1..2"], "optim.lr"),
+        (["--space=optim.kind=adamw,adamx"], "adamx"),
+        (["--space=optim.lr=0.001,0.01", "--set=optim.lr=0.1"], "a setting has one value, or is searched"),
+        (["--space=run.dir=a,b"], "--out is the folder of the search"),
+        (["--space=optim.lr=0.0..1", "--sampler=grid"], "a grid tries every value"),
+    ],
+)
+def test_a_wrong_search_starts_nothing(desk: Desk, tmp_path: Path, arguments: list[str], words: str) -> None:
+    out = tmp_path / "search"
+    assert words in json.dumps(search(desk, out, *arguments, code=2)["problems"])
+    assert not out.exists()
+
+
+def test_trials_that_all_fail_end_the_search(desk: Desk, tmp_path: Path) -> None:
+    config, out = tmp_path / "own.py", tmp_path / "search"
+    config.write_text(OWN.replace('torch.OutOfMemoryError("CUDA out', 'ValueError("out'))
+    settings = ["--set=train.steps=3", "--set=plan.global_batch=4", "--space=optim.lr=0.01,0.02,0.03,0.04"]
+    done = desk.here("tune", "params", str(config), *settings, "--sampler=grid", f"--out={out}", "--json")
+    assert done.code == 2
+    (problem,) = done.json["problems"]
+    assert problem["given"].startswith("the first 3 trials, which all failed; the last one: ")
+    assert "ValueError: out of memory" in problem["given"]
+    assert (out / "report.html").read_text().count("failed") >= 3
+
+
+def test_a_metric_that_no_run_has(desk: Desk, tmp_path: Path) -> None:
+    found = search(desk, tmp_path / "search", LR, "--trials=1", "--metric=eval/f1")
+    (trial,) = found["trials"]
+    assert trial["outcome"] == "failed"
+    assert "its events have no eval/f1; they have" in trial["reason"]
+
+
+def test_a_range_of_learning_rates(desk: Desk, tmp_path: Path) -> None:
+    """The rate rises at every step, and the training ends once the loss does."""
+    out = tmp_path / "range"
+    settings = [each for each in desk.settings if not each.startswith(("--set=train.steps", "--set=train.eval_every"))]
+    done = desk.here(
+        "tune", "lr", *settings, "--set=schedule.kind=wsd", f"--out={out}", "--steps=80", "--high=1000", "--json"
+    )
+    assert done.code == 0, done.err
+    found = done.json
+    assert 20 <= len(found["rates"]) <= 80
+    assert found["rates"] == sorted(found["rates"])
+    assert found["rates"][0] == pytest.approx(1e-6)
+    assert found["rates"][1] / found["rates"][0] == pytest.approx(1e9 ** (1 / 79))
+    assert found["steepest"] < found["diverged"] <= 1000
+    again = desk.here("tune", "lr", *settings, f"--out={out}")
+    assert again.code == 2
+    assert "this command begins anew" in again.err
+
+
+@pytest.mark.full
+def test_the_largest_batch_that_memory_has_room_for(desk: Desk, tmp_path: Path) -> None:
+    out = tmp_path / "batch"
+    done = desk.here("tune", "batch", *desk.settings, f"--out={out}", "--most=6", "--json")
+    assert done.code == 0, done.err
+    found = done.json
+    assert (found["largest"], found["is_bounded"], found["proposed"]) == (6, False, 4)
+    assert [probe["micro_batch"] for probe in found["probes"]] == [1, 2, 4, 6]
+    assert all(probe["peak_bytes"] > 0 and probe["samples_per_s"] > 0 for probe in found["probes"])
+
+
+OUT_OF_MEMORY = """
+import numpy as np
+import torch
+from unisono.train.config import Components, RunConfig
+
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        if len(x) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return super().forward(x)
+
+
+def config():
+    return RunConfig(
+        components=Components(
+            model=lambda run: Model(4, 1),
+            data=lambda run: ([(np.ones(4, np.float32), np.ones(1, np.float32))] * 64,) * 2,
+            objective="mean_squared_error",
+        )
+    )
+"""
+
+
+@pytest.mark.full
+def test_the_largest_batch_by_real_failures(desk: Desk, tmp_path: Path) -> None:
+    config = tmp_path / "own.py"
+    config.write_text(OUT_OF_MEMORY)
+    done = desk.here("tune", "batch", str(config), "--set=plan.global_batch=8", f"--out={tmp_path / 'batch'}", "--json")
+    assert done.code == 0, done.err
+    assert (done.json["largest"], done.json["is_bounded"], done.json["proposed"]) == (5, True, 4)
+    assert {probe["micro_batch"]: probe["fits"] for probe in done.json["probes"]} == {
+        **{1: True, 2: True, 4: True, 8: False},
+        **{6: False, 5: True},
+    }
+
+
+def test_cross_validation(desk: Desk, tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("a,b,price\n" + "".join(f"{i},{i % 3},{2 * i + i % 3}\n" for i in range(30)))
+    config = tmp_path / "table.toml"
+    config.write_text(
+        f'[task]\nkind = "table"\npredicts = "number"\ntarget = "price"\n[data]\ntrain = "{table}"\n'
+        "[train]\nsteps = 3\n[plan]\nglobal_batch = 8\n"
+    )
+    out = tmp_path / "folds"
+    done = desk.here("tune", "folds", str(config), "--folds=3", f"--out={out}", "--json")
+    assert done.code == 0, done.err
+    found = done.json
+    values = list(found["values"].values())
+    assert len(set(values)) == 3
+    assert found["mean"] == pytest.approx(sum(values) / 3)
+    assert found["standard_deviation"] > 0
+    held_out = [
+        tomllib.loads((Path(trial["run_dir"]) / "config.toml").read_text())["data"] for trial in found["trials"]
+    ]
+    assert [(data["eval_frac"], data["eval_fold"]) for data in held_out] == [(1 / 3, fold) for fold in range(3)]
+    again = desk.here("tune", "folds", str(config), "--folds=3", f"--out={out}", "--json")
+    assert again.json["values"] == found["values"]
+
+
+@pytest.mark.full
+def test_a_setting_that_makes_steps_faster(desk: Desk, tmp_path: Path) -> None:
+    """A transform that sleeps: with two workers its time is hidden."""
+    config = tmp_path / "own.py"
+    config.write_text(SLEEPING)
+    out = tmp_path / "system"
+    settings = ["--set=plan.global_batch=8", "--set=loader.num_workers=0"]
+    done = desk.here(
+        "tune", "system", str(config), *settings, f"--out={out}", "--try=loader.num_workers=2,4", "--pairs=2", "--json"
+    )
+    assert done.code == 0, done.err
+    assert set(done.json["kept"]) == {"loader.num_workers"}
+    assert done.json["speedup"] > 1.2
+    assert all(each["same_losses"] for each in done.json["comparisons"])
+    overlay = tomllib.loads((out / "system.toml").read_text())
+    assert overlay["base"] == str(config)
+    assert overlay["plan"] == {"global_batch": 8}
+    assert overlay["loader"]["num_workers"] in (2, 4)
+    assert [path.name for path in out.iterdir() if path.name.startswith(".trainings")] == []
+    again = desk.here("train", str(out / "system.toml"), f"--set=run.dir={tmp_path / 'run'}", "--set=train.steps=2")
+    assert again.code == 0, again.err
+
+
+SLEEPING = """
+import time
+
+
+import numpy as np
+import torch
+from unisono.train.config import Components, RunConfig
+
+
+class Rows:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return np.full(4, index, np.float32), np.full(1, index % 3, np.float32)
+
+
+def sleep(sample, rng):
+    time.sleep(0.005)
+    return sample
+
+
+def config():
+    return RunConfig(
+        components=Components(
+            model=lambda run: torch.nn.Linear(4, 1),
+            data=lambda run: (Rows(), Rows()),
+            transform=sleep,
+            objective="mean_squared_error",
+        )
+    )
+"""

@@ -1,0 +1,55 @@
+"""The range test on curves with a known shape."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from unisono.tune.lr_range import judge, range_settings, range_verdict, write_range_page
+
+
+def rates(count: int = 100, low: float = 1e-6, high: float = 1.0) -> list[float]:
+    return [low * (high / low) ** (index / (count - 1)) for index in range(count)]
+
+
+def curve(rate: float, *, fall: float = 1e-3, rise: float = 0.3) -> float:
+    """Falls by 2 around the rate ``fall``, and rises without bound from ``rise`` on."""
+    return 3.0 - 1.0 * (1 + math.tanh(math.log(rate / fall))) + max(0.0, 10 * (rate / rise - 1))
+
+
+def test_the_steepest_fall_is_found_where_it_is() -> None:
+    found = judge(rates(), list(map(curve, rates())))
+    assert found.steepest == pytest.approx(1e-3, rel=3)  # the running mean lags by some ten steps, of 1.15 each
+    assert found.steepest is not None
+    assert found.steepest >= 1e-3
+    assert found.smallest < 0.4
+    assert found.diverged == 1.0
+    assert "Try a learning rate of" in range_verdict(found)
+
+
+def test_a_loss_that_does_not_rise() -> None:
+    found = judge(rates(), [curve(rate, rise=1e9) for rate in rates()])
+    assert found.diverged is None
+    assert "did not rise up to 1" in range_verdict(found)
+
+
+def test_a_loss_that_only_rises() -> None:
+    found = judge(rates(40), [1.0 + 0.1 * index for index in range(40)])
+    assert found.steepest is None
+    assert "never fell" in range_verdict(found)
+
+
+def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
+    losses = [*map(curve, rates()[:80]), math.nan]
+    found = judge(rates()[:81], losses)
+    assert found.steepest is not None
+    assert found.diverged == rates()[80]
+    write_range_page(tmp_path / "report.html", found)
+
+
+def test_the_rate_goes_from_end_to_end() -> None:
+    settings = range_settings(1e-6, 1.0, 50, {"schedule.power": 2.0})
+    assert settings["optim.lr"] * settings["schedule.step_factor"] ** 49 == pytest.approx(1.0)
+    assert settings["schedule.power"] == 2.0

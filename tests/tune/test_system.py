@@ -1,0 +1,123 @@
+"""The sweep on trainings of which the time is known."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.errors import ConfigError
+from unisono.tune.system import Candidate, Comparison, candidates_of, sweep, write_sweep
+
+
+@dataclass
+class Outcome:
+    """What a sweep asks of a training."""
+
+    seconds: float
+    code: int = 0
+    trouble: str = ""
+    loss: float = 1.0
+
+    def step_s(self) -> float | None:
+        return self.seconds or None
+
+    def samples(self) -> int:
+        return 8
+
+    def losses(self) -> list[float]:
+        return [self.loss]
+
+    def peak_bytes(self) -> float:
+        return 100.0
+
+
+def trainings(seconds_of: Callable[[Mapping[str, Any]], float], noise: float = 0.0) -> Callable[..., Any]:
+    draw = random.Random(0)
+    drift = itertools.count()  # the machine gets slower all the time
+
+    def train(settings: Mapping[str, Any]) -> Outcome:
+        seconds = seconds_of(settings)
+        if seconds < 0:
+            return Outcome(0.0, code=1, trouble="out of memory")
+        return Outcome(seconds * (1 + 0.002 * next(drift)) * (1 + noise * draw.random()))
+
+    return train
+
+
+def swept(train: Callable[..., Any], *candidates: Candidate, pairs: int = 3) -> tuple[Any, list[Comparison]]:
+    told: list[Comparison] = []
+    return sweep(train, candidates, pairs=pairs, tell=told.append), told
+
+
+def test_what_is_faster_is_kept_and_the_next_is_beside_it() -> None:
+    def seconds(settings: Mapping[str, Any]) -> float:
+        time = 1.0
+        time *= 0.5 if settings.get("a") == 2 else 1.0
+        return time * (0.8 if settings.get("b") and settings.get("a") == 2 else 1.1 if settings.get("b") else 1.0)
+
+    found, told = swept(
+        trainings(seconds), Candidate(name="a", value=2), Candidate(name="b", value=True), Candidate(name="c", value=1)
+    )
+    assert found.kept == {"a": 2, "b": True}
+    assert found.speedup == pytest.approx(2.5, rel=0.02)
+    assert [each.kept for each in told] == [True, True, False]
+    assert found.verdict().startswith("a=2, b=True: 2.")
+
+
+def test_noise_is_not_kept() -> None:
+    found, told = swept(
+        trainings(lambda settings: 1.0, noise=0.3), *(Candidate(name=f"n{i}", value=1) for i in range(20))
+    )
+    assert len(found.kept) <= 3  # by chance one in eight is faster in three pairs
+    assert all(each.pairs == 3 for each in told if each.high is not None and each.high < 1.15)
+
+
+def test_what_is_much_slower_is_tried_once() -> None:
+    found, told = swept(trainings(lambda settings: 2.0 if settings else 1.0), Candidate(name="a", value=2))
+    assert (told[0].pairs, found.kept) == (1, {})
+    assert found.verdict() == "None of 1 settings made steps faster by 2% or more in every pair."
+
+
+def test_what_does_not_train_is_told() -> None:
+    found, told = swept(trainings(lambda settings: -1.0 if settings else 1.0), Candidate(name="a", value=2))
+    assert told[0].words == "did not train: out of memory"
+    assert found.kept == {}
+    with pytest.raises(ConfigError, match="a short training of this configuration: out of memory"):
+        swept(trainings(lambda settings: -1.0), Candidate(name="a", value=2))
+
+
+def test_the_overlay_and_the_page(tmp_path: Path) -> None:
+    train = trainings(lambda settings: 0.5 if settings.get("loader.num_workers") == 2 else -1.0 if settings else 1.0)
+    found, _ = swept(
+        train, Candidate(name="plan.compile", value="blocks"), Candidate(name="loader.num_workers", value=2)
+    )
+    path = write_sweep(tmp_path, "/etc/run.toml", found, {"optim.lr": 0.1})
+    assert path is not None
+    assert tomllib.loads(path.read_text()) == {
+        "base": "/etc/run.toml",
+        "optim": {"lr": 0.1},
+        "loader": {"num_workers": 2},
+    }
+    assert "did not train" in (tmp_path / "report.html").read_text()
+    nothing, _ = swept(trainings(lambda settings: 1.0), Candidate(name="a", value=1))
+    assert write_sweep(tmp_path, "", nothing, {}) is None
+
+
+def test_what_is_tried_is_not_what_is_set() -> None:
+    settings = {
+        **{"plan.micro_batch": 4, "plan.global_batch": 8, "plan.precision": "auto", "plan.recompute": "full"},
+        **{"plan.compile": "blocks", "loader.num_workers": 2, "launch.allocator": "tuned", "launch.num_threads": 0},
+    }
+    tried = {(each.name, each.value) for each in candidates_of(settings, has_accelerator=False, cores=4)}
+    assert tried == {
+        *{("plan.micro_batch", 8), ("plan.micro_batch", 2), ("plan.precision", "fp32"), ("plan.precision", "bf16")},
+        *{("plan.recompute", "none"), ("loader.num_workers", 0), ("loader.num_workers", 1), ("loader.num_workers", 4)},
+        *{("launch.allocator", "system"), ("launch.num_threads", 2)},
+    }
