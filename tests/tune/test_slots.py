@@ -1,0 +1,37 @@
+"""Places for trials at the same time: their shares of devices or cores."""
+
+from __future__ import annotations
+
+import pytest
+
+from unisono.errors import ConfigError
+from unisono.launch.resources import Core
+from unisono.tune import slots
+from unisono.tune.slots import divide_into_slots
+
+
+def test_each_place_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,GPU-a,7,8")
+    found = divide_into_slots(2, 2, sets_threads=False)
+    assert [slot.variables for slot in found] == [{"CUDA_VISIBLE_DEVICES": "0,2"}, {"CUDA_VISIBLE_DEVICES": "GPU-a,7"}]
+    assert all(slot.cpus is None and not slot.settings for slot in found)
+    with pytest.raises(ConfigError, match="3 trials of 2 processes at a time on 5 devices"):
+        divide_into_slots(3, 2, sets_threads=False)
+
+
+def test_each_place_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cores = [Core(node=0, cpus=(index, index + 8)) for index in range(8)]
+    monkeypatch.setattr(slots, "allowed_cores", lambda: cores)
+    found = divide_into_slots(2, 2, sets_threads=False)
+    assert [slot.cpus for slot in found] == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    # the number of threads is part of the configuration: sums depend on it
+    assert [slot.settings for slot in found] == [{"launch.num_threads": "2"}] * 2
+    assert divide_into_slots(2, 0, sets_threads=True)[0].settings == {}
+    with pytest.raises(ConfigError, match="9 trials at a time on 8 cores"):
+        divide_into_slots(9, 0, sets_threads=False)
+
+
+def test_one_place_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    (slot,) = divide_into_slots(1, 4, sets_threads=False)
+    assert (slot.cpus, slot.settings, slot.variables) == (None, {}, {})
