@@ -28,7 +28,7 @@ from unisono.train.histograms import histograms
 from unisono.train.nonfinite_search import NonfiniteSearch
 from unisono.train.step import COUNTED, GOOD, LOSS, NAMED, NORM, RANK_LOSS, STOP, Step
 
-_HOST_MEMORY_EVERY_S: Final = 1.0
+_HOST_MEMORY_EVERY_S: Final = 0.25
 
 
 @dataclass(kw_only=True, slots=True)
