@@ -28,7 +28,9 @@ from unisono.train.histograms import histograms
 from unisono.train.nonfinite_search import NonfiniteSearch
 from unisono.train.step import COUNTED, GOOD, LOSS, NAMED, NORM, RANK_LOSS, STOP, Step
 
+# the kernel takes as long to tell the memory of a process as all else of a short step's accounting
 _HOST_MEMORY_EVERY_S: Final = 0.25
+_HOST_MEMORY_EVERY_READINGS: Final = 12  # of steps so short that growth from step to step would not be seen
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,6 +69,7 @@ class MetricsReader:
     _peak_memory: PeakMemory = field(default_factory=PeakMemory)  # of a run on the CPU
     _host_memory: dict[str, float] = field(default_factory=dict[str, float])  # the same, as it was last read
     _host_memory_read_at_s: float = 0.0
+    _host_memory_age: int = 0  # readings since
     _last: tuple[Step, list[float]] | None = None  # the last step that was read, and its statistics
 
     def add(self, step: Step) -> None:
@@ -198,9 +201,10 @@ class MetricsReader:
         memory = adapter.memory(index)
         if memory is None:
             now_s = time.monotonic()
-            # the kernel takes as long to tell it as all else of a short step's accounting
-            if is_last or now_s - self._host_memory_read_at_s >= _HOST_MEMORY_EVERY_S:
-                self._host_memory_read_at_s = now_s
+            self._host_memory_age += 1
+            is_old = now_s - self._host_memory_read_at_s >= _HOST_MEMORY_EVERY_S
+            if is_last or is_old or self._host_memory_age >= _HOST_MEMORY_EVERY_READINGS:
+                self._host_memory_read_at_s, self._host_memory_age = now_s, 0
                 self._host_memory = {
                     "mem/now_bytes": anonymous_memory_bytes(),
                     "mem/peak_bytes": self._peak_memory.read(),
