@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
+import xxhash
+
 from unisono.errors import ConfigError, missing_extra
 from unisono.storage.directory import make_folder
 from unisono.storage.files import file_lock
@@ -194,7 +196,7 @@ class Study:
                 if combination is None:
                     return None
                 self._study.enqueue_trial({name: self._value(name, text) for name, text in combination.items()})
-            self._study.sampler = self._sampler(self._options.seed + count)
+            self._study.sampler = self._sampler(_mixed(self._options.seed, count))
             trial = self._study.ask({name: self._distribution(name) for name in self._space})
             lock = self._try_lock(trial.number)
             assert lock is not None  # the number is new
@@ -370,6 +372,11 @@ class Study:
     def _release(self, trial: Trial) -> None:
         trial.lock.close()
         self._lock_path(trial.number).unlink(missing_ok=True)
+
+
+def _mixed(seed: int, number: int) -> int:
+    """A seed of 32 bits for one trial; searches with neighbouring seeds have none in common, but by chance."""
+    return xxhash.xxh32_intdigest(f"{seed} {number}".encode())
 
 
 class _Held:
