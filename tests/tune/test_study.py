@@ -127,7 +127,7 @@ def test_the_setting_that_counts(tmp_path: Path) -> None:
         trial = begun(search)
         search.finish(trial, "done", float(trial.settings["a"]) + 0.01 * float(trial.settings["b"]))
     weights = search.importances()
-    assert weights["a"] > 0.9
+    assert weights["a"] > 0.75  # an estimate from three of thirty trials
     assert sum(weights.values()) == pytest.approx(1.0)
 
 
