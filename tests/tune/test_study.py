@@ -122,12 +122,12 @@ def test_lack_of_memory_is_a_result(tmp_path: Path) -> None:
 
 
 def test_the_setting_that_counts(tmp_path: Path) -> None:
-    search = study(tmp_path, "a=0.0..1", "b=0.0..1")
-    for _ in range(30):
+    search = study(tmp_path, "a=0.0..1", "b=0.0..1", sampler="random")
+    for _ in range(100):
         trial = begun(search)
         search.finish(trial, "done", float(trial.settings["a"]) + 0.01 * float(trial.settings["b"]))
     weights = search.importances()
-    assert weights["a"] > 0.75  # an estimate from three of thirty trials
+    assert weights["a"] > 0.9
     assert sum(weights.values()) == pytest.approx(1.0)
 
 

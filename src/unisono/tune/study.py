@@ -12,6 +12,7 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
@@ -192,7 +193,7 @@ class Study:
             if max_trials is not None and count >= max_trials:
                 return None
             if self._options.sampler == "grid":
-                combination = next((each for at, each in enumerate(grid(self._space)) if at == count), None)
+                combination = next(islice(grid(self._space), count, None), None)
                 if combination is None:
                     return None
                 self._study.enqueue_trial({name: self._value(name, text) for name, text in combination.items()})
