@@ -82,10 +82,10 @@ def test_the_peak_is_of_memory_that_belongs_to_no_file(tmp_path: Path) -> None:
     )
     start, mapped, unmapped, private, shared, closed = map(int, done.stdout.split())
     assert mapped - start < size / 4
-    assert unmapped == mapped
+    assert 0 <= unmapped - mapped < size / 100  # between two readings the program itself takes a page now and then
     assert size / 2 < private - start < 1.5 * size
     assert size / 2 < shared - private < 1.5 * size
-    assert closed == shared
+    assert 0 <= closed - shared < size / 100
 
 
 def status(tmp_path: Path, **kib: int) -> Path:
