@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -220,6 +221,17 @@ def tuning(folder: Path) -> dict[str, str]:
     }
 
 
+def quality(folder: Path) -> dict[str, str]:
+    """A corpus with duplicates, whose rows have a class and a user, and three sets without leaks."""
+    draw = random.Random(0)
+    texts = [" ".join(f"word{draw.randrange(1000)}" for _ in range(80)) for _ in range(60)]
+    rows = [{"text": text, "label": number % 2, "user": number // 2} for number, text in enumerate(texts + texts[:6])]
+    parts = {"corpus": rows, "training": rows[:40], "validation": rows[40:50], "test": rows[50:60]}
+    for name, part in parts.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return {}
+
+
 PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "compare.md": compare,
     "diagnosis.md": diagnosis,
@@ -228,6 +240,7 @@ PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {
     "launching.md": launching,
     "plans.md": small_run,
     "profile.md": profile,
+    "quality.md": quality,
     "trackers.md": small_run,
     "tuning.md": tuning,
 }

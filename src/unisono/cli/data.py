@@ -1,4 +1,4 @@
-"""``unisono data``: pack, inspect, verify, repair, reshard and convert record files."""
+"""``unisono data``: pack, inspect, verify, repair, reshard and convert record files; clean and split data sets."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import click
 
 from unisono.cli.common import every_verb, print_json, print_result
 from unisono.cli.data_pack import pack
+from unisono.cli.data_quality import clean_documents, dedup_documents, find_leaking, split_documents
 from unisono.cli.terminal import echo
 from unisono.errors import DataError
 
@@ -25,10 +26,15 @@ _SHOWN = 20  # findings and labels that fit on a screen
 
 @click.group("data")
 def command() -> None:
-    """Pack record files, look into them, check, mend, rearrange and convert them."""
+    """Pack record files, look into them, check, mend, rearrange and convert them; clean and split data sets, find
+    leaks."""
 
 
 command.add_command(pack)
+command.add_command(clean_documents)
+command.add_command(dedup_documents)
+command.add_command(find_leaking)
+command.add_command(split_documents)
 
 
 @command.command("verify")

@@ -27,7 +27,7 @@ _TEXT: Final = frozenset({".txt", ".md", ".rst", ".text", ".py", ".tex", ".html"
 _LISTED: Final = ("root", "follow_links", "split", "shuffle", "shards")  # of images that are files
 
 
-def _split(_context: click.Context, _option: click.Parameter, values: Sequence[str]) -> dict[str, Fraction] | None:
+def fractions(_context: click.Context, _option: click.Parameter, values: Sequence[str]) -> dict[str, Fraction] | None:
     parts: dict[str, Fraction] = {}
     for value in values:
         name, _, text = value.partition("=")
@@ -89,7 +89,7 @@ def _option(kinds: str, *names: str, help: str, **settings: Any) -> Callable[[An
     "images", "--tiles", is_flag=True, default=None, help="restart markers and tile sizes; lossless if not re-encoded."
 )
 @_option("images", "--exif/--no-exif", default=None, help="turn re-encoded JPEGs as EXIF says (default) or not.")
-@_option("images", "--split", multiple=True, callback=_split, metavar="NAME=FRACTION", help="parts; again for each.")
+@_option("images", "--split", multiple=True, callback=fractions, metavar="NAME=FRACTION", help="parts; again for each.")
 @_option("images", "--shuffle", type=int, metavar="SEED", help="order by keyed hash instead of the listing's.")
 @_option("text", "--tokenizer", help="bytes (default), or a tokenizer.json or its folder.")
 @_option("text", "--lines", is_flag=True, default=None, help="each line is a document, not each file.")

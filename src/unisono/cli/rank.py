@@ -24,6 +24,7 @@ from unisono.interop.huggingface import export
 from unisono.models.gpt import GPT
 from unisono.observe.events import Event
 from unisono.observe.formatting import RunEndFacts
+from unisono.quality.provenance import cleaning_facts
 from unisono.storage.files import write_atomically
 from unisono.storage.run_folder import PLAN_FILE, RUN_FILE
 from unisono.train.build import (
@@ -84,6 +85,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
             "origins": resolved.origins,
             "launch": launch_facts(),
             "data": data.facts,
+            **({"cleaning": cleaning} if (cleaning := cleaning_facts(_addresses(config))) else {}),
         }
         trainer = build_trainer(config, data, plan, world=world, events=events, provenance=provenance)
         with trainer as run:
@@ -119,6 +121,14 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
     if unfinished is not None:
         raise unfinished
     return outcome
+
+
+def _addresses(config: RunConfig) -> list[str]:
+    """The files and folders that the run reads."""
+    data = config.data
+    given = [data.train, data.eval, "" if data.train else data.corpus]
+    addresses = [(each,) if isinstance(each, str) else each for each in given]
+    return [address for several in addresses for address in several if address]
 
 
 def _log_event(event: Event) -> None:

@@ -184,7 +184,7 @@ TAIL: Final = """<script type="application/octet-stream" id="charts">{{ charts }
 </html>
 """
 
-SEARCH: Final = """<h1>{{ title }}</h1>
+SUMMARY: Final = """<h1>{{ title }}</h1>
 <p class="verdict">{{ verdict }}</p>
 <div class="figures">
 {% for figure in figures %}<div class="figure"><b>{{ figure.value }}</b><span>{{ figure.label }}</span></div>

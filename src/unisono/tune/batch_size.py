@@ -20,7 +20,7 @@ from unisono.errors import ConfigError
 from unisono.observe.events import number, read_events
 from unisono.report.charts import curve_layout
 from unisono.report.html import render_page
-from unisono.report.page import SEARCH
+from unisono.report.page import SUMMARY
 from unisono.report.section import Section, Table
 from unisono.report.tables import Figure
 from unisono.storage.files import write_atomically
@@ -251,7 +251,7 @@ def write_batch_page(path: Path, found: LargestBatch) -> None:
     table = Table(head=["micro-batch", "fits", "peak of a rank", "samples per s", "why not"], rows=rows)
     section = Section(title="Memory and speed", charts=charts, tables=[table], in_grid=True)
     page = render_page(
-        SEARCH,
+        SUMMARY,
         charts,
         title="Largest micro-batch",
         verdict=batch_verdict(found),

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from unisono.report.charts import curve_layout
 from unisono.report.html import render_page
-from unisono.report.page import SEARCH
+from unisono.report.page import SUMMARY
 from unisono.report.section import Section, Table
 from unisono.report.tables import Figure
 from unisono.sanitize import printable
@@ -107,7 +107,7 @@ def write_folds_page(path: Path, found: CrossValidation, records: Sequence[Trial
         tables=[Table(head=["part", "end", found.metric, "why"], rows=rows)],
     )
     page = render_page(
-        SEARCH,
+        SUMMARY,
         section.charts,
         title="Cross-validation",
         verdict=printable(found.verdict()),

@@ -13,7 +13,7 @@ from unisono.errors import ConfigError
 from unisono.launch.workers import Reaper
 from unisono.report.charts import curve_layout
 from unisono.report.html import render_page
-from unisono.report.page import SEARCH
+from unisono.report.page import SUMMARY
 from unisono.report.section import Section
 from unisono.report.tables import Figure
 from unisono.storage.files import write_atomically
@@ -200,7 +200,7 @@ def write_range_page(path: Path, found: RangeTest) -> None:
         charts=[{"id": "range", "data": data, "layout": layout}],
     )
     page = render_page(
-        SEARCH,
+        SUMMARY,
         section.charts,
         title="Range of learning rates",
         verdict=range_verdict(found),

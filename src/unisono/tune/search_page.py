@@ -11,7 +11,7 @@ from typing import Any, Final
 from unisono.observe.run_summary import duration
 from unisono.report.charts import curve_layout
 from unisono.report.html import render_page
-from unisono.report.page import SEARCH
+from unisono.report.page import SUMMARY
 from unisono.report.section import Section, Table
 from unisono.report.tables import Figure
 from unisono.sanitize import printable
@@ -57,7 +57,7 @@ def write_search_page(
         if section is not None
     ]
     page = render_page(
-        SEARCH,
+        SUMMARY,
         [chart for section in sections for chart in section.charts],
         title=f"Search {printable(path.absolute().parent.name)}",
         verdict=printable(verdict(options, best)),

@@ -17,7 +17,7 @@ from unisono.doctor.child import TrainOutcome
 from unisono.errors import ConfigError
 from unisono.report.charts import curve_layout
 from unisono.report.html import render_page
-from unisono.report.page import SEARCH
+from unisono.report.page import SUMMARY
 from unisono.report.section import Section, Table
 from unisono.report.tables import Figure
 from unisono.sanitize import printable
@@ -259,7 +259,7 @@ def write_sweep(folder: Path, base: str, found: Sweep, own: Mapping[str, Any]) -
         tables=[Table(head=head, rows=rows)],
     )
     page = render_page(
-        SEARCH,
+        SUMMARY,
         section.charts,
         title="Settings for speed",
         verdict=printable(found.verdict()),

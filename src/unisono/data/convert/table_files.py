@@ -108,13 +108,14 @@ def open_file(path: Path, kind: str, columns: Sequence[str] | None = None) -> Ta
     return table if columns is None else select_columns(table, columns)
 
 
-def write_table(path: Path, table: Table, *, base64: Collection[str] = ()) -> int:
+def write_table(path: Path, table: Table, *, base64: Collection[str] = (), is_shard: bool = False) -> int:
     """Write all rows to a file, completely or not at all, replacing an existing file.
 
     Args:
         path: The file; its suffix names the format: .rec, .mindrecord, .jsonl, .parquet, .tar or .csv.
         table: The rows; they are read once.
         base64: Fields of bytes that a CSV file holds as base64.
+        is_shard: Whether the file may have the name of one of a set, ``name-00000-of-00005…``.
 
     Returns:
         The number of rows.
@@ -125,7 +126,7 @@ def write_table(path: Path, table: Table, *, base64: Collection[str] = ()) -> in
     suffix = kind_of_name(path)
     if suffix not in _WRITTEN:
         raise _no_format(path, suffix, _WRITTEN)
-    if SHARD_NAME.fullmatch(path.name) or (suffix == ".mindrecord" and path.suffix != suffix):
+    if (SHARD_NAME.fullmatch(path.name) and not is_shard) or (suffix == ".mindrecord" and path.suffix != suffix):
         raise unwritable_error(
             f"{path}, a name of one of several files", "rows are written to one file", "a name without a number"
         )

@@ -1,0 +1,306 @@
+"""``unisono data clean``, ``dedup``, ``leak`` and ``split``: documents before a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from unisono.cli.common import every_verb, print_result
+from unisono.cli.data_pack import fractions
+from unisono.cli.terminal import echo
+from unisono.cli.termination import Terminated, sigterm_interrupts
+from unisono.errors import ConfigError
+from unisono.exit_codes import REQUEUE
+
+if TYPE_CHECKING:
+    from unisono.quality.clean import CleanResult
+    from unisono.quality.leak import LeakResult
+    from unisono.quality.options import DuplicateOptions
+
+_SHOWN: Final = 20  # pairs that fit on a screen
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _compares(function: F) -> F:
+    """Decorator that adds the options by which documents are compared."""
+    for option in (
+        click.option(
+            "--workers", type=click.IntRange(min=0), help="Processes; 0 = this one (default: by size and cores)."
+        ),
+        click.option(
+            "--text-column", metavar="NAME", help="Field of the text in tables (default: text, else the only one)."
+        ),
+        click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the signatures."),
+        click.option(
+            "--num-perm",
+            type=click.IntRange(min=16, max=1024),
+            default=128,
+            show_default=True,
+            help="Values of a MinHash signature.",
+        ),
+        click.option(
+            "--ngram", type=click.IntRange(min=1, max=50), default=5, show_default=True, help="Words per shingle."
+        ),
+        click.option("--exact", is_flag=True, help="Only documents with the same text."),
+        click.option(
+            "--near",
+            type=click.FloatRange(min=0.1, max=1.0),
+            help="Jaccard similarity of shingles from which on documents count as the same (default: 0.8).",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command("dedup")
+@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
+@click.option(
+    "--on-error", type=click.Choice(("fail", "skip")), default="fail", show_default=True, help="On a row without text."
+)
+@click.option("--index-only", is_flag=True, help="Write the numbers of the kept rows, and no data.")
+@_compares
+@every_verb
+def dedup_documents(
+    inputs: tuple[Path, ...],
+    out: Path,
+    on_error: str,
+    index_only: bool,
+    text_column: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Write INPUTS without their duplicates into a new folder; of each the first document is kept.
+
+    INPUTS are tables with a field of text, text files, or folders of these; they do not change. Documents are duplicates if
+    their text is the same, or if their sets of word n-grams are similar enough. After a kill, the same command goes on.
+
+    \b
+    OUT/data           the kept documents, in files of the inputs' names and formats
+    OUT/kept           the numbers of the kept rows of each table, as .npy
+    OUT/dropped.jsonl  each dropped document, and the kept one it is a copy of
+    OUT/report.html    counts, similarities and examples; OUT/report.json the counts
+    """
+    from unisono.quality.clean import clean
+    from unisono.quality.options import only_dedup
+
+    with _resumable(out):
+        result = clean(
+            inputs,
+            out,
+            only_dedup(_options(options)),
+            column=text_column,
+            skips_unreadable=on_error == "skip",
+            index_only=index_only,
+            workers=options["workers"],
+        )
+    print_result(as_json, {"out": str(out), **asdict(result)}, _clean_lines(result, out))
+
+
+@click.command("clean")
+@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
+@click.option(
+    "--recipe",
+    "recipes",
+    multiple=True,
+    type=click.Path(),
+    help="A TOML file with the steps (default: all but masking).",
+)
+@click.option(
+    "-s",
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Set one value of the recipe; wins over the file.",
+)
+@click.option(
+    "--on-error", type=click.Choice(("fail", "skip")), default="fail", show_default=True, help="On a row without text."
+)
+@click.option("--index-only", is_flag=True, help="Write the numbers of the kept rows, and no data.")
+@click.option("--text-column", metavar="NAME", help="Field of the text in tables (default: text, else the only one).")
+@click.option("--workers", type=click.IntRange(min=0), help="Processes; 0 = this one (default: by size and cores).")
+@every_verb
+def clean_documents(
+    inputs: tuple[Path, ...],
+    out: Path,
+    recipes: tuple[str, ...],
+    overrides: tuple[str, ...],
+    on_error: str,
+    index_only: bool,
+    text_column: str | None,
+    workers: int | None,
+    as_json: bool,
+) -> None:
+    """Write INPUTS without poor and duplicate documents into a new folder, by the steps of a recipe.
+
+    INPUTS are tables with a field of text, text files, or folders of these; they do not change. The steps, each a section of the
+    recipe: normalize, filter, mask, decontaminate, dedup. OUT is as of unisono data dedup; dropped.jsonl names the limit that
+    each dropped document did not keep. After a kill, the same command goes on.
+    """
+    from unisono.config import load_config
+    from unisono.quality.clean import clean
+    from unisono.quality.options import CleanRecipe
+
+    recipe = load_config(CleanRecipe, recipes, overrides=overrides).value
+    with _resumable(out):
+        result = clean(
+            inputs,
+            out,
+            recipe,
+            column=text_column,
+            skips_unreadable=on_error == "skip",
+            index_only=index_only,
+            workers=workers,
+        )
+    print_result(as_json, {"out": str(out), **asdict(result)}, _clean_lines(result, out))
+
+
+def _clean_lines(result: CleanResult, out: Path) -> list[str]:
+    lines = [f"{result.kept:,} of {result.documents:,} documents kept"]
+    lines += [f"     {count:,} dropped by {reason}" for reason, count in result.dropped.items()]
+    if result.changed:
+        lines.append(f"     {result.changed:,} kept with another text")
+    lines += [f"     {count:,} times {kind} replaced" for kind, count in result.masked.items()]
+    if result.crowded:
+        lines.append(f"{result.crowded:,} kept documents had too many candidates to be compared with all of them")
+    return [*lines, f"report: {out / 'report.html'}"]
+
+
+@click.command("leak")
+@click.argument("train", type=click.Path(path_type=Path))
+@click.argument("others", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TEST...")
+@click.option("--out", type=click.Path(path_type=Path), help="A new folder for a report and the rows without leaks.")
+@_compares
+@every_verb
+def find_leaking(
+    train: Path, others: tuple[Path, ...], out: Path | None, text_column: str | None, as_json: bool, **options: Any
+) -> int:
+    """Find documents of the sets TEST that are in TRAIN too, or in a TEST before theirs. Exit code 1 if there are any.
+
+    Sets are tables with a field of text, text files, or folders of these. Documents are the same if their text is, or if
+    their sets of word n-grams are similar enough. OUT/kept has the numbers of the rows of each table that do not leak, as
+    .npy.
+    """
+    from unisono.quality.leak import find_leaks
+
+    with _resumable(out):
+        result = find_leaks(
+            train,
+            others,
+            out=out,
+            options=_options(options),
+            column=text_column,
+            workers=options["workers"],
+        )
+    print_result(as_json, asdict(result), [*_leak_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
+    return 1 if result.pairs else 0
+
+
+@click.command("split")
+@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    required=True,
+    callback=fractions,
+    metavar="NAME=SHARE",
+    help="A part, as train=0.9 or train=9/10; again for each. Shares sum up to 1.",
+)
+@click.option("--stratify", metavar="FIELD", help="Field whose values have the same shares in all parts, as a class.")
+@click.option("--group", metavar="FIELD", help="Field whose values are in one part each, as a user.")
+@click.option("--index-only", is_flag=True, help="Write the numbers of the rows of each part, and no data.")
+@_compares
+@every_verb
+def split_documents(
+    inputs: tuple[Path, ...],
+    out: Path,
+    parts: dict[str, Fraction],
+    stratify: str | None,
+    group: str | None,
+    index_only: bool,
+    text_column: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Split INPUTS into parts, so that no document is in two: duplicates, near-duplicates and groups stay together.
+
+    INPUTS are tables with a field of text, text files, or folders of these; they do not change. OUT gets a folder for each part,
+    with data and kept as of unisono data dedup, report.html and report.json. After a kill, the same command goes on.
+    """
+    from unisono.quality.split import split
+
+    with _resumable(out):
+        result = split(
+            inputs,
+            out,
+            parts,
+            class_field=stratify,
+            group_field=group,
+            options=_options(options),
+            column=text_column,
+            index_only=index_only,
+            workers=options["workers"],
+        )
+    lines = [
+        f"{part.name}: {part.documents:,} documents, {part.documents / max(result.documents, 1):.2%}"
+        for part in result.parts
+    ]
+    lines.append(f"{result.clusters:,} clusters, the largest of {result.largest:,} documents")
+    if result.crowded:
+        lines.append(f"{result.crowded:,} documents had too many candidates to be compared with all of them")
+    print_result(as_json, {"out": str(out), **asdict(result)}, [*lines, f"report: {out / 'report.html'}"])
+
+
+def _leak_lines(result: LeakResult) -> list[str]:
+    lines = [
+        f"{'leak' if split.exact + split.near else 'ok  '} {split.path}: {split.documents:,} documents, {split.exact:,} with "
+        f"the same text as one of a set before it, {split.near:,} near one"
+        for split in result.splits[1:]
+    ]
+    for pair in result.pairs[:_SHOWN]:
+        how = "same text" if pair["exact"] else f"similarity {pair['similarity']:.3f}"
+        lines.append(f"     {pair['file']} row {pair['row']} and {pair['of']['file']} row {pair['of']['row']}: {how}")
+    if len(result.pairs) > _SHOWN:
+        lines.append(f"     and {len(result.pairs) - _SHOWN:,} more")
+    if result.crowded:
+        lines.append(f"{result.crowded:,} documents had too many candidates to be compared with all of them")
+    return lines
+
+
+def _options(options: dict[str, Any]) -> DuplicateOptions:
+    from unisono.quality.options import DuplicateOptions
+
+    settings = {name: options[name] for name in ("near", "ngram", "num_perm", "seed") if options[name] is not None}
+    if options["exact"] and "near" in settings:
+        raise ConfigError(
+            given=f"--exact and --near {options['near']}",
+            rule="documents are the same by their text alone, or by a similarity",
+            consequence="nothing was read",
+            nearest="one of the two",
+        )
+    if options["exact"]:
+        settings["near"] = 0.0
+    return DuplicateOptions(**settings)
+
+
+@contextmanager
+def _resumable(out: Path | None) -> Generator[None]:
+    """Say where an interrupted job goes on, and exit with 75 after SIGTERM."""
+    try:
+        with sigterm_interrupts():
+            yield
+    except KeyboardInterrupt as interrupt:
+        more = f"; the same command goes on in {out}" if out is not None else ""
+        echo(f"unisono: it was interrupted{more}", err=True)
+        sys.exit(REQUEUE if isinstance(interrupt, Terminated) else 1)

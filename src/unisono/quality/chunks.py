@@ -1,0 +1,52 @@
+"""Chunks of documents: cleaned, sketched, and kept as one safetensors file.
+
+Besides the arrays of ``sketches``:
+
+    reasons       uint8   [documents]    number in ``cleaning.REASONS`` of the step that dropped it; 0: kept
+    values        float64 [documents]    what the limit that dropped it was compared with
+    changed       int64   [changed]      documents whose text is another now, by their place in the chunk
+    texts         uint8   [bytes]        their texts in UTF-8, one after another
+    text_offsets  int64   [changed + 1]  where each begins
+
+The file's metadata has ``masked``: how many pieces of personal data were replaced, by kind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from unisono.quality.cleaning import clean_documents
+from unisono.quality.options import CleanRecipe
+from unisono.quality.sketches import sketch_documents
+
+
+def make_chunk(texts: Sequence[bytes | None], recipe: CleanRecipe, contamination: NDArray[np.uint64]) -> bytes:
+    """The chunk file of documents in UTF-8, in which lone surrogates may stand.
+
+    Args:
+        texts: The documents; None of one that cannot be read.
+        recipe: The steps that they go through.
+        contamination: Sorted hashes of the benchmarks' n-grams; empty if there are none.
+
+    Raises:
+        ExtraError: A package that a step needs is not installed.
+    """
+    cleaned = clean_documents(texts, recipe, contamination)
+    is_kept = cleaned.reasons == 0
+    changed = [number for number, text in enumerate(cleaned.texts) if is_kept[number] and text is not texts[number]]
+    new_texts = [cleaned.texts[number] for number in changed]
+    # a dropped document is compared with none
+    kept_texts = [text if kept else b"" for text, kept in zip(cleaned.texts, is_kept, strict=True)]
+    arrays = sketch_documents(kept_texts, recipe.dedup) | {
+        "reasons": cleaned.reasons,
+        "values": cleaned.values,
+        "changed": np.array(changed, np.int64),
+        "texts": np.frombuffer(b"".join(new_texts), np.uint8),
+        "text_offsets": np.cumsum([0, *map(len, new_texts)], dtype=np.int64),
+    }
+    return save(arrays, {"masked": json.dumps(cleaned.masked)})

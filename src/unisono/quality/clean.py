@@ -1,0 +1,165 @@
+"""Clean a data set by a recipe: change texts, drop documents, say why. The inputs do not change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unisono.quality.cleaning import REASONS, UNREADABLE, benchmark_hashes
+from unisono.quality.documents import find_documents
+from unisono.quality.job_folder import open_job
+from unisono.quality.kept_rows import require_writable, write_kept
+from unisono.quality.near_duplicates import Duplicates, exact_duplicates, near_duplicates
+from unisono.quality.options import CleanRecipe
+from unisono.quality.page import write_clean_page
+from unisono.quality.personal_data import mask_personal_data
+from unisono.quality.placed_pairs import PlacedPairs
+from unisono.quality.sketch_folder import Sketches, sketch_all
+from unisono.quality.sketches import sketch_version
+from unisono.storage.files import new_file
+
+EXACT: Final = "dedup.exact"
+NEAR: Final = "dedup.near"
+DROPPED_FILE: Final = "dropped.jsonl"
+_REASONS: Final = (*REASONS, EXACT, NEAR)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CleanResult:
+    """The outcome.
+
+    Attributes:
+        documents: Number of documents.
+        kept: Of these in the new data set.
+        dropped: Of these dropped, by the limit or step that did, in the order of the recipe.
+        changed: Kept documents whose text is another now.
+        masked: Pieces of personal data that were replaced, by kind.
+        crowded: Kept documents that were not compared with all of their candidates, as there were too many.
+        recipe: The settings of all steps.
+        recipe_hash: xxh3-128 of the recipe, as JSON with sorted keys.
+        sketch: Algorithm of the signatures and its version; empty without near-duplicates.
+    """
+
+    documents: int
+    kept: int
+    dropped: dict[str, int]
+    changed: int
+    masked: dict[str, int]
+    crowded: int
+    recipe: CleanRecipe
+    recipe_hash: str
+    sketch: str
+
+
+def clean(
+    paths: Sequence[Path],
+    out: Path,
+    recipe: CleanRecipe | None = None,
+    *,
+    column: str | None = None,
+    skips_unreadable: bool = False,
+    index_only: bool = False,
+    workers: int | None = None,
+) -> CleanResult:
+    """Write a cleaned copy of a data set; of duplicates the first document is kept.
+
+    The folder gets ``data/`` (files of the inputs' names and formats), ``kept/`` (row numbers of each file, as ``.npy``),
+    ``dropped.jsonl`` (each dropped document, and why), ``report.json`` and ``report.html``.
+
+    Args:
+        paths: Tables, text files or folders of these.
+        out: A new folder; or that of the same job, which was killed and goes on, or is done already.
+        recipe: The steps.
+        column: Field of the text in tables; see ``find_documents``.
+        skips_unreadable: Whether documents that cannot be read are dropped, or an error.
+        index_only: Whether to write no ``data/``.
+        workers: Processes; 0 is this one. By default by cores and size. The result is the same.
+
+    Raises:
+        ConfigError: The folder belongs to something else, or another process works in it.
+        DataError: A file is damaged, has no text, or has changed meanwhile.
+        ExtraError: A package that a step needs is not installed.
+    """
+    recipe = recipe or CleanRecipe()
+    sketch = sketch_version(recipe.dedup)
+    documents = find_documents(paths, column=column, skips_unreadable=skips_unreadable)
+    if not index_only:
+        require_writable(documents)
+    contamination = benchmark_hashes(recipe.decontaminate, column)
+    identity = {
+        "recipe": asdict(recipe),
+        "documents": documents.identity(),
+        "benchmarks": xxhash.xxh3_128_hexdigest(contamination.tobytes()),
+        "index_only": index_only,
+        "sketch": sketch,
+    }
+    with open_job(out, identity, [*paths, *map(Path, recipe.decontaminate.against)]) as job:
+        if job.is_done:
+            return job.result(CleanResult)
+        sketches = sketch_all(documents, job.sketches, recipe, contamination=contamination, workers=workers)
+        documents.require_unchanged()
+        duplicates, crowded = _duplicates(sketches, recipe)
+        reasons = sketches.reasons()
+        reasons[duplicates.document] = np.where(duplicates.exact, _REASONS.index(EXACT), _REASONS.index(NEAR))
+        files, rows = sketches.places()
+        counts = np.bincount(files, minlength=len(documents.files))
+        dropped = {name: np.flatnonzero(reasons == number) for number, name in enumerate(_REASONS) if number}
+        changed = write_kept(documents, job.new, reasons == 0, counts, sketches.changed(), index_only=index_only)
+        result = CleanResult(
+            documents=len(sketches),
+            kept=int(np.sum(reasons == 0)),
+            dropped={name: len(numbers) for name, numbers in dropped.items() if len(numbers)},
+            changed=changed,
+            masked=sketches.masked(),
+            crowded=crowded,
+            recipe=recipe,
+            recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(asdict(recipe), sort_keys=True).encode()),
+            sketch=sketch,
+        )
+        # the report shows no personal data that the data set has no more
+        pairs = PlacedPairs(documents, files, rows, lambda text: mask_personal_data(text, recipe.mask.kinds)[0])
+        with new_file(job.new / DROPPED_FILE) as file:
+            for record in _dropped(reasons, sketches, pairs, duplicates):
+                file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        write_clean_page(job.new / "report.html", out.name, result, duplicates, pairs, dropped, sketches.faults())
+        documents.require_unchanged()
+        job.finish(asdict(result))
+    return result
+
+
+def _duplicates(sketches: Sketches, recipe: CleanRecipe) -> tuple[Duplicates, int]:
+    """Duplicates among the documents that are left, and how many had too many candidates."""
+    exact = exact_duplicates(sketches)
+    if not recipe.dedup.enabled:
+        return exact[:0], 0
+    if not recipe.dedup.near:
+        return exact, 0
+    excluded = np.concatenate((exact.document, np.flatnonzero(sketches.reasons())))
+    near, crowded = near_duplicates(sketches, recipe.dedup.near, excluded)
+    return exact + near, crowded
+
+
+def _dropped(
+    reasons: NDArray[np.uint8], sketches: Sketches, pairs: PlacedPairs, duplicates: Duplicates
+) -> Iterator[dict[str, Any]]:
+    """A record of each dropped document: its place, the reason, and what explains it."""
+    values, faults = sketches.values(), sketches.faults()
+    copies = zip(duplicates.of.tolist(), duplicates.similarity.tolist(), strict=True)
+    for document in np.flatnonzero(reasons).tolist():
+        reason = _REASONS[reasons[document]]
+        record = {**pairs.place(document), "reason": reason}
+        if reason in (EXACT, NEAR):
+            of, similarity = next(copies)
+            record |= {"of": pairs.place(of), "similarity": round(similarity, 4)}
+        elif reason == UNREADABLE:
+            record["fault"] = faults[document]
+        elif reason.startswith("filter."):
+            record["value"] = round(float(values[document]), 4)
+        yield record

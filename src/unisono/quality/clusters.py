@@ -1,0 +1,61 @@
+"""Clusters of documents that belong together: with the same text, near each other, or with the same value of a field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.quality.near_duplicates import MAX_COMPARED, Buckets, candidates, exact_duplicates, jaccard
+from unisono.quality.sketch_folder import Sketches
+
+
+def find_clusters(sketches: Sketches, near: float, values: Iterable[object] | None) -> tuple[NDArray[np.int64], int]:
+    """Join documents into clusters; also over several others: the first and the last of a chain are in one cluster.
+
+    Args:
+        sketches: Of all documents.
+        near: Jaccard similarity from which on two documents belong together; 0: only the same text does.
+        values: Of each document; documents of one value belong together. None: there are none.
+
+    Returns:
+        The first document of each document's cluster, int64 [documents]; and how many documents were not compared with all
+        of their candidates, as there were too many.
+    """
+    first = np.arange(len(sketches))
+    exact = exact_duplicates(sketches)
+    first[exact.document] = exact.of
+    crowded = 0
+    if near:
+        buckets = Buckets()
+        for document, shared in candidates(sketches, exact.document):
+            others, is_crowded = buckets.sharing(shared)
+            shingles = sketches.shingles(document)
+            for other in others[:MAX_COMPARED]:
+                is_joined = _root(first, other) == _root(first, document)
+                if not is_joined and jaccard(shingles, sketches.shingles(other), near) >= near:
+                    _join(first, document, other)
+            buckets.add(document, shared)
+            crowded += is_crowded or len(others) > MAX_COMPARED
+    if values is not None:
+        first_of_value: dict[object, int] = {}
+        for document, value in enumerate(values):
+            _join(first, document, first_of_value.setdefault(value, document))
+    while True:  # each document points at one before it
+        ahead = first[first]
+        if np.array_equal(ahead, first):
+            return first, crowded
+        first = ahead
+
+
+def _root(first: NDArray[np.int64], document: int) -> int:
+    while (before := int(first[document])) != document:
+        first[document] = first[before]  # halves the path (Tarjan and van Leeuwen 1984)
+        document = before
+    return document
+
+
+def _join(first: NDArray[np.int64], document: int, other: int) -> None:
+    low, high = sorted((_root(first, document), _root(first, other)))
+    first[high] = low

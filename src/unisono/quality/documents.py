@@ -1,0 +1,300 @@
+"""Documents of files: rows of tables with a column of text, and files of text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+from unisono.data.convert.file_kind import kind_of_name
+from unisono.data.convert.formats.jsonl import row_of_line
+from unisono.data.convert.formats.table import describe_value, open_source
+from unisono.data.convert.table_files import Row, files_of, open_file, read_formats
+from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, find_corpus, read_text
+from unisono.errors import DataError
+from unisono.sanitize import listed, quoted
+from unisono.storage.files import MAX_SHOWN_PATH, look_up
+from unisono.storage.limits import MAX_RECORD_BYTES
+
+TEXT: Final = "text"  # column of the documents where no other is named
+_KINDS: Final = tuple(suffix for suffix in read_formats() if suffix not in ("idx", ".bin"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputFile:
+    """A file whose documents are read: a table of rows, or text that is one document.
+
+    Attributes:
+        path: The file.
+        name: Its path relative to the folder that was given; of several paths, relative to the folder that all lie in.
+        size: In bytes.
+        mtime_ns: Time of its last change.
+        text: Of a file of text its folder and its entry there; None of a table.
+    """
+
+    path: Path
+    name: str
+    size: int
+    mtime_ns: int
+    text: tuple[Corpus, SourceFile] | None = None
+
+    @property
+    def kind(self) -> str:
+        """The suffix that names the format of a table, or ``text``."""
+        return TEXT if self.text is not None else kind_of_name(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document with its place.
+
+    Attributes:
+        file: Number of its file.
+        row: Number of its row in it, from 0.
+        text: Itself; empty if it has none.
+        fault: Why it has no text; empty if it has one.
+    """
+
+    file: int
+    row: int
+    text: str
+    fault: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """The documents of files, in order: a document's number is its place among them all.
+
+    Attributes:
+        files: Their files.
+        files_of_path: Number of files of each path that was given, in order.
+        column: Field of the text in tables; None to find it.
+        skips_unreadable: Whether a document without text is one with a fault, or an error.
+    """
+
+    files: tuple[InputFile, ...]
+    files_of_path: tuple[int, ...]
+    column: str | None = None
+    skips_unreadable: bool = False
+
+    def __iter__(self) -> Iterator[Document]:
+        """The documents.
+
+        Raises:
+            DataError: A file is damaged, or a row has no text.
+        """
+        for number, file in enumerate(self.files):
+            for row, text in enumerate(_texts(file, self.column)):
+                if isinstance(text, str):
+                    yield Document(number, row, text)
+                elif self.skips_unreadable:
+                    yield Document(number, row, "", "; ".join(problem.given for problem in text.problems))
+                else:
+                    raise text
+
+    def values(self, field: str) -> Iterator[Any]:
+        """The value of a field of the tables, of each document.
+
+        Raises:
+            DataError: A file is text, a row has no such field, or its value is no string, number or truth value.
+        """
+        for file in self.files:
+            if file.text is not None:
+                raise _refused(
+                    f"field {quoted(field)} of {file.path}, a file of text", "rows of tables have fields", "a table"
+                )
+            for number, row in enumerate(_rows(file, field)):
+                if isinstance(row, DataError):
+                    raise row
+                if not isinstance(row.get(field), str | int | float):
+                    raise _no_value(file, number, field, row, "a class or a group is a string or a number")
+                yield row[field]
+
+    def texts(self, places: Collection[tuple[int, int]]) -> dict[tuple[int, int], str]:
+        """The texts at some places, (number of the file, row); each file is read as far as needed."""
+        wanted: dict[int, set[int]] = {}
+        for file, row in places:
+            wanted.setdefault(file, set()).add(row)
+        return {
+            (file, row): text
+            for file, rows in wanted.items()
+            for row, text in enumerate(islice(_texts(self.files[file], self.column), max(rows) + 1))
+            if row in rows and isinstance(text, str)
+        }
+
+    def require_unchanged(self) -> None:
+        """Raise DataError if a file has changed since it was listed."""
+        for file in self.files:
+            try:
+                status = file.path.stat()
+                is_same = (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns)
+            except OSError:
+                is_same = False
+            if not is_same:
+                raise _refused(
+                    f"{file.path}, which has changed meanwhile",
+                    "a data set stays as it is while it is read",
+                    "the same command again, with another folder for the results",
+                )
+
+    def place(self, file: int, row: int) -> str:
+        """Where a document is, in words."""
+        return self.files[file].name + (f", row {row}" if self.files[file].text is None else "")
+
+    def identity(self) -> list[Any]:
+        """By which a change of the files is seen."""
+        return [self.column, self.skips_unreadable, [(file.name, file.size, file.mtime_ns) for file in self.files]]
+
+
+def find_documents(paths: Sequence[Path], *, column: str | None = None, skips_unreadable: bool = False) -> Documents:
+    """List the files of documents.
+
+    Args:
+        paths: Tables (of which one file of a set stands for the set), text files, or folders. The tables of a folder are
+            taken; one without tables is a folder of text files.
+        column: Field of the tables that holds the text. By default ``text``, else the only field that is a string, or
+            that is bytes.
+        skips_unreadable: Whether documents without text are left for the caller to drop; otherwise they are errors when
+            they are read.
+
+    Raises:
+        DataError: A path is not there, or a folder has no files.
+    """
+    if not paths:
+        raise _refused("no paths", "documents are in tables, in text files, or in folders of these", "a path")
+    common = os.path.commonpath([_absolute(os.path.expanduser(path)).parent for path in paths])
+    files: list[InputFile] = []
+    files_of_path: list[int] = []
+    for path in paths:
+        found, fault = look_up(path)
+        if fault or not os.path.exists(found):
+            raise _refused(
+                f"{quoted(str(path), MAX_SHOWN_PATH)}: {fault or 'it is not there'}",
+                "documents are in tables, in text files, or in folders of these",
+                "its path",
+            )
+        within = f"{_absolute(found).relative_to(common)}/" if len(paths) > 1 else ""
+        of_path = list(_in_folder(found, within) if os.path.isdir(found) else _of_file(found, common))
+        files += of_path
+        files_of_path.append(len(of_path))
+    names = [file.name for file in files]
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise _refused(
+            f"files that are given twice: {listed(map(quoted, twice))}",
+            "each document is read once",
+            "each path once; of a folder not also the files in it",
+        )
+    return Documents(
+        files=tuple(files),
+        files_of_path=tuple(files_of_path),
+        column=column,
+        skips_unreadable=skips_unreadable,
+    )
+
+
+def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
+    corpus = find_corpus(str(folder))
+    tables = [file for file in corpus.files if kind_of_name(folder / file.path) in _KINDS]
+    for file in tables or corpus.files:
+        yield _input_file(folder / file.path, within + file.path, file, None if tables else corpus)
+
+
+def _of_file(path: Path, common: str) -> Iterator[InputFile]:
+    is_table = kind_of_name(path) in _KINDS
+    for file in files_of(path) if is_table else [path]:
+        corpus = find_corpus(str(file))
+        yield _input_file(file, str(_absolute(file).relative_to(common)), corpus.files[0], None if is_table else corpus)
+
+
+def _absolute(path: str | Path) -> Path:
+    """Without ``..``, which would lead out of the folder of the results."""
+    return Path(os.path.abspath(path))
+
+
+def _input_file(path: Path, name: str, entry: SourceFile, corpus: Corpus | None) -> InputFile:
+    if kind_of_name(path) == ".mindrecord" != path.suffix:
+        raise _refused(
+            f"{path}, one of a set of MindRecord files",
+            "such a set is read as a whole",
+            "unisono data convert, to one file",
+        )
+    text = None if corpus is None else (corpus, entry)
+    return InputFile(path=path, name=name, size=entry.size, mtime_ns=entry.mtime_ns, text=text)
+
+
+def _texts(file: InputFile, column: str | None) -> Iterator[str | DataError]:
+    """The text of each document of a file, or why it has none. Raises DataError where the file is damaged from there on."""
+    if file.text is not None:
+        yield _file_text(file, *file.text)
+        return
+    for number, row in enumerate(_rows(file, column or (TEXT if file.kind == ".jsonl" else None))):
+        yield row if isinstance(row, DataError) else _row_text(row, column or text_column(row, file), file, number)
+
+
+def _rows(file: InputFile, field: str | None) -> Iterator[Row | DataError]:
+    """The rows of a table. Only a field that is named is read, where the format allows: others may hold what no row can."""
+    if file.kind != ".jsonl" or field is None:
+        yield from open_file(file.path, file.kind, None if field is None else [field]).rows
+        return
+    with open_source(file.path) as source:
+        offset = 0
+        for number, line in enumerate(iter(lambda: source.readline(MAX_RECORD_BYTES + 1), b""), 1):
+            try:
+                yield row_of_line(line, file.path, number, offset, [field])
+            except DataError as error:
+                if len(line) > MAX_RECORD_BYTES:  # the rest of the line would count as others
+                    raise
+                yield error
+            offset += len(line)
+
+
+def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | DataError:
+    try:
+        with corpus.open(entry) as opened:
+            return read_text(opened.read(), python_source=file.path.suffix == ".py")
+    except (OSError, UndecodableError) as error:
+        return _refused(
+            f"{file.path}: {error}", "a file of text is UTF-8, and stays as it is meanwhile", "repair or remove it"
+        )
+
+
+def text_column(row: Row, file: InputFile) -> str:
+    """The field of the text where none is named. Raises DataError if it is not clear."""
+    if TEXT in row:
+        return TEXT
+    for kind in (str, bytes):
+        fields = [name for name, value in row.items() if isinstance(value, kind)]
+        if len(fields) == 1:
+            return fields[0]
+    raise _refused(
+        f"{file.path}, whose fields are {listed(map(quoted, row))}",
+        "of a table one field is the text: 'text', or the only string",
+        "--text-column NAME",
+    )
+
+
+def _row_text(row: Row, name: str, file: InputFile, number: int) -> str | DataError:
+    value: Any = row.get(name)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            return _no_value(file, number, name, row, f"it is UTF-8, and byte {error.start} is not")
+    return _no_value(file, number, name, row, "a document is text in UTF-8")
+
+
+def _no_value(file: InputFile, number: int, name: str, row: Row, rule: str) -> DataError:
+    why = describe_value(row[name]) if name in row else "it is missing"
+    return _refused(
+        f"{file.path}: row {number}, field {quoted(name)}: {why}", rule, "another field, or without that row"
+    )
+
+
+def _refused(given: str, rule: str, nearest: str) -> DataError:
+    return DataError(given=given, rule=rule, consequence="nothing was written", nearest=nearest)

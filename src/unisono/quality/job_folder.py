@@ -1,0 +1,127 @@
+"""Folder of a job over a data set: intermediate files that a killed job finds again, and results that appear all at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from unisono.errors import ConfigError, Problem
+from unisono.storage.directory import make_folder
+from unisono.storage.files import is_inside, write_atomically
+from unisono.storage.folder_lock import FolderLock
+from unisono.storage.limits import LimitError, read_json
+
+T = TypeVar("T")
+REPORT_FILE: Final = "report.json"  # written last: its job is done
+_JOB_FILE: Final = "job.json"
+_LOCK_FILE: Final = ".lock"
+_WORK: Final = "work"
+
+
+class JobFolder:
+    """The folder of a job that this process has for itself.
+
+    Attributes:
+        sketches: A folder for sketches; a killed job finds them again.
+        new: A folder for results, empty at first.
+        is_done: Whether the job ended here before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.sketches = path / _WORK / "sketches"
+        self.new = path / _WORK / "new"
+        self.is_done = (path / REPORT_FILE).exists()
+        if not self.is_done:
+            shutil.rmtree(self.new, ignore_errors=True)
+            make_folder(self.sketches)
+            make_folder(self.new)
+
+    def result(self, kind: type[T], **others: Any) -> T:
+        """The result of a job that is done: its report as ``kind``, with other fields.
+
+        Raises:
+            ConfigError: The report is damaged.
+        """
+        path = self._path / REPORT_FILE
+        try:
+            return msgspec.convert({**read_json(path), **others}, kind)
+        except (LimitError, ValueError, OSError, TypeError) as error:
+            raise _refused(
+                f"{path}, which is no report: {error}", "a folder holds the results of one job", "another folder"
+            ) from error
+
+    def finish(self, report: Mapping[str, Any]) -> None:
+        """Move the results from ``new`` into the folder, write the report and delete the intermediate files."""
+        for entry in sorted(self.new.iterdir()):
+            place = self._path / entry.name
+            if place.is_dir():  # of a job that was killed here
+                shutil.rmtree(place)
+            entry.rename(place)
+        write_atomically(self._path / REPORT_FILE, json.dumps(report, indent=1, ensure_ascii=False).encode() + b"\n")
+        shutil.rmtree(self._path / _WORK)
+
+
+@contextmanager
+def open_job(path: Path, identity: Mapping[str, Any], inputs: Sequence[Path]) -> Generator[JobFolder]:
+    """Make or reopen the folder of a job.
+
+    Args:
+        path: The folder.
+        identity: All that determines the results; JSON.
+        inputs: What the job reads, none of which may lie in the folder, or the folder in it.
+
+    Raises:
+        ConfigError: It holds other files, or results of a job with another identity, or another process works in it.
+        OSError: It cannot be written.
+    """
+    for source in inputs:
+        if is_inside(path, source) or (source.is_dir() and is_inside(source, path)):
+            raise _refused(
+                f"{path} for what is read from {source}",
+                "results lie apart from the data that they are made of",
+                "a folder beside it",
+            )
+    if path.exists() and not path.is_dir():
+        raise _refused(f"{path}, which is no folder", "results are written into a new folder", "another name")
+    text = json.dumps(identity, sort_keys=True)
+    job = path / _JOB_FILE
+    # a job that was killed before it had its file leaves the lock, or a temporary name
+    if (
+        not job.exists()
+        and path.exists()
+        and any(name != _LOCK_FILE and _JOB_FILE not in name for name in os.listdir(path))
+    ):
+        raise _refused(f"{path}, which holds other files", "results are written into a new folder", "another name")
+    make_folder(path)
+    lock = FolderLock(path / _LOCK_FILE, work="is working", nearest="wait for it, or another folder")
+    try:
+        if not job.exists():
+            write_atomically(job, text.encode() + b"\n")
+        elif _content(job) != json.loads(text):
+            raise _refused(
+                f"{path}, which has results of other inputs or settings",
+                "a folder holds the results of one job; the same job goes on there",
+                "the inputs and settings as they were, or another folder",
+            )
+        yield JobFolder(path)
+    finally:
+        lock.close()
+
+
+def _content(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except (LimitError, ValueError, OSError):
+        return None
+
+
+def _refused(given: str, rule: str, nearest: str) -> ConfigError:
+    return ConfigError(Problem(given=given, rule=rule, consequence="nothing was written", nearest=nearest))

@@ -1,0 +1,159 @@
+"""Leakage: documents of evaluation sets that are in the training set too, or in another evaluation set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.errors import DataError
+from unisono.quality.documents import find_documents
+from unisono.quality.job_folder import open_job
+from unisono.quality.kept_rows import write_kept
+from unisono.quality.near_duplicates import Duplicates, exact_duplicates, near_duplicates
+from unisono.quality.options import DuplicateOptions, only_dedup
+from unisono.quality.page import write_leak_page
+from unisono.quality.placed_pairs import PlacedPairs
+from unisono.quality.sketch_folder import sketch_all
+from unisono.quality.sketches import sketch_version
+
+_PAIRS_FILE: Final = "pairs.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitLeaks:
+    """Leaks of one split.
+
+    Attributes:
+        path: Its path.
+        documents: Number of its documents.
+        exact: Of these, documents whose text is in a split before it.
+        near: Documents that are near one of a split before it.
+    """
+
+    path: str
+    documents: int
+    exact: int
+    near: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeakResult:
+    """The outcome.
+
+    Attributes:
+        splits: In the order given; the first, the training set, has no leaks.
+        crowded: Documents that were not compared with all of their candidates, as there were too many.
+        pairs: Each leaking document and the most similar document found in a split before it.
+        options: What counted as a duplicate.
+    """
+
+    splits: tuple[SplitLeaks, ...]
+    crowded: int
+    pairs: tuple[dict[str, Any], ...]
+    options: DuplicateOptions
+
+
+def find_leaks(
+    train: Path,
+    others: Sequence[Path],
+    *,
+    out: Path | None = None,
+    options: DuplicateOptions | None = None,
+    column: str | None = None,
+    workers: int | None = None,
+) -> LeakResult:
+    """Find documents of evaluation sets that are also in the training set, or in an evaluation set before them.
+
+    Args:
+        train: The training set: a table, a text file or a folder of these.
+        others: Evaluation sets.
+        out: A new folder for ``pairs.jsonl``, ``report.html``, ``report.json``, and ``kept/``: the row numbers of each file
+            without its leaking documents, as ``.npy``. None: nothing is written.
+        options: What counts as the same document.
+        column: Field of the text in tables; see ``find_documents``.
+        workers: Processes; 0 is this one. By default by cores and size. The result is the same.
+
+    Raises:
+        ConfigError: The folder belongs to something else, or another process works in it.
+        DataError: There is no evaluation set, or a file is damaged, has no text, or has changed meanwhile.
+        ExtraError: rensa is not installed.
+    """
+    options = options or DuplicateOptions()
+    paths = [train, *others]
+    if not others:
+        raise DataError(
+            given=f"{train} alone",
+            rule="the documents of one set are looked for in another",
+            consequence="nothing was compared",
+            nearest="the evaluation sets behind it; unisono data dedup finds the duplicates within one set",
+        )
+    sketch = sketch_version(options)
+    documents = find_documents(paths, column=column)
+    identity = {"leak": asdict(options), "documents": documents.identity(), "sketch": sketch}
+    with ExitStack() as stack:
+        folder = out or Path(stack.enter_context(TemporaryDirectory())) / "leak"
+        job = stack.enter_context(open_job(folder, identity, paths))
+        if job.is_done:
+            pairs = map(json.loads, (folder / _PAIRS_FILE).read_bytes().splitlines())
+            return job.result(LeakResult, pairs=list(pairs))
+        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers)
+        documents.require_unchanged()
+        files, rows = sketches.places()
+        split_of_file = np.repeat(np.arange(len(paths)), documents.files_of_path)
+        split_of = split_of_file[files]
+        exact = exact_duplicates(sketches)
+        near, crowded = exact[:0], 0
+        if options.near:
+            near, crowded = near_duplicates(sketches, options.near, exact.document, split_of)
+        leaks = _leaks(exact, near, split_of)
+        pairs = PlacedPairs(documents, files, rows)
+        result = LeakResult(
+            splits=tuple(_splits(paths, split_of, leaks)),
+            crowded=crowded,
+            pairs=tuple(pairs.records(leaks)),
+            options=options,
+        )
+        if out is not None:
+            is_kept = np.ones(len(sketches), np.bool_)
+            is_kept[leaks.document] = False
+            counts = np.bincount(files, minlength=len(documents.files))
+            write_kept(documents, job.new, is_kept, counts, index_only=True)
+            pairs.write(job.new / _PAIRS_FILE, leaks)
+            write_leak_page(job.new / "report.html", result, leaks, pairs.examples(leaks))
+            job.finish({name: value for name, value in asdict(result).items() if name != "pairs"})
+    return result
+
+
+def _leaks(exact: Duplicates, near: Duplicates, split_of: NDArray[np.int64]) -> Duplicates:
+    """All leaking documents: also copies, in their own split, of one that leaks."""
+    crosses = split_of[exact.document] != split_of[exact.of]
+    leaks = near + exact[crosses]
+    within = exact[~crosses]
+    if not len(leaks):
+        return leaks
+    at = np.minimum(np.searchsorted(leaks.document, within.of), len(leaks) - 1)
+    of_leaks = leaks.document[at] == within.of
+    copied = leaks[at[of_leaks]]
+    return leaks + replace(copied, document=within.document[of_leaks])
+
+
+def _splits(paths: Sequence[Path], split_of: NDArray[np.int64], leaks: Duplicates) -> list[SplitLeaks]:
+    sizes = np.bincount(split_of, minlength=len(paths))
+    leaking = split_of[leaks.document]
+    return [
+        SplitLeaks(
+            path=str(path),
+            documents=int(sizes[split]),
+            exact=int(np.sum(leaks.exact[leaking == split])),
+            near=int(np.sum(~leaks.exact[leaking == split])),
+        )
+        for split, path in enumerate(paths)
+    ]

@@ -1,0 +1,108 @@
+"""Settings of the preparation of data sets: the sections of a recipe, ``clean.toml``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from unisono.config import option
+from unisono.config.fields import options_repr
+
+MASKED: tuple[str, ...] = ("secret", "email", "iban", "card", "phone", "ip")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormalizeOptions:
+    """Text in one form."""
+
+    __repr__ = options_repr
+
+    enabled: bool = option(
+        True, "Composed characters, one kind of line end, no control characters, no blanks at line ends."
+    )
+    repairs_encoding: bool = option(
+        False, "Mend UTF-8 that was decoded as another encoding, by ftfy.", applies_with="normalize.enabled"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilterOptions:
+    """Limits of text that is kept (Gopher, Rae et al. 2021; C4, Raffel et al. 2020); 0 = no limit."""
+
+    __repr__ = options_repr
+
+    enabled: bool = option(True, "Drop documents that do not keep the limits below.")
+    min_words: int = option(50, "Words, separated by spaces; 0 = no limit, here and below.", ge=0)
+    max_words: int = option(100_000, "Words.", ge=0)
+    min_mean_word: float = option(3.0, "Mean length of words, characters.", ge=0)
+    max_mean_word: float = option(10.0, "Mean length of words, characters.", ge=0)
+    max_symbol_ratio: float = option(0.1, "Number of # and of ellipses over the number of words.", ge=0)
+    max_bullet_lines: float = option(0.9, "Share of lines that begin with a bullet.", ge=0, le=1)
+    max_ellipsis_lines: float = option(0.3, "Share of lines that end with an ellipsis.", ge=0, le=1)
+    min_alphabetic_words: float = option(0.8, "Share of words that have a letter.", ge=0, le=1)
+    max_duplicate_lines: float = option(0.3, "Share of lines that are the same as one before them.", ge=0, le=1)
+    max_top_ngram: float = option(
+        0.2, "Share of characters that the pair of words with most of them takes.", ge=0, le=1
+    )
+    max_duplicate_ngrams: float = option(
+        0.15, "Share of characters in sequences of five words that occurred before.", ge=0, le=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskOptions:
+    """Personal data and secret keys, replaced by their kind: ``<EMAIL>``."""
+
+    __repr__ = options_repr
+
+    kinds: tuple[str, ...] = option((), "Kinds that are replaced; empty = none.", choices=MASKED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecontaminateOptions:
+    """Documents that quote a benchmark."""
+
+    __repr__ = options_repr
+
+    against: tuple[str, ...] = option((), "Files and folders of benchmarks, read as the data are; empty = none.")
+    ngram: int = option(
+        13, "Words in a row that a document may not share with them.", applies_with="decontaminate.against", ge=5, le=50
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DuplicateOptions:
+    """Which documents count as the same."""
+
+    __repr__ = options_repr
+
+    enabled: bool = option(True, "Drop documents that are the same as one before them.")
+    near: float = option(
+        0.8, "Jaccard similarity of shingles from which on documents are the same; 0 = only the same text.", ge=0, le=1
+    )
+    ngram: int = option(5, "Words per shingle.", applies_with="dedup.near above 0", ge=1, le=50)
+    num_perm: int = option(128, "Values of a MinHash signature.", applies_with="dedup.near above 0", ge=16, le=1024)
+    seed: int = option(0, "Of the signatures.", applies_with="dedup.near above 0", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CleanRecipe:
+    """Steps in the order in which they are taken; each sees what the step before it left.
+
+    Attributes:
+        normalize: Text in one form.
+        filter: Limits of text that is kept.
+        mask: Personal data and secrets.
+        decontaminate: Benchmarks that documents may not quote.
+        dedup: Duplicates and near-duplicates.
+    """
+
+    normalize: NormalizeOptions = field(default_factory=NormalizeOptions)
+    filter: FilterOptions = field(default_factory=FilterOptions)
+    mask: MaskOptions = field(default_factory=MaskOptions)
+    decontaminate: DecontaminateOptions = field(default_factory=DecontaminateOptions)
+    dedup: DuplicateOptions = field(default_factory=DuplicateOptions)
+
+
+def only_dedup(options: DuplicateOptions) -> CleanRecipe:
+    """The recipe that removes duplicates and changes nothing else."""
+    return CleanRecipe(normalize=NormalizeOptions(enabled=False), filter=FilterOptions(enabled=False), dedup=options)

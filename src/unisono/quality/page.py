@@ -1,0 +1,215 @@
+"""Reports of cleaned data sets, leaks and splits: how many documents, why, and examples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.quality.near_duplicates import Duplicates
+from unisono.quality.placed_pairs import Example, PlacedPairs
+from unisono.report.charts import curve_layout
+from unisono.report.html import render_page
+from unisono.report.page import SUMMARY
+from unisono.report.section import Section, Table
+from unisono.report.tables import Figure
+from unisono.sanitize import printable
+from unisono.storage.files import write_atomically
+
+if TYPE_CHECKING:
+    from unisono.quality.clean import CleanResult
+    from unisono.quality.leak import LeakResult
+    from unisono.quality.split import SplitResult
+
+_BLUE: Final = "#1f6feb"
+_BINS: Final = 40
+_MAX_BARS: Final = 50
+_OF_REASON: Final = 5  # documents that are shown
+_WORDS: Final = {
+    "dedup.exact": "copies of the same text",
+    "dedup.near": "near-duplicates",
+    "decontaminate": "quotes of a benchmark",
+}
+_MAX_FAULTS: Final = 50
+_LARGEST: Final = 20  # clusters that are listed
+
+
+def write_clean_page(
+    path: Path,
+    name: str,
+    result: CleanResult,
+    duplicates: Duplicates,
+    pairs: PlacedPairs,
+    dropped: Mapping[str, NDArray[np.int64]],
+    faults: Mapping[int, str],
+) -> None:
+    """Write the report of a data set that was cleaned to ``path``.
+
+    Args:
+        path: The file.
+        name: Of the data set.
+        result: The outcome.
+        duplicates: Documents that were dropped as copies.
+        pairs: Says where documents are.
+        dropped: Documents that each limit or step dropped.
+        faults: Why documents could not be read, by their number.
+    """
+    num_dropped = result.documents - result.kept
+    figures = [Figure("documents", f"{result.documents:,}"), Figure("kept", f"{result.kept:,}")]
+    figures += [Figure(_WORDS.get(reason, reason), f"{count:,}") for reason, count in result.dropped.items()]
+    if result.changed:
+        figures.append(Figure("kept, with another text", f"{result.changed:,}"))
+    figures += [Figure(f"{kind} replaced", f"{count:,}") for kind, count in result.masked.items()]
+    sections = [
+        *_similarities(duplicates, result.recipe.dedup.near),
+        *_clusters(duplicates),
+        *_examples(pairs.examples(duplicates)),
+        *_dropped(pairs, dropped),
+        *_unreadable(pairs, faults),
+    ]
+    if result.crowded:
+        note = (
+            f"{result.crowded:,} kept documents had more candidates than they were compared with. Such documents share "
+            "boilerplate; a near-duplicate among them may have been kept."
+        )
+        sections.append(Section(title="Not compared", note=note))
+    page = render_page(
+        SUMMARY,
+        [chart for section in sections for chart in section.charts],
+        title=f"Cleaning of {printable(name)}",
+        verdict=f"{num_dropped:,} of {result.documents:,} documents ({num_dropped / max(result.documents, 1):.1%}) were dropped.",
+        figures=figures,
+        sections=sections,
+    )
+    write_atomically(path, page.encode("utf-8", "replace"))
+
+
+def _dropped(pairs: PlacedPairs, dropped: Mapping[str, NDArray[np.int64]]) -> list[Section]:
+    """The first documents that each limit dropped."""
+    documents = {
+        reason: of_reason[:_OF_REASON].tolist()
+        for reason, of_reason in dropped.items()
+        if reason != "unreadable" and not reason.startswith("dedup.")
+    }
+    texts = pairs.texts([document for of_reason in documents.values() for document in of_reason])
+    rows = [
+        [reason, *map(printable, texts[document])] for reason, of_reason in documents.items() for document in of_reason
+    ]
+    table = Table(head=("dropped by", "document", "its text"), rows=rows)
+    return [Section(title="Dropped by a limit", note="The first of each.", tables=[table])] if rows else []
+
+
+def _unreadable(pairs: PlacedPairs, faults: Mapping[int, str]) -> list[Section]:
+    if not faults:
+        return []
+    shown = sorted(faults.items())[:_MAX_FAULTS]
+    rows = [[printable(pairs.words(document)), printable(fault)] for document, fault in shown]
+    table = Table(head=("document", "fault"), rows=rows, left_out=len(faults) - len(shown))
+    return [Section(title="Not read", tables=[table])]
+
+
+def _similarities(duplicates: Duplicates, near: float) -> list[Section]:
+    values = duplicates.similarity[~duplicates.exact].tolist()
+    if not values:
+        return []
+    bins = {"start": near, "end": 1.0, "size": max((1.0 - near) / _BINS, 1e-3)}
+    data = [{"type": "histogram", "x": values, "xbins": bins, "marker": {"color": _BLUE}}]
+    layout = curve_layout("", "near-duplicates", height=280) | {"xaxis": {"title": {"text": "Jaccard similarity"}}}
+    return [
+        Section(title="Similarity of near-duplicates", charts=[{"id": "similarities", "data": data, "layout": layout}])
+    ]
+
+
+def _clusters(duplicates: Duplicates) -> list[Section]:
+    if not len(duplicates):
+        return []
+    sizes, clusters = np.unique(np.unique(duplicates.of, return_counts=True)[1] + 1, return_counts=True)
+    rows = [[f"{size:,}", f"{count:,}"] for size, count in zip(sizes[::-1], clusters[::-1], strict=True)]
+    table = Table(
+        head=("documents in a cluster", "clusters"), rows=rows[:_LARGEST], left_out=max(0, len(rows) - _LARGEST)
+    )
+    note = "A cluster is a document and the copies that point to it."
+    return [Section(title="Clusters", note=note, tables=[table])]
+
+
+def _examples(examples: Sequence[Example]) -> list[Section]:
+    if not examples:
+        return []
+    rows = [
+        [f"{example.similarity:.3f}", *map(printable, (example.place, example.text, example.of_place, example.of_text))]
+        for example in examples
+    ]
+    table = Table(head=("similarity", "duplicate", "its text", "of", "its text"), rows=rows)
+    return [Section(title="Examples", note="The first near-duplicates.", tables=[table])]
+
+
+def write_leak_page(path: Path, result: LeakResult, duplicates: Duplicates, examples: Sequence[Example]) -> None:
+    """Write the report of a search for leaks to ``path``."""
+    leaking = len(duplicates)
+    evaluated = sum(split.documents for split in result.splits[1:])
+    rows = [
+        [printable(split.path), f"{split.documents:,}", f"{split.exact:,}", f"{split.near:,}"]
+        for split in result.splits
+    ]
+    table = Table(head=("set", "documents", "same text in a set before it", "near one of a set before it"), rows=rows)
+    sections = [
+        Section(title="Sets", tables=[table]),
+        *_similarities(duplicates, result.options.near),
+        *_examples(examples),
+    ]
+    page = render_page(
+        SUMMARY,
+        [chart for section in sections for chart in section.charts],
+        title="Leaks between sets",
+        verdict=f"{leaking:,} of {evaluated:,} documents of the evaluation sets are in a set before theirs.",
+        figures=[Figure("documents compared", f"{sum(split.documents for split in result.splits):,}")],
+        sections=sections,
+    )
+    write_atomically(path, page.encode("utf-8", "replace"))
+
+
+def write_split_page(path: Path, name: str, result: SplitResult) -> None:
+    """Write the report of a split to ``path``."""
+    rows = [
+        [
+            printable(part.name),
+            f"{part.share:.3%}",
+            f"{part.documents / max(result.documents, 1):.3%}",
+            f"{part.documents:,}",
+        ]
+        for part in result.parts
+    ]
+    sections = [Section(title="Parts", tables=[Table(head=("part", "asked for", "is", "documents"), rows=rows)])]
+    total = sum((Counter(part.classes) for part in result.parts), Counter[str]())
+    if total:
+        labels = [label for label, _ in total.most_common(_MAX_BARS)]
+        data = [
+            {
+                "type": "bar",
+                "name": printable(part.name),
+                "x": [printable(label) for label in labels],
+                "y": [part.classes[label] / max(part.documents, 1) for label in labels],
+            }
+            for part in result.parts
+        ]
+        layout = curve_layout("", "share of the part", height=320) | {"xaxis": {"type": "category"}, "barmode": "group"}
+        sections.append(Section(title="Classes", charts=[{"id": "classes", "data": data, "layout": layout}]))
+    figures = [
+        Figure("documents", f"{result.documents:,}"),
+        Figure("clusters", f"{result.clusters:,}"),
+        Figure("documents in the largest cluster", f"{result.largest:,}"),
+    ]
+    page = render_page(
+        SUMMARY,
+        [chart for section in sections for chart in section.charts],
+        title=f"Parts of {printable(name)}",
+        verdict="No document is near one of another part"
+        + (f", except perhaps among {result.crowded:,} that share boilerplate." if result.crowded else "."),
+        figures=figures,
+        sections=sections,
+    )
+    write_atomically(path, page.encode("utf-8", "replace"))

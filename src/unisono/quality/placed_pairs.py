@@ -1,0 +1,106 @@
+"""Pairs of duplicates with the places of their documents and their texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.quality.documents import Documents
+from unisono.quality.near_duplicates import Duplicates
+from unisono.storage.files import new_file
+
+_EXAMPLES: Final = 50
+_EXCERPT: Final = 1000  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A pair of documents that are not the same text.
+
+    Attributes:
+        similarity: Jaccard similarity of their shingles.
+        place: Where the duplicate is.
+        text: How it begins.
+        of_place: Where the document is that it is a copy of.
+        of_text: How that one begins.
+    """
+
+    similarity: float
+    place: str
+    text: str
+    of_place: str
+    of_text: str
+
+
+class PlacedPairs:
+    """Says of duplicates where they are.
+
+    Args:
+        documents: The data set.
+        files: Number of each document's file, int64 [documents].
+        rows: Its row there, int64 [documents].
+        show: What becomes of a text before it is shown.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        files: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        show: Callable[[str], str] = str,
+    ) -> None:
+        self._show = show
+        self._documents = documents
+        self._files = files
+        self._rows = rows
+
+    def write(self, path: Path, duplicates: Duplicates) -> None:
+        """Write a line of JSON for each duplicate."""
+        with new_file(path) as file:
+            file.writelines(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in self.records(duplicates))
+
+    def records(self, duplicates: Duplicates) -> Iterator[dict[str, Any]]:
+        """Places of each duplicate and of the document it is a copy of, their similarity, and whether they are the same."""
+        fields = (duplicates.document, duplicates.of, duplicates.similarity, duplicates.exact)
+        for document, of, similarity, exact in zip(*(field.tolist() for field in fields), strict=True):
+            yield {
+                **self.place(document),
+                "of": self.place(of),
+                "similarity": round(similarity, 4),
+                "exact": exact,
+            }
+
+    def examples(self, duplicates: Duplicates) -> list[Example]:
+        """The first near-duplicates with their texts."""
+        shown = duplicates[~duplicates.exact][:_EXAMPLES]
+        documents, of = shown.document.tolist(), shown.of.tolist()
+        texts = self.texts([*documents, *of])
+        return [
+            Example(similarity, *texts[document], *texts[other])
+            for document, other, similarity in zip(documents, of, shown.similarity.tolist(), strict=True)
+        ]
+
+    def texts(self, documents: Sequence[int]) -> dict[int, tuple[str, str]]:
+        """Where each document is, in words, and how its text begins, as it was read."""
+        texts = self._documents.texts({self._at(document) for document in documents})
+        return {
+            document: (self.words(document), self._show(texts[self._at(document)])[:_EXCERPT]) for document in documents
+        }
+
+    def _at(self, document: int) -> tuple[int, int]:
+        return int(self._files[document]), int(self._rows[document])
+
+    def words(self, document: int) -> str:
+        """Where a document is, in words."""
+        return self._documents.place(*self._at(document))
+
+    def place(self, document: int) -> dict[str, Any]:
+        """File and row of a document."""
+        file, row = self._at(document)
+        return {"file": self._documents.files[file].name, "row": row}

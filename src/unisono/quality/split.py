@@ -1,0 +1,226 @@
+"""Split a data set into parts so that no document of one part is in another, too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unisono.errors import DataError
+from unisono.quality.clusters import find_clusters
+from unisono.quality.documents import Documents, find_documents
+from unisono.quality.job_folder import open_job
+from unisono.quality.kept_rows import require_writable, write_kept
+from unisono.quality.options import DuplicateOptions, only_dedup
+from unisono.quality.page import write_split_page
+from unisono.quality.sketch_folder import sketch_all
+from unisono.quality.sketches import sketch_version
+from unisono.sanitize import quoted
+
+MAX_CLASSES: Final = 10_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A part of the data set.
+
+    Attributes:
+        name: Its folder.
+        share: What was asked for, from 0 to 1.
+        documents: Number of its documents.
+        classes: Number of its documents of each class; empty without classes.
+    """
+
+    name: str
+    share: float
+    documents: int
+    classes: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitResult:
+    """The outcome.
+
+    Attributes:
+        documents: Number of documents.
+        clusters: Number of clusters, none of which is in two parts; a document alone is one.
+        largest: Documents in the largest cluster.
+        crowded: Documents that were not compared with all of their candidates, as there were too many.
+        parts: In the order given.
+        options: What counted as the same document.
+    """
+
+    documents: int
+    clusters: int
+    largest: int
+    crowded: int
+    parts: tuple[Part, ...]
+    options: DuplicateOptions
+
+
+def split(
+    paths: Sequence[Path],
+    out: Path,
+    parts: Mapping[str, Fraction],
+    *,
+    class_field: str | None = None,
+    group_field: str | None = None,
+    options: DuplicateOptions | None = None,
+    column: str | None = None,
+    index_only: bool = False,
+    workers: int | None = None,
+) -> SplitResult:
+    """Split a data set: documents that are the same, near each other or of one group go into the same part.
+
+    The folder gets ``PART/data/`` and ``PART/kept/`` of each part, as ``dedup`` writes them, ``report.json`` and ``report.html``.
+
+    Args:
+        paths: Tables, text files or folders of these.
+        out: A new folder; or that of the same job, which was killed and goes on, or is done already.
+        parts: The share of each part, by its name. They sum up to 1.
+        class_field: Field whose values have the same shares in all parts, as far as clusters allow (stratified).
+        group_field: Field whose values are in one part each, such as a user or a patient.
+        options: What counts as the same document; its seed also draws which documents go where.
+        column: Field of the text in tables; see ``find_documents``.
+        index_only: Whether to write no ``data/``.
+        workers: Processes; 0 is this one. By default by cores and size. The result is the same.
+
+    Raises:
+        ConfigError: The folder belongs to something else, or another process works in it.
+        DataError: Shares do not sum up to 1; a file is damaged, has no text or not the field, or has changed meanwhile.
+        ExtraError: rensa is not installed.
+    """
+    options = options or DuplicateOptions()
+    _check_parts(parts)
+    sketch = sketch_version(options)
+    documents = find_documents(paths, column=column)
+    if not index_only:
+        require_writable(documents)
+    identity = {
+        "split": asdict(options),
+        "parts": [[name, str(share)] for name, share in parts.items()],
+        "fields": [class_field, group_field],
+        "documents": documents.identity(),
+        "index_only": index_only,
+        "sketch": sketch,
+    }
+    with open_job(out, identity, paths) as job:
+        if job.is_done:
+            return job.result(SplitResult)
+        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers)
+        groups = None if group_field is None else documents.values(group_field)
+        cluster_of, crowded = find_clusters(sketches, options.near, groups)
+        classes, names = _classes(documents, class_field, len(sketches))
+        part_of = assign_parts(cluster_of, classes, [float(share) for share in parts.values()], options.seed)
+        documents.require_unchanged()
+        files, _ = sketches.places()
+        counts = np.bincount(files, minlength=len(documents.files))
+        for number, name in enumerate(parts):
+            write_kept(documents, job.new / name, part_of == number, counts, index_only=index_only)
+        sizes = np.unique(cluster_of, return_counts=True)[1]
+        result = SplitResult(
+            documents=len(sketches),
+            clusters=len(sizes),
+            largest=int(sizes.max(initial=0)),
+            crowded=crowded,
+            parts=tuple(
+                Part(
+                    name=name,
+                    share=float(share),
+                    documents=int(np.sum(part_of == number)),
+                    classes=_counts(classes[part_of == number], names),
+                )
+                for number, (name, share) in enumerate(parts.items())
+            ),
+            options=options,
+        )
+        write_split_page(job.new / "report.html", out.name, result)
+        documents.require_unchanged()
+        job.finish(asdict(result))
+    return result
+
+
+def assign_parts(
+    cluster_of: NDArray[np.int64], classes: NDArray[np.int64], shares: Sequence[float], seed: int
+) -> NDArray[np.int64]:
+    """The number of each document's part, int64 [documents].
+
+    Clusters go from the largest to the smallest, each to the part that still needs most of its documents (iterative
+    stratification, Sechidis, Tsoumakas and Vlahavas 2011). Clusters of one document then fill what each part needs of each class.
+    Among clusters of one size the order is that of a keyed hash.
+
+    Args:
+        cluster_of: A document of each document's cluster, int64 [documents].
+        classes: Number of each document's class, from 0, int64 [documents].
+        shares: Of the parts; they sum up to 1.
+        seed: Of the hash.
+    """
+    _, cluster, sizes = np.unique(cluster_of, return_inverse=True, return_counts=True)
+    num_classes = int(classes.max(initial=-1)) + 1
+    need = np.outer(shares, np.bincount(classes, minlength=num_classes))  # [parts, classes] documents
+    part_of = np.zeros(len(cluster_of), np.int64)
+    hashes = np.array(
+        [xxhash.xxh3_64_intdigest(f"{seed} {document}".encode()) for document in range(len(cluster_of))], np.uint64
+    )
+    by_cluster = np.argsort(cluster, kind="stable")
+    members = np.split(by_cluster, np.cumsum(sizes)[:-1]) if len(sizes) else []
+    large = [number for number in range(len(sizes)) if sizes[number] > 1]
+    for number in sorted(large, key=lambda number: (-sizes[number], hashes[members[number][0]])):
+        counts = np.bincount(classes[members[number]], minlength=num_classes)
+        part = int(np.argmax(need @ counts))
+        part_of[members[number]] = part
+        need[part] -= counts
+    alone = np.flatnonzero(sizes[cluster] == 1)
+    alone = alone[np.argsort(hashes[alone])]
+    for number in range(num_classes):
+        chosen = alone[classes[alone] == number]
+        wanted = np.maximum(need[:, number], 0)
+        ends = np.round(np.cumsum(wanted) / max(wanted.sum(), 1e-9) * len(chosen)).astype(np.int64)
+        part_of[chosen] = np.searchsorted(ends, np.arange(len(chosen)), side="right")
+    return part_of
+
+
+def _classes(documents: Documents, field: str | None, count: int) -> tuple[NDArray[np.int64], list[str]]:
+    """The number of each document's class, and the names of the classes."""
+    if field is None:
+        return np.zeros(count, np.int64), []
+    numbers: dict[str, int] = {}
+    classes = np.fromiter(
+        (numbers.setdefault(str(value), len(numbers)) for value in documents.values(field)), np.int64, count
+    )
+    if len(numbers) > MAX_CLASSES:
+        raise DataError(
+            given=f"field {quoted(field)} with {len(numbers):,} different values",
+            rule=f"classes are at most {MAX_CLASSES:,} values, of which each part gets its share",
+            consequence="nothing was written",
+            nearest="the field of the class; a field of a user or a source is a group",
+        )
+    return classes, list(numbers)
+
+
+def _counts(classes: NDArray[np.int64], names: Sequence[str]) -> dict[str, int]:
+    found = Counter(classes.tolist())
+    return {name: found[number] for number, name in enumerate(names)}
+
+
+def _check_parts(parts: Mapping[str, Fraction]) -> None:
+    if sum(parts.values()) != 1 or any(share <= 0 for share in parts.values()):
+        given = ", ".join(f"{name}={float(share):g}" for name, share in parts.items())
+        raise _refused(f"parts {given}", "the shares of all parts are above 0 and sum up to 1", "train=0.9 test=0.1")
+    for name in parts:
+        if not name or name in (".", "..") or "/" in name or "\0" in name or name in _RESERVED:
+            raise _refused(f"a part {quoted(name)}", "a part is the name of a folder", "train, valid or test")
+
+
+_RESERVED: Final = ("work", "job.json", "report.json", "report.html", ".lock")
+
+
+def _refused(given: str, rule: str, nearest: str) -> DataError:
+    return DataError(given=given, rule=rule, consequence="nothing was written", nearest=nearest)

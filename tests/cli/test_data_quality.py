@@ -1,0 +1,163 @@
+"""``unisono data dedup`` and ``unisono data leak`` as a user types them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import Desk, events_of, make_desk
+from procs import wait_until
+
+pytest.importorskip("rensa")
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    """A folder of its own."""
+    return make_desk(tmp_path / "desk", tmp_path / "cache")
+
+
+TEXT = " ".join(f"word{number}" for number in range(120))
+NEAR = TEXT.replace("word60 ", "other ")
+
+
+def write(folder: Path, name: str, *texts: str) -> None:
+    (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def test_dedup(desk: Desk) -> None:
+    write(desk.folder, "a.jsonl", TEXT, "another text", NEAR, TEXT)
+    done = desk.here("data", "dedup", "a.jsonl", "--out", "out")
+    assert done.code == 0, done.err
+    assert done.out == (
+        "2 of 4 documents kept\n     1 dropped by dedup.exact\n     1 dropped by dedup.near\nreport: out/report.html\n"
+    )
+    as_json = desk.here("data", "dedup", "a.jsonl", "--out", "out", "--json").json
+    assert (as_json["documents"], as_json["kept"]) == (4, 2)
+    assert as_json["dropped"] == {"dedup.exact": 1, "dedup.near": 1}
+    assert as_json["recipe"]["dedup"] == {"enabled": True, "near": 0.8, "ngram": 5, "num_perm": 128, "seed": 0}
+    page = (desk.folder / "out" / "report.html").read_text()
+    assert "2 of 4 documents (50.0%) were dropped." in page
+    assert "a.jsonl, row 2" in page
+
+
+def test_dedup_of_the_same_text_alone(desk: Desk) -> None:
+    write(desk.folder, "a.jsonl", TEXT, NEAR, TEXT)
+    done = desk.here("data", "dedup", "a.jsonl", "--out", "out", "--exact", "--json")
+    assert done.json["dropped"] == {"dedup.exact": 1}
+    refused = desk.here("data", "dedup", "a.jsonl", "--out", "other", "--exact", "--near", "0.9")
+    assert refused.code == 2
+    assert "--exact and --near 0.9" in refused.err
+
+
+def test_a_higher_similarity_keeps_more(desk: Desk) -> None:
+    write(desk.folder, "a.jsonl", TEXT, NEAR)
+    for near, kept in (("0.8", 1), ("0.99", 2)):
+        assert desk.here("data", "dedup", "a.jsonl", "--near", near, "--out", near, "--json").json["kept"] == kept
+
+
+def test_other_words_per_shingle(desk: Desk) -> None:
+    write(desk.folder, "a.jsonl", "a b c d e f", "f e d c b a")
+    for ngram, kept in (("1", 1), ("2", 2)):
+        assert desk.here("data", "dedup", "a.jsonl", "--ngram", ngram, "--out", ngram, "--json").json["kept"] == kept
+
+
+def test_leak(desk: Desk) -> None:
+    write(desk.folder, "train.jsonl", TEXT, "one")
+    write(desk.folder, "valid.jsonl", "two")
+    write(desk.folder, "test.jsonl", "one", NEAR, "three")
+    done = desk.here("data", "leak", "train.jsonl", "valid.jsonl", "test.jsonl", "--out", "leaks")
+    assert done.code == 1, done.err
+    assert done.out.splitlines() == [
+        "ok   valid.jsonl: 1 documents, 0 with the same text as one of a set before it, 0 near one",
+        "leak test.jsonl: 3 documents, 1 with the same text as one of a set before it, 1 near one",
+        "     test.jsonl row 0 and train.jsonl row 1: same text",
+        "     test.jsonl row 1 and train.jsonl row 0: similarity 0.917",
+        "report: leaks/report.html",
+    ]
+    clean = desk.here("data", "leak", "train.jsonl", "valid.jsonl", "--json")
+    assert clean.code == 0
+    assert clean.json["pairs"] == []
+
+
+def test_a_job_that_is_stopped_says_how_to_go_on(desk: Desk) -> None:
+    write(desk.folder, "a.jsonl", *(f"{TEXT} {number}" for number in range(40_000)))
+    command = [sys.executable, "-m", "unisono", "data", "dedup", "a.jsonl", "--out", "out", "--workers", "1"]
+    stopped = subprocess.Popen(
+        command, cwd=desk.folder, env=desk.child_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    journal = desk.folder / "out" / "work" / "sketches" / "chunks.jsonl"
+    wait_until(lambda: stopped.poll() is not None or journal.exists(), "the first chunk")
+    stopped.send_signal(signal.SIGTERM)
+    _, err = stopped.communicate(timeout=60)
+    assert stopped.returncode == 75, err
+    assert "the same command goes on in out" in err
+    assert not (desk.folder / "out" / "report.json").exists()
+
+
+def test_split(desk: Desk) -> None:
+    write(desk.folder, "a.jsonl", TEXT, NEAR, "one", "two", "three", "four")
+    parts = ["--part", "train=2/3", "--part", "test=1/3"]
+    done = desk.here("data", "split", "a.jsonl", "--out", "out", *parts)
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "train: 4 documents, 66.67%",
+        "test: 2 documents, 33.33%",
+        "5 clusters, the largest of 2 documents",
+        "report: out/report.html",
+    ]
+    train = (desk.folder / "out" / "train" / "data" / "a.jsonl").read_text()
+    assert TEXT in train
+    assert NEAR in train
+    alone = desk.here("data", "split", "a.jsonl", "--out", "alone", "--exact", *parts, "--json").json
+    assert alone["clusters"] == 6
+    refused = desk.here("data", "split", "a.jsonl", "--out", "other", "--part", "train=0.5")
+    assert refused.code == 2
+    assert "sum up to 1" in refused.err
+
+
+def test_clean(desk: Desk) -> None:
+    (desk.folder / "clean.toml").write_text('[filter]\nmin_words = 3\n[mask]\nkinds = ["email"]\n[dedup]\nnear = 0.0\n')
+    write(desk.folder, "a.jsonl", "one two", "write to  me@example.org \r\n or not", "one two three", "one two three")
+    done = desk.here(
+        "data", "clean", "a.jsonl", "--recipe", "clean.toml", "--set", "filter.min_mean_word=2", "--out", "out"
+    )
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "2 of 4 documents kept",
+        "     1 dropped by filter.min_words",
+        "     1 dropped by dedup.exact",
+        "     1 kept with another text",
+        "     1 times email replaced",
+        "report: out/report.html",
+    ]
+    lines = [json.loads(line) for line in (desk.folder / "out" / "data" / "a.jsonl").read_text().splitlines()]
+    assert lines == [{"text": "write to  <EMAIL>\n or not"}, {"text": "one two three"}]
+    dropped = [json.loads(line) for line in (desk.folder / "out" / "dropped.jsonl").read_text().splitlines()]
+    assert dropped == [
+        {"file": "a.jsonl", "row": 0, "reason": "filter.min_words", "value": 2.0},
+        {"file": "a.jsonl", "row": 3, "reason": "dedup.exact", "of": {"file": "a.jsonl", "row": 2}, "similarity": 1.0},
+    ]
+    assert "me@example.org" not in (desk.folder / "out" / "report.html").read_text()
+    wrong = desk.here("data", "clean", "a.jsonl", "--out", "other", "--set", "filter.min_wrods=3")
+    assert wrong.code == 2
+    assert "min_words" in wrong.err
+
+
+def test_a_run_records_the_recipe_of_its_data(desk: Desk, tmp_path: Path) -> None:
+    (desk.folder / "corpus" / "copy.py").write_bytes((desk.folder / "corpus" / "m0.py").read_bytes())
+    cleaned = desk.here("data", "dedup", "corpus", "--out", "unique", "--exact", "--json").json
+    assert cleaned["dropped"] == {"dedup.exact": 1}
+    done = desk.train(tmp_path / "run", f"--set=data.corpus={desk.folder / 'unique' / 'data'}")
+    assert done.code == 0, done.err
+    (start,) = [event for event in events_of(tmp_path / "run") if event["kind"] == "run_start"]
+    (facts,) = start["cleaning"].values()
+    assert facts == {name: cleaned[name] for name in ("recipe_hash", "documents", "kept", "dropped", "masked")}
+    assert cleaned["recipe_hash"] in (tmp_path / "run" / "report.html").read_text()
+    plain = desk.train(tmp_path / "other")
+    assert plain.code == 0, plain.err
+    assert all("cleaning" not in event for event in events_of(tmp_path / "other"))

@@ -1,0 +1,199 @@
+"""A whole recipe: steps, counts that add up, texts in every format, benchmarks that are quoted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import planted
+import pytest
+
+from unisono.config import load_config
+from unisono.data.convert.table_files import Table, open_table, write_table
+from unisono.errors import ConfigError, DataError
+from unisono.quality import sketch_folder
+from unisono.quality.clean import clean
+from unisono.quality.options import (
+    CleanRecipe,
+    DecontaminateOptions,
+    DuplicateOptions,
+    FilterOptions,
+    MaskOptions,
+    NormalizeOptions,
+)
+
+pytest.importorskip("rensa")
+
+RECIPE = CleanRecipe(filter=FilterOptions(min_words=3, min_mean_word=0), mask=MaskOptions(kinds=("email",)))
+TEXTS = [
+    "short",
+    "write\u00a0to me@example.org  \r\nor not",
+    "nothing to change here",
+    "nothing to  change here",
+    "nothing to change here\n\n",
+    "one two three four five six",
+]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet", ".mindrecord", ".rec"])
+def test_texts_of_every_format(tmp_path: Path, suffix: str) -> None:
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    source = tmp_path / f"texts{suffix}"
+    name = "data" if suffix == ".rec" else "text"
+    rows = [{name: text.encode() if suffix == ".rec" else text, "n": number} for number, text in enumerate(TEXTS)]
+    write_table(source, Table(rows=rows))
+    result = clean([source], tmp_path / "out", RECIPE)
+    kept = [dict(row) for row in open_table(tmp_path / "out" / "data" / source.name).rows]
+    texts = {1: "write to <EMAIL>\nor not", 2: TEXTS[2], 5: TEXTS[5]}
+    assert kept == [{name: text.encode() if suffix == ".rec" else text, "n": number} for number, text in texts.items()]
+    assert (result.documents, result.kept, result.changed, result.masked) == (6, 3, 1, {"email": 1})
+    assert result.dropped == {"filter.min_words": 1, "dedup.exact": 1, "dedup.near": 1}
+
+
+def test_text_files(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "texts" / f"{number}.txt").write_bytes(text.encode())
+    clean([tmp_path / "texts"], tmp_path / "out", RECIPE)
+    data = tmp_path / "out" / "data"
+    assert {path.name: path.read_bytes() for path in data.iterdir()} == {
+        "1.txt": b"write to <EMAIL>\nor not",
+        "2.txt": TEXTS[2].encode(),
+        "5.txt": TEXTS[5].encode(),
+    }
+
+
+def test_other_fields_of_a_changed_line_stay_as_they_are(tmp_path: Path) -> None:
+    line = b'{"score": 1.50, "text": "one  two\\r\\nthree ", "big": 12345678901234567890123, "meta": {"a": [null, 1e400]}}\n'
+    (tmp_path / "a.jsonl").write_bytes(line)
+    clean([tmp_path / "a.jsonl"], tmp_path / "out", RECIPE)
+    assert (tmp_path / "out" / "data" / "a.jsonl").read_bytes() == (
+        b'{"score":1.50,"text":"one  two\\nthree","big":12345678901234567890123,"meta":{"a": [null, 1e400]}}\n'
+    )
+
+
+def test_counts_add_up_for_any_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sketch_folder, "CHUNK_DOCUMENTS", 40)
+    rng = np.random.default_rng(1)
+    texts = planted.documents(300, rng, words=(20, 120))
+    texts += (
+        [planted.edited(text, 1, rng) for text in texts[:50]]
+        + texts[50:80]
+        + [f"{text} me@a.org" for text in texts[:20]]
+    )
+    write_table(tmp_path / "a.jsonl", Table(rows=[{"text": text} for text in texts]))
+    recipe = CleanRecipe(filter=FilterOptions(min_mean_word=0), mask=MaskOptions(kinds=("email",)))
+    results = [clean([tmp_path / "a.jsonl"], tmp_path / str(w) / "out", recipe, workers=w) for w in (0, 2)]
+    assert results[0] == results[1]
+    assert (tmp_path / "0/out/data/a.jsonl").read_bytes() == (tmp_path / "2/out/data/a.jsonl").read_bytes()
+    assert (tmp_path / "0/out/dropped.jsonl").read_bytes() == (tmp_path / "2/out/dropped.jsonl").read_bytes()
+    (result, _) = results
+    dropped = read(tmp_path / "0/out/dropped.jsonl")
+    assert result.documents == 400 == result.kept + len(dropped) == result.kept + sum(result.dropped.values())
+    assert len((tmp_path / "0/out/data/a.jsonl").read_text().splitlines()) == result.kept
+    assert len(np.load(tmp_path / "0/out/kept/a.jsonl.npy")) == result.kept
+    assert {record["row"] for record in dropped}.isdisjoint(np.load(tmp_path / "0/out/kept/a.jsonl.npy").tolist())
+    assert set(result.dropped) == {"filter.min_words", "dedup.exact", "dedup.near"}
+
+
+def test_quotes_of_a_benchmark(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    question, other, *texts = planted.documents(8, rng, words=(40, 60))
+    quote = " ".join([*texts[0].split(), *question.split()[10:23], *texts[1].split()])
+    shorter = " ".join([*texts[0].split(), *question.split()[10:22], *texts[1].split()])
+    recipe = CleanRecipe(
+        filter=FilterOptions(enabled=False),
+        decontaminate=DecontaminateOptions(against=(str(tmp_path / "bench.jsonl"),)),
+        dedup=DuplicateOptions(enabled=False),
+    )
+    rows = [question, "a b c", other]
+    write_table(tmp_path / "bench.jsonl", Table(rows=[{"text": text} for text in rows]))
+    documents = [quote, shorter, texts[2], other.upper(), "so a b c", "a b c"]
+    write_table(tmp_path / "a.jsonl", Table(rows=[{"text": text} for text in documents]))
+    result = clean([tmp_path / "a.jsonl"], tmp_path / "out", recipe)
+    assert [record["row"] for record in read(tmp_path / "out/dropped.jsonl")] == [0, 3]
+    assert result.dropped == {"decontaminate": 2}
+    write_table(tmp_path / "bench.jsonl", Table(rows=[{"text": texts[2]}]))
+    with pytest.raises(ConfigError, match="results of other inputs or settings"):
+        clean([tmp_path / "a.jsonl"], tmp_path / "out", recipe)
+
+
+def test_steps_can_be_turned_off(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.jsonl", Table(rows=[{"text": text} for text in [*TEXTS, TEXTS[0]]]))
+    recipe = CleanRecipe(
+        normalize=NormalizeOptions(enabled=False),
+        filter=FilterOptions(enabled=False),
+        dedup=DuplicateOptions(enabled=False),
+    )
+    result = clean([tmp_path / "a.jsonl"], tmp_path / "out", recipe)
+    assert (result.kept, result.dropped, result.changed, result.sketch) == (7, {}, 0, "")
+    assert (tmp_path / "out/data/a.jsonl").read_bytes() == (tmp_path / "a.jsonl").read_bytes()
+
+
+def test_a_recipe_file(tmp_path: Path) -> None:
+    (tmp_path / "clean.toml").write_text('[mask]\nkinds = ["email", "ip"]\n[dedup]\nnear = 0.9\n')
+    recipe = load_config(CleanRecipe, [tmp_path / "clean.toml"]).value
+    assert recipe == CleanRecipe(mask=MaskOptions(kinds=("email", "ip")), dedup=DuplicateOptions(near=0.9))
+    (tmp_path / "clean.toml").write_text('[mask]\nkinds = ["emial"]\n[dedupe]\nnear = 0.9\n')
+    with pytest.raises(ConfigError) as error:
+        load_config(CleanRecipe, [tmp_path / "clean.toml"])
+    assert "2 problems" in str(error.value)
+
+
+def test_a_benchmark_that_is_not_there(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.jsonl", Table(rows=[{"text": "a"}]))
+    recipe = CleanRecipe(decontaminate=DecontaminateOptions(against=(str(tmp_path / "none"),)))
+    with pytest.raises(DataError, match="it is not there"):
+        clean([tmp_path / "a.jsonl"], tmp_path / "out", recipe)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_same_recipe_has_the_same_hash(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.jsonl", Table(rows=[{"text": text} for text in TEXTS]))
+    first, again, other = (
+        clean([tmp_path / "a.jsonl"], tmp_path / name, recipe)
+        for name, recipe in (("1", RECIPE), ("2", RECIPE), ("3", CleanRecipe()))
+    )
+    assert first.recipe_hash == again.recipe_hash != other.recipe_hash
+    assert clean([tmp_path / "a.jsonl"], tmp_path / "1", RECIPE) == first
+
+
+def test_documents_that_cannot_be_read(tmp_path: Path) -> None:
+    lines = [
+        b'{"text": "one two three"}',
+        b"no json",
+        b'{"text": "\xff"}',
+        b'{"body": 1}',
+        b'{"text": 5}',
+        b'{"text": "one two three"}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(DataError, match="line 2 at offset 26"):
+        clean([tmp_path / "a.jsonl"], tmp_path / "first", RECIPE)
+    result = clean([tmp_path / "a.jsonl"], tmp_path / "out", RECIPE, skips_unreadable=True)
+    assert (result.documents, result.kept, result.dropped) == (6, 1, {"unreadable": 4, "dedup.exact": 1})
+    assert (tmp_path / "out/data/a.jsonl").read_bytes() == lines[0] + b"\n"
+    faults = [(record["row"], record.get("fault")) for record in read(tmp_path / "out/dropped.jsonl")]
+    assert [row for row, _ in faults] == [1, 2, 3, 4, 5]
+    assert all(fault for _, fault in faults[:4])
+    assert "field 'text': 5 (int)" in str(faults[3][1])
+    assert "no json" not in (tmp_path / "out/report.html").read_text()
+    assert "line 2 at offset 26" in (tmp_path / "out/report.html").read_text()
+
+
+def test_text_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_bytes(b"one two three")
+    (tmp_path / "texts" / "b.txt").write_bytes(b"\xff\xfe\x00one two three")
+    (tmp_path / "texts" / "c.py").write_bytes(b"# -*- coding: latin-1 -*-\n# gr\xfc\xdfe an alle hier")
+    recipe = CleanRecipe(filter=FilterOptions(enabled=False))
+    result = clean([tmp_path / "texts"], tmp_path / "out", recipe, skips_unreadable=True)
+    assert (result.kept, result.dropped) == (2, {"unreadable": 1})
+    assert sorted(path.name for path in (tmp_path / "out/data").iterdir()) == ["a.txt", "c.py"]

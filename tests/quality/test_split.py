@@ -1,0 +1,126 @@
+"""``split``: no document of one part is near one of another, and parts and classes have their shares."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import planted
+import pytest
+
+from unisono.data.convert.table_files import Table, open_table, write_table
+from unisono.errors import DataError
+from unisono.quality.leak import find_leaks
+from unisono.quality.split import SplitResult, assign_parts, split
+
+pytest.importorskip("rensa")
+
+PARTS = {"train": Fraction(8, 10), "valid": Fraction(1, 10), "test": Fraction(1, 10)}
+
+
+def data_set(path: Path, count: int = 800) -> list[dict[str, Any]]:
+    """Documents of three classes and of users, of which every fourth has one or several near copies."""
+    rng = np.random.default_rng(1)
+    rows: list[dict[str, Any]] = []
+    for number, text in enumerate(planted.documents(count, rng)):
+        label = ("common", "common", "common", "rare", "other")[number % 5]
+        texts = (
+            [text, *(planted.edited(text, 1, rng) for _ in range(int(rng.integers(1, 4))))]
+            if number % 4 == 0
+            else [text]
+        )
+        rows += [{"text": each, "label": label, "user": f"user{number // 3}"} for each in texts]
+    rows = [rows[number] for number in rng.permutation(len(rows))]
+    write_table(path, Table(rows=rows))
+    return rows
+
+
+def parts_of(out: Path, result: SplitResult) -> dict[str, list[dict[str, Any]]]:
+    return {
+        part.name: [dict(row) for row in open_table(out / part.name / "data" / "all.jsonl").rows]
+        for part in result.parts
+    }
+
+
+def test_no_part_leaks_into_another(tmp_path: Path) -> None:
+    rows = data_set(tmp_path / "all.jsonl")
+    result = split([tmp_path / "all.jsonl"], tmp_path / "out", PARTS)
+    parts = parts_of(tmp_path / "out", result)
+    assert sorted(row["text"] for part in parts.values() for row in part) == sorted(row["text"] for row in rows)
+    assert result.clusters == 800
+    for part in result.parts:
+        assert part.documents == len(parts[part.name]) == pytest.approx(part.share * len(rows), abs=1)
+    train, *others = (tmp_path / "out" / name / "data" for name in PARTS)
+    assert find_leaks(train, others).pairs == ()
+
+
+def test_groups_are_in_one_part_each(tmp_path: Path) -> None:
+    data_set(tmp_path / "all.jsonl")
+    result = split([tmp_path / "all.jsonl"], tmp_path / "out", PARTS, group_field="user")
+    parts = parts_of(tmp_path / "out", result)
+    users = [{row["user"] for row in part} for part in parts.values()]
+    assert sum(map(len, users)) == len(set.union(*users)) == 267
+    train, *others = (tmp_path / "out" / name / "data" for name in PARTS)
+    assert find_leaks(train, others).pairs == ()
+
+
+def test_classes_have_the_same_shares(tmp_path: Path) -> None:
+    rows = data_set(tmp_path / "all.jsonl")
+    result = split([tmp_path / "all.jsonl"], tmp_path / "out", PARTS, class_field="label")
+    total = Counter(row["label"] for row in rows)
+    for part in result.parts:
+        assert set(part.classes) == set(total)
+        for label, count in part.classes.items():
+            assert count == pytest.approx(part.share * total[label], abs=1)
+    assert "train" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_chain_is_one_cluster(tmp_path: Path) -> None:
+    words = [f"word{number}" for number in range(260)]
+    texts = [" ".join(words[number * 8 : number * 8 + 120]) for number in range(16)]
+    rest = planted.documents(16, np.random.default_rng(2))
+    write_table(tmp_path / "all.jsonl", Table(rows=[{"text": text} for text in texts + rest]))
+    result = split([tmp_path / "all.jsonl"], tmp_path / "out", {"a": Fraction(1, 2), "b": Fraction(1, 2)})
+    assert (result.clusters, result.largest) == (17, 16)
+    parts = parts_of(tmp_path / "out", result)
+    assert sorted(len(part) for part in parts.values()) == [16, 16]
+
+
+def test_another_seed_draws_others(tmp_path: Path) -> None:
+    clusters, classes = np.arange(100), np.zeros(100, np.int64)
+    first, same, other = (assign_parts(clusters, classes, [0.5, 0.5], seed) for seed in (0, 0, 1))
+    assert first.tolist() == same.tolist() != other.tolist()
+    assert first.sum() == other.sum() == 50
+
+
+def test_nothing_to_split() -> None:
+    assert len(assign_parts(np.zeros(0, np.int64), np.zeros(0, np.int64), [0.5, 0.5], 0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"a": Fraction(1, 2)}, "parts a=0.5"),
+        ({"a": Fraction(3, 2), "b": Fraction(-1, 2)}, "above 0 and sum up to 1"),
+        ({"../a": Fraction(1)}, "a part '../a'"),
+        ({"work": Fraction(1)}, "a part 'work'"),
+    ],
+)
+def test_parts_that_are_refused(tmp_path: Path, parts: dict[str, Fraction], message: str) -> None:
+    data_set(tmp_path / "all.jsonl", 4)
+    with pytest.raises(DataError, match=message):
+        split([tmp_path / "all.jsonl"], tmp_path / "out", parts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_fields_that_are_refused(tmp_path: Path) -> None:
+    data_set(tmp_path / "all.jsonl", 4)
+    with pytest.raises(DataError, match="column 'class' of line 1"):
+        split([tmp_path / "all.jsonl"], tmp_path / "out", PARTS, class_field="class")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    with pytest.raises(DataError, match="rows of tables have fields"):
+        split([tmp_path / "texts"], tmp_path / "other", PARTS, group_field="user")
