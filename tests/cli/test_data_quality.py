@@ -52,6 +52,9 @@ def test_dedup_of_the_same_text_alone(desk: Desk) -> None:
     refused = desk.here("data", "dedup", "a.jsonl", "--out", "other", "--exact", "--near", "0.9")
     assert refused.code == 2
     assert "--exact and --near 0.9" in refused.err
+    inert = desk.here("data", "leak", "a.jsonl", "a.jsonl", "--exact", "--num-perm", "64", "--ngram", "3")
+    assert inert.code == 2
+    assert "--exact and --ngram 3, --num-perm 64" in inert.err
 
 
 def test_a_higher_similarity_keeps_more(desk: Desk) -> None:

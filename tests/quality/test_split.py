@@ -124,3 +124,13 @@ def test_fields_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "texts" / "a.txt").write_text("a")
     with pytest.raises(DataError, match="rows of tables have fields"):
         split([tmp_path / "texts"], tmp_path / "other", PARTS, group_field="user")
+
+
+def test_too_many_classes_and_values_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data_set(tmp_path / "all.jsonl", 8)
+    monkeypatch.setattr("unisono.quality.split.MAX_CLASSES", 1)
+    with pytest.raises(DataError, match="of which each part gets its share"):
+        split([tmp_path / "all.jsonl"], tmp_path / "out", PARTS, class_field="label")
+    write_table(tmp_path / "lists.jsonl", Table(rows=[{"text": "a", "label": ["x", "y"]}]))
+    with pytest.raises(DataError, match="a class or a group is a string or a number"):
+        split([tmp_path / "lists.jsonl"], tmp_path / "other", PARTS, class_field="label")

@@ -28,26 +28,38 @@ _SHOWN: Final = 20  # pairs that fit on a screen
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+_INPUTS = click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+_OUT = click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
+_ON_ERROR = click.option(
+    "--on-error", type=click.Choice(("fail", "skip")), default="fail", show_default=True, help="On a row without text."
+)
+_INDEX_ONLY = click.option("--index-only", is_flag=True, help="Write the numbers of the rows, and no data.")
+_TEXT_COLUMN = click.option(
+    "--text-column", metavar="NAME", help="Field of the text in tables (default: text, else the only one)."
+)
+_WORKERS = click.option(
+    "--workers", type=click.IntRange(min=0), help="Processes; 0 = this one (default: by size and cores)."
+)
+
+
 def _compares(function: F) -> F:
     """Decorator that adds the options by which documents are compared."""
     for option in (
+        _WORKERS,
+        _TEXT_COLUMN,
         click.option(
-            "--workers", type=click.IntRange(min=0), help="Processes; 0 = this one (default: by size and cores)."
+            "--seed",
+            type=click.IntRange(min=0),
+            default=0,
+            show_default=True,
+            help="Of the signatures, and of what split draws.",
         ),
-        click.option(
-            "--text-column", metavar="NAME", help="Field of the text in tables (default: text, else the only one)."
-        ),
-        click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the signatures."),
         click.option(
             "--num-perm",
             type=click.IntRange(min=16, max=1024),
-            default=128,
-            show_default=True,
-            help="Values of a MinHash signature.",
+            help="Values of a MinHash signature (default: 128).",
         ),
-        click.option(
-            "--ngram", type=click.IntRange(min=1, max=50), default=5, show_default=True, help="Words per shingle."
-        ),
+        click.option("--ngram", type=click.IntRange(min=1, max=50), help="Words per shingle (default: 5)."),
         click.option("--exact", is_flag=True, help="Only documents with the same text."),
         click.option(
             "--near",
@@ -60,12 +72,10 @@ def _compares(function: F) -> F:
 
 
 @click.command("dedup")
-@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
-@click.option(
-    "--on-error", type=click.Choice(("fail", "skip")), default="fail", show_default=True, help="On a row without text."
-)
-@click.option("--index-only", is_flag=True, help="Write the numbers of the kept rows, and no data.")
+@_INPUTS
+@_OUT
+@_ON_ERROR
+@_INDEX_ONLY
 @_compares
 @every_verb
 def dedup_documents(
@@ -105,8 +115,8 @@ def dedup_documents(
 
 
 @click.command("clean")
-@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
+@_INPUTS
+@_OUT
 @click.option(
     "--recipe",
     "recipes",
@@ -122,12 +132,10 @@ def dedup_documents(
     metavar="KEY=VALUE",
     help="Set one value of the recipe; wins over the file.",
 )
-@click.option(
-    "--on-error", type=click.Choice(("fail", "skip")), default="fail", show_default=True, help="On a row without text."
-)
-@click.option("--index-only", is_flag=True, help="Write the numbers of the kept rows, and no data.")
-@click.option("--text-column", metavar="NAME", help="Field of the text in tables (default: text, else the only one).")
-@click.option("--workers", type=click.IntRange(min=0), help="Processes; 0 = this one (default: by size and cores).")
+@_ON_ERROR
+@_INDEX_ONLY
+@_TEXT_COLUMN
+@_WORKERS
 @every_verb
 def clean_documents(
     inputs: tuple[Path, ...],
@@ -206,8 +214,8 @@ def find_leaking(
 
 
 @click.command("split")
-@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
+@_INPUTS
+@_OUT
 @click.option(
     "--part",
     "parts",
@@ -219,7 +227,7 @@ def find_leaking(
 )
 @click.option("--stratify", metavar="FIELD", help="Field whose values have the same shares in all parts, as a class.")
 @click.option("--group", metavar="FIELD", help="Field whose values are in one part each, as a user.")
-@click.option("--index-only", is_flag=True, help="Write the numbers of the rows of each part, and no data.")
+@_INDEX_ONLY
 @_compares
 @every_verb
 def split_documents(
@@ -281,17 +289,18 @@ def _leak_lines(result: LeakResult) -> list[str]:
 def _options(options: dict[str, Any]) -> DuplicateOptions:
     from unisono.quality.options import DuplicateOptions
 
-    settings = {name: options[name] for name in ("near", "ngram", "num_perm", "seed") if options[name] is not None}
-    if options["exact"] and "near" in settings:
+    settings = {name: options[name] for name in ("near", "ngram", "num_perm") if options[name] is not None}
+    if options["exact"] and settings:
+        given = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
         raise ConfigError(
-            given=f"--exact and --near {options['near']}",
-            rule="documents are the same by their text alone, or by a similarity",
+            given=f"--exact and {given}",
+            rule="documents are the same by their text alone, or by the similarity of their shingles",
             consequence="nothing was read",
             nearest="one of the two",
         )
     if options["exact"]:
         settings["near"] = 0.0
-    return DuplicateOptions(**settings)
+    return DuplicateOptions(**settings, seed=options["seed"])
 
 
 @contextmanager
@@ -302,5 +311,5 @@ def _resumable(out: Path | None) -> Generator[None]:
             yield
     except KeyboardInterrupt as interrupt:
         more = f"; the same command goes on in {out}" if out is not None else ""
-        echo(f"unisono: it was interrupted{more}", err=True)
+        echo(f"unisono: interrupted{more}", err=True)
         sys.exit(REQUEUE if isinstance(interrupt, Terminated) else 1)

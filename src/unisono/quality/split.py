@@ -25,6 +25,7 @@ from unisono.quality.sketches import sketch_version
 from unisono.sanitize import quoted
 
 MAX_CLASSES: Final = 10_000
+_RESERVED: Final = ("work", "job.json", "report.json", "report.html", ".lock")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ def split(
 ) -> SplitResult:
     """Split a data set: documents that are the same, near each other or of one group go into the same part.
 
-    The folder gets ``PART/data/`` and ``PART/kept/`` of each part, as ``dedup`` writes them, ``report.json`` and ``report.html``.
+    The folder gets ``PART/data/`` and ``PART/kept/`` of each part, as ``clean`` writes them, ``report.json`` and ``report.html``.
 
     Args:
         paths: Tables, text files or folders of these.
@@ -217,9 +218,6 @@ def _check_parts(parts: Mapping[str, Fraction]) -> None:
     for name in parts:
         if not name or name in (".", "..") or "/" in name or "\0" in name or name in _RESERVED:
             raise _refused(f"a part {quoted(name)}", "a part is the name of a folder", "train, valid or test")
-
-
-_RESERVED: Final = ("work", "job.json", "report.json", "report.html", ".lock")
 
 
 def _refused(given: str, rule: str, nearest: str) -> DataError:
