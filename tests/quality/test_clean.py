@@ -192,7 +192,7 @@ def test_text_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_bytes(b"one two three")
     (tmp_path / "texts" / "b.txt").write_bytes(b"\xff\xfe\x00one two three")
-    (tmp_path / "texts" / "c.py").write_bytes(b"# -*- coding: latin-1 -*-\n# gr\xfc\xdfe an alle hier")
+    (tmp_path / "texts" / "c.py").write_bytes(b"# -*- coding: latin-1 -*-\n# gr\xfc\xdfe an dich hier")
     recipe = CleanRecipe(filter=FilterOptions(enabled=False))
     result = clean([tmp_path / "texts"], tmp_path / "out", recipe, skips_unreadable=True)
     assert (result.kept, result.dropped) == (2, {"unreadable": 1})
