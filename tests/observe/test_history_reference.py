@@ -77,7 +77,7 @@ def kept(events: Sequence[tuple[int, Event]]) -> dict[str, Any]:
 
 
 def is_count(value: Any) -> bool:
-    return isinstance(value, int) and 0 <= value < 1 << 53
+    return type(value) is int and 0 <= value < 1 << 53
 
 
 def as_float(value: Any) -> float:

@@ -40,6 +40,11 @@ def lock(path: Path) -> FolderLock:
     return FolderLock(path, work="is training", nearest="wait")
 
 
+def heartbeats() -> set[threading.Thread]:
+    """Threads that keep locks alive; another test of this process may have left some."""
+    return {thread for thread in threading.enumerate() if thread.name == "unisono-folder-lock"}
+
+
 def refusal(path: Path) -> str:
     with pytest.raises(ConfigError) as caught:
         lock(path)
@@ -129,15 +134,17 @@ def test_a_lock_that_counts_on_its_own_host_alone(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(folder_lock, "_WATCH_S", 1.0)
     monkeypatch.setattr(folder_lock, "_POLL_S", 0.01)
     path = tmp_path / "run.lock"
+    others = heartbeats()
     with monkeypatch.context() as there:
         there.setattr(fcntl, "flock", lambda *_: None)
         there.setattr(socket, "gethostname", lambda: "there")
         held = lock(path)
+        assert heartbeats() - others
     with monkeypatch.context() as here:
         here.setattr(fcntl, "flock", lambda *_: None)
         assert f"process {os.getpid()} on there, since " in refusal(path)
         held._stop.set()  # killed
-        wait_until(lambda: not any(t.name == "unisono-folder-lock" for t in threading.enumerate()), "no heartbeat")
+        wait_until(lambda: not heartbeats() - others, "no heartbeat")
         lock(path).close()
 
 
@@ -156,8 +163,9 @@ def test_two_that_begin_at_the_same_moment_are_told(
 
 
 def test_a_lock_without_a_heartbeat_starts_no_thread(tmp_path: Path) -> None:
+    others = heartbeats()
     held = FolderLock(tmp_path / "launch.lock", work="runs a job", nearest="wait", heartbeat=False)
-    assert not any(thread.name == "unisono-folder-lock" for thread in threading.enumerate())
+    assert not heartbeats() - others
     held.close()
 
 
