@@ -170,7 +170,8 @@ def _end(child: Child, folder: Path) -> None:
 
 
 def _run(command: list[str], folder: Path) -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # torch's own programs may end without a flush of what they have printed
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONUNBUFFERED": "1"}
     with (folder / "output.log").open("w") as log:
         done = subprocess.run(
             command, cwd=folder, env=environ, stdout=log, stderr=subprocess.STDOUT, timeout=170, check=False
