@@ -256,7 +256,7 @@ def test_smaller_micro_batches_need_less_memory(desk: Desk, tmp_path: Path) -> N
 
 def test_kept_activations_remove_recompute(desk: Desk, tmp_path: Path) -> None:
     settings = dict(pair.removeprefix("--set=").split("=", 1) for pair in desk.settings)
-    settings |= {"train.steps": 10, "train.eval_every_steps": 0, "model.num_layers": 2, "model.dim": 64}
+    settings |= {"train.steps": 10, "train.eval_every_steps": 0, "model.num_layers": 2, "model.dim": 256}
     settings |= {"plan.recompute": "full", "observe.profile_steps": "5:8", "loader.num_workers": 0}
     before, _, after = before_and_after(desk.here, desk, tmp_path, "RECOMP01", **settings)
     assert before["patch"] == {"plan.recompute": "none"}

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -222,14 +223,39 @@ def tuning(folder: Path) -> dict[str, str]:
 
 
 def quality(folder: Path) -> dict[str, str]:
-    """A corpus with duplicates, whose rows have a class and a user, and three sets without leaks."""
+    """A corpus with duplicates, whose rows have a class and a user, three sets without leaks, and labelled texts with marks."""
     draw = random.Random(0)
     texts = [" ".join(f"word{draw.randrange(1000)}" for _ in range(80)) for _ in range(60)]
     rows = [{"text": text, "label": number % 2, "user": number // 2} for number, text in enumerate(texts + texts[:6])]
     parts = {"corpus": rows, "training": rows[:40], "validation": rows[40:50], "test": rows[50:60]}
     for name, part in parts.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    return {}
+    return reviews(folder)
+
+
+def reviews(folder: Path) -> dict[str, str]:
+    """Labelled texts, a small model of them, and what the page of labels saves when somebody marks one."""
+    from unisono.quality.documents import find_documents
+    from unisono.quality.label_values import data_set_digest, read_labels
+    from unisono.quality.options import DuplicateOptions, only_dedup
+    from unisono.quality.sketch_folder import sketch_all
+
+    texts = [("good fine nice", "bad poor sad")[number % 2] + f" number {number}" for number in range(48)]
+    rows = [{"text": text, "label": ("good", "bad")[number % 2 if number else 1]} for number, text in enumerate(texts)]
+    path = folder / "reviews.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reviews.toml").write_text(
+        '[task]\nkind = "text"\n\n[data]\ntrain = "reviews.jsonl"\nseq_len = 24\n\n'
+        "[model]\nnum_layers = 1\ndim = 16\nnum_heads = 2\nnum_kv_heads = 2\n"
+    )
+    documents = find_documents([path])
+    with tempfile.TemporaryDirectory() as sketched:
+        sketches = sketch_all(documents, Path(sketched), only_dedup(DuplicateOptions(near=0.0)))
+        digest = data_set_digest(documents, sketches, read_labels(documents, "label", len(rows)))
+    about = {"version": 1, "data_set": digest, "label": "label", "text_column": None, "whole_rows": False}
+    marks = [{"file": "reviews.jsonl", "row": 0, "label": "bad", "action": "change", "to": "good"}]
+    (folder / "marks.json").write_text(json.dumps({**about, "marks": marks}))
+    return {"UNISONO__TRAIN__STEPS": "4", "UNISONO__PLAN__GLOBAL_BATCH": "8", "UNISONO__TRAIN__EVAL_EVERY_STEPS": "0"}
 
 
 PREPARE: dict[str, Callable[[Path], dict[str, str]]] = {

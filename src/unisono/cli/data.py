@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unisono.cli.common import every_verb, print_json, print_result
+from unisono.cli.data_labels import find_labels, relabel_documents
 from unisono.cli.data_pack import pack
 from unisono.cli.data_quality import clean_documents, dedup_documents, find_leaking, split_documents
 from unisono.cli.terminal import echo
@@ -35,6 +36,8 @@ command.add_command(clean_documents)
 command.add_command(dedup_documents)
 command.add_command(find_leaking)
 command.add_command(split_documents)
+command.add_command(find_labels)
+command.add_command(relabel_documents)
 
 
 @command.command("verify")

@@ -42,7 +42,7 @@ _WORKERS = click.option(
 )
 
 
-def _compares(function: F) -> F:
+def compares(function: F) -> F:
     """Decorator that adds the options by which documents are compared."""
     for option in (
         _WORKERS,
@@ -76,7 +76,7 @@ def _compares(function: F) -> F:
 @_OUT
 @_ON_ERROR
 @_INDEX_ONLY
-@_compares
+@compares
 @every_verb
 def dedup_documents(
     inputs: tuple[Path, ...],
@@ -101,11 +101,11 @@ def dedup_documents(
     from unisono.quality.clean import clean
     from unisono.quality.options import only_dedup
 
-    with _resumable(out):
+    with resumable(out):
         result = clean(
             inputs,
             out,
-            only_dedup(_options(options)),
+            only_dedup(duplicate_options(options)),
             column=text_column,
             skips_unreadable=on_error == "skip",
             index_only=index_only,
@@ -159,7 +159,7 @@ def clean_documents(
     from unisono.quality.options import CleanRecipe
 
     recipe = load_config(CleanRecipe, recipes, overrides=overrides).value
-    with _resumable(out):
+    with resumable(out):
         result = clean(
             inputs,
             out,
@@ -187,7 +187,7 @@ def _clean_lines(result: CleanResult, out: Path) -> list[str]:
 @click.argument("train", type=click.Path(path_type=Path))
 @click.argument("others", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TEST...")
 @click.option("--out", type=click.Path(path_type=Path), help="A new folder for a report and the rows without leaks.")
-@_compares
+@compares
 @every_verb
 def find_leaking(
     train: Path, others: tuple[Path, ...], out: Path | None, text_column: str | None, as_json: bool, **options: Any
@@ -200,12 +200,12 @@ def find_leaking(
     """
     from unisono.quality.leak import find_leaks
 
-    with _resumable(out):
+    with resumable(out):
         result = find_leaks(
             train,
             others,
             out=out,
-            options=_options(options),
+            options=duplicate_options(options),
             column=text_column,
             workers=options["workers"],
         )
@@ -228,7 +228,7 @@ def find_leaking(
 @click.option("--stratify", metavar="FIELD", help="Field whose values have the same shares in all parts, as a class.")
 @click.option("--group", metavar="FIELD", help="Field whose values are in one part each, as a user.")
 @_INDEX_ONLY
-@_compares
+@compares
 @every_verb
 def split_documents(
     inputs: tuple[Path, ...],
@@ -248,14 +248,14 @@ def split_documents(
     """
     from unisono.quality.split import split
 
-    with _resumable(out):
+    with resumable(out):
         result = split(
             inputs,
             out,
             parts,
             class_field=stratify,
             group_field=group,
-            options=_options(options),
+            options=duplicate_options(options),
             column=text_column,
             index_only=index_only,
             workers=options["workers"],
@@ -286,7 +286,7 @@ def _leak_lines(result: LeakResult) -> list[str]:
     return lines
 
 
-def _options(options: dict[str, Any]) -> DuplicateOptions:
+def duplicate_options(options: dict[str, Any]) -> DuplicateOptions:
     from unisono.quality.options import DuplicateOptions
 
     settings = {name: options[name] for name in ("near", "ngram", "num_perm") if options[name] is not None}
@@ -304,7 +304,7 @@ def _options(options: dict[str, Any]) -> DuplicateOptions:
 
 
 @contextmanager
-def _resumable(out: Path | None) -> Generator[None]:
+def resumable(out: Path | None) -> Generator[None]:
     """Say where an interrupted job goes on, and exit with 75 after SIGTERM."""
     try:
         with sigterm_interrupts():

@@ -305,6 +305,11 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
     "--metric", default="eval/loss", show_default=True, help="Number of a run's events; its last value counts."
 )
 @click.option("--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trainings at a time.")
+@click.option(
+    "--sample-losses",
+    is_flag=True,
+    help="Write losses.safetensors: the loss of each sample, and the probability of each class, from the model that held it out.",
+)
 @every_verb
 def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
     """Cross-validate: train once for each part of data.train that is held out; mean and spread of a metric.
@@ -312,6 +317,7 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
     Each sample is held out once. A command that was killed, or stopped by Ctrl-C, goes on where it was.
     """
     from unisono.launch.job import refuse_inside_a_job
+    from unisono.tune.fold_losses import LOSSES_FILE, write_fold_losses
     from unisono.tune.folds import FOLD, cross_validation, fold_settings, folds_space, write_folds_page
     from unisono.tune.search import Budget
     from unisono.tune.study import Study, StudyOptions
@@ -339,7 +345,16 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
         write_folds_page(folder / "report.html", found, records)
     trials = [{**record.to_json(), "fold": int(record.settings[FOLD])} for record in records]
     result = {"folder": out, "report": str(folder / "report.html"), **found.to_json(), "trials": trials}
-    print_result(as_json, result, [found.verdict(), f"report: {folder / 'report.html'}"])
+    lines = [found.verdict(), f"report: {folder / 'report.html'}"]
+    if options["sample_losses"]:
+        trust = ["--trust-python"] if is_python_trusted() else []
+        with sigterm_interrupts():
+            losses = write_fold_losses(folder, records, trust, lambda line: None if as_json else echo(line))
+        result["losses"] = str(folder / LOSSES_FILE)
+        lines.append(
+            f"losses of {len(losses.sample):,} of {losses.about.num_samples:,} samples: {folder / LOSSES_FILE}"
+        )
+    print_result(as_json, result, lines)
 
 
 def _require_new(path: Path, out: str) -> None:

@@ -33,15 +33,15 @@ def find_clusters(sketches: Sketches, near: float, values: Iterable[object] | No
             others, is_crowded = buckets.sharing(shared)
             shingles = sketches.shingles(document)
             for other in others[:MAX_COMPARED]:
-                is_joined = _root(first, other) == _root(first, document)
+                is_joined = find_root(first, other) == find_root(first, document)
                 if not is_joined and jaccard(shingles, sketches.shingles(other), near) >= near:
-                    _join(first, document, other)
+                    join(first, document, other)
             buckets.add(document, shared)
             crowded += is_crowded or len(others) > MAX_COMPARED
     if values is not None:
         first_of_value: dict[object, int] = {}
         for document, value in enumerate(values):
-            _join(first, document, first_of_value.setdefault(value, document))
+            join(first, document, first_of_value.setdefault(value, document))
     while True:  # each document points at one before it
         ahead = first[first]
         if np.array_equal(ahead, first):
@@ -49,13 +49,15 @@ def find_clusters(sketches: Sketches, near: float, values: Iterable[object] | No
         first = ahead
 
 
-def _root(first: NDArray[np.int64], document: int) -> int:
+def find_root(first: NDArray[np.int64], document: int) -> int:
+    """The first document of a document's cluster; ``first`` has one before it in the cluster, or itself, for each document."""
     while (before := int(first[document])) != document:
         first[document] = first[before]  # halves the path (Tarjan and van Leeuwen 1984)
         document = before
     return document
 
 
-def _join(first: NDArray[np.int64], document: int, other: int) -> None:
-    low, high = sorted((_root(first, document), _root(first, other)))
+def join(first: NDArray[np.int64], document: int, other: int) -> None:
+    """Make one cluster of those of two documents."""
+    low, high = sorted((find_root(first, document), find_root(first, other)))
     first[high] = low

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from unisono.data.convert.file_kind import kind_of_name
 from unisono.data.convert.formats.jsonl import row_of_line
@@ -20,6 +25,8 @@ from unisono.storage.files import MAX_SHOWN_PATH, look_up
 from unisono.storage.limits import MAX_RECORD_BYTES
 
 TEXT: Final = "text"  # column of the documents where no other is named
+_KEY: Final = "__key__"  # the name of a sample of webdataset
+_SHOWN_VALUES: Final = 64  # of an array
 _KINDS: Final = tuple(suffix for suffix in read_formats() if suffix not in ("idx", ".bin"))
 
 
@@ -73,12 +80,14 @@ class Documents:
         files_of_path: Number of files of each path that was given, in order.
         column: Field of the text in tables; None to find it.
         skips_unreadable: Whether a document without text is one with a fault, or an error.
+        rows_without: A document of a table is its row without this field, as JSON. None: it is the text in ``column``.
     """
 
     files: tuple[InputFile, ...]
     files_of_path: tuple[int, ...]
     column: str | None = None
     skips_unreadable: bool = False
+    rows_without: str | None = None
 
     def __iter__(self) -> Iterator[Document]:
         """The documents.
@@ -87,7 +96,7 @@ class Documents:
             DataError: A file is damaged, or a row has no text.
         """
         for number, file in enumerate(self.files):
-            for row, text in enumerate(_texts(file, self.column)):
+            for row, text in enumerate(self._texts(file)):
                 if isinstance(text, str):
                     yield Document(number, row, text)
                 elif self.skips_unreadable:
@@ -121,9 +130,15 @@ class Documents:
         return {
             (file, row): text
             for file, rows in wanted.items()
-            for row, text in enumerate(islice(_texts(self.files[file], self.column), max(rows) + 1))
+            for row, text in enumerate(islice(self._texts(self.files[file]), max(rows) + 1))
             if row in rows and isinstance(text, str)
         }
+
+    def _texts(self, file: InputFile) -> Iterator[str | DataError]:
+        if self.rows_without is None:
+            return _texts(file, self.column)
+        rows = _rows(file, None)
+        return (row if isinstance(row, DataError) else _row_as_json(row, self.rows_without) for row in rows)
 
     def require_unchanged(self) -> None:
         """Raise DataError if a file has changed since it was listed."""
@@ -260,6 +275,21 @@ def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | Data
         return _refused(
             f"{file.path}: {error}", "a file of text is UTF-8, and stays as it is meanwhile", "repair or remove it"
         )
+
+
+def _row_as_json(row: Row, without: str) -> str:
+    """The values of a row in the order of the fields' names; of bytes and of large arrays, which cannot be read, the digest."""
+    values = {name: value for name, value in row.items() if name not in (without, _KEY)}
+    return json.dumps(values, sort_keys=True, ensure_ascii=False, default=_as_json)
+
+
+def _as_json(value: Any) -> Any:
+    array: NDArray[Any] | None = None if isinstance(value, bytes) else np.asarray(value)
+    if array is not None and array.size <= _SHOWN_VALUES:
+        return array.tolist()
+    content = value if array is None else np.ascontiguousarray(array).tobytes()
+    kind = "bytes" if array is None else f"{array.dtype}{list(array.shape)}"
+    return f"{kind} of {len(content):,} bytes, BLAKE2b {hashlib.blake2b(content, digest_size=16).hexdigest()}"
 
 
 def text_column(row: Row, file: InputFile) -> str:

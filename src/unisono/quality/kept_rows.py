@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from unisono.data.convert.table_files import Row, open_file, write_table
 from unisono.errors import DataError
 from unisono.quality.documents import TEXT, Documents, InputFile, text_column
+from unisono.quality.label_values import label_like
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
 
@@ -30,26 +31,29 @@ def write_kept(
     counts: NDArray[np.int64],
     changed: Iterable[tuple[int, bytes]] = (),
     *,
+    label: str | None = None,
     index_only: bool,
 ) -> int:
     """Write ``data/NAME`` with the kept rows of each file, and ``kept/NAME.npy`` with their numbers, int64.
 
-    Where a text has not changed, lines of JSONL and files of text are copied byte for byte; rows of other formats are read and
-    written. ``data`` leaves out a file without kept rows.
+    Where a document has not changed, lines of JSONL and files of text are copied byte for byte; rows of other formats are read
+    and written. ``data`` leaves out a file without kept rows.
 
     Args:
         documents: The data set.
         folder: A folder.
         is_kept: Of each document, bool [documents].
         counts: Documents of each file, int64 [files].
-        changed: Number and new text in UTF-8 of documents whose text is another, in order.
+        changed: Number and new text in UTF-8 of documents whose text is another, in order; or their new label.
+        label: The field whose values ``changed`` has, as text, each of which becomes a value of the type of the one before.
+            None: it has texts.
         index_only: Whether to write only the numbers.
 
     Returns:
-        The number of kept documents whose text is another.
+        The number of kept documents that are changed.
 
     Raises:
-        DataError: A file cannot be read or written in its format.
+        DataError: A file cannot be read or written in its format, or a label is none of the type of those of its file.
     """
     new_texts = _NewTexts(changed)
     for file, end, count in zip(documents.files, np.cumsum(counts), counts, strict=True):
@@ -58,14 +62,14 @@ def write_kept(
             np.save(index, np.flatnonzero(kept).astype(np.int64))
         texts = new_texts.of_file(int(end - count), kept)
         if kept.any() and not index_only:
-            _write_file(file, _place(folder / DATA_FOLDER / file.name), kept, texts, documents.column)
+            _write_file(file, _place(folder / DATA_FOLDER / file.name), kept, texts, documents.column, label)
         for _ in texts:  # which no file has read
             pass
     return new_texts.count
 
 
 class _NewTexts:
-    """New texts, which are read once and in order, file by file."""
+    """New texts or labels, which are read once and in order, file by file."""
 
     def __init__(self, changed: Iterable[tuple[int, bytes]]) -> None:
         self._rest = iter(changed)
@@ -103,9 +107,23 @@ def _place(path: Path) -> Path:
 
 
 def _write_file(
-    file: InputFile, target: Path, kept: NDArray[np.bool_], texts: Iterator[bytes | None], column: str | None
+    file: InputFile,
+    target: Path,
+    kept: NDArray[np.bool_],
+    texts: Iterator[bytes | None],
+    column: str | None,
+    label: str | None,
 ) -> None:
-    """Write the kept rows; ``texts`` are those of the kept rows that have changed, and None of all others."""
+    """Write the kept rows of a file.
+
+    Args:
+        file: The file.
+        target: The new file.
+        kept: Of each row.
+        texts: The new texts, or labels, of the kept rows that have changed, and None of all others.
+        column: Field of the text; None to find it.
+        label: Field of the labels, if these change.
+    """
     if file.kind in (".jsonl", TEXT):
         with open_regular(file.path) as source, new_file(target) as copy:
             if file.kind == TEXT:
@@ -113,30 +131,35 @@ def _write_file(
                 copy.write(source.read() if text is None else text)
                 return
             for line, text in zip(compress(source, kept), texts, strict=True):
-                copy.write(line if text is None else _with_text(line, column or TEXT, text))
+                copy.write(line if text is None else _with_text(line, column or TEXT, label, text))
         return
     table = open_file(file.path, file.kind)
     rows = zip(compress(table.rows, kept), texts, strict=True)
-    new_rows = (_row_with_text(row, file, column, text) for row, text in rows)
+    new_rows = (row if text is None else _row_with_text(row, file, column, label, text) for row, text in rows)
     write_table(target, replace(table, rows=new_rows), is_shard=True)
 
 
-def _with_text(line: bytes, field: str, text: bytes) -> bytes:
-    """The line with another text in a field. All other values stay as they are written."""
+def _with_text(line: bytes, column: str, label: str | None, text: bytes) -> bytes:
+    """The line with another text, or another label. All other values stay as they are written."""
     row = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
-    row[field] = msgspec.Raw(_json_string(text.decode("utf-8", "surrogatepass")))
+    new = text.decode("utf-8", "surrogatepass")
+    if label is None:
+        row[column] = msgspec.Raw(_as_json(new))
+    else:
+        row[label] = msgspec.Raw(_as_json(label_like(new, json.loads(bytes(row[label])))))
     return msgspec.json.encode(row) + (b"\n" if line.endswith(b"\n") else b"")
 
 
-def _json_string(text: str) -> bytes:
+def _as_json(value: Any) -> bytes:
     try:
-        return json.dumps(text, ensure_ascii=False).encode()
+        return json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # lone surrogates, which only escapes can write
-        return json.dumps(text).encode()
+        return json.dumps(value).encode()
 
 
-def _row_with_text(row: Row, file: InputFile, column: str | None, text: bytes | None) -> Row:
-    if text is None:
-        return row
+def _row_with_text(row: Row, file: InputFile, column: str | None, label: str | None, text: bytes) -> Row:
+    new = text.decode("utf-8", "surrogatepass")
+    if label is not None:
+        return {**row, label: label_like(new, row[label])}
     name = column or text_column(row, file)
-    return {**row, name: text if isinstance(row[name], bytes) else text.decode("utf-8", "surrogatepass")}
+    return {**row, name: text if isinstance(row[name], bytes) else new}

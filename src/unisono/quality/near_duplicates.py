@@ -20,7 +20,10 @@ from unisono.quality.sketch_folder import Sketches
 from unisono.quality.sketches import MAX_SHINGLES
 
 MAX_COMPARED: Final = 100  # documents that one is compared with: those that share the most bands with it
-MAX_BUCKET: Final = 200  # documents that a bucket holds: more share boilerplate, and are found by their other bands
+MAX_BUCKET: Final = (
+    200  # documents of a group that a bucket holds: more share boilerplate, and are found by their other bands
+)
+MAX_GROUPS: Final = 16  # that a bucket holds
 _Numbers = NDArray[np.int64]
 
 
@@ -117,22 +120,38 @@ def near_duplicates(
 
 
 class Buckets:
-    """Documents by the keys of their bands, a limited number of each."""
+    """Documents by the keys of their bands, a limited number of each, and of each group of documents."""
 
     def __init__(self) -> None:
-        self._members: defaultdict[int, list[int]] = defaultdict(list)
+        self._members: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
 
-    def sharing(self, buckets: Sequence[int]) -> tuple[list[int], bool]:
-        """Documents in any of these buckets, those in most of them first, then in order; and whether one of these is full."""
-        shared = Counter(other for bucket in buckets for other in self._members[bucket])
-        others = sorted(shared, key=lambda other: (-shared[other], other))
-        return others, any(len(self._members[bucket]) >= MAX_BUCKET for bucket in buckets)
+    def sharing(self, buckets: Sequence[int], without: int | None = None) -> tuple[list[int], bool]:
+        """Documents in any of these buckets, those in most of them first, then in order; and whether one of these is full.
 
-    def add(self, document: int, buckets: Sequence[int]) -> None:
-        """Put a document into its buckets, as far as these are not full."""
+        Args:
+            buckets: Numbers of buckets.
+            without: A group whose documents are left out.
+        """
+        shared: Counter[int] = Counter()
+        is_full = False
         for bucket in buckets:
-            if len(self._members[bucket]) < MAX_BUCKET:
-                self._members[bucket].append(document)
+            groups = self._members.get(bucket, {})
+            is_full |= len(groups) == MAX_GROUPS
+            for group, members in groups.items():
+                if group != without:
+                    shared.update(members)
+                    is_full |= len(members) == MAX_BUCKET
+        return sorted(shared, key=lambda other: (-shared[other], other)), is_full
+
+    def add(self, document: int, buckets: Sequence[int], group: int = 0) -> None:
+        """Put a document of a group into its buckets, as far as these have room for the group."""
+        for bucket in buckets:
+            groups = self._members[bucket]
+            if group not in groups and len(groups) == MAX_GROUPS:
+                continue
+            members = groups.setdefault(group, [])
+            if len(members) < MAX_BUCKET:
+                members.append(document)
 
 
 def _most_similar(sketches: Sketches, document: int, others: Sequence[int], near: float) -> tuple[int, float] | None:

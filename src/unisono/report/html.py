@@ -20,13 +20,16 @@ from unisono.report.page import DRAW_SCRIPT, HEAD, TAIL
 _PLOTLY: Final = "plotly-cartesian-4.1.1.min.js.gz"
 
 
-def render_page(body: str, charts: Sequence[Mapping[str, Any]], *, title: str, **values: Any) -> str:
+def render_page(
+    body: str, charts: Sequence[Mapping[str, Any]], *, title: str, scripts: Sequence[str] = (), **values: Any
+) -> str:
     """The page of a template.
 
     Args:
         body: What stands between head and scripts, as a jinja2 template.
         charts: As plotly describes them, each with the ``id`` of its place on the page.
         title: Of the page.
+        scripts: The page's own scripts, without anything that comes from data; they run after its body is there.
         values: What the template uses. All are escaped.
     """
     plotly = files("unisono.report").joinpath(_PLOTLY).read_bytes()
@@ -35,12 +38,17 @@ def render_page(body: str, charts: Sequence[Mapping[str, Any]], *, title: str, *
     return environment.from_string(HEAD + body + TAIL).render(
         title=title,
         **values,
-        # Markup: the only values that are not escaped
+        # Markup: with that of json_in_script the only values that are not escaped
         plotly=Markup(base64.b64encode(plotly).decode()),
         charts=Markup(base64.b64encode(gzip.compress(drawn, mtime=0)).decode()),
-        draw_script=Markup(DRAW_SCRIPT),
-        script_sources=Markup(f"{_script_hash(gzip.decompress(plotly).decode())} {_script_hash(DRAW_SCRIPT)}"),
+        scripts=[Markup(script) for script in (DRAW_SCRIPT, *scripts)],
+        script_sources=Markup(" ".join(map(_script_hash, (gzip.decompress(plotly).decode(), DRAW_SCRIPT, *scripts)))),
     )
+
+
+def json_in_script(value: Any) -> Markup:
+    """A value as JSON between the tags of ``<script type="application/json">``, which no text in it can end."""
+    return Markup(json.dumps(value, allow_nan=False).replace("<", "\\u003c"))
 
 
 def _with_gaps(value: Any) -> Any:

@@ -179,8 +179,8 @@ time of the logged steps on rank 0. Memory is in GiB (2^30 bytes). {{ convention
 
 TAIL: Final = """<script type="application/octet-stream" id="charts">{{ charts }}</script>
 <script type="application/octet-stream" id="plotly">{{ plotly }}</script>
-<script>{{ draw_script }}</script>
-</body>
+{% for script in scripts %}<script>{{ script }}</script>
+{% endfor %}</body>
 </html>
 """
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unisono.data.combined import balancing_weights, bucketed, concatenated, mapped, mixture, subset, weighted
 from unisono.data.dataset import Batch, Dataset
@@ -51,6 +52,14 @@ _SPLIT_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOutRows:
+    """Numbers ``ids`` of held-out samples, int64, among the ``total`` ones of ``data.eval``, or of ``data.train`` without it."""
+
+    ids: NDArray[np.int64]
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TaskData:
     """Training and held-out data of a task, and what the loader does with training samples.
 
@@ -60,6 +69,7 @@ class TaskData:
         transform: ``(sample, rng) -> sample`` of training samples, or None.
         pair_transform: Mixup or CutMix, or None.
         collate_fn: Stacks samples of different lengths, or None.
+        held_out_rows: Which samples of its files the held-out ones are; None of windows of tokens, which are none of them.
     """
 
     train: Dataset
@@ -67,6 +77,7 @@ class TaskData:
     transform: Transform | None = None
     pair_transform: Callable[..., Any] | None = None
     collate_fn: Callable[[list[Any]], Batch] | None = None
+    held_out_rows: HeldOutRows | None = None
 
 
 def language_data(
@@ -200,13 +211,14 @@ def _lines(
             before=EncodeText(tokenizer=tokenizer, length=data.seq_len, fixed=fixed),
         )
         encode = PlaceTargets(before=encode) if places_targets else encode
-    parts, held_out = _parts(data, {"text": column}, task, held_out_only)
+    parts, held_out, held_out_rows = _parts(data, {"text": column}, task, held_out_only)
     held_out = mapped(held_out, encode)
     return TaskData(
         train=_combined(parts, data, lengths_of="text") if parts else held_out,
         held_out=held_out,
         transform=encode,
         collate_fn=_collate(data, tokenizer, task),
+        held_out_rows=held_out_rows,
     )
 
 
@@ -242,7 +254,7 @@ def predictor_data(
             nearest=f"task.inputs with {len(entries)} of them",
         )
     columns = dict(zip(entries, task.inputs, strict=False)) | {TARGETS: task.target}
-    parts, held_out = _parts(data, columns, task, held_out_only)
+    parts, held_out, held_out_rows = _parts(data, columns, task, held_out_only)
     pair: Callable[..., Any] | None = None
     if task.kind == "image":
         from unisono.data.image.transform import ImageTransform
@@ -273,31 +285,36 @@ def predictor_data(
         transform=encode,
         pair_transform=pair,
         collate_fn=_collate(data, tokenizer, task) if tokenizer is not None else None,
+        held_out_rows=held_out_rows,
     )
 
 
 def _parts(
     data: DataOptions, columns: dict[str, str], task: TaskOptions, held_out_only: bool
-) -> tuple[list[Dataset], Dataset]:
-    """The sources of the training data, and held-out data: ``data.eval``, or a share of the training data drawn at random.
+) -> tuple[list[Dataset], Dataset, HeldOutRows]:
+    """The sources of the training data, held-out data, and which samples these are.
 
-    With ``held_out_only`` and ``data.eval`` there are no sources.
+    Held-out data are ``data.eval``, or a share of the training data drawn at random. With ``held_out_only`` and ``data.eval``
+    there are no sources.
     """
-    if held_out_only and data.eval:
-        return [], open_addresses(data.eval, columns, data, task)
-    if data.weights:
-        if not data.eval:
-            raise _no_eval_of_mixture()
-        parts = [open_addresses(address, columns, data, task) for address in addresses(data.train)]
-        check_same_targets(data, task)
-        return parts, open_addresses(data.eval, columns, data, task)
-    train = open_addresses(data.train, columns, data, task)
     if data.eval:
-        check_same_targets(data, task)
-        return [train], open_addresses(data.eval, columns, data, task)
-    held_out = _held_out_numbers(len(train), data.eval_frac, data.eval_fold)
-    kept = np.setdiff1d(np.arange(len(train)), held_out)
-    return [subset(train, kept)], subset(train, held_out)
+        parts = [] if held_out_only else _training_parts(data, columns, task)
+        held_out = open_addresses(data.eval, columns, data, task)
+        return parts, held_out, HeldOutRows(ids=np.arange(len(held_out)), total=len(held_out))
+    if data.weights:
+        raise _no_eval_of_mixture()
+    train = open_addresses(data.train, columns, data, task)
+    held_out_ids = _held_out_numbers(len(train), data.eval_frac, data.eval_fold)
+    kept = np.setdiff1d(np.arange(len(train)), held_out_ids)
+    return [subset(train, kept)], subset(train, held_out_ids), HeldOutRows(ids=held_out_ids, total=len(train))
+
+
+def _training_parts(data: DataOptions, columns: dict[str, str], task: TaskOptions) -> list[Dataset]:
+    """The sources of the training data beside ``data.eval``: several in a mixture."""
+    given = addresses(data.train) if data.weights else [data.train]
+    parts = [open_addresses(address, columns, data, task) for address in given]
+    check_same_targets(data, task)
+    return parts
 
 
 def _combined(parts: list[Dataset], data: DataOptions, *, lengths_of: str = "", balance: bool = False) -> Dataset:
@@ -328,7 +345,7 @@ def _collate(data: DataOptions, tokenizer: Tokenizer, task: TaskOptions) -> Call
     return PadBatch(fillers=(("tokens", tokenizer.padding), (TARGETS, IGNORED if ignored else 0)))
 
 
-def _held_out_numbers(size: int, eval_frac: float, fold: int) -> Any:
+def _held_out_numbers(size: int, eval_frac: float, fold: int) -> NDArray[np.int64]:
     """Numbers of the samples that are held out: part ``fold`` of those in a random order, each ``eval_frac`` of them long."""
     if size < 2:
         raise DataError(

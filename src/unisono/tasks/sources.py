@@ -14,7 +14,7 @@ from unisono.data.combined import concatenated, mapped
 from unisono.data.convert.formats.csv import separator_hint
 from unisono.data.dataset import Batch, Dataset, location_of, read_samples
 from unisono.data.options import DataOptions, default_cache_dir
-from unisono.data.sources import open_source, source_groups, source_paths
+from unisono.data.sources import open_source, source_files, source_groups, source_paths
 from unisono.data.tokens.shards import TokenSet, open_tokens
 from unisono.errors import ConfigError, DataError
 from unisono.tasks.options import TaskOptions
@@ -70,6 +70,14 @@ def open_addresses(
     """All samples at the addresses; ``targets`` are numbers of the task's classes, or standardised."""
     parts = [_with_targets(open_group(group, columns, data, task), task) for group in groups_of(given, data)]
     return parts[0] if len(parts) == 1 else concatenated(parts)
+
+
+def sample_files(given: str | tuple[str, ...], data: DataOptions) -> list[str | Path]:
+    """The files at the addresses, in the order in which ``open_addresses`` numbers their samples."""
+    files: list[str | Path] = []
+    for group in groups_of(given, data):
+        files += source_files(group[0] if len(group) == 1 else group, cache_folder(data))
+    return files
 
 
 def class_names_of(source: Dataset, target: str) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from unisono.models.moe import inactive_parameters
 from unisono.observe.events import EventLog
 from unisono.plan.plan import Plan
 from unisono.tasks.columns import number_columns, resolve_task
-from unisono.tasks.data import language_data, predictor_data
+from unisono.tasks.data import HeldOutRows, language_data, predictor_data
 from unisono.tasks.inputs import image_augment
 from unisono.tasks.model_names import MODELS, default_model
 from unisono.tasks.models import build_named
@@ -69,6 +69,7 @@ class RunData:
         transform: ``(sample, rng) -> sample`` of training samples, or None.
         pair_transform: Of two training samples, or None.
         collate_fn: ``(samples) -> batch`` of both data sets, or None.
+        held_out_rows: Which samples of its files the held-out ones are; None of windows of tokens and the user's own data.
     """
 
     train: Dataset
@@ -78,6 +79,7 @@ class RunData:
     transform: Transform | None = None
     pair_transform: PairTransform | None = None
     collate_fn: CollateFn | None = None
+    held_out_rows: HeldOutRows | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -177,6 +179,7 @@ def _task_data(config: RunConfig, *, held_out_only: bool) -> RunData:
         transform=data.transform,
         pair_transform=data.pair_transform,
         collate_fn=data.collate_fn,
+        held_out_rows=data.held_out_rows,
     )
 
 

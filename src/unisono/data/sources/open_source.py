@@ -114,11 +114,25 @@ def open_source(
         files = [file for folder in local for file in arrow_files(folder)]
         data = converted(files, lambda: arrow_rows(files), cache)
         return _Selected(data, columns, arrow_classes(local[0]), _row_places(local, len(data)))
-    # one file of a set stands for the whole set, which several of its files name once
-    sets = list(dict.fromkeys(tuple(files_of(path)) for path in local))
+    sets = _table_sets(local)
     files = list(chain.from_iterable(sets))
     data = converted(files, lambda: chain.from_iterable(open_table(files[0]).rows for files in sets), cache)
     return _Selected(data, columns, {}, _row_places(files, len(data)))
+
+
+def source_files(address: str | Path | Sequence[str | Path], cache: Path) -> list[str | Path]:
+    """The files and folders at an address, in the order in which ``open_source`` numbers their samples.
+
+    Raises DataError and ExtraError as ``source_paths``.
+    """
+    paths = source_paths(address, cache)
+    tables = [path for path in paths if _kind(path) in _TABLES]
+    return list(chain.from_iterable(_table_sets(list(map(Path, paths))))) if tables else paths
+
+
+def _table_sets(paths: Sequence[Path]) -> list[tuple[Path, ...]]:
+    """The files of each set: one file of a set stands for the whole set, which several of its files name once."""
+    return list(dict.fromkeys(tuple(files_of(path)) for path in paths))
 
 
 class _RowReader(Protocol):

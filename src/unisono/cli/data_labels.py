@@ -1,0 +1,140 @@
+"""``unisono data labels`` and ``relabel``: labels that are likely wrong, and a data set without them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from unisono.cli.common import every_verb, print_result
+from unisono.cli.data_quality import compares, duplicate_options, resumable
+from unisono.errors import ConfigError
+from unisono.sanitize import printable
+
+if TYPE_CHECKING:
+    from unisono.quality.label_errors import LabelsResult
+    from unisono.quality.relabel import RelabelResult
+
+_SHOWN: Final = 5  # pairs of labels that fit on a screen
+
+
+@click.command("labels")
+@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--label", required=True, metavar="FIELD", help="Field of the labels.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
+@click.option(
+    "--losses",
+    type=click.Path(path_type=Path),
+    help="Folder of unisono tune folds --sample-losses over INPUTS: also look for labels that its models contradict.",
+)
+@click.option("--whole-rows", is_flag=True, help="Compare rows without their label: for tables without a text.")
+@click.option(
+    "--most",
+    type=click.IntRange(min=1),
+    default=200,
+    show_default=True,
+    help="Conflicts, and suspects, that the page shows.",
+)
+@compares
+@every_verb
+def find_labels(
+    inputs: tuple[Path, ...],
+    label: str,
+    out: Path,
+    losses: Path | None,
+    whole_rows: bool,
+    most: int,
+    text_column: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Find labels of INPUTS that are likely wrong, and write a page on which they can be marked.
+
+    INPUTS are tables, or folders of these; they do not change. Conflicts are documents that are the same or near each other and
+    have different labels. Suspects are documents whose label models contradict that did not train on them. After a kill, the
+    same command goes on.
+
+    \b
+    OUT/report.html      both, with buttons; saves marks.json, which unisono data relabel takes
+    OUT/conflicts.jsonl  each conflict: its documents, their labels and similarities
+    OUT/suspects.jsonl   each suspect, the most suspicious first
+    """
+    from unisono.quality.label_errors import find_label_errors
+
+    if whole_rows and text_column is not None:
+        raise ConfigError(
+            given=f"--whole-rows and --text-column {text_column}",
+            rule="documents are compared by one field, or by all but the label",
+            consequence="nothing was read",
+            nearest="one of the two",
+        )
+    with resumable(out):
+        result = find_label_errors(
+            inputs,
+            out,
+            label,
+            losses=losses,
+            options=duplicate_options(options),
+            column=text_column,
+            whole_rows=whole_rows,
+            most=most,
+            workers=options["workers"],
+        )
+    print_result(as_json, {"out": str(out), **asdict(result)}, _labels_lines(result, out))
+
+
+def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
+    lines = [
+        f"{result.documents:,} documents with {len(result.labels):,} labels",
+        f"{result.conflicts:,} conflicts of {result.in_conflict:,} documents",
+    ]
+    if result.ranked_by:
+        lines.append(f"{result.suspects:,} suspects among {result.evaluated:,} documents with a loss")
+    lines += [
+        printable(f"     {count:,} {label}, likely {suggested}")
+        for label, suggested, count in result.confusions[:_SHOWN]
+    ]
+    if len(result.confusions) > _SHOWN:
+        lines.append(f"     and {len(result.confusions) - _SHOWN:,} more pairs of labels")
+    if result.crowded:
+        lines.append(f"{result.crowded:,} texts had too many candidates to be compared with all of them")
+    return [*lines, f"look through and mark: {out / 'report.html'}"]
+
+
+@click.command("relabel")
+@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--marks",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The file that the page of unisono data labels saved.",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
+@click.option("--workers", type=click.IntRange(min=0), help="Processes; 0 = this one (default: by size and cores).")
+@every_verb
+def relabel_documents(inputs: tuple[Path, ...], marks: Path, out: Path, workers: int | None, as_json: bool) -> None:
+    """Write INPUTS with marked labels changed, and without the documents that were marked to be dropped, into a new folder.
+
+    INPUTS are those of unisono data labels; they do not change. Marks of other data are refused.
+
+    \b
+    OUT/data           the documents, in files of the inputs' names and formats
+    OUT/kept           the numbers of the kept rows of each table, as .npy
+    OUT/changes.jsonl  each change: file, row, label before and after
+    """
+    from unisono.quality.relabel import relabel
+
+    with resumable(out):
+        result = relabel(inputs, out, marks, workers=workers)
+    print_result(as_json, {"out": str(out), **asdict(result)}, _relabel_lines(result, out))
+
+
+def _relabel_lines(result: RelabelResult, out: Path) -> list[str]:
+    lines = [
+        f"{result.changed:,} of {result.documents:,} labels changed, {result.dropped:,} documents dropped, "
+        f"{result.confirmed:,} labels confirmed"
+    ]
+    lines += [printable(f"     {count:,} {label} to {to}") for label, to, count in result.changes]
+    return [*lines, f"report: {out / 'report.html'}"]

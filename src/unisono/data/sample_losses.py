@@ -1,0 +1,170 @@
+"""Losses of single samples in a file, from models that did not train on them.
+
+The tensors of the file, in the safetensors format; samples are numbered in the order of the data set's files and rows, from 0:
+
+    sample         int64   [samples]           their numbers, ascending
+    loss           float64 [samples]           mean loss of the sample; NaN of one in which nothing counts
+    fold           int64   [samples]           the part that was held out with it
+    target         int64   [samples]           number of the class that it has; -1 of a task without classes
+    probabilities  float32 [samples, classes]  what the model gives each class; no columns of a task without classes
+
+All of a data set are in memory while a file is written: 4 bytes for each sample and class.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from unisono.errors import DataError
+from unisono.storage.files import write_atomically
+
+VERSION: Final = 1
+_ABOUT: Final = "unisono_losses"
+_KINDS: Final = {"sample": "i", "loss": "f", "fold": "i", "target": "i", "probabilities": "f"}
+
+
+class SampleFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of samples as it was when they were evaluated.
+
+    Attributes:
+        path: Absolute.
+        size: In bytes.
+        mtime_ns: Time of its last change.
+    """
+
+    path: str
+    size: int
+    mtime_ns: int
+
+
+class LossesOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The samples that losses are of.
+
+    Attributes:
+        version: Of the format.
+        num_samples: Number of samples in all files.
+        target: Column of the labels; empty if the task has none.
+        classes: Names of the classes in the order of their numbers; empty if the task has none.
+        files: In the order in which samples are numbered.
+    """
+
+    version: int
+    num_samples: int
+    target: str
+    classes: list[str]
+    files: list[SampleFile]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleLosses:
+    """Losses of samples; the arrays are those of the module's description.
+
+    Attributes:
+        about: The samples that they are of.
+        sample: Their numbers.
+        loss: Their losses.
+        fold: Their parts.
+        target: Their classes.
+        probabilities: Of each class.
+    """
+
+    about: LossesOf
+    sample: NDArray[np.int64]
+    loss: NDArray[np.float64]
+    fold: NDArray[np.int64]
+    target: NDArray[np.int64]
+    probabilities: NDArray[np.float32]
+
+    def write(self, path: Path) -> None:
+        """Write them to ``path``, atomically."""
+        arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in _KINDS}
+        write_atomically(path, save(arrays, {_ABOUT: msgspec.json.encode(self.about).decode()}))
+
+
+def describe_files(paths: Sequence[str | Path]) -> list[SampleFile]:
+    """Files as they are now. Raises OSError if one is not there."""
+    found = [Path(os.path.abspath(path)) for path in paths]
+    status = [path.stat() for path in found]
+    return [
+        SampleFile(path=str(path), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
+        for path, stat in zip(found, status, strict=True)
+    ]
+
+
+def read_losses(path: Path) -> SampleLosses:
+    """Read a file of losses.
+
+    Raises:
+        DataError: It is not there, is damaged, or is of another version.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            about = msgspec.json.decode((file.metadata() or {}).get(_ABOUT, ""), type=LossesOf)
+            arrays: dict[str, Any] = {name: file.get_tensor(name) for name in _KINDS}
+    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+        raise _refused(f"{path}: {error}") from error
+    sample, samples = arrays["sample"], arrays["sample"].shape
+    fits = (
+        all(arrays[name].dtype.kind == kind for name, kind in _KINDS.items())
+        and len(samples) == 1
+        and all(arrays[name].shape == samples for name in ("loss", "fold", "target"))
+        and arrays["probabilities"].shape == (*samples, len(about.classes))
+    )
+    if not fits or about.version != VERSION:
+        raise _refused(f"{path}, of version {about.version}, whose arrays are {_shapes(arrays)}")
+    if (sample[1:] <= sample[:-1]).any() or (samples[0] and not 0 <= sample[0] <= sample[-1] < about.num_samples):
+        raise _refused(f"{path}, whose samples are not in order, or are not among {about.num_samples}")
+    if about.classes and not ((arrays["target"] >= 0) & (arrays["target"] < len(about.classes))).all():
+        raise _refused(f"{path}, with targets that are none of its {len(about.classes)} classes")
+    return SampleLosses(about=about, **arrays)
+
+
+def merge_losses(parts: Sequence[SampleLosses]) -> SampleLosses:
+    """The losses of the parts of one data set together.
+
+    Raises:
+        DataError: They are of different data or classes, or have a sample in common.
+    """
+    first, *others = parts
+    if any(part.about != first.about for part in others):
+        raise DataError(
+            given="losses of parts whose files or classes differ",
+            rule="the parts of a cross-validation are of one data set",
+            consequence="they were not put together",
+            nearest="the cross-validation again in a new folder, while the data stay as they are",
+        )
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _KINDS}
+    order = np.argsort(arrays["sample"], kind="stable")
+    arrays = {name: array[order] for name, array in arrays.items()}
+    twice = np.flatnonzero(arrays["sample"][1:] == arrays["sample"][:-1])
+    if len(twice):
+        raise DataError(
+            given=f"losses of sample {int(arrays['sample'][twice[0]])} in two parts",
+            rule="each sample is held out once",
+            consequence="they were not put together",
+            nearest="the cross-validation again in a new folder",
+        )
+    return SampleLosses(about=first.about, **arrays)
+
+
+def _shapes(arrays: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in arrays.items())
+
+
+def _refused(given: str) -> DataError:
+    return DataError(
+        given=given,
+        rule="losses of samples are in a file that unisono eval or unisono tune folds wrote with --sample-losses",
+        consequence="no losses were read",
+        nearest="unisono tune folds CONFIG --sample-losses --out FOLDER",
+    )

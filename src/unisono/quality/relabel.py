@@ -1,0 +1,173 @@
+"""Write a data set with the labels changed, and the documents dropped, that somebody has marked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.errors import DataError
+from unisono.quality.documents import Documents, find_documents
+from unisono.quality.job_folder import open_job
+from unisono.quality.kept_rows import require_writable, write_kept
+from unisono.quality.label_page import write_relabel_page
+from unisono.quality.label_values import Labels, data_set_digest, read_labels
+from unisono.quality.marks import Mark, read_marks
+from unisono.quality.options import DuplicateOptions, only_dedup
+from unisono.quality.sketch_folder import sketch_all
+from unisono.sanitize import quoted
+from unisono.storage.files import file_digest, new_file
+
+CHANGES_FILE: Final = "changes.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelabelResult:
+    """The outcome.
+
+    Attributes:
+        documents: Number of documents.
+        kept: Of these in the new data set.
+        label: The field of the labels.
+        changed: Documents with another label.
+        dropped: Documents that are not in the new data set.
+        confirmed: Documents whose label was marked as right.
+        changes: Changed labels: ``[before, after, count]``, the most common first.
+    """
+
+    documents: int
+    kept: int
+    label: str
+    changed: int
+    dropped: int
+    confirmed: int
+    changes: tuple[tuple[str, str, int], ...]
+
+
+def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int | None = None) -> RelabelResult:
+    """Write a copy of a data set in which marked labels are changed, and documents that are marked so are left out.
+
+    The folder gets ``data/`` and ``kept/``, as ``clean`` writes them, ``changes.jsonl`` (each changed or dropped document: its
+    file and row, its row in the new file, and its label before and after), ``report.json`` and ``report.html``.
+
+    Args:
+        paths: The data set that was marked: tables, or folders of these.
+        out: A new folder; or that of the same job, which was killed and goes on, or is done already.
+        marks_path: The file of marks.
+        workers: Processes; 0 is this one. By default by cores and size. The result is the same.
+
+    Raises:
+        ConfigError: The folder belongs to something else, or another process works in it.
+        DataError: The marks are damaged, or those of another data set; a file is damaged or has changed meanwhile, or its
+            format is only read.
+    """
+    marks = read_marks(marks_path)
+    documents = find_documents(paths, column=marks.text_column)
+    if marks.whole_rows:
+        documents = replace(documents, rows_without=marks.label)
+    require_writable(documents)
+    identity = {"relabel": file_digest(marks_path), "documents": documents.identity()}
+    with open_job(out, identity, [*paths, marks_path]) as job:
+        if job.is_done:
+            return job.result(RelabelResult)
+        sketches = sketch_all(documents, job.sketches, only_dedup(DuplicateOptions(near=0.0)), workers=workers)
+        labels = read_labels(documents, marks.label, len(sketches))
+        if data_set_digest(documents, sketches, labels) != marks.data_set:
+            raise _refused(
+                f"{marks_path}, with marks of another data set than {', '.join(map(str, paths))}",
+                "marks belong to the files, rows, texts and labels that they were made of",
+                "the same inputs as in unisono data labels; or look through these: unisono data labels",
+            )
+        files, rows = sketches.places()
+        counts = np.bincount(files, minlength=len(documents.files))
+        marked = _by_document(marks.marks, documents, counts, labels)
+        is_kept = np.ones(len(sketches), np.bool_)
+        is_kept[[document for document, mark in marked.items() if mark.action == "drop"]] = False
+        changed = [(document, mark) for document, mark in marked.items() if mark.action == "change"]
+        new_labels = ((document, str(mark.to).encode("utf-8", "surrogatepass")) for document, mark in changed)
+        write_kept(documents, job.new, is_kept, counts, new_labels, label=marks.label, index_only=False)
+        with new_file(job.new / CHANGES_FILE) as file:
+            lines = _lines(documents, marked, is_kept, files, rows)
+            file.writelines(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for line in lines)
+        result = RelabelResult(
+            documents=len(sketches),
+            kept=int(is_kept.sum()),
+            label=marks.label,
+            changed=len(changed),
+            dropped=int(np.sum(~is_kept)),
+            confirmed=sum(mark.action == "keep" for mark in marked.values()),
+            changes=_count_changes(changed),
+        )
+        write_relabel_page(job.new / "report.html", out.name, result, labels.counts())
+        documents.require_unchanged()
+        job.finish(asdict(result))
+    return result
+
+
+def _by_document(
+    marks: Sequence[Mark], documents: Documents, counts: NDArray[np.int64], labels: Labels
+) -> dict[int, Mark]:
+    """The mark of each document, in order.
+
+    Raises:
+        DataError: A mark is of no document, of another label than the document has, or changes it to what is no label.
+    """
+    numbers = {file.name: number for number, file in enumerate(documents.files)}
+    begins = np.cumsum(counts) - counts
+    found: dict[int, Mark] = {}
+    for mark in marks:
+        number = numbers.get(mark.file)
+        if number is None or not 0 <= mark.row < counts[number]:
+            raise _unfit(f"a mark of {quoted(mark.file)}, row {mark.row}, which is not there")
+        document = int(begins[number]) + mark.row
+        if labels.name(document) != mark.label:
+            raise _unfit(f"a mark of the label {quoted(mark.label)} in {mark.file}, row {mark.row}, which has another")
+        if mark.to is not None and mark.to not in labels.names:
+            raise _unfit(f"a change to {quoted(mark.to)}, which no document has as its label")
+        found[document] = mark
+    return dict(sorted(found.items()))
+
+
+def _lines(
+    documents: Documents,
+    marked: Mapping[int, Mark],
+    is_kept: NDArray[np.bool_],
+    files: NDArray[np.int64],
+    rows: NDArray[np.int64],
+) -> Iterator[dict[str, Any]]:
+    """Lines of ``changes.jsonl``."""
+    before = np.concatenate(([0], np.cumsum(is_kept)))  # kept documents before each
+    for document, mark in marked.items():
+        if mark.action == "keep":
+            continue
+        line = {"file": documents.files[files[document]].name, "row": int(rows[document]), "action": mark.action}
+        if mark.action == "drop":
+            yield line | {"label": mark.label}
+            continue
+        new_row = int(before[document] - before[document - int(rows[document])])
+        yield line | {"new_row": new_row, "label": mark.label, "to": mark.to}
+
+
+def _count_changes(changed: Sequence[tuple[int, Mark]]) -> tuple[tuple[str, str, int], ...]:
+    counts: dict[tuple[str, str], int] = {}
+    for _, mark in changed:
+        pair = (mark.label, str(mark.to))
+        counts[pair] = counts.get(pair, 0) + 1
+    return tuple((before, after, count) for (before, after), count in sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def _unfit(given: str) -> DataError:
+    return _refused(
+        given,
+        "a mark names a document of the data set, its label, and another label of the data set",
+        "the marks as the page of unisono data labels saved them",
+    )
+
+
+def _refused(given: str, rule: str, nearest: str) -> DataError:
+    return DataError(given=given, rule=rule, consequence="nothing was written", nearest=nearest)

@@ -1,0 +1,84 @@
+"""Losses of all samples of a cross-validation: each from the training that held it out."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from unisono.data.sample_losses import SampleLosses, merge_losses, read_losses
+from unisono.dist.interpreter import module_command
+from unisono.errors import DataError, UnisonoError
+from unisono.launch.child import error_paragraph, kill_group, start_child
+from unisono.launch.workers import Reaper
+from unisono.storage.directory import make_folder
+from unisono.tune.folds import FOLD
+from unisono.tune.study import TrialRecord
+
+LOSSES_FILE: Final = "losses.safetensors"
+_PARTS: Final = "losses"
+_TAIL_CHARS: Final = 20_000
+
+
+def write_fold_losses(
+    folder: Path, records: Sequence[TrialRecord], trust: Sequence[str], tell: Callable[[str], None]
+) -> SampleLosses:
+    """Evaluate each training that ended on the samples that it held out, and write their losses into one file of ``folder``.
+
+    Each evaluation is a process of its own. One whose file is there already is not made again.
+
+    Args:
+        folder: Of the cross-validation.
+        records: Its trainings. The samples that failed ones held out have no loss.
+        trust: Arguments by which ``unisono eval`` runs the Python file of a configuration.
+        tell: Called with a line for each evaluation.
+
+    Returns:
+        The losses.
+
+    Raises:
+        UnisonoError: An evaluation failed, such as that of a task whose samples are no rows.
+        DataError: No training ended; or the data are not those of the other parts.
+    """
+    make_folder(folder / _PARTS)
+    parts: list[SampleLosses] = []
+    for record in records:
+        if record.outcome != "done":
+            continue
+        fold = int(record.settings[FOLD])
+        path = folder / _PARTS / f"fold-{fold:04}.safetensors"
+        if not path.exists():
+            tell(f"losses of the samples of part {fold}")
+            _evaluate(record.run_dir, path, trust)
+        parts.append(read_losses(path))
+    if not parts:
+        raise DataError(
+            given=f"a cross-validation in {folder} without a training that ended",
+            rule="the loss of a sample is that of the training that held it out",
+            consequence="no losses were written",
+            nearest="the same command again; what the trainings said is in its trials/",
+        )
+    losses = merge_losses(parts)
+    losses.write(folder / LOSSES_FILE)
+    return losses
+
+
+def _evaluate(run_dir: Path, path: Path, trust: Sequence[str]) -> None:
+    command = module_command("unisono", "eval", str(run_dir), "--sample-losses", str(path), *trust)
+    with Reaper() as reaper, tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = start_child(reaper, command, output)
+        try:
+            code = process.wait()
+        finally:
+            kill_group(process)
+            reaper.forget(process.pid)
+        output.seek(0)
+        said = output.read()[-_TAIL_CHARS:]
+    if code:
+        raise UnisonoError(
+            given=f"the evaluation of {run_dir}: {error_paragraph(said) or f'it ended with exit code {code}'}",
+            rule="each training that ended is evaluated on the samples that it held out",
+            consequence="the losses were not put together; those of other parts are kept",
+            nearest="the same command again, once its cause is removed",
+        )
