@@ -11,7 +11,7 @@ import base64
 import binascii
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -81,17 +81,11 @@ def write(path: Path, table: Table, binary: Collection[str] = ()) -> int:
 
 def _types(path: Path, binary: frozenset[str]) -> tuple[list[str], dict[str, str]]:
     """The names of the columns and their types, from the whole file."""
-    records = _records(path)
-    _, _, header = next(records, (1, 0, []))
-    names = [text for text, _ in header]
-    if not names:
+    records = read_records(path)
+    _, _, header, _ = next(records, (1, 0, [], b""))
+    if not header:
         raise damaged_error(path, 0, "an empty file, without header line and rows")
-    if not all(names) or len(set(names)) != len(names):
-        raise damaged_error(
-            path,
-            0,
-            f"a header line with the names [{listed(map(quoted, names))}], where each column has one of its own",
-        )
+    names = column_names(path, header)
     if unknown := sorted(binary - set(names)):
         raise unreadable_error(
             f"{path}: base64 for {quoted(unknown[0])}", f"columns are {listed(names)}", "one of these, or leave it out"
@@ -100,9 +94,9 @@ def _types(path: Path, binary: frozenset[str]) -> tuple[list[str], dict[str, str
         place: ("int64", "float64") for place, name in enumerate(names) if name not in binary
     }
     empty = True
-    for number, offset, cells in records:
+    for number, offset, cells, _ in records:
         empty = False
-        _same_width(path, number, offset, cells, names)
+        require_width(path, number, offset, cells, names)
         for place, possible in list(candidates.items()):
             text, in_quotes = cells[place]
             candidates[place] = () if in_quotes else tuple(kind for kind in possible if _IS[kind](text))
@@ -115,10 +109,10 @@ def _types(path: Path, binary: frozenset[str]) -> tuple[list[str], dict[str, str
 
 
 def _rows(path: Path, names: list[str], kinds: dict[str, str]) -> Iterator[Row]:
-    records = _records(path)
+    records = read_records(path)
     next(records, None)
-    for number, offset, cells in records:
-        _same_width(path, number, offset, cells, names)
+    for number, offset, cells, _ in records:
+        require_width(path, number, offset, cells, names)
         try:
             yield {name: _value(text, kinds[name]) for name, (text, _) in zip(names, cells, strict=True)}
         except ValueError as error:
@@ -149,7 +143,25 @@ def _is_float(text: str) -> bool:
 _IS: Final = {"int64": _is_int, "float64": _is_float}
 
 
-def _same_width(path: Path, number: int, offset: int, cells: list[_Cell], names: list[str]) -> None:
+def column_names(path: Path, header: Sequence[_Cell]) -> list[str]:
+    """The names in a header line. Raises DataError if one is empty or there twice."""
+    names = [text for text, _ in header]
+    if not all(names) or len(set(names)) != len(names):
+        raise damaged_error(
+            path,
+            0,
+            f"a header line with the names [{listed(map(quoted, names))}], where each column has one of its own",
+        )
+    return names
+
+
+def number_kind(text: str) -> str:
+    """``int64`` or ``float64`` for the text of a number, ``nan`` and ``inf``; empty for any other text."""
+    return "int64" if _is_int(text) else "float64" if _is_float(text) else ""
+
+
+def require_width(path: Path, number: int, offset: int, cells: Sequence[_Cell], names: Sequence[str]) -> None:
+    """Raise DataError for a record that has not one cell of each column."""
     if len(cells) != len(names):
         if hint := separator_hint(names):
             raise unreadable_error(
@@ -166,8 +178,12 @@ def separator_hint(names: Collection[str]) -> str:
     return f"the file with commas between its columns, where it has {separator!r}" if separator else ""
 
 
-def _records(path: Path) -> Iterator[tuple[int, int, list[_Cell]]]:
-    """Line number and offset of each record, and its cells."""
+def read_records(path: Path) -> Iterator[tuple[int, int, list[_Cell], bytes | bytearray]]:
+    """Line number and offset of each record, its cells (text, whether in quotes), and itself with its line end.
+
+    Raises:
+        DataError: The file is damaged.
+    """
     with open_source(path) as file:
         offset, number = len(_BOM), 1
         if file.read(len(_BOM)) != _BOM:
@@ -190,7 +206,7 @@ def _records(path: Path) -> Iterator[tuple[int, int, list[_Cell]]]:
                     path, offset, f"line {number} has no line end, as in a truncated file: a line ends with \\n"
                 )
             try:
-                yield number, offset, _cells(record.decode().removesuffix("\n").removesuffix("\r"))
+                yield number, offset, _cells(record.decode().removesuffix("\n").removesuffix("\r")), record
             except ValueError as error:
                 raise damaged_error(path, offset, f"line {number}: {error}") from error
             offset, number = offset + size, number + lines

@@ -73,13 +73,7 @@ def row_of_line(line: bytes, path: Path, number: int, offset: int, columns: Sequ
     ``number``, from 1, and ``offset`` name it in the DataError for an invalid one.
     """
     try:
-        if len(line) > MAX_RECORD_BYTES:
-            raise ValueError(f"it has more than {MAX_RECORD_BYTES:,} bytes")
-        row = decode_json(line, _decode, max_bytes=MAX_RECORD_BYTES)
-        if not isinstance(row, dict):
-            raise ValueError("it is no object")
-        values = cast("dict[str, Any]", row)
-        check_count(len(values), "fields")
+        values = _values(line)
         if columns is not None:
             check_columns(columns, values, f"line {number} of {path}")
         return {name: _from_json(values[name]) for name in (values if columns is None else columns)}
@@ -89,6 +83,29 @@ def row_of_line(line: bytes, path: Path, number: int, offset: int, columns: Sequ
             'a line is one JSON object of numbers, strings, lists of numbers or of strings, and bytes as {"base64": …}',
             "repair or remove that line",
         ) from error
+
+
+def object_of_line(line: bytes, path: Path, number: int, offset: int) -> dict[str, Any]:
+    """The object of a line, as ``row_of_line``, but with any value: null, objects, and lists as they are."""
+    try:
+        return _values(line)
+    except ValueError as error:
+        raise unreadable_error(
+            f"{path}: line {number} at offset {offset}: {error}",
+            "a line is one JSON object",
+            "repair or remove that line",
+        ) from error
+
+
+def _values(line: bytes) -> dict[str, Any]:
+    if len(line) > MAX_RECORD_BYTES:
+        raise ValueError(f"it has more than {MAX_RECORD_BYTES:,} bytes")
+    row = decode_json(line, _decode, max_bytes=MAX_RECORD_BYTES)
+    if not isinstance(row, dict):
+        raise ValueError("it is no object")
+    values = cast("dict[str, Any]", row)
+    check_count(len(values), "fields")
+    return values
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

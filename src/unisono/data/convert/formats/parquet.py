@@ -49,6 +49,38 @@ _BYTES: Final = ("binary", "large_binary", "binary_view")
 
 def read(path: Path, columns: Sequence[str] | None = None) -> Table:
     """The rows, with only these columns if given. Raises DataError for columns and cells that no row can hold."""
+    file, limits, pa = _open(path)
+    arrow = file.schema_arrow
+    if columns is not None:
+        check_columns(columns, arrow.names, f"{path}")
+    schema = {name: _field(path, name, arrow.field(name).type) for name in columns or arrow.names}
+    return Table(rows=_rows(path, file, limits, schema, pa), schema=schema)
+
+
+def read_batches(path: Path) -> tuple[Any, Iterator[Any]]:
+    """The file as pyarrow has it, with columns of any type and nulls.
+
+    Returns:
+        The ``ParquetFile``, and its record batches in bounded memory. DataError where the file is damaged.
+    """
+    file, limits, pa = _open(path)
+
+    def batches() -> Iterator[Any]:
+        at = 0
+        try:
+            for batch in _batches(path, file, limits, file.schema_arrow.names, pa):
+                batch.validate(full=True)
+                yield batch
+                at += batch.num_rows
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise _damaged(path, error) from error
+        if at != file.metadata.num_rows:
+            raise _damaged(path, f"it holds {at} rows, and its footer says {file.metadata.num_rows}")
+
+    return file, batches()
+
+
+def _open(path: Path) -> tuple[Any, ParquetLimits, Any]:
     pa, pq = _pyarrow()
     try:
         with open_source(path) as source:
@@ -66,17 +98,14 @@ def read(path: Path, columns: Sequence[str] | None = None) -> Table:
             pre_buffer=False,
             buffer_size=_BUFFER_BYTES,
         )
-        arrow = file.schema_arrow
+        names = file.schema_arrow.names
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _damaged(path, error) from error
-    if len(set(arrow.names)) != len(arrow.names):
+    if len(set(names)) != len(names):
         raise unreadable_error(
             f"{path}, two of whose columns have one name", "a field has a name of its own", "another name"
         )
-    if columns is not None:
-        check_columns(columns, arrow.names, f"{path}")
-    schema = {name: _field(path, name, arrow.field(name).type) for name in columns or arrow.names}
-    return Table(rows=_rows(path, file, limits, schema, pa), schema=schema)
+    return file, limits, pa
 
 
 def _rows(path: Path, file: Any, limits: ParquetLimits, schema: dict[str, FieldType], pa: Any) -> Iterator[Row]:

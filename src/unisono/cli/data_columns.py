@@ -1,0 +1,114 @@
+"""``unisono data columns``: schema and numeric columns of tables before a run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from unisono.cli.common import every_verb, print_result
+from unisono.cli.data_quality import resumable
+from unisono.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unisono.quality.columns import ColumnsResult
+
+_SHOWN: Final = 20  # lines of each kind that fit on a screen
+
+
+@click.command("columns")
+@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="A new folder for a report and all flagged values.")
+@click.option("--column", "columns", multiple=True, metavar="NAME", help="A numeric column to judge (default: all).")
+@click.option("--time", metavar="NAME", help="Column of stamps: numbers, or dates as ISO 8601 writes them.")
+@click.option("--group", metavar="NAME", help="Column whose values are a series each, such as a sensor.")
+@click.option(
+    "--max-z", type=click.FloatRange(min=1.0), default=6.0, show_default=True, help="Robust z-score of outliers."
+)
+@click.option(
+    "--max-stuck",
+    type=click.IntRange(min=2),
+    default=30,
+    show_default=True,
+    help="Equal values in a row, from which on they are stuck.",
+)
+@click.option(
+    "--max-gap",
+    type=click.FloatRange(min=1.0),
+    help="Median intervals between two stamps; more are a gap (default: 3).",
+)
+@every_verb
+def check_table_columns(
+    inputs: tuple[Path, ...],
+    out: Path | None,
+    columns: tuple[str, ...],
+    time: str | None,
+    group: str | None,
+    max_z: float,
+    max_stuck: int,
+    max_gap: float | None,
+    as_json: bool,
+) -> int:
+    """Compare the schemas of the tables INPUTS and judge their numbers. Exit code 1 if files differ in their schemas.
+
+    INPUTS are tables or folders of these, one data set. Compared are columns, types, and modes of images in bytes. Of numeric
+    columns outliers, values that are not finite and stuck values are named, of stamps gaps and steps back.
+
+    \b
+    OUT/flagged.jsonl  each flagged value: file, row, column, reasons
+    OUT/report.html    schema, differences, histograms; OUT/report.json the same as data
+    """
+    from unisono.quality.columns import ColumnOptions, check_columns
+
+    if max_gap is not None and time is None:
+        raise ConfigError(
+            given=f"--max-gap {max_gap:g} without --time",
+            rule="gaps are between stamps",
+            consequence="nothing was read",
+            nearest="--time NAME, the column of the stamps",
+        )
+    options = ColumnOptions(
+        columns=columns,
+        time=time,
+        group=group,
+        max_z=max_z,
+        max_stuck=max_stuck,
+        max_gap=3.0 if max_gap is None else max_gap,
+    )
+    with resumable(out):
+        result = check_columns(inputs, out=out, options=options)
+    print_result(as_json, asdict(result), [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
+    return 1 if result.differences else 0
+
+
+def _lines(result: ColumnsResult) -> list[str]:
+    files = len({difference.file for difference in result.differences})
+    lines = [
+        f"{sum(result.rows.values()):,} rows in {len(result.rows):,} files, of which {files:,} differ in their schemas"
+    ]
+    for difference in result.differences[:_SHOWN]:
+        expected = f", in most files {difference.expected}" if difference.expected else ""
+        row = "" if difference.row is None else f", first row {difference.row}"
+        what = f"{difference.kind}: {difference.given}{expected}{row}"
+        lines.append(f"     {difference.file}, column {difference.column}: {what}")
+    if len(result.differences) > _SHOWN:
+        lines.append(f"     and {len(result.differences) - _SHOWN:,} more")
+    for column in result.numeric:
+        if column.outliers or column.non_finite or column.stuck_values:
+            lines.append(
+                f"{column.name}: {column.outliers:,} outliers, {column.non_finite:,} not finite, {column.stuck_values:,} stuck "
+                f"in {column.stuck_runs:,} runs"
+            )
+            lines += [
+                f"     {place['file']} row {place['row']}: {place['reason']}, {place['value']}"
+                for place in column.places[:3]
+            ]
+    if times := result.times:
+        usual = "not known" if times.interval is None else f"{times.interval:.6g} {times.unit}".rstrip()
+        lines.append(
+            f"{times.column}: median interval {usual}, {times.gaps:,} gaps, {times.back:,} steps back, {times.repeated:,} "
+            "repeated"
+        )
+    return lines
