@@ -164,3 +164,23 @@ def test_a_run_records_the_recipe_of_its_data(desk: Desk, tmp_path: Path) -> Non
     plain = desk.train(tmp_path / "other")
     assert plain.code == 0, plain.err
     assert all("cleaning" not in event for event in events_of(tmp_path / "other"))
+
+
+def test_clean_by_language(desk: Desk) -> None:
+    pytest.importorskip("py3langid")
+    english = "The old man walked down to the harbour every morning and talked to the fishermen."
+    german = "Der alte Mann ging jeden Morgen zum Hafen hinunter und sprach mit den Fischern."
+    write(desk.folder, "a.jsonl", english, german, english + " Nobody listened.")
+    limits = ["--set", "filter.min_words=5", "--set", "dedup.near=0"]
+    done = desk.here("data", "clean", "a.jsonl", "--out", "out", *limits, "--set", 'filter.languages=["en"]')
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "2 of 3 documents kept",
+        "     1 dropped by filter.languages",
+        "languages: en 2, de 1",
+        "report: out/report.html",
+    ]
+    wrong = desk.here("data", "clean", "a.jsonl", "--out", "other", *limits, "--set", 'filter.languages=["en-GB"]')
+    assert wrong.code == 2
+    assert "'en' for 'en-GB'" in wrong.err
+    assert not (desk.folder / "other").exists()

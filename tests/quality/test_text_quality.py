@@ -8,6 +8,7 @@ import numpy as np
 import planted
 import pytest
 
+from unisono.quality.languages import LANGUAGE_LIMITS
 from unisono.quality.options import FilterOptions
 from unisono.quality.text_quality import LIMITS, failed_limit
 
@@ -75,6 +76,6 @@ def test_one_word_a_million_times() -> None:
 
 
 def test_order_of_limits_is_that_of_the_options() -> None:
-    assert tuple(field.name for field in fields(FilterOptions))[1:] == LIMITS
+    assert tuple(field.name for field in fields(FilterOptions)) == ("enabled", *LIMITS, *LANGUAGE_LIMITS)
     texts = planted.documents(200, np.random.default_rng(0))
     assert all(failed_limit(text, FilterOptions(min_mean_word=0)) is None for text in texts if len(text.split()) > 60)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from unisono.quality.options import DuplicateOptions
 
 _SHOWN: Final = 20  # pairs that fit on a screen
+_LANGUAGES: Final = 10  # languages that fit on a line
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -178,6 +179,9 @@ def _clean_lines(result: CleanResult, out: Path) -> list[str]:
     if result.changed:
         lines.append(f"     {result.changed:,} kept with another text")
     lines += [f"     {count:,} times {kind} replaced" for kind, count in result.masked.items()]
+    if result.languages:
+        shown = [f"{code} {count:,}" for code, count in result.languages.items()][:_LANGUAGES]
+        lines.append(f"languages: {', '.join(shown)}{', ...' if len(result.languages) > _LANGUAGES else ''}")
     if result.crowded:
         lines.append(f"{result.crowded:,} kept documents had too many candidates to be compared with all of them")
     return [*lines, f"report: {out / 'report.html'}"]

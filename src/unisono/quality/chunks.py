@@ -4,6 +4,7 @@ Besides the arrays of ``sketches``:
 
     reasons       uint8   [documents]    number in ``cleaning.REASONS`` of the step that dropped it; 0: kept
     values        float64 [documents]    what the limit that dropped it was compared with
+    languages     uint8   [documents, 3] code of its language in ASCII; zeros where none was looked for
     changed       int64   [changed]      documents whose text is another now, by their place in the chunk
     texts         uint8   [bytes]        their texts in UTF-8, one after another
     text_offsets  int64   [changed + 1]  where each begins
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from unisono.quality.cleaning import clean_documents
+from unisono.quality.languages import MAX_CODE
 from unisono.quality.options import CleanRecipe
 from unisono.quality.sketches import sketch_documents
 
@@ -45,6 +47,7 @@ def make_chunk(texts: Sequence[bytes | None], recipe: CleanRecipe, contamination
     arrays = sketch_documents(kept_texts, recipe.dedup) | {
         "reasons": cleaned.reasons,
         "values": cleaned.values,
+        "languages": cleaned.languages.view(np.uint8).reshape(-1, MAX_CODE),
         "changed": np.array(changed, np.int64),
         "texts": np.frombuffer(b"".join(new_texts), np.uint8),
         "text_offsets": np.cumsum([0, *map(len, new_texts)], dtype=np.int64),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from unisono.quality.cleaning import REASONS, UNREADABLE, benchmark_hashes
 from unisono.quality.documents import find_documents
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
+from unisono.quality.languages import language_version
 from unisono.quality.near_duplicates import Duplicates, exact_duplicates, near_duplicates
 from unisono.quality.options import CleanRecipe
 from unisono.quality.page import write_clean_page
@@ -41,6 +43,7 @@ class CleanResult:
         dropped: Of these dropped, by the limit or step that did, in the order of the recipe.
         changed: Kept documents whose text is another now.
         masked: Pieces of personal data that were replaced, by kind.
+        languages: Documents of each language, the most first, of those that kept all other limits; empty if the recipe has none.
         crowded: Kept documents that were not compared with all of their candidates, as there were too many.
         recipe: The settings of all steps.
         recipe_hash: xxh3-128 of the recipe, as JSON with sorted keys.
@@ -52,6 +55,7 @@ class CleanResult:
     dropped: dict[str, int]
     changed: int
     masked: dict[str, int]
+    languages: dict[str, int]
     crowded: int
     recipe: CleanRecipe
     recipe_hash: str
@@ -83,12 +87,13 @@ def clean(
         workers: Processes; 0 is this one. By default by cores and size. The result is the same.
 
     Raises:
-        ConfigError: The folder belongs to something else, or another process works in it.
+        ConfigError: The folder belongs to something else, or another process works in it; or a language is not known.
         DataError: A file is damaged, has no text, or has changed meanwhile.
         ExtraError: A package that a step needs is not installed.
     """
     recipe = recipe or CleanRecipe()
     sketch = sketch_version(recipe.dedup)
+    language_model = language_version(recipe.filter)
     documents = find_documents(paths, column=column, skips_unreadable=skips_unreadable)
     if not index_only:
         require_writable(documents)
@@ -99,6 +104,7 @@ def clean(
         "benchmarks": xxhash.xxh3_128_hexdigest(contamination.tobytes()),
         "index_only": index_only,
         "sketch": sketch,
+        "language_model": language_model,
     }
     with open_job(out, identity, [*paths, *map(Path, recipe.decontaminate.against)]) as job:
         if job.is_done:
@@ -118,6 +124,7 @@ def clean(
             dropped={name: len(numbers) for name, numbers in dropped.items() if len(numbers)},
             changed=changed,
             masked=sketches.masked(),
+            languages=_languages(sketches),
             crowded=crowded,
             recipe=recipe,
             recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(asdict(recipe), sort_keys=True).encode()),
@@ -146,11 +153,17 @@ def _duplicates(sketches: Sketches, recipe: CleanRecipe) -> tuple[Duplicates, in
     return exact + near, crowded
 
 
+def _languages(sketches: Sketches) -> dict[str, int]:
+    """Documents of each language, the most first."""
+    counts = Counter(code.decode() for code in sketches.languages().tolist() if code)
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
 def _dropped(
     reasons: NDArray[np.uint8], sketches: Sketches, pairs: PlacedPairs, duplicates: Duplicates
 ) -> Iterator[dict[str, Any]]:
     """A record of each dropped document: its place, the reason, and what explains it."""
-    values, faults = sketches.values(), sketches.faults()
+    values, languages, faults = sketches.values(), sketches.languages(), sketches.faults()
     copies = zip(duplicates.of.tolist(), duplicates.similarity.tolist(), strict=True)
     for document in np.flatnonzero(reasons).tolist():
         reason = _REASONS[reasons[document]]
@@ -162,4 +175,6 @@ def _dropped(
             record["fault"] = faults[document]
         elif reason.startswith("filter."):
             record["value"] = round(float(values[document]), 4)
+            if languages[document]:
+                record["language"] = languages[document].decode()
         yield record

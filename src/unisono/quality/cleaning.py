@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.quality.documents import find_documents
+from unisono.quality.languages import LANGUAGE_LIMITS, MAX_CODE, failed_language
 from unisono.quality.normalization import normalize_text
 from unisono.quality.options import CleanRecipe, DecontaminateOptions
 from unisono.quality.personal_data import mask_personal_data
@@ -21,7 +22,7 @@ from unisono.quality.text_quality import LIMITS, failed_limit
 KEPT: Final = ""
 CONTAMINATED: Final = "decontaminate"
 UNREADABLE: Final = "unreadable"
-REASONS: Final = (KEPT, UNREADABLE, *(f"filter.{name}" for name in LIMITS), CONTAMINATED)
+REASONS: Final = (KEPT, UNREADABLE, *(f"filter.{name}" for name in (*LIMITS, *LANGUAGE_LIMITS)), CONTAMINATED)
 _BATCH: Final = 256  # documents of a benchmark that are hashed at once
 
 
@@ -33,12 +34,14 @@ class CleanedDocuments:
         texts: Their texts in UTF-8; of a dropped document the text it was dropped with.
         reasons: Numbers in ``REASONS`` of the steps that dropped them, uint8 [documents]; 0 of those that are kept.
         values: What the limit that dropped them was compared with; 0 of all others, float64 [documents].
+        languages: Codes of their languages, bytes [documents]; empty where none was looked for.
         masked: How many pieces of personal data were replaced in the kept ones, by kind.
     """
 
     texts: list[bytes]
     reasons: NDArray[np.uint8]
     values: NDArray[np.float64]
+    languages: NDArray[np.bytes_]
     masked: dict[str, int]
 
 
@@ -53,11 +56,12 @@ def clean_documents(
         contamination: Sorted hashes of the benchmarks' n-grams.
 
     Raises:
-        ExtraError: ftfy is not installed, and the recipe repairs encodings.
+        ExtraError: The recipe repairs encodings or has languages, and the package for it is not installed.
     """
     cleaned: list[bytes] = []
     reasons = np.zeros(len(texts), np.uint8)
     values = np.zeros(len(texts))
+    languages = np.zeros(len(texts), f"S{MAX_CODE}")
     masked: Counter[str] = Counter()
     for number, raw in enumerate(texts):
         if raw is None:
@@ -68,6 +72,9 @@ def clean_documents(
         if recipe.normalize.enabled:
             text = normalize_text(text, repairs_encoding=recipe.normalize.repairs_encoding)
         failed = failed_limit(text, recipe.filter) if recipe.filter.enabled else None
+        if failed is None and recipe.filter.enabled and recipe.filter.languages:
+            limit, languages[number], score = failed_language(text, recipe.filter)
+            failed = (limit, score) if limit else None
         if failed is not None:
             reasons[number], values[number] = REASONS.index(f"filter.{failed[0]}"), failed[1]
         elif recipe.mask.kinds:
@@ -77,7 +84,7 @@ def clean_documents(
     if len(contamination):
         quotes = _quotes([text.decode("utf-8", "surrogatepass") for text in cleaned], recipe, contamination)
         reasons[quotes & (reasons == 0)] = REASONS.index(CONTAMINATED)
-    return CleanedDocuments(texts=cleaned, reasons=reasons, values=values, masked=dict(masked))
+    return CleanedDocuments(texts=cleaned, reasons=reasons, values=values, languages=languages, masked=dict(masked))
 
 
 def benchmark_hashes(options: DecontaminateOptions, column: str | None) -> NDArray[np.uint64]:

@@ -46,6 +46,8 @@ class FilterOptions:
     max_duplicate_ngrams: float = option(
         0.15, "Share of characters in sequences of five words that occurred before.", ge=0, le=1
     )
+    languages: tuple[str, ...] = option((), "Codes of the languages that are kept, as en; empty = all.")
+    min_language_score: float = option(0.5, "Probability of the language.", applies_with="filter.languages", ge=0, le=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,6 +65,7 @@ def write_clean_page(
         figures.append(Figure("kept, with another text", f"{result.changed:,}"))
     figures += [Figure(f"{kind} replaced", f"{count:,}") for kind, count in result.masked.items()]
     sections = [
+        *_languages(result),
         *_similarities(duplicates, result.recipe.dedup.near),
         *_clusters(duplicates),
         *_examples(pairs.examples(duplicates)),
@@ -101,6 +102,15 @@ def _dropped(pairs: PlacedPairs, dropped: Mapping[str, NDArray[np.int64]]) -> li
     ]
     table = Table(head=("dropped by", "document", "its text"), rows=rows)
     return [Section(title="Dropped by a limit", note="The first of each.", tables=[table])] if rows else []
+
+
+def _languages(result: CleanResult) -> list[Section]:
+    if not result.languages:
+        return []
+    total = sum(result.languages.values())
+    rows = [[code, f"{count:,}", f"{count / total:.2%}"] for code, count in result.languages.items()]
+    note = "Of the documents that kept all other limits of the filter."
+    return [Section(title="Languages", note=note, tables=[Table(head=("language", "documents", "share"), rows=rows)])]
 
 
 def _unreadable(pairs: PlacedPairs, faults: Mapping[int, str]) -> list[Section]:

@@ -29,6 +29,7 @@ from unisono.dist.interpreter import module_command
 from unisono.errors import UnisonoError
 from unisono.quality.chunks import make_chunk
 from unisono.quality.documents import Document, Documents
+from unisono.quality.languages import MAX_CODE
 from unisono.quality.options import CleanRecipe, DuplicateOptions
 from unisono.quality.sketches import bands_and_rows
 from unisono.sanitize import shorten
@@ -96,6 +97,10 @@ class Sketches:
     def values(self) -> NDArray[np.float64]:
         """What the limits that dropped documents were compared with, float64 [documents]."""
         return self._all("values", np.zeros(0))
+
+    def languages(self) -> NDArray[np.bytes_]:
+        """Codes of the documents' languages, bytes [documents]; empty where none was looked for."""
+        return self._all("languages", np.zeros((0, MAX_CODE), np.uint8)).view(f"S{MAX_CODE}").reshape(-1)
 
     def faults(self) -> dict[int, str]:
         """Why documents cannot be read, by their number."""

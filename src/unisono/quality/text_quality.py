@@ -12,9 +12,10 @@ from dataclasses import fields
 from itertools import pairwise
 from typing import Final
 
+from unisono.quality.languages import LANGUAGE_LIMITS
 from unisono.quality.options import FilterOptions
 
-LIMITS: Final = tuple(field.name for field in fields(FilterOptions) if field.name != "enabled")
+LIMITS: Final = tuple(field.name for field in fields(FilterOptions) if field.name not in ("enabled", *LANGUAGE_LIMITS))
 _SYMBOL: Final = re.compile("#|\\.\\.\\.|…")
 _BULLETS: Final = ("-", "*", "•", "‣", "◦", "·")
 _ELLIPSES: Final = ("...", "…")
