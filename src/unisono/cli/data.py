@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unisono.cli.common import every_verb, print_json, print_result
+from unisono.cli.data_balance import balance_classes
 from unisono.cli.data_columns import check_table_columns
 from unisono.cli.data_labels import find_labels, relabel_documents
 from unisono.cli.data_pack import pack
@@ -37,6 +38,7 @@ command.add_command(clean_documents)
 command.add_command(dedup_documents)
 command.add_command(find_leaking)
 command.add_command(split_documents)
+command.add_command(balance_classes)
 command.add_command(find_labels)
 command.add_command(relabel_documents)
 command.add_command(check_table_columns)

@@ -30,6 +30,7 @@ from unisono.data.order.samplers import (
     ShuffledOrder,
     WeightedOrder,
 )
+from unisono.data.sample_weights import inverse_frequency
 from unisono.errors import DataError
 
 
@@ -146,7 +147,7 @@ def balancing_weights(labels: Sequence[int] | NDArray[np.int64]) -> NDArray[np.f
         [samples] float64: 1 / number of samples of the same class.
     """
     _, classes, counts = np.unique(np.asarray(labels), return_inverse=True, return_counts=True)
-    return 1.0 / counts[classes]
+    return inverse_frequency(counts)[classes]
 
 
 def bucketed(

@@ -40,6 +40,12 @@ class DataOptions:
         applies_with="data.train",
         gt=0.0,
     )
+    sample_weights: str = option(
+        "",
+        "How often each sample is read: the folder of 'unisono data balance', or an .npy file with a weight for each; empty = all"
+        " alike.",
+        applies_with="data.train",
+    )
     cache_gib: float = option(
         0.0, "Samples kept on the local disk, in GiB; 0 = none.", applies_with="data.train", ge=0.0
     )
@@ -94,7 +100,8 @@ class DataOptions:
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Settings of samples where a corpus is read, by field name."""
         unset = DataOptions()
-        for name in ("eval", "weights", "cache_gib", "bucket_batches", "eval_fold") if not self.train else ():
+        of_samples = ("eval", "weights", "sample_weights", "cache_gib", "bucket_batches", "eval_fold")
+        for name in of_samples if not self.train else ():
             if getattr(self, name) != getattr(unset, name):
                 yield (
                     name,

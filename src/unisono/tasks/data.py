@@ -13,6 +13,7 @@ from unisono.data.combined import balancing_weights, bucketed, concatenated, map
 from unisono.data.dataset import Batch, Dataset
 from unisono.data.loading.sample_cache import cached
 from unisono.data.options import DataOptions
+from unisono.data.sample_weights import read_sample_weights
 from unisono.data.text.masking import MaskTokens
 from unisono.data.tokens.packing import PackedWindows
 from unisono.data.tokens.shards import TokenSet
@@ -43,6 +44,7 @@ from unisono.tasks.sources import (
     first_of,
     first_sample,
     open_addresses,
+    sample_files,
     scan,
     token_shards,
 )
@@ -136,7 +138,7 @@ def _shard_windows(
     """Training and held-out windows of the token shards at ``data.train``; raises for settings that they do not have."""
     masked = task.kind == "masked_language_model"
     unread = {"task.inputs": task.inputs, "data.cache_gib": data.cache_gib, "data.bucket_batches": data.bucket_batches}
-    unread["data.eval_fold"] = data.eval_fold
+    unread |= {"data.eval_fold": data.eval_fold, "data.sample_weights": data.sample_weights}
     for name in (name for name, value in unread.items() if value):
         raise ConfigError(
             given=f"{name} {unread[name]!r} with token shards",
@@ -212,9 +214,10 @@ def _lines(
         )
         encode = PlaceTargets(before=encode) if places_targets else encode
     parts, held_out, held_out_rows = _parts(data, {"text": column}, task, held_out_only)
+    weights = [] if held_out_only else _training_weights(data, parts, held_out_rows.ids)
     held_out = mapped(held_out, encode)
     return TaskData(
-        train=_combined(parts, data, lengths_of="text") if parts else held_out,
+        train=_combined(parts, data, weights, lengths_of="text") if parts else held_out,
         held_out=held_out,
         transform=encode,
         collate_fn=_collate(data, tokenizer, task),
@@ -255,6 +258,7 @@ def predictor_data(
         )
     columns = dict(zip(entries, task.inputs, strict=False)) | {TARGETS: task.target}
     parts, held_out, held_out_rows = _parts(data, columns, task, held_out_only)
+    weights = [] if held_out_only else _training_weights(data, parts, held_out_rows.ids)
     pair: Callable[..., Any] | None = None
     if task.kind == "image":
         from unisono.data.image.transform import ImageTransform
@@ -280,7 +284,7 @@ def predictor_data(
     lengths_of = columns.keys() & {"text", "words"}
     options: dict[str, Any] = {"balance": task.balance, "lengths_of": min(lengths_of) if lengths_of else ""}
     return TaskData(
-        train=_combined(parts, data, **options) if parts else held_out,
+        train=_combined(parts, data, weights, **options) if parts else held_out,
         held_out=held_out,
         transform=encode,
         pair_transform=pair,
@@ -317,15 +321,46 @@ def _training_parts(data: DataOptions, columns: dict[str, str], task: TaskOption
     return parts
 
 
-def _combined(parts: list[Dataset], data: DataOptions, *, lengths_of: str = "", balance: bool = False) -> Dataset:
-    """The parts as one data set, in the order that the options ask for: cached, a mixture, balanced, or by length."""
+def _training_weights(
+    data: DataOptions, parts: list[Dataset], held_out_ids: NDArray[np.int64]
+) -> list[NDArray[np.float64]]:
+    """The weights of ``data.sample_weights`` for the samples of each part, without those held out; empty without."""
+    if not data.sample_weights:
+        return []
+    given = addresses(data.train) if data.weights else [data.train]
+    sizes = [len(part) for part in parts]
+    if not data.eval:
+        sizes[0] += len(held_out_ids)
+    weights = read_sample_weights(data.sample_weights, [sample_files(address, data) for address in given], sizes)
+    if not data.eval:
+        weights[0] = np.delete(weights[0], held_out_ids)
+    return weights
+
+
+def _combined(
+    parts: list[Dataset],
+    data: DataOptions,
+    weights: list[NDArray[np.float64]],
+    *,
+    lengths_of: str = "",
+    balance: bool = False,
+) -> Dataset:
+    """The parts as one data set, in the order that the options ask for: cached, a mixture, balanced, or by length.
+
+    Args:
+        parts: Sources of the training data.
+        data: Shares, cache and groups by length.
+        weights: Of the samples of each part; empty: all alike.
+        lengths_of: Entry by whose length texts are grouped.
+        balance: Whether classes get weights, of which all are read equally often.
+    """
     parts = [_cached(part, data, len(parts)) for part in parts]
     if balance:
-        # in a mixture each source is balanced by itself, and has its share
-        shares = data.weights if len(parts) > 1 else (1.0,)
         weights = [balancing_weights([int(sample[TARGETS]) for sample in scan(part)]) for part in parts]
+    if weights:
+        # in a mixture each source is weighted by itself, and has its share
         if len(parts) > 1:
-            weights = [share * part / part.sum() for share, part in zip(shares, weights, strict=True)]
+            weights = [share * part / part.sum() for share, part in zip(data.weights, weights, strict=True)]
         train = weighted(concatenated(parts) if len(parts) > 1 else parts[0], np.concatenate(weights))
     else:
         train = mixture(parts, data.weights) if len(parts) > 1 else parts[0]

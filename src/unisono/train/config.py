@@ -216,6 +216,11 @@ class RunConfig:
         elif not self.data.train:
             for name, problem in inert_settings(self.task, TaskOptions(), {"inputs": False}, "data.corpus"):
                 yield f"task.{name}", problem
+        if self.data.sample_weights and self.task.balance:
+            yield (
+                "data.sample_weights",
+                _conflict("data.sample_weights", "task.balance, which gives weights of its own"),
+            )
         if self.data.bucket_batches and (self.plan.pp > 1 or self.plan.cp > 1):
             yield (
                 "data.bucket_batches",
@@ -244,7 +249,7 @@ class RunConfig:
 
 
 # settings of data that the run opens itself
-_SOURCES = ("train", "eval", "weights", "cache_gib", "bucket_batches", "eval_fold")
+_SOURCES = ("train", "eval", "weights", "sample_weights", "cache_gib", "bucket_batches", "eval_fold")
 
 
 def _conflict(one: str, other: str) -> Problem:

@@ -1,0 +1,200 @@
+"""Sampling weights of training data: from the sizes of classes, and stored in a folder beside the files that they belong to.
+
+A folder of weights has ``weights/NAME.npy`` for each file of the data, float64 [rows], and ``weights/files.json`` with the names,
+sizes and times of change of the files. A NAME is the last part of a file's path, as much of it as tells the files apart, so the
+data can be moved as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unisono.data.recordio.remote_file import is_url
+from unisono.errors import DataError
+from unisono.sanitize import listed, quoted
+from unisono.storage.directory import make_folder
+from unisono.storage.files import look_up, new_file, require_regular, write_atomically
+from unisono.storage.limits import LimitError, read_json
+
+WEIGHTS_FOLDER: Final = "weights"
+_FILES: Final = "files.json"
+_COMMAND: Final = "unisono data balance"
+
+
+class WeightedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file, or a folder that is read as one data set, whose rows have weights.
+
+    Attributes:
+        name: Its path relative to the folder that all files lie in.
+        stamp: Changes when the file does; see ``file_stamp``.
+    """
+
+    name: str
+    stamp: str
+
+
+def inverse_frequency(counts: NDArray[np.int64], power: float = 1.0) -> NDArray[np.float64]:
+    """``counts`` to the power of ``-power``, float64 [classes]: 1 gives all classes the same share, 0 leaves shares as they are.
+
+    Args:
+        counts: Rows of each class, above 0, int64 [classes].
+        power: From 0.
+
+    Source:
+        Powers between: Mahajan et al. 2018 (square root); Conneau et al. 2020 (``1 - power`` is their alpha).
+    """
+    return counts.astype(np.float64) ** -power
+
+
+def reads_per_epoch(
+    counts: NDArray[np.int64], num_reads: int, *, power: float = 1.0, max_repeats: int = 0
+) -> NDArray[np.float64]:
+    """How often a row of each class is read in an epoch, on average, float64 [classes]; in proportion to ``inverse_frequency``.
+
+    Classes whose rows would be read more often than ``max_repeats`` stay there, and the others share the rest.
+
+    Args:
+        counts: Rows of each class, above 0, int64 [classes].
+        num_reads: Rows read in an epoch; with ``max_repeats`` at most ``max_repeats`` times the sum of ``counts``.
+        power: See ``inverse_frequency``.
+        max_repeats: 0 = no limit.
+    """
+    weights = inverse_frequency(counts, power)
+    at_limit = np.zeros(len(counts), np.bool_)
+    while not at_limit.all():
+        rest = num_reads - max_repeats * int(counts[at_limit].sum())
+        reads = weights * (rest / float((counts * weights)[~at_limit].sum()))
+        above = ~at_limit & (reads > max_repeats)
+        if not max_repeats or not above.any():
+            return np.where(at_limit, max_repeats, reads)
+        at_limit |= above
+    return np.full(len(counts), float(max_repeats))
+
+
+def file_stamp(path: Path) -> str:
+    """Size and time of change of a file; of a folder a hash of the names, sizes and times of its files."""
+    if not path.is_dir():
+        status = path.stat()
+        return f"{status.st_size} {status.st_mtime_ns}"
+    digest = xxhash.xxh3_128()
+    for file in _files_below(path):
+        status = file.stat()
+        digest.update(
+            f"{file.relative_to(path)}\0{status.st_size} {status.st_mtime_ns}\n".encode(errors="surrogateescape")
+        )
+    return digest.hexdigest()
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for root, folders, files in os.walk(folder):
+        folders.sort()
+        yield from (Path(root, file) for file in sorted(files))
+
+
+def write_sample_weights(folder: Path, files: Sequence[WeightedFile], weights: Iterable[NDArray[np.float64]]) -> None:
+    """Write the weights of the rows of each file into ``folder``, below ``weights``."""
+    for file, values in zip(files, weights, strict=True):
+        place = folder / WEIGHTS_FOLDER / f"{file.name}.npy"
+        make_folder(place.parent)
+        with new_file(place) as array:
+            np.save(array, values.astype(np.float64))
+    write_atomically(folder / WEIGHTS_FOLDER / _FILES, msgspec.json.encode(files))
+
+
+def read_sample_weights(
+    address: str, files: Sequence[Sequence[str | Path]], sizes: Sequence[int]
+) -> list[NDArray[np.float64]]:
+    """The weights of the samples of several data sets, float64 [samples] each.
+
+    Args:
+        address: A folder of weights, or an ``.npy`` file with those of all samples, one data set after the other.
+        files: The files of each data set, in the order of their samples.
+        sizes: Number of samples of each data set.
+
+    Raises:
+        DataError: There are no weights of a file, the file has changed since, their number is not that of the samples, a weight
+            is negative or not finite, or all weights of a data set are 0.
+    """
+    path, fault = look_up(address)
+    if fault or not path.exists():
+        raise _refused(f"{quoted(address)}: {fault or 'it does not exist'}", f"a folder of {_COMMAND}, or an .npy file")
+    if not path.is_dir():
+        values = _read_array(path)
+        _check_size(address, len(values), sum(sizes))
+        by_set = list(np.split(values, np.cumsum(sizes)[:-1]))
+    else:
+        known, by_set = _read_files(path), []
+        for of_set, size in zip(files, sizes, strict=True):
+            places = [path / WEIGHTS_FOLDER / f"{_entry(path, known, file).name}.npy" for file in of_set]
+            values = np.concatenate([_read_array(place) for place in places])
+            _check_size(f"{address} for {listed(map(str, of_set))}", len(values), size)
+            by_set.append(values)
+    for of_set, values in zip(files, by_set, strict=True):
+        if not values.any():
+            raise _refused(f"{address} for {listed(map(str, of_set))}: all weights are 0", "some that are above 0")
+    return by_set
+
+
+def _entry(folder: Path, known: Sequence[WeightedFile], file: str | Path) -> WeightedFile:
+    """What the folder has of a file: the entry with its name and stamp."""
+    parts = () if is_url(file) else Path(os.path.abspath(file)).parts  # a remote file has no time of change
+    named = [entry for entry in known if parts[-len(Path(entry.name).parts) :] == Path(entry.name).parts]
+    if not named:
+        raise _refused(f"{file}, of which {folder} has no weights", f"{_COMMAND} with all files of data.train")
+    stamp = file_stamp(Path(file))
+    same = [entry for entry in named if entry.stamp == stamp]
+    if not same:
+        raise _refused(
+            f"{file}, which has changed since {folder} was written", f"{_COMMAND} again, with another folder"
+        )
+    return max(same, key=lambda entry: len(entry.name))
+
+
+def _read_files(folder: Path) -> list[WeightedFile]:
+    path = folder / WEIGHTS_FOLDER / _FILES
+    try:
+        return read_json(path, msgspec.json.Decoder(list[WeightedFile]).decode)
+    except (LimitError, ValueError, OSError) as error:
+        raise _refused(
+            f"{folder}, where weights/{_FILES} cannot be read: {error}", f"a folder of {_COMMAND}"
+        ) from error
+
+
+def _read_array(path: Path) -> NDArray[np.float64]:
+    try:
+        require_regular(path)
+        array = cast("NDArray[Any]", np.load(path, mmap_mode="r", allow_pickle=False))  # a wrong length takes no memory
+        if array.ndim != 1 or array.dtype.kind not in "iuf":
+            raise ValueError(f"an array of {array.dtype} and shape {list(array.shape)}")
+        values = array.astype(np.float64)
+    except (ValueError, OSError, EOFError, AttributeError) as error:
+        raise _refused(
+            f"{path}: {error}", "an array of numbers, one for each sample, as numpy.save writes it"
+        ) from error
+    if not np.isfinite(values).all() or values.min(initial=0) < 0:
+        raise _refused(
+            f"{path} with weights from {values.min()} to {values.max()}", "weights from 0; 0 leaves a sample out"
+        )
+    return values
+
+
+def _check_size(given: str, found: int, size: int) -> None:
+    if found != size:
+        raise _refused(f"{given}: {found:,} weights for {size:,} samples", f"{_COMMAND} with the files of data.train")
+
+
+def _refused(given: str, nearest: str) -> DataError:
+    return DataError(
+        given=given,
+        rule="data.sample_weights has a weight for each sample of data.train, finite and >= 0",
+        consequence="it is not known how often a sample is read",
+        nearest=nearest,
+    )
