@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from attempts import T0, Stream
 from histories import history_of
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from unisono.observe.events import Event
@@ -231,6 +231,7 @@ VALUES = st.one_of(
         max_size=12,
     )
 )
+@example([{"kind": "step", "t": 9e307, "m": 0, "step": 0}] * 2)
 def test_it_adds_up_whatever_the_events_are(events: list[Event]) -> None:
     ledger = GoodputLedger()
     ledger.add(history_of(events))

@@ -17,6 +17,7 @@ attempt), and where the launcher recorded them (``launch.json``) the start and e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -456,9 +457,10 @@ def _offset_s(rows: Mapping[str, Floats], events: Sequence[Event]) -> float:
     found = [t - m for t, m in pairs if t is not None and m is not None]
     with np.errstate(invalid="ignore", over="ignore"):  # times of a damaged file may be of any size
         of_rows = rows["t"] - rows["m"]
-    differences = np.concatenate([of_rows, np.array(found, np.float64)])
-    differences = differences[np.isfinite(differences)]
-    return float(np.median(differences)) if len(differences) else 0.0
+        differences = np.concatenate([of_rows, np.array(found, np.float64)])
+        differences = differences[np.isfinite(differences)]
+        offset_s = float(np.median(differences)) if len(differences) else 0.0
+    return offset_s if math.isfinite(offset_s) else 0.0
 
 
 def _at(event: Event, offset_s: float) -> float | None:
