@@ -38,10 +38,10 @@ def test_labels_and_relabel(desk: Desk) -> None:
     one = desk.here("data", "labels", "a.jsonl", "--label", "label", "--out", "one", "--most", "1")
     assert one.code == 0
     refused = desk.here(
-        "data", "labels", "a.jsonl", "--label", "label", "--out", "no", "--whole-rows", "--text-column", "text"
+        "data", "labels", "a.jsonl", "--label", "label", "--out", "no", "--whole-rows", "--column", "text"
     )
     assert refused.code == 2
-    assert "--whole-rows and --text-column text" in refused.err
+    assert "--whole-rows and --column text" in refused.err
     page = (desk.folder / "out" / "report.html").read_text()
     about = json.loads(page.partition('id="marked-data">')[2].partition("</script>")[0])["about"]
     marks = [{"file": "a.jsonl", "row": 1, "label": "b", "action": "change", "to": "a"}]

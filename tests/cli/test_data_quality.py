@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import Desk, events_of, make_desk
+from pictures import crop, jpeg, photograph, write_photographs
 from procs import wait_until
 
 pytest.importorskip("rensa")
@@ -39,7 +40,8 @@ def test_dedup(desk: Desk) -> None:
     as_json = desk.here("data", "dedup", "a.jsonl", "--out", "out", "--json").json
     assert (as_json["documents"], as_json["kept"]) == (4, 2)
     assert as_json["dropped"] == {"dedup.exact": 1, "dedup.near": 1}
-    assert as_json["recipe"]["dedup"] == {"enabled": True, "near": 0.8, "ngram": 5, "num_perm": 128, "seed": 0}
+    of_texts = {"enabled": True, "near": 0.8, "ngram": 5, "num_perm": 128, "seed": 0}
+    assert as_json["recipe"]["dedup"] == {**of_texts, "image_near": 0.85, "crops": False}
     page = (desk.folder / "out" / "report.html").read_text()
     assert "2 of 4 documents (50.0%) were dropped." in page
     assert "a.jsonl, row 2" in page
@@ -184,3 +186,19 @@ def test_clean_by_language(desk: Desk) -> None:
     assert wrong.code == 2
     assert "'en' for 'en-GB'" in wrong.err
     assert not (desk.folder / "other").exists()
+
+
+def test_images(desk: Desk) -> None:
+    write_photographs(desk.folder / "train", range(12))
+    write_photographs(desk.folder / "test", range(100, 104))
+    (desk.folder / "test" / "part.jpg").write_bytes(jpeg(crop(photograph(3), 0)))
+    (desk.folder / "train" / "broken.jpg").write_bytes(b"nothing")
+    cleaned = desk.here("data", "clean", "train", "--out", "out")
+    assert cleaned.code == 0, cleaned.err
+    assert cleaned.out.startswith("12 of 13 documents kept\n     1 dropped by unreadable\n")
+    found = desk.here("data", "leak", "out/data", "test", "--json")
+    assert (found.code, [pair["of"]["file"] for pair in found.json["pairs"]]) == (1, ["out/data/0003.jpg"])
+    assert desk.here("data", "leak", "out/data", "test", "--no-crops").code == 0
+    refused = desk.here("data", "dedup", "test", "--out", "no", "--ngram", "3")
+    assert refused.code == 2
+    assert "dedup.ngram = 3, for images" in refused.err

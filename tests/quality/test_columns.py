@@ -247,7 +247,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"numbers in a\.jsonl and dates as text in b\.jsonl"):
         check_columns([jsonl(path, [{"t": 1}]), other], options=ColumnOptions(time="t"))
     (tmp_path / "text.txt").write_text("text")
-    with pytest.raises(DataError, match="a file of text"):
+    with pytest.raises(DataError, match="a file that is no table"):
         check_columns([tmp_path / "text.txt"])
     with pytest.raises(DataError, match="more than 100,000 values"):
         require_few_groups(MAX_GROUPS + 1, "g")

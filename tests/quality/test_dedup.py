@@ -266,7 +266,7 @@ def test_inputs_that_are_refused(tmp_path: Path) -> None:
         dedup([tmp_path / "none.jsonl"], tmp_path / "out")
     with (tmp_path / "two.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["title", "body"], ["a", "b"]])
-    with pytest.raises(DataError, match="--text-column NAME"):
+    with pytest.raises(DataError, match="--column NAME"):
         dedup([tmp_path / "two.csv"], tmp_path / "first")
     assert dedup([tmp_path / "two.csv"], tmp_path / "second", column="body").kept == 1
     (tmp_path / "sub").mkdir()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from event_streams import write_events
 from pages import environment
+from pictures import write_photographs
 from traces import TraceBuilder
 
 TRAIN = """
@@ -223,14 +224,16 @@ def tuning(folder: Path) -> dict[str, str]:
 
 
 def quality(folder: Path) -> dict[str, str]:
-    """A corpus with duplicates, whose rows have a class and a user, three sets without leaks, readings of two sensors, and
-    labelled texts with marks."""
+    """A corpus with duplicates, whose rows have a class and a user, three sets without leaks, photographs, readings of two
+    sensors, and labelled texts with marks."""
     draw = random.Random(0)
     texts = [" ".join(f"word{draw.randrange(1000)}" for _ in range(80)) for _ in range(60)]
     rows = [{"text": text, "label": number % 2, "user": number // 2} for number, text in enumerate(texts + texts[:6])]
     parts = {"corpus": rows, "training": rows[:40], "validation": rows[40:50], "test": rows[50:60]}
     for name, part in parts.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    write_photographs(folder / "photos", range(8))
+    write_photographs(folder / "held-out-photos", range(100, 104))
     readings = [f"{number // 2},{'ab'[number % 2]},{draw.gauss(20, 1)}" for number in range(200)]
     (folder / "tables").mkdir()
     (folder / "tables" / "readings.csv").write_text("\n".join(["t,sensor,x", *readings]) + "\n")

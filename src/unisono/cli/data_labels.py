@@ -46,7 +46,7 @@ def find_labels(
     losses: Path | None,
     whole_rows: bool,
     most: int,
-    text_column: str | None,
+    column: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -63,9 +63,9 @@ def find_labels(
     """
     from unisono.quality.label_errors import find_label_errors
 
-    if whole_rows and text_column is not None:
+    if whole_rows and column is not None:
         raise ConfigError(
-            given=f"--whole-rows and --text-column {text_column}",
+            given=f"--whole-rows and --column {column}",
             rule="documents are compared by one field, or by all but the label",
             consequence="nothing was read",
             nearest="one of the two",
@@ -77,7 +77,7 @@ def find_labels(
             label,
             losses=losses,
             options=duplicate_options(options),
-            column=text_column,
+            column=column,
             whole_rows=whole_rows,
             most=most,
             workers=options["workers"],

@@ -35,8 +35,10 @@ _ON_ERROR = click.option(
     "--on-error", type=click.Choice(("fail", "skip")), default="fail", show_default=True, help="On a row without text."
 )
 _INDEX_ONLY = click.option("--index-only", is_flag=True, help="Write the numbers of the rows, and no data.")
-_TEXT_COLUMN = click.option(
-    "--text-column", metavar="NAME", help="Field of the text in tables (default: text, else the only one)."
+_COLUMN = click.option(
+    "--column",
+    metavar="NAME",
+    help="Field of the text or image in tables (default: text, else the only string, else the only bytes).",
 )
 _WORKERS = click.option(
     "--workers", type=click.IntRange(min=0), help="Processes; 0 = this one (default: by size and cores)."
@@ -47,7 +49,7 @@ def compares(function: F) -> F:
     """Decorator that adds the options by which documents are compared."""
     for option in (
         _WORKERS,
-        _TEXT_COLUMN,
+        _COLUMN,
         click.option(
             "--seed",
             type=click.IntRange(min=0),
@@ -61,7 +63,17 @@ def compares(function: F) -> F:
             help="Values of a MinHash signature (default: 128).",
         ),
         click.option("--ngram", type=click.IntRange(min=1, max=50), help="Words per shingle (default: 5)."),
-        click.option("--exact", is_flag=True, help="Only documents with the same text."),
+        click.option("--exact", is_flag=True, help="Only documents with the same text, or the same file of an image."),
+        click.option(
+            "--crops/--no-crops",
+            default=None,
+            help="Whether a part of an image counts as the image (default: only of data leak).",
+        ),
+        click.option(
+            "--image-near",
+            type=click.FloatRange(min=0.1, max=1.0),
+            help="Correlation of the gradients of thumbnails from which on images count as the same (default: 0.85).",
+        ),
         click.option(
             "--near",
             type=click.FloatRange(min=0.1, max=1.0),
@@ -84,7 +96,7 @@ def dedup_documents(
     out: Path,
     on_error: str,
     index_only: bool,
-    text_column: str | None,
+    column: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -107,7 +119,7 @@ def dedup_documents(
             inputs,
             out,
             only_dedup(duplicate_options(options)),
-            column=text_column,
+            column=column,
             skips_unreadable=on_error == "skip",
             index_only=index_only,
             workers=options["workers"],
@@ -135,7 +147,7 @@ def dedup_documents(
 )
 @_ON_ERROR
 @_INDEX_ONLY
-@_TEXT_COLUMN
+@_COLUMN
 @_WORKERS
 @every_verb
 def clean_documents(
@@ -145,7 +157,7 @@ def clean_documents(
     overrides: tuple[str, ...],
     on_error: str,
     index_only: bool,
-    text_column: str | None,
+    column: str | None,
     workers: int | None,
     as_json: bool,
 ) -> None:
@@ -165,7 +177,7 @@ def clean_documents(
             inputs,
             out,
             recipe,
-            column=text_column,
+            column=column,
             skips_unreadable=on_error == "skip",
             index_only=index_only,
             workers=workers,
@@ -194,7 +206,7 @@ def _clean_lines(result: CleanResult, out: Path) -> list[str]:
 @compares
 @every_verb
 def find_leaking(
-    train: Path, others: tuple[Path, ...], out: Path | None, text_column: str | None, as_json: bool, **options: Any
+    train: Path, others: tuple[Path, ...], out: Path | None, column: str | None, as_json: bool, **options: Any
 ) -> int:
     """Find documents of the sets TEST that are in TRAIN too, or in a TEST before theirs. Exit code 1 if there are any.
 
@@ -209,8 +221,8 @@ def find_leaking(
             train,
             others,
             out=out,
-            options=duplicate_options(options),
-            column=text_column,
+            options=duplicate_options(options, crops=True),
+            column=column,
             workers=options["workers"],
         )
     print_result(as_json, asdict(result), [*_leak_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
@@ -241,7 +253,7 @@ def split_documents(
     stratify: str | None,
     group: str | None,
     index_only: bool,
-    text_column: str | None,
+    column: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -260,7 +272,7 @@ def split_documents(
             class_field=stratify,
             group_field=group,
             options=duplicate_options(options),
-            column=text_column,
+            column=column,
             index_only=index_only,
             workers=options["workers"],
         )
@@ -290,10 +302,11 @@ def _leak_lines(result: LeakResult) -> list[str]:
     return lines
 
 
-def duplicate_options(options: dict[str, Any]) -> DuplicateOptions:
+def duplicate_options(options: dict[str, Any], *, crops: bool = False) -> DuplicateOptions:
     from unisono.quality.options import DuplicateOptions
 
-    settings = {name: options[name] for name in ("near", "ngram", "num_perm") if options[name] is not None}
+    names = ("near", "ngram", "num_perm", "image_near")
+    settings = {name: options[name] for name in names if options[name] is not None}
     if options["exact"] and settings:
         given = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
         raise ConfigError(
@@ -303,8 +316,9 @@ def duplicate_options(options: dict[str, Any]) -> DuplicateOptions:
             nearest="one of the two",
         )
     if options["exact"]:
-        settings["near"] = 0.0
-    return DuplicateOptions(**settings, seed=options["seed"])
+        settings |= {"near": 0.0, "image_near": 0.0}
+    crops = options["crops"] if options["crops"] is not None else crops
+    return DuplicateOptions(**settings, crops=crops, seed=options["seed"])
 
 
 @contextmanager

@@ -9,19 +9,23 @@ Besides the arrays of ``sketches``:
     texts         uint8   [bytes]        their texts in UTF-8, one after another
     text_offsets  int64   [changed + 1]  where each begins
 
-The file's metadata has ``masked``: how many pieces of personal data were replaced, by kind.
+Those of images have ``thumbnails``, uint8 [images, 64, 64], and neither signatures nor texts. The file's metadata has ``masked``:
+how many pieces of personal data were replaced, by kind; and ``faults``: why images cannot be read, by their place in the chunk.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from unisono.quality.cleaning import clean_documents
+from unisono.quality.cleaning import REASONS, UNREADABLE, clean_documents
+from unisono.quality.image_checks import check_image
 from unisono.quality.languages import MAX_CODE
 from unisono.quality.options import CleanRecipe
 from unisono.quality.sketches import sketch_documents
@@ -52,4 +56,32 @@ def make_chunk(texts: Sequence[bytes | None], recipe: CleanRecipe, contamination
         "texts": np.frombuffer(b"".join(new_texts), np.uint8),
         "text_offsets": np.cumsum([0, *map(len, new_texts)], dtype=np.int64),
     }
-    return save(arrays, {"masked": json.dumps(cleaned.masked)})
+    return save(arrays, {"masked": json.dumps(cleaned.masked), "faults": "{}"})
+
+
+def make_image_chunk(images: Sequence[bytes | None], suffixes: Sequence[str], recipe: CleanRecipe) -> bytes:
+    """The chunk file of encoded images.
+
+    Args:
+        images: The images; None of one that cannot be read.
+        suffixes: Of their files' names, in small letters; empty of rows of tables.
+        recipe: The limits that they are to keep.
+
+    Raises:
+        ExtraError: A package that reads their formats is not installed.
+    """
+    checked = [check_image(image or b"", suffix, recipe.images) for image, suffix in zip(images, suffixes, strict=True)]
+    names = [of.failed if of.failed in ("", UNREADABLE) else f"images.{of.failed}" for of in checked]
+    digests = b"".join(hashlib.blake2b(image or b"", digest_size=16).digest() for image in images)
+    arrays: dict[str, NDArray[Any]] = {
+        "digests": np.frombuffer(digests, "<u8").reshape(-1, 2),
+        "thumbnails": np.stack([of.thumbnail for of in checked]),
+        "reasons": np.array([REASONS.index(name) for name in names], np.uint8),
+        "values": np.array([of.value for of in checked]),
+        "languages": np.zeros((len(images), MAX_CODE), np.uint8),
+        "changed": np.zeros(0, np.int64),
+        "texts": np.zeros(0, np.uint8),
+        "text_offsets": np.zeros(1, np.int64),
+    }
+    faults = {number: of.fault for number, of in enumerate(checked) if of.fault and images[number] is not None}
+    return save(arrays, {"masked": "{}", "faults": json.dumps(faults)})

@@ -19,7 +19,7 @@ from unisono.data.sources import open_source as open_data
 from unisono.data.sources.arrow_folder import arrow_classes, arrow_files, arrow_rows, is_arrow_folder
 from unisono.data.sources.converted import sample_of_row
 from unisono.errors import DataError
-from unisono.quality.documents import TEXT, find_documents
+from unisono.quality.documents import WHOLE_FILE, find_documents
 from unisono.sanitize import listed, quoted
 from unisono.storage.limits import MAX_RECORD_BYTES
 from unisono.tasks.sources import TARGETS, class_names_of, scan
@@ -62,11 +62,11 @@ def find_labelled(paths: Sequence[Path]) -> list[LabelledFile]:
             found.append((path, ARROW))
             continue
         files = find_documents([path]).files
-        if path.is_dir() and all(file.kind == TEXT for file in files):
+        if path.is_dir() and all(file.kind == WHOLE_FILE for file in files):
             found.append((path, IMAGES))
             continue
         for file in files:
-            if file.kind == TEXT:
+            if file.kind == WHOLE_FILE:
                 raise _refused(f"{file.path}, a file of text", "rows of tables and images have labels", "a table")
             found.append((file.path, file.kind))
     whole = [Path(os.path.abspath(path)) for path, _ in found]

@@ -14,12 +14,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.quality.cleaning import REASONS, UNREADABLE, benchmark_hashes
-from unisono.quality.documents import find_documents
+from unisono.quality.comparison import near_documents
+from unisono.quality.documents import Content, find_documents, require_readable
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.languages import language_version
-from unisono.quality.near_duplicates import Duplicates, exact_duplicates, near_duplicates
-from unisono.quality.options import CleanRecipe
+from unisono.quality.near_duplicates import Duplicates, exact_duplicates
+from unisono.quality.options import CleanRecipe, require_settings_of
 from unisono.quality.page import write_clean_page
 from unisono.quality.personal_data import mask_personal_data
 from unisono.quality.placed_pairs import PlacedPairs
@@ -78,10 +79,10 @@ def clean(
     ``dropped.jsonl`` (each dropped document, and why), ``report.json`` and ``report.html``.
 
     Args:
-        paths: Tables, text files or folders of these.
+        paths: Tables, text files, images or folders of these.
         out: A new folder; or that of the same job, which was killed and goes on, or is done already.
         recipe: The steps.
-        column: Field of the text in tables; see ``find_documents``.
+        column: Field of the text or image in tables; see ``find_documents``.
         skips_unreadable: Whether documents that cannot be read are dropped, or an error.
         index_only: Whether to write no ``data/``.
         workers: Processes; 0 is this one. By default by cores and size. The result is the same.
@@ -92,9 +93,11 @@ def clean(
         ExtraError: A package that a step needs is not installed.
     """
     recipe = recipe or CleanRecipe()
-    sketch = sketch_version(recipe.dedup)
-    language_model = language_version(recipe.filter)
     documents = find_documents(paths, column=column, skips_unreadable=skips_unreadable)
+    require_settings_of(recipe, documents.content)
+    is_text = documents.content == "text"
+    sketch = sketch_version(recipe.dedup) if is_text else ""
+    language_model = language_version(recipe.filter) if is_text else ""
     if not index_only:
         require_writable(documents)
     contamination = benchmark_hashes(recipe.decontaminate, column)
@@ -111,7 +114,8 @@ def clean(
             return job.result(CleanResult)
         sketches = sketch_all(documents, job.sketches, recipe, contamination=contamination, workers=workers)
         documents.require_unchanged()
-        duplicates, crowded = _duplicates(sketches, recipe)
+        require_readable(documents, sketches, drops=skips_unreadable or recipe.images.enabled)
+        duplicates, crowded = _duplicates(documents.content, sketches, recipe)
         reasons = sketches.reasons()
         reasons[duplicates.document] = np.where(duplicates.exact, _REASONS.index(EXACT), _REASONS.index(NEAR))
         files, rows = sketches.places()
@@ -135,21 +139,20 @@ def clean(
         with new_file(job.new / DROPPED_FILE) as file:
             for record in _dropped(reasons, sketches, pairs, duplicates):
                 file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        write_clean_page(job.new / "report.html", out.name, result, duplicates, pairs, dropped, sketches.faults())
+        page = job.new / "report.html"
+        write_clean_page(page, out.name, documents.content, result, duplicates, pairs, dropped, sketches.faults())
         documents.require_unchanged()
         job.finish(asdict(result))
     return result
 
 
-def _duplicates(sketches: Sketches, recipe: CleanRecipe) -> tuple[Duplicates, int]:
+def _duplicates(content: Content, sketches: Sketches, recipe: CleanRecipe) -> tuple[Duplicates, int]:
     """Duplicates among the documents that are left, and how many had too many candidates."""
     exact = exact_duplicates(sketches)
     if not recipe.dedup.enabled:
         return exact[:0], 0
-    if not recipe.dedup.near:
-        return exact, 0
     excluded = np.concatenate((exact.document, np.flatnonzero(sketches.reasons())))
-    near, crowded = near_duplicates(sketches, recipe.dedup.near, excluded)
+    near, crowded = near_documents(content, sketches, recipe.dedup, excluded)
     return exact + near, crowded
 
 
@@ -173,7 +176,7 @@ def _dropped(
             record |= {"of": pairs.place(of), "similarity": round(similarity, 4)}
         elif reason == UNREADABLE:
             record["fault"] = faults[document]
-        elif reason.startswith("filter."):
+        elif reason.startswith(("filter.", "images.")):
             record["value"] = round(float(values[document]), 4)
             if languages[document]:
                 record["language"] = languages[document].decode()

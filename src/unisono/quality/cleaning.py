@@ -11,7 +11,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.quality.documents import find_documents
+from unisono.quality.documents import find_documents, require_text
+from unisono.quality.image_checks import LIMITS as IMAGE_LIMITS
+from unisono.quality.image_checks import UNREADABLE
 from unisono.quality.languages import LANGUAGE_LIMITS, MAX_CODE, failed_language
 from unisono.quality.normalization import normalize_text
 from unisono.quality.options import CleanRecipe, DecontaminateOptions
@@ -21,8 +23,12 @@ from unisono.quality.text_quality import LIMITS, failed_limit
 
 KEPT: Final = ""
 CONTAMINATED: Final = "decontaminate"
-UNREADABLE: Final = "unreadable"
-REASONS: Final = (KEPT, UNREADABLE, *(f"filter.{name}" for name in (*LIMITS, *LANGUAGE_LIMITS)), CONTAMINATED)
+REASONS: Final = (
+    *(KEPT, UNREADABLE),
+    *(f"filter.{name}" for name in (*LIMITS, *LANGUAGE_LIMITS)),
+    CONTAMINATED,
+    *(f"images.{name}" for name in IMAGE_LIMITS),
+)
 _BATCH: Final = 256  # documents of a benchmark that are hashed at once
 
 
@@ -96,8 +102,9 @@ def benchmark_hashes(options: DecontaminateOptions, column: str | None) -> NDArr
     if not options.against:
         return np.zeros(0, np.uint64)
     found = find_documents([Path(path) for path in options.against], column=column)
+    require_text(found)
     hashes = [np.zeros(0, np.uint64)]
-    for batch in _batches(document.text for document in found):
+    for batch in _batches(document.content.decode("utf-8", "surrogatepass") for document in found):
         of_batch, offsets = shingle_hashes(batch, options.ngram)
         num_words = np.diff(shingle_hashes(batch, 1)[1])
         hashes.append(of_batch[np.repeat(num_words >= options.ngram, np.diff(offsets))])

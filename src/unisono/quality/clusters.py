@@ -7,16 +7,22 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.quality.documents import Content
 from unisono.quality.near_duplicates import MAX_COMPARED, Buckets, candidates, exact_duplicates, jaccard
+from unisono.quality.near_images import similar_images
+from unisono.quality.options import DuplicateOptions
 from unisono.quality.sketch_folder import Sketches
 
 
-def find_clusters(sketches: Sketches, near: float, values: Iterable[object] | None) -> tuple[NDArray[np.int64], int]:
+def find_clusters(
+    content: Content, sketches: Sketches, options: DuplicateOptions, values: Iterable[object] | None
+) -> tuple[NDArray[np.int64], int]:
     """Join documents into clusters; also over several others: the first and the last of a chain are in one cluster.
 
     Args:
+        content: What documents are.
         sketches: Of all documents.
-        near: Jaccard similarity from which on two documents belong together; 0: only the same text does.
+        options: From which similarity on two documents belong together.
         values: Of each document; documents of one value belong together. None: there are none.
 
     Returns:
@@ -27,7 +33,10 @@ def find_clusters(sketches: Sketches, near: float, values: Iterable[object] | No
     exact = exact_duplicates(sketches)
     first[exact.document] = exact.of
     crowded = 0
-    if near:
+    near = options.near
+    if content == "images":
+        crowded = _join_images(first, sketches, options, exact.document)
+    elif near:
         buckets = Buckets()
         for document, shared in candidates(sketches, exact.document):
             others, is_crowded = buckets.sharing(shared)
@@ -47,6 +56,19 @@ def find_clusters(sketches: Sketches, near: float, values: Iterable[object] | No
         if np.array_equal(ahead, first):
             return first, crowded
         first = ahead
+
+
+def _join_images(
+    first: NDArray[np.int64], sketches: Sketches, options: DuplicateOptions, excluded: NDArray[np.int64]
+) -> int:
+    """Join images that are near each other; returns how many had too many candidates."""
+    crowded = 0
+    if options.image_near:
+        for image, pairs, is_crowded in similar_images(sketches, options, excluded):
+            for other, _ in pairs:
+                join(first, image, other)
+            crowded += is_crowded
+    return crowded
 
 
 def find_root(first: NDArray[np.int64], document: int) -> int:

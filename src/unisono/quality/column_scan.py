@@ -105,8 +105,8 @@ def scan_files(documents: Documents, folder: Path, *, time: str | None, group: s
         ExtraError: A package that reads a format is not installed.
     """
     for file in documents.files:
-        if file.text is not None:
-            raise _refused(f"{file.path}, a file of text", "columns are those of tables", "tables")
+        if file.whole is not None:
+            raise _refused(f"{file.path}, a file that is no table", "columns are those of tables", "tables")
     facts: list[FileFacts] = []
     for number, file in enumerate(documents.files):
         place = folder / str(number)

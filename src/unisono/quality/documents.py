@@ -1,4 +1,4 @@
-"""Documents of files: rows of tables with a column of text, and files of text."""
+"""Documents of files, which are texts or images: rows of tables with a column of them, and files that are one each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,41 +17,50 @@ from numpy.typing import NDArray
 from unisono.data.convert.file_kind import kind_of_name
 from unisono.data.convert.formats.jsonl import row_of_line
 from unisono.data.convert.formats.table import describe_value, open_source
+from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
 from unisono.data.convert.table_files import Row, files_of, open_file, read_formats
+from unisono.data.image.decoding import image_format
 from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, find_corpus, read_text
 from unisono.errors import DataError
 from unisono.sanitize import listed, quoted
 from unisono.storage.files import MAX_SHOWN_PATH, look_up
 from unisono.storage.limits import MAX_RECORD_BYTES
 
+if TYPE_CHECKING:
+    from unisono.quality.sketch_folder import Sketches
+
+Content = Literal["text", "images"]
 TEXT: Final = "text"  # column of the documents where no other is named
+FOLDER: Final = "folder"  # field of a file that is one document: the folder that it lies in
+WHOLE_FILE: Final = "file"
 _KEY: Final = "__key__"  # the name of a sample of webdataset
 _SHOWN_VALUES: Final = 64  # of an array
 _KINDS: Final = tuple(suffix for suffix in read_formats() if suffix not in ("idx", ".bin"))
+_WITHOUT_BYTES: Final = (".jsonl", ".csv")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
-    """A file whose documents are read: a table of rows, or text that is one document.
+    """A file whose documents are read: a table of rows, or a text or an image that is one document.
 
     Attributes:
         path: The file.
         name: Its path relative to the folder that was given; of several paths, relative to the folder that all lie in.
         size: In bytes.
         mtime_ns: Time of its last change.
-        text: Of a file of text its folder and its entry there; None of a table.
+        whole: Of a file that is one document its folder and its entry there; None of a table.
     """
 
     path: Path
     name: str
     size: int
     mtime_ns: int
-    text: tuple[Corpus, SourceFile] | None = None
+    whole: tuple[Corpus, SourceFile] | None = None
 
     @property
     def kind(self) -> str:
-        """The suffix that names the format of a table, or ``text``."""
-        return TEXT if self.text is not None else kind_of_name(self.path)
+        """The suffix that names the format of a table, or ``file``."""
+        return WHOLE_FILE if self.whole is not None else kind_of_name(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +70,13 @@ class Document:
     Attributes:
         file: Number of its file.
         row: Number of its row in it, from 0.
-        text: Itself; empty if it has none.
-        fault: Why it has no text; empty if it has one.
+        content: An encoded image, or text in UTF-8, in which lone surrogates may stand; empty if it has none.
+        fault: Why it has none; empty if it has.
     """
 
     file: int
     row: int
-    text: str
+    content: bytes
     fault: str = ""
 
 
@@ -78,13 +87,15 @@ class Documents:
     Attributes:
         files: Their files.
         files_of_path: Number of files of each path that was given, in order.
-        column: Field of the text in tables; None to find it.
-        skips_unreadable: Whether a document without text is one with a fault, or an error.
+        content: What they are.
+        column: Field of the documents in tables; None to find it.
+        skips_unreadable: Whether a document that cannot be read is one with a fault, or an error.
         rows_without: A document of a table is its row without this field, as JSON. None: it is the text in ``column``.
     """
 
     files: tuple[InputFile, ...]
     files_of_path: tuple[int, ...]
+    content: Content = "text"
     column: str | None = None
     skips_unreadable: bool = False
     rows_without: str | None = None
@@ -93,28 +104,41 @@ class Documents:
         """The documents.
 
         Raises:
-            DataError: A file is damaged, or a row has no text.
+            DataError: A file is damaged, or a row has no text or image.
         """
         for number, file in enumerate(self.files):
-            for row, text in enumerate(self._texts(file)):
-                if isinstance(text, str):
-                    yield Document(number, row, text)
+            for row, found in enumerate(self._contents(file)):
+                if isinstance(found, str):
+                    yield Document(number, row, found.encode("utf-8", "surrogatepass"))
+                elif isinstance(found, bytes):
+                    yield Document(number, row, found)
                 elif self.skips_unreadable:
-                    yield Document(number, row, "", "; ".join(problem.given for problem in text.problems))
+                    yield Document(number, row, b"", "; ".join(problem.given for problem in found.problems))
                 else:
-                    raise text
+                    raise found
+
+    def _contents(self, file: InputFile) -> Iterator[str | bytes | DataError]:
+        if self.rows_without is not None:
+            field = self.rows_without
+            return (row if isinstance(row, DataError) else _row_as_json(row, field) for row in _rows(file, None))
+        return _texts(file, self.column) if self.content == TEXT else _images(file, self.column)
 
     def values(self, field: str) -> Iterator[Any]:
-        """The value of a field of the tables, of each document.
+        """The value of a field of the tables, of each document. A file that is one document has the field ``folder``.
 
         Raises:
-            DataError: A file is text, a row has no such field, or its value is no string, number or truth value.
+            DataError: A file or row has no such field, or its value is no string, number or truth value.
         """
         for file in self.files:
-            if file.text is not None:
-                raise _refused(
-                    f"field {quoted(field)} of {file.path}, a file of text", "rows of tables have fields", "a table"
-                )
+            if file.whole is not None:
+                if field != FOLDER:
+                    raise _refused(
+                        f"field {quoted(field)} of {file.path}, a file that is one document",
+                        "rows of tables have fields; of a file alone the only field is its folder",
+                        f"{quoted(FOLDER)}, or a table",
+                    )
+                yield str(Path(file.name).parent)
+                continue
             for number, row in enumerate(_rows(file, field)):
                 if isinstance(row, DataError):
                     raise row
@@ -122,23 +146,17 @@ class Documents:
                     raise _no_value(file, number, field, row, "a class or a group is a string or a number")
                 yield row[field]
 
-    def texts(self, places: Collection[tuple[int, int]]) -> dict[tuple[int, int], str]:
-        """The texts at some places, (number of the file, row); each file is read as far as needed."""
+    def contents(self, places: Collection[tuple[int, int]]) -> dict[tuple[int, int], str | bytes]:
+        """The texts or images at some places, (number of the file, row); each file is read as far as needed."""
         wanted: dict[int, set[int]] = {}
         for file, row in places:
             wanted.setdefault(file, set()).add(row)
         return {
-            (file, row): text
+            (file, row): found
             for file, rows in wanted.items()
-            for row, text in enumerate(islice(self._texts(self.files[file]), max(rows) + 1))
-            if row in rows and isinstance(text, str)
+            for row, found in enumerate(islice(self._contents(self.files[file]), max(rows) + 1))
+            if row in rows and not isinstance(found, DataError)
         }
-
-    def _texts(self, file: InputFile) -> Iterator[str | DataError]:
-        if self.rows_without is None:
-            return _texts(file, self.column)
-        rows = _rows(file, None)
-        return (row if isinstance(row, DataError) else _row_as_json(row, self.rows_without) for row in rows)
 
     def require_unchanged(self) -> None:
         """Raise DataError if a file has changed since it was listed."""
@@ -157,29 +175,57 @@ class Documents:
 
     def place(self, file: int, row: int) -> str:
         """Where a document is, in words."""
-        return self.files[file].name + (f", row {row}" if self.files[file].text is None else "")
+        return self.files[file].name + (f", row {row}" if self.files[file].whole is None else "")
 
     def identity(self) -> list[Any]:
         """By which a change of the files is seen."""
-        return [self.column, self.skips_unreadable, [(file.name, file.size, file.mtime_ns) for file in self.files]]
+        return [
+            self.content,
+            self.column,
+            self.skips_unreadable,
+            [(file.name, file.size, file.mtime_ns) for file in self.files],
+        ]
+
+
+def require_text(documents: Documents) -> None:
+    """Raise DataError for images."""
+    if documents.content != TEXT:
+        raise _refused(
+            f"images, the first in {documents.files[0].path}", "this is for texts", "tables or files of text"
+        )
+
+
+def require_readable(documents: Documents, sketches: Sketches, *, drops: bool) -> None:
+    """Raise DataError if images could not be decoded, unless such are dropped. Text without fault has been read before."""
+    faults = {} if drops else sketches.faults()
+    if faults:
+        number, fault = min(faults.items())
+        files, rows = sketches.places()
+        raise _refused(
+            f"{documents.place(int(files[number]), int(rows[number]))}: {fault}; {len(faults):,} images in all",
+            "documents can be read",
+            "without these; data clean and data dedup --on-error skip drop them",
+        )
 
 
 def find_documents(paths: Sequence[Path], *, column: str | None = None, skips_unreadable: bool = False) -> Documents:
-    """List the files of documents.
+    """List the files of documents, and find out whether they are texts or images.
 
     Args:
-        paths: Tables (of which one file of a set stands for the set), text files, or folders. The tables of a folder are
-            taken; one without tables is a folder of text files.
-        column: Field of the tables that holds the text. By default ``text``, else the only field that is a string, or
-            that is bytes.
-        skips_unreadable: Whether documents without text are left for the caller to drop; otherwise they are errors when
-            they are read.
+        paths: Tables (of which one file of a set stands for the set), text files, images, or folders. Of a folder the
+            tables are taken, or the images; one without both is a folder of text files.
+        column: Field of the tables that holds the text or image. By default ``text``, else the only field that is a
+            string, or that is bytes; of images the only one of bytes.
+        skips_unreadable: Whether documents that cannot be read are left for the caller to drop; otherwise they are
+            errors when they are read.
 
     Raises:
-        DataError: A path is not there, or a folder has no files.
+        DataError: A path is not there, a folder has no files, or not all are texts or all images.
     """
     if not paths:
-        raise _refused("no paths", "documents are in tables, in text files, or in folders of these", "a path")
+        raise _refused(
+            "no paths", "documents are in tables, in files of text or images, or in folders of these", "a path"
+        )
     common = os.path.commonpath([_absolute(os.path.expanduser(path)).parent for path in paths])
     files: list[InputFile] = []
     files_of_path: list[int] = []
@@ -188,7 +234,7 @@ def find_documents(paths: Sequence[Path], *, column: str | None = None, skips_un
         if fault or not os.path.exists(found):
             raise _refused(
                 f"{quoted(str(path), MAX_SHOWN_PATH)}: {fault or 'it is not there'}",
-                "documents are in tables, in text files, or in folders of these",
+                "documents are in tables, in files of text or images, or in folders of these",
                 "its path",
             )
         within = f"{_absolute(found).relative_to(common)}/" if len(paths) > 1 else ""
@@ -206,6 +252,7 @@ def find_documents(paths: Sequence[Path], *, column: str | None = None, skips_un
     return Documents(
         files=tuple(files),
         files_of_path=tuple(files_of_path),
+        content=_content(files, column),
         column=column,
         skips_unreadable=skips_unreadable,
     )
@@ -214,7 +261,14 @@ def find_documents(paths: Sequence[Path], *, column: str | None = None, skips_un
 def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
     corpus = find_corpus(str(folder))
     tables = [file for file in corpus.files if kind_of_name(folder / file.path) in _KINDS]
-    for file in tables or corpus.files:
+    images = [file for file in corpus.files if _is_image_name(file.path)]
+    if tables and images:
+        raise _refused(
+            f"{folder}, which has {len(tables):,} tables and {len(images):,} images",
+            "a folder holds tables, or images, or files of text",
+            f"the tables by their paths, as {folder / tables[0].path}, or a folder that has only images",
+        )
+    for file in tables or images or corpus.files:
         yield _input_file(folder / file.path, within + file.path, file, None if tables else corpus)
 
 
@@ -223,6 +277,42 @@ def _of_file(path: Path, common: str) -> Iterator[InputFile]:
     for file in files_of(path) if is_table else [path]:
         corpus = find_corpus(str(file))
         yield _input_file(file, str(_absolute(file).relative_to(common)), corpus.files[0], None if is_table else corpus)
+
+
+def _is_image_name(name: str | Path) -> bool:
+    return Path(name).suffix.lower() in IMAGE_SUFFIXES
+
+
+def _content(files: Sequence[InputFile], column: str | None) -> Content:
+    """Whether the documents are texts or images. Raises DataError for both."""
+    content_of: dict[Content, InputFile] = {}
+    for file in files:
+        if (content := _content_of_file(file, column)) is not None:
+            content_of.setdefault(content, file)
+    if len(content_of) > 1:
+        raise _refused(
+            f"texts and images: {' and '.join(str(file.path) for file in content_of.values())}",
+            "one data set is made of texts or of images",
+            "each by itself",
+        )
+    found: list[Content] = [*content_of, "text"]
+    return found[0]
+
+
+def _content_of_file(file: InputFile, column: str | None) -> Content | None:
+    """None of a table without rows, or whose first row cannot be read: reading it then says so."""
+    if file.whole is not None:
+        return "images" if _is_image_name(file.path) else "text"
+    if file.kind in _WITHOUT_BYTES:
+        return "text"
+    try:
+        row = next(iter(open_file(file.path, file.kind).rows), None)
+    except DataError:
+        return None
+    if row is None:
+        return None
+    value = row.get(column or image_column(row) or TEXT)
+    return "images" if isinstance(value, bytes) and image_format(value) else "text"
 
 
 def _absolute(path: str | Path) -> Path:
@@ -237,14 +327,14 @@ def _input_file(path: Path, name: str, entry: SourceFile, corpus: Corpus | None)
             "such a set is read as a whole",
             "unisono data convert, to one file",
         )
-    text = None if corpus is None else (corpus, entry)
-    return InputFile(path=path, name=name, size=entry.size, mtime_ns=entry.mtime_ns, text=text)
+    whole = None if corpus is None else (corpus, entry)
+    return InputFile(path=path, name=name, size=entry.size, mtime_ns=entry.mtime_ns, whole=whole)
 
 
 def _texts(file: InputFile, column: str | None) -> Iterator[str | DataError]:
     """The text of each document of a file, or why it has none. Raises DataError where the file is damaged from there on."""
-    if file.text is not None:
-        yield _file_text(file, *file.text)
+    if file.whole is not None:
+        yield _file_text(file, *file.whole)
         return
     for number, row in enumerate(_rows(file, column or (TEXT if file.kind == ".jsonl" else None))):
         yield row if isinstance(row, DataError) else _row_text(row, column or text_column(row, file), file, number)
@@ -277,6 +367,32 @@ def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | Data
         )
 
 
+def _images(file: InputFile, column: str | None) -> Iterator[bytes | DataError]:
+    """The image of each document of a file, encoded, or why it has none."""
+    if file.whole is not None:
+        corpus, entry = file.whole
+        try:
+            with corpus.open(entry) as opened:
+                yield opened.read()
+        except OSError as error:
+            yield _refused(f"{file.path}: {error}", "a file stays as it is meanwhile", "repair or remove it")
+        return
+    for number, row in enumerate(_rows(file, column)):
+        if isinstance(row, DataError):
+            yield row
+            continue
+        name = column or image_column(row) or "image"
+        value: Any = row.get(name)
+        is_bytes = isinstance(value, bytes)
+        yield value if is_bytes else _no_value(file, number, name, row, "a document is an encoded image")
+
+
+def image_column(row: Row) -> str | None:
+    """The field of the image where none is named: the only one of bytes; None if it is not clear."""
+    fields = [name for name, value in row.items() if isinstance(value, bytes)]
+    return fields[0] if len(fields) == 1 and not isinstance(row.get(TEXT), str) else None
+
+
 def _row_as_json(row: Row, without: str) -> str:
     """The values of a row in the order of the fields' names; of bytes and of large arrays, which cannot be read, the digest."""
     values = {name: value for name, value in row.items() if name not in (without, _KEY)}
@@ -303,7 +419,7 @@ def text_column(row: Row, file: InputFile) -> str:
     raise _refused(
         f"{file.path}, whose fields are {listed(map(quoted, row))}",
         "of a table one field is the text: 'text', or the only string",
-        "--text-column NAME",
+        "--column NAME",
     )
 
 

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from unisono.data.convert.table_files import Row, open_file, write_table
 from unisono.errors import DataError
-from unisono.quality.documents import TEXT, Documents, InputFile, text_column
+from unisono.quality.documents import TEXT, WHOLE_FILE, Documents, InputFile, text_column
 from unisono.quality.label_values import label_like
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
 
 DATA_FOLDER: Final = "data"
-WRITABLE: Final = (".rec", ".mindrecord", ".jsonl", ".parquet", ".tar", ".csv", TEXT)
+WRITABLE: Final = (".rec", ".mindrecord", ".jsonl", ".parquet", ".tar", ".csv", WHOLE_FILE)
 
 
 def write_kept(
@@ -124,9 +124,9 @@ def _write_file(
         column: Field of the text; None to find it.
         label: Field of the labels, if these change.
     """
-    if file.kind in (".jsonl", TEXT):
+    if file.kind in (".jsonl", WHOLE_FILE):
         with open_regular(file.path) as source, new_file(target) as copy:
-            if file.kind == TEXT:
+            if file.kind == WHOLE_FILE:
                 text = next(texts)
                 copy.write(source.read() if text is None else text)
                 return

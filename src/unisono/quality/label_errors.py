@@ -12,7 +12,7 @@ from typing import Any, Final
 from unisono.data.convert.table_files import open_file
 from unisono.data.sample_losses import read_losses
 from unisono.errors import DataError
-from unisono.quality.documents import Documents, find_documents, text_column
+from unisono.quality.documents import TEXT, Documents, find_documents, require_text, text_column
 from unisono.quality.job_folder import open_job
 from unisono.quality.label_conflicts import ConflictGroup, find_conflicts
 from unisono.quality.label_page import Card, Entry, write_label_page
@@ -99,8 +99,9 @@ def find_label_errors(
     sketch = sketch_version(options)
     documents = find_documents(paths, column=column)
     if whole_rows:
-        documents = replace(documents, rows_without=label)
-    elif column is None:
+        documents = replace(documents, rows_without=label, content=TEXT)
+    require_text(documents)
+    if column is None and not whole_rows:
         _require_text(documents, label)
     found = None if losses is None else find_losses_file(losses)
     identity = {
@@ -155,14 +156,14 @@ def find_label_errors(
 def _require_text(documents: Documents, label: str) -> None:
     """Raise DataError where the only string of a row, which would be the text, is the label."""
     for file in documents.files:
-        if file.text is None and file.kind != ".jsonl":
+        if file.whole is None and file.kind != ".jsonl":
             row = next(iter(open_file(file.path, file.kind).rows), None)
             if row is not None and text_column(row, file) == label:
                 raise DataError(
                     given=f"{file.path}, whose only text is the label {quoted(label)}",
                     rule="documents are compared by their text",
                     consequence="nothing was written",
-                    nearest="--whole-rows, which compares rows without their labels; or --text-column NAME",
+                    nearest="--whole-rows, which compares rows without their labels; or --column NAME",
                 )
 
 

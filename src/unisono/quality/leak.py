@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.errors import DataError
-from unisono.quality.documents import find_documents
+from unisono.quality.comparison import near_documents
+from unisono.quality.documents import find_documents, require_readable
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import write_kept
-from unisono.quality.near_duplicates import Duplicates, exact_duplicates, near_duplicates
-from unisono.quality.options import DuplicateOptions, only_dedup
+from unisono.quality.near_duplicates import Duplicates, exact_duplicates
+from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_leak_page
 from unisono.quality.placed_pairs import PlacedPairs
 from unisono.quality.sketch_folder import sketch_all
@@ -77,7 +78,7 @@ def find_leaks(
         others: Evaluation sets.
         out: A new folder for ``pairs.jsonl``, ``report.html``, ``report.json``, and ``kept/``: the row numbers of each file
             without its leaking documents, as ``.npy``. None: nothing is written.
-        options: What counts as the same document.
+        options: What counts as the same document. By default parts of images do, too.
         column: Field of the text in tables; see ``find_documents``.
         workers: Processes; 0 is this one. By default by cores and size. The result is the same.
 
@@ -86,7 +87,7 @@ def find_leaks(
         DataError: There is no evaluation set, or a file is damaged, has no text, or has changed meanwhile.
         ExtraError: rensa is not installed.
     """
-    options = options or DuplicateOptions()
+    options = options or DuplicateOptions(crops=True)
     paths = [train, *others]
     if not others:
         raise DataError(
@@ -95,8 +96,9 @@ def find_leaks(
             consequence="nothing was compared",
             nearest="the evaluation sets behind it; unisono data dedup finds the duplicates within one set",
         )
-    sketch = sketch_version(options)
     documents = find_documents(paths, column=column)
+    require_settings_of(only_dedup(options), documents.content)
+    sketch = sketch_version(options) if documents.content == "text" else ""
     identity = {"leak": asdict(options), "documents": documents.identity(), "sketch": sketch}
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(TemporaryDirectory())) / "leak"
@@ -106,13 +108,12 @@ def find_leaks(
             return job.result(LeakResult, pairs=list(pairs))
         sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers)
         documents.require_unchanged()
+        require_readable(documents, sketches, drops=False)
         files, rows = sketches.places()
         split_of_file = np.repeat(np.arange(len(paths)), documents.files_of_path)
         split_of = split_of_file[files]
         exact = exact_duplicates(sketches)
-        near, crowded = exact[:0], 0
-        if options.near:
-            near, crowded = near_duplicates(sketches, options.near, exact.document, split_of)
+        near, crowded = near_documents(documents.content, sketches, options, exact.document, split_of)
         leaks = _leaks(exact, near, split_of)
         pairs = PlacedPairs(documents, files, rows)
         result = LeakResult(
@@ -127,7 +128,7 @@ def find_leaks(
             counts = np.bincount(files, minlength=len(documents.files))
             write_kept(documents, job.new, is_kept, counts, index_only=True)
             pairs.write(job.new / _PAIRS_FILE, leaks)
-            write_leak_page(job.new / "report.html", result, leaks, pairs.examples(leaks))
+            write_leak_page(job.new / "report.html", documents.content, result, leaks, pairs)
             job.finish({name: value for name, value in asdict(result).items() if name != "pairs"})
     return result
 

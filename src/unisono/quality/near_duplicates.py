@@ -110,13 +110,18 @@ def near_duplicates(
         if best is None or split_of is not None:
             buckets.add(document, shared)
         crowded += best is None and (is_crowded or len(others) > MAX_COMPARED)
+    return duplicates_of(found), crowded
+
+
+def duplicates_of(found: Sequence[tuple[int, int, float]]) -> Duplicates:
+    """Near-duplicates from (document, the one it is near, similarity), in ascending order."""
     documents, of, similarities = zip(*found, strict=True) if found else ((), (), ())
     return Duplicates(
         document=np.array(documents, np.int64),
         of=np.array(of, np.int64),
         similarity=np.array(similarities, np.float64),
         exact=np.zeros(len(found), np.bool_),
-    ), crowded
+    )
 
 
 class Buckets:

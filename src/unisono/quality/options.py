@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from unisono.config import option
 from unisono.config.fields import options_repr
+from unisono.errors import ConfigError
 
 MASKED: tuple[str, ...] = ("secret", "email", "iban", "card", "phone", "ip")
 
@@ -72,6 +73,24 @@ class DecontaminateOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ImageOptions:
+    """Limits of images that are kept; 0 = no limit."""
+
+    __repr__ = options_repr
+
+    enabled: bool = option(True, "Drop images that cannot be read or do not keep the limits below.")
+    checks_format: bool = option(True, "Drop images whose file name has the suffix of another format.")
+    min_side_px: int = option(32, "Pixels of the shorter side.", ge=0)
+    min_contrast: float = option(4.0, "Standard deviation of the grey values, of 0 to 255.", ge=0, le=255)
+    max_blur: float = option(
+        0.65,
+        "Share of the differences of pixels that blurring leaves, at 256 pixels; more is out of focus.",
+        ge=0,
+        le=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DuplicateOptions:
     """Which documents count as the same."""
 
@@ -84,6 +103,16 @@ class DuplicateOptions:
     ngram: int = option(5, "Words per shingle.", applies_with="dedup.near above 0", ge=1, le=50)
     num_perm: int = option(128, "Values of a MinHash signature.", applies_with="dedup.near above 0", ge=16, le=1024)
     seed: int = option(0, "Of the signatures.", applies_with="dedup.near above 0", ge=0)
+    image_near: float = option(
+        0.85,
+        "Correlation of the gradients of thumbnails from which on images are the same; 0 = only the same file.",
+        applies_with="images",
+        ge=0,
+        le=1,
+    )
+    crops: bool = option(
+        False, "Whether a part of an image counts as the image.", applies_with="images and dedup.image_near above 0"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +124,7 @@ class CleanRecipe:
         filter: Limits of text that is kept.
         mask: Personal data and secrets.
         decontaminate: Benchmarks that documents may not quote.
+        images: Limits of images that are kept.
         dedup: Duplicates and near-duplicates.
     """
 
@@ -102,9 +132,41 @@ class CleanRecipe:
     filter: FilterOptions = field(default_factory=FilterOptions)
     mask: MaskOptions = field(default_factory=MaskOptions)
     decontaminate: DecontaminateOptions = field(default_factory=DecontaminateOptions)
+    images: ImageOptions = field(default_factory=ImageOptions)
     dedup: DuplicateOptions = field(default_factory=DuplicateOptions)
 
 
 def only_dedup(options: DuplicateOptions) -> CleanRecipe:
     """The recipe that removes duplicates and changes nothing else."""
-    return CleanRecipe(normalize=NormalizeOptions(enabled=False), filter=FilterOptions(enabled=False), dedup=options)
+    return CleanRecipe(
+        normalize=NormalizeOptions(enabled=False),
+        filter=FilterOptions(enabled=False),
+        images=ImageOptions(enabled=False),
+        dedup=options,
+    )
+
+
+def require_settings_of(recipe: CleanRecipe, content: str) -> None:
+    """Raise ConfigError if a recipe for texts or images sets what is only for the other."""
+    unset = CleanRecipe()
+    given: list[str] = []
+    for section in fields(recipe):
+        options, defaults = getattr(recipe, section.name), getattr(unset, section.name)
+        for setting in fields(options):
+            is_of_images = section.name == "images" or setting.name == "image_near"
+            is_of_both = setting.name == "enabled" or (section.name == "dedup" and setting.name in ("seed", "crops"))
+            value = getattr(options, setting.name)
+            is_off = (
+                setting.name in ("near", "image_near") and value == 0
+            )  # only exact copies, of texts and images alike
+            is_default = value == getattr(defaults, setting.name)
+            if not (is_default or is_off or is_of_both) and is_of_images != (content == "images"):
+                given.append(f"{section.name}.{setting.name} = {value}")
+    if given:
+        raise ConfigError(
+            given=f"{', '.join(given)}, for {content}",
+            rule="normalize, filter, mask, decontaminate and most of dedup are for texts; images, dedup.image_near and"
+            " dedup.crops for images",
+            consequence="nothing was read",
+            nearest="without these settings",
+        )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.quality.comparison import threshold_of
+from unisono.quality.documents import Content
 from unisono.quality.near_duplicates import Duplicates
-from unisono.quality.placed_pairs import Example, PlacedPairs
+from unisono.quality.placed_pairs import PlacedPairs
 from unisono.report.charts import curve_layout
 from unisono.report.html import render_page
 from unisono.report.page import SUMMARY
@@ -36,11 +38,14 @@ _WORDS: Final = {
 }
 _MAX_FAULTS: Final = 50
 _LARGEST: Final = 20  # clusters that are listed
+_PICTURED: Final = 24  # pairs of images
+_HEADS: Final[dict[Content, str]] = {"text": "its text", "images": "its size"}
 
 
 def write_clean_page(
     path: Path,
     name: str,
+    content: Content,
     result: CleanResult,
     duplicates: Duplicates,
     pairs: PlacedPairs,
@@ -52,6 +57,7 @@ def write_clean_page(
     Args:
         path: The file.
         name: Of the data set.
+        content: What its documents are.
         result: The outcome.
         duplicates: Documents that were dropped as copies.
         pairs: Says where documents are.
@@ -66,10 +72,10 @@ def write_clean_page(
     figures += [Figure(f"{kind} replaced", f"{count:,}") for kind, count in result.masked.items()]
     sections = [
         *_languages(result),
-        *_similarities(duplicates, result.recipe.dedup.near),
+        *_similarities(duplicates, threshold_of(content, result.recipe.dedup)),
         *_clusters(duplicates),
-        *_examples(pairs.examples(duplicates)),
-        *_dropped(pairs, dropped),
+        *_examples(pairs, duplicates, content),
+        *_dropped(pairs, dropped, content),
         *_unreadable(pairs, faults),
     ]
     if result.crowded:
@@ -89,19 +95,25 @@ def write_clean_page(
     write_atomically(path, page.encode("utf-8", "replace"))
 
 
-def _dropped(pairs: PlacedPairs, dropped: Mapping[str, NDArray[np.int64]]) -> list[Section]:
+def _dropped(pairs: PlacedPairs, dropped: Mapping[str, NDArray[np.int64]], content: Content) -> list[Section]:
     """The first documents that each limit dropped."""
     documents = {
         reason: of_reason[:_OF_REASON].tolist()
         for reason, of_reason in dropped.items()
         if reason != "unreadable" and not reason.startswith("dedup.")
     }
-    texts = pairs.texts([document for of_reason in documents.values() for document in of_reason])
+    shown = [document for of_reason in documents.values() for document in of_reason]
+    pictures: list[str] = []
+    if content == "images" and shown:
+        reasons = [reason.removeprefix("images.") for reason, of_reason in documents.items() for _ in of_reason]
+        pictures = [pairs.picture(shown, reasons)]
+    texts = pairs.texts(shown)
     rows = [
         [reason, *map(printable, texts[document])] for reason, of_reason in documents.items() for document in of_reason
     ]
-    table = Table(head=("dropped by", "document", "its text"), rows=rows)
-    return [Section(title="Dropped by a limit", note="The first of each.", tables=[table])] if rows else []
+    table = Table(head=("dropped by", "document", _HEADS[content]), rows=rows)
+    section = Section(title="Dropped by a limit", note="The first of each.", pictures=pictures, tables=[table])
+    return [section] if rows else []
 
 
 def _languages(result: CleanResult) -> list[Section]:
@@ -128,7 +140,7 @@ def _similarities(duplicates: Duplicates, near: float) -> list[Section]:
         return []
     bins = {"start": near, "end": 1.0, "size": max((1.0 - near) / _BINS, 1e-3)}
     data = [{"type": "histogram", "x": values, "xbins": bins, "marker": {"color": _BLUE}}]
-    layout = curve_layout("", "near-duplicates", height=280) | {"xaxis": {"title": {"text": "Jaccard similarity"}}}
+    layout = curve_layout("", "near-duplicates", height=280) | {"xaxis": {"title": {"text": "similarity"}}}
     return [
         Section(title="Similarity of near-duplicates", charts=[{"id": "similarities", "data": data, "layout": layout}])
     ]
@@ -146,19 +158,38 @@ def _clusters(duplicates: Duplicates) -> list[Section]:
     return [Section(title="Clusters", note=note, tables=[table])]
 
 
-def _examples(examples: Sequence[Example]) -> list[Section]:
+def _examples(pairs: PlacedPairs, duplicates: Duplicates, content: Content) -> list[Section]:
+    """The first near-duplicates, each before the document that it is near."""
+    examples = pairs.examples(duplicates)
     if not examples:
         return []
+    pictures: list[str] = []
+    if content == "images":
+        near = duplicates[~duplicates.exact][:_PICTURED]
+        both = np.stack((near.document, near.of), axis=1).ravel().tolist()
+        captions = [caption for value in near.similarity.tolist() for caption in (f"{value:.3f}", "is near this")]
+        pictures = [pairs.picture(both, captions)]
     rows = [
         [f"{example.similarity:.3f}", *map(printable, (example.place, example.text, example.of_place, example.of_text))]
         for example in examples
     ]
-    table = Table(head=("similarity", "duplicate", "its text", "of", "its text"), rows=rows)
-    return [Section(title="Examples", note="The first near-duplicates.", tables=[table])]
+    table = Table(head=("similarity", "duplicate", _HEADS[content], "of", _HEADS[content]), rows=rows)
+    note = "The first near-duplicates."
+    return [Section(title="Examples", note=note, pictures=pictures, tables=[table])]
 
 
-def write_leak_page(path: Path, result: LeakResult, duplicates: Duplicates, examples: Sequence[Example]) -> None:
-    """Write the report of a search for leaks to ``path``."""
+def write_leak_page(
+    path: Path, content: Content, result: LeakResult, duplicates: Duplicates, pairs: PlacedPairs
+) -> None:
+    """Write the report of a search for leaks to ``path``.
+
+    Args:
+        path: The file.
+        content: What documents are.
+        result: The outcome.
+        duplicates: The documents that leak.
+        pairs: Says where documents are.
+    """
     leaking = len(duplicates)
     evaluated = sum(split.documents for split in result.splits[1:])
     rows = [
@@ -168,8 +199,8 @@ def write_leak_page(path: Path, result: LeakResult, duplicates: Duplicates, exam
     table = Table(head=("set", "documents", "same text in a set before it", "near one of a set before it"), rows=rows)
     sections = [
         Section(title="Sets", tables=[table]),
-        *_similarities(duplicates, result.options.near),
-        *_examples(examples),
+        *_similarities(duplicates, threshold_of(content, result.options)),
+        *_examples(pairs, duplicates, content),
     ]
     page = render_page(
         SUMMARY,

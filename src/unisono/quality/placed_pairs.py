@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,25 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.data.image import contact_sheet
+from unisono.data.image.decoding import Pixels, decode
+from unisono.errors import DataError
 from unisono.quality.documents import Documents
 from unisono.quality.near_duplicates import Duplicates
 from unisono.storage.files import new_file
 
 _EXAMPLES: Final = 50
 _EXCERPT: Final = 1000  # characters
+_CELL_PX: Final = 160  # of an image on a page
+_COLUMNS: Final = 6
+
+
+def _decoded(data: bytes) -> Pixels:
+    """The pixels of an image, about as large as it is shown; one grey pixel if it cannot be read."""
+    try:
+        return decode(data, min_size=(_CELL_PX, _CELL_PX))
+    except DataError:
+        return np.full((1, 1, 3), 128, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +101,24 @@ class PlacedPairs:
         ]
 
     def texts(self, documents: Sequence[int]) -> dict[int, tuple[str, str]]:
-        """Where each document is, in words, and how its text begins, as it was read."""
-        texts = self._documents.texts({self._at(document) for document in documents})
-        return {
-            document: (self.words(document), self._show(texts[self._at(document)])[:_EXCERPT]) for document in documents
-        }
+        """Where each document is, in words, and how its text begins, as it was read; of an image its size."""
+        contents = self._documents.contents({self._at(document) for document in documents})
+        return {document: (self.words(document), self._shown(contents[self._at(document)])) for document in documents}
+
+    def _shown(self, content: str | bytes) -> str:
+        return self._show(content)[:_EXCERPT] if isinstance(content, str) else f"{len(content):,} bytes"
+
+    def picture(self, documents: Sequence[int], captions: Sequence[str]) -> str:
+        """Images side by side as a PNG in a ``data:`` address; empty without any."""
+        contents = self._documents.contents({self._at(document) for document in documents})
+        pixels: list[Pixels] = []
+        for document in documents:
+            content = contents.get(self._at(document))
+            pixels.append(_decoded(content if isinstance(content, bytes) else b""))
+        if not pixels:
+            return ""
+        sheet = contact_sheet(pixels, captions, columns=_COLUMNS, cell_px=_CELL_PX)
+        return "data:image/png;base64," + base64.b64encode(sheet).decode()
 
     def _at(self, document: int) -> tuple[int, int]:
         return int(self._files[document]), int(self._rows[document])

@@ -27,7 +27,7 @@ from unisono.data.loading.subprocess_map import subprocess_map
 from unisono.data.loading.worker_pool import allowed_cores
 from unisono.dist.interpreter import module_command
 from unisono.errors import UnisonoError
-from unisono.quality.chunks import make_chunk
+from unisono.quality.chunks import make_chunk, make_image_chunk
 from unisono.quality.documents import Document, Documents
 from unisono.quality.languages import MAX_CODE
 from unisono.quality.options import CleanRecipe, DuplicateOptions
@@ -106,9 +106,13 @@ class Sketches:
         """Why documents cannot be read, by their number."""
         return {
             int(begin) + at: fault
-            for begin, chunk in zip(self._begins, self._chunks, strict=False)
-            for at, fault in chunk.faults.items()
+            for begin, number, chunk in zip(self._begins, range(len(self._chunks)), self._chunks, strict=False)
+            for at, fault in sorted({**chunk.faults, **self._faults_of_images(number)}.items())
         }
+
+    def _faults_of_images(self, number: int) -> dict[int, str]:
+        faults: dict[str, str] = json.loads(self._open(number).metadata()["faults"])
+        return {int(at): shorten(fault, _FAULT) for at, fault in faults.items()}
 
     def masked(self) -> dict[str, int]:
         """How many pieces of personal data were replaced, by kind."""
@@ -141,6 +145,16 @@ class Sketches:
         at = document - int(self._begins[number])
         offsets = self._offsets(number)
         return self._open(number).get_slice("shingles")[int(offsets[at]) : int(offsets[at + 1])]
+
+    def thumbnail(self, document: int) -> NDArray[np.uint8]:
+        """Of an image, uint8 [64, 64]."""
+        number = int(np.searchsorted(self._begins, document, side="right")) - 1
+        return self._open(number).get_slice("thumbnails")[document - int(self._begins[number])]
+
+    def thumbnails_by_chunk(self) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        """Thumbnails of the images of each chunk, uint8 [images, 64, 64], and the number of the first one."""
+        for number, begin in enumerate(self._begins[:-1].tolist()):
+            yield begin, self._open(number).get_tensor("thumbnails")
 
     def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Number of the file of each document, and row in it, int64 [documents]."""
@@ -196,7 +210,7 @@ def sketch_all(
     rest = islice(iter(documents), number, None)
     with (
         open(folder / _JOURNAL, "ab", opener=opener) as journal,
-        closing(_chunks(rest, recipe, hashes, workers)) as answers,
+        closing(_chunks(rest, recipe, hashes, _suffixes(documents), workers)) as answers,
     ):
         for batch, content in answers:
             path = chunk_path(folder, len(chunks))
@@ -236,21 +250,35 @@ def _finished(folder: Path) -> Iterator[Chunk]:
             file.truncate(whole)
 
 
+def _suffixes(documents: Documents) -> list[str] | None:
+    """Of the file of each image, in small letters; empty of tables. None of texts."""
+    if documents.content != "images":
+        return None
+    return ["" if file.whole is None else file.path.suffix.lower() for file in documents.files]
+
+
 def _chunks(
-    documents: Iterable[Document], recipe: CleanRecipe, hashes: Path, workers: int
+    documents: Iterable[Document], recipe: CleanRecipe, hashes: Path, suffixes: list[str] | None, workers: int
 ) -> Generator[tuple[list[Document], bytes]]:
-    """(documents, file) of each chunk."""
+    """(documents, file) of each chunk; ``suffixes`` are those of the files of images."""
     batches = (
-        (batch, [None if document.fault else document.text.encode("utf-8", "surrogatepass") for document in batch])
+        (
+            batch,
+            [None if document.fault else document.content for document in batch],
+            None if suffixes is None else [suffixes[document.file] for document in batch],
+        )
         for batch in _batches(documents)
     )
     if workers == 0:
         contamination = np.load(hashes)
-        for batch, texts in batches:
-            yield batch, make_chunk(texts, recipe, contamination)
+        for batch, contents, of_batch in batches:
+            if of_batch is None:
+                yield batch, make_chunk(contents, recipe, contamination)
+            else:
+                yield batch, make_image_chunk(contents, of_batch, recipe)
         return
     command = module_command("unisono.quality.chunk_worker", json.dumps(asdict(recipe)), str(hashes))
-    requests = ((batch, msgspec.msgpack.encode(texts)) for batch, texts in batches)
+    requests = ((batch, msgspec.msgpack.encode((contents, of_batch))) for batch, contents, of_batch in batches)
     yield from subprocess_map(requests, command, workers=workers, ahead=2, ended=_ended)
 
 
@@ -259,7 +287,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     size = 0
     for document in documents:
         batch.append(document)
-        size += len(document.text)
+        size += len(document.content)
         if len(batch) == CHUNK_DOCUMENTS or size >= CHUNK_BYTES:
             yield batch
             batch, size = [], 0

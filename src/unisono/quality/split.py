@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from unisono.errors import DataError
 from unisono.quality.clusters import find_clusters
-from unisono.quality.documents import Documents, find_documents
+from unisono.quality.documents import Documents, find_documents, require_readable
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
-from unisono.quality.options import DuplicateOptions, only_dedup
+from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_split_page
 from unisono.quality.sketch_folder import sketch_all
 from unisono.quality.sketches import sketch_version
@@ -100,8 +100,9 @@ def split(
     """
     options = options or DuplicateOptions()
     _check_parts(parts)
-    sketch = sketch_version(options)
     documents = find_documents(paths, column=column)
+    require_settings_of(only_dedup(options), documents.content)
+    sketch = sketch_version(options) if documents.content == "text" else ""
     if not index_only:
         require_writable(documents)
     identity = {
@@ -116,8 +117,9 @@ def split(
         if job.is_done:
             return job.result(SplitResult)
         sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers)
+        require_readable(documents, sketches, drops=False)
         groups = None if group_field is None else documents.values(group_field)
-        cluster_of, crowded = find_clusters(sketches, options.near, groups)
+        cluster_of, crowded = find_clusters(documents.content, sketches, options, groups)
         classes, names = _classes(documents, class_field, len(sketches))
         part_of = assign_parts(cluster_of, classes, [float(share) for share in parts.values()], options.seed)
         documents.require_unchanged()

@@ -103,7 +103,8 @@ details > summary { cursor: pointer; color: var(--accent); }
 {% if section.in_grid %}<div class="charts">
 {% endif %}{% for chart in section.charts %}<div id="{{ chart.id }}"></div>
 {% endfor %}{% if section.in_grid %}</div>
-{% endif %}{% for table in section.tables %}
+{% endif %}{% for picture in section.pictures %}<p><img src="{{ picture }}" alt="{{ section.title }}"></p>
+{% endfor %}{% for table in section.tables %}
 <div class="scroll"><table class="cells">
 <thead><tr>{% for cell in table.head %}<th>{{ cell }}</th>
 {%- endfor %}</tr></thead>

@@ -24,12 +24,14 @@ class Section:
         title: Its heading.
         note: What the figures are, in a sentence.
         charts: As plotly describes them, each with an ``id``.
-        tables: Below the charts.
+        pictures: Addresses of images, such as ``data:`` addresses, below the charts.
+        tables: Below the pictures.
         in_grid: Whether charts stand side by side where the page is wide enough.
     """
 
     title: str
     note: str = ""
     charts: Sequence[dict[str, Any]] = ()
+    pictures: Sequence[str] = ()
     tables: Sequence[Table] = ()
     in_grid: bool = False

@@ -82,6 +82,15 @@ def probe(data: Encoded) -> ImageInfo:
         return ImageInfo(format=name, width=image.width, height=image.height, mode=image.mode)
 
 
+def image_format(data: Encoded) -> str | None:
+    """Name of the format that the first bytes are those of, as ``ImageInfo.format``; None of other data."""
+    view = as_view(data)
+    try:
+        return "JPEG" if is_jpeg(view) else _size(view)[0]
+    except DataError:
+        return None
+
+
 def decode(
     data: Encoded, *, max_pixels: int = MAX_PIXELS, color: Color = "rgb", min_size: tuple[int, int] | None = None
 ) -> Pixels:
