@@ -14,6 +14,7 @@ import click
 from unisono.cli.common import every_verb, is_python_trusted, load_run_config, print_result, takes_config
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
+from unisono.cli.tune_width import coordinates
 from unisono.config.values import literal, toml_value
 from unisono.errors import ConfigError
 from unisono.sanitize import printable
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 @click.group("tune")
 def command() -> None:
     """Find settings by search: each trial is a training of its own."""
+
+
+command.add_command(coordinates)
 
 
 @command.command("params")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from unisono.models.layers import RMSNorm
 from unisono.models.loss import LazyLogits
 from unisono.models.moe import MoE
+from unisono.models.mup import WidthKind, init_scale, width_kind, width_ratio
 from unisono.models.options import ModelOptions
 
 LOSS_CHUNK = 1024  # rows of logits in memory at a time
@@ -108,7 +109,7 @@ class GPT(nn.Module):
 
     ``forward`` returns ``LazyLogits``: call ``.logits()``, or pass them to ``cross_entropy_sum``. Matrices are initialised from
     N(0, 0.02²), the two that write into the residual stream from N(0, 0.02² / (2·layers)), so that the variance of the stream
-    does not grow with depth; norms are 1.
+    does not grow with depth; norms are 1. With ``mup_base_dim`` these are the values at that width (``models.mup``).
 
     Args:
         options: Sizes; ``vocab_size`` must be set.
@@ -134,11 +135,18 @@ class GPT(nn.Module):
     def reset_parameters(self) -> None:
         """Draw all weights from torch's current generator, in the order of ``named_parameters``."""
         residual_std = 0.02 / math.sqrt(2 * self.options.num_layers)
+        kinds, ratio = self.width_kinds(), width_ratio(self.options)
         for name, parameter in self.named_parameters():
+            scale = init_scale(kinds[name], ratio)
             if parameter.dim() < 2:
-                nn.init.ones_(parameter)
+                nn.init.constant_(parameter, scale)
             else:
-                nn.init.normal_(parameter, std=residual_std if name.endswith(RESIDUAL_OUTPUTS) else 0.02)
+                nn.init.normal_(parameter, std=scale * (residual_std if name.endswith(RESIDUAL_OUTPUTS) else 0.02))
+
+    def width_kinds(self) -> dict[str, WidthKind]:
+        """Kind of each parameter in the maximal update parametrization, by name."""
+        tied = self.head is None
+        return {name: width_kind(name, parameter.dim(), tied=tied) for name, parameter in self.named_parameters()}
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> LazyLogits:
         """Compute the logits [B, T, V] of the next tokens.

@@ -91,6 +91,14 @@ class ModelOptions:
     rope_theta: float = option(
         10000.0, "Base of the rotary position frequencies.", applies_with="components.model gpt or moe", gt=0.0
     )
+    mup_base_dim: int = option(
+        0,
+        "The dim at which the learning rate was chosen: initial values and rates of this dim follow from it by the maximal "
+        "update parametrization (muP); 0 = the same at each dim.",
+        applies_with="components.model gpt",
+        ge=0,
+        le=MAX_WIDTH,
+    )
 
     @property
     def hidden_ffn(self) -> int:
@@ -123,6 +131,35 @@ class ModelOptions:
                 ),
             )
         yield from self._expert_problems()
+        yield from self._width_problems()
+
+    def _width_problems(self) -> Iterator[tuple[str, Problem]]:
+        """A base width at which there is no such model, or a model that the parametrization does not cover."""
+        if not self.mup_base_dim:
+            return
+        if self.num_experts:
+            yield (
+                "mup_base_dim",
+                Problem(
+                    given=f"mup_base_dim {self.mup_base_dim} with num_experts {self.num_experts}",
+                    rule="the parametrization has no rule for the router, which chooses experts by the order of its scores",
+                    consequence="the learning rate would not transfer from one width to another",
+                    nearest="num_experts=0, or leave mup_base_dim out",
+                ),
+            )
+        unit = self.dim // self.num_kv_heads  # the width with one key/value head
+        if self.mup_base_dim * self.num_kv_heads % self.dim:
+            base = max(1, round(self.mup_base_dim / unit)) * unit
+            yield (
+                "mup_base_dim",
+                Problem(
+                    given=f"mup_base_dim {self.mup_base_dim} with dim {self.dim} and num_kv_heads {self.num_kv_heads}",
+                    rule="the width of a head and the number of query heads of each key/value head are the same at every dim, so "
+                    "heads are in proportion to dim",
+                    consequence="the model of that dim would have a part of a head",
+                    nearest=f"mup_base_dim={base}, or another num_kv_heads",
+                ),
+            )
 
     def _expert_problems(self) -> Iterator[tuple[str, Problem]]:
         if self.num_experts and self.num_experts_per_token > self.num_experts:

@@ -25,17 +25,19 @@ def param_groups(
     options: OptimOptions,
     sharded_params: Mapping[str, nn.Parameter] | None = None,
     named_roles: Mapping[str, Role] | None = None,
+    lr_scales: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Parameter groups ``decay``, ``no_decay`` and ``plain`` with the parameters in the order of their names.
 
     The module ``groups`` has the rule. Each table of ``options.groups`` has up to three such groups of its own, with its
-    pattern in their names. An empty group is left out.
+    pattern in their names; so has each factor of ``lr_scales`` other than 1. An empty group is left out.
 
     Args:
         model: The model whose trainable parameters are grouped, or a part of it.
         options: Its ``effective_weight_decay`` is the decay of group ``decay`` and its ``decay_exclude`` extends ``no_decay``.
         sharded_params: This rank's shards of the parameters, by name, which are updated; default the model's parameters.
         named_roles: Roles by parameter name; default those of ``parameter_roles(model)``.
+        lr_scales: Factors of the learning rate, by which the weight decay is divided, by parameter name; see ``width_scaling``.
 
     Returns:
         One dict per group with ``name``, ``params``, ``weight_decay`` and ``adapt`` (whether LAMB and LARS use their layer-wise
@@ -47,25 +49,33 @@ def param_groups(
     by_name = sharded_params if sharded_params is not None else dict(model.named_parameters(remove_duplicate=False))
     roles = parameter_roles(model, options.decay_exclude) if named_roles is None else named_roles
     table_of = _match_groups(roles, options.groups)
-    members: dict[tuple[int, Role], list[nn.Parameter]] = {
-        (table, role): [] for table in (len(options.groups), *range(len(options.groups))) for role in Role
+    scale_of = lr_scales or {}
+    scales = sorted({1.0, *scale_of.values()}, reverse=True)
+    members: dict[tuple[int, Role, float], list[nn.Parameter]] = {
+        (table, role, scale): []
+        for table in (len(options.groups), *range(len(options.groups)))
+        for role in Role
+        for scale in scales
     }
     for name, role in roles.items():
         if name in by_name:
-            members[table_of[name], role].append(by_name[name])
+            members[table_of[name], role, scale_of.get(name, 1.0)].append(by_name[name])
     groups: list[dict[str, Any]] = []
-    for (number, role), params in members.items():
+    for (number, role, scale), params in members.items():
         if not params:
             continue
         table: Mapping[str, Any] = options.groups[number] if number < len(options.groups) else {}
+        decay = table.get("weight_decay", options.effective_weight_decay if role is Role.DECAY else 0.0)
         group = {
-            "name": role.name.lower() + (f" {table['match']}" if table else ""),
+            "name": role.name.lower()
+            + (f" {table['match']}" if table else "")
+            + (f" x{scale:g}" if scale != 1 else ""),
             "params": params,
-            "weight_decay": table.get("weight_decay", options.effective_weight_decay if role is Role.DECAY else 0.0),
+            "weight_decay": float(decay) / scale if scale != 1 else decay,
             "adapt": role is not Role.PLAIN,
         }
-        if "lr_scale" in table:
-            group["lr"] = options.lr * float(table["lr_scale"])
+        if "lr_scale" in table or scale != 1:
+            group["lr"] = options.lr * float(table.get("lr_scale", 1.0)) * scale
         if "frozen_until_step" in table:
             group["frozen_until_step"] = int(table["frozen_until_step"])
         groups.append(group)
@@ -112,6 +122,7 @@ def build_optimizer(
     *,
     sharded_params: Mapping[str, nn.Parameter] | None = None,
     named_roles: Mapping[str, Role] | None = None,
+    lr_scales: Mapping[str, float] | None = None,
     global_norms: GlobalNorms | None = None,
 ) -> Optimizer:
     """Build the optimizer of a model, with all state allocated and steps that can be skipped on the device.
@@ -126,6 +137,7 @@ def build_optimizer(
             ``frozen_until_step`` are not read.
         sharded_params: This rank's shards of the parameters, by name, which are updated; default the model's parameters.
         named_roles: Roles of the global model's parameters, if ``model`` is only a part of it.
+        lr_scales: Factors of the learning rate by parameter name; see ``param_groups``.
         global_norms: For LAMB and LARS: maps shards and their norms [n] to the norms [n] of the global parameters.
 
     Raises:
@@ -134,7 +146,7 @@ def build_optimizer(
     Source:
         Kingma & Ba 2015 (Adam), Loshchilov & Hutter 2019 (AdamW), You et al. 2017 and 2020 (LARS, LAMB).
     """
-    groups = param_groups(model, options, sharded_params, named_roles)
+    groups = param_groups(model, options, sharded_params, named_roles, lr_scales)
     betas = (options.beta1, options.beta2)
     params = [p for group in groups for p in group["params"]]
     fused = kernels.fused_supported(params, momentum_kernel=options.kind == "sgd")

@@ -27,7 +27,7 @@ MODELS: Final[dict[str, tuple[str, ...]]] = {
 _GPT: Final = tuple(name for name in ModelOptions.__dataclass_fields__ if name != "pretrained")
 _READS: Final[dict[str, tuple[str, ...]]] = {
     "gpt": _GPT,
-    "moe": _GPT,
+    "moe": tuple(name for name in _GPT if name != "mup_base_dim"),
     "bert": ("num_layers", "dim", "num_heads", "ffn_dim", "vocab_size", "dropout", "norm_eps"),
     "mlp": ("num_layers", "dim", "vocab_size", "dropout"),
 }

@@ -17,6 +17,7 @@ from unisono.models.init_rules import rule_problems
 from unisono.models.options import ModelOptions
 from unisono.observe.options import ObserveOptions
 from unisono.optim.options import OptimOptions, ScheduleOptions, schedule_problems
+from unisono.optim.width_scaling import width_problems
 from unisono.plan.options import PlanOptions
 from unisono.tasks.model_names import MODELS, default_model, unread_settings
 from unisono.tasks.options import LANGUAGE_MODELS, ImageOptions, LoraOptions, TaskOptions, TextOptions, inert_settings
@@ -246,6 +247,22 @@ class RunConfig:
                     yield f"model.{field_name}", problem
             for name, problem in inert_settings(self.lora, LoraOptions(), {"rank": False}, "no model.pretrained"):
                 yield f"lora.{name}", problem
+        if self.model.mup_base_dim:
+            yield from self._width_problems()
+
+    def _width_problems(self) -> Iterator[tuple[str, Problem]]:
+        """Settings that take the place of what follows from the width of the model."""
+        if self.components.optimizer:
+            yield "components.optimizer", _conflict("components.optimizer", "model.mup_base_dim")
+        else:
+            yield from ((f"optim.{name}", problem) for name, problem in width_problems(self.optim))
+        if self.components.init:
+            yield (
+                "components.init",
+                _conflict("components.init", "model.mup_base_dim, which decides the initial values"),
+            )
+        if self.plan.sync == "dist_async":
+            yield "plan.sync", _conflict("plan.sync 'dist_async'", "model.mup_base_dim: servers have one learning rate")
 
 
 # settings of data that the run opens itself

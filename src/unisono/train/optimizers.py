@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.config import check_options
 from unisono.errors import ConfigError, nearest_name
+from unisono.models.gpt import GPT
+from unisono.models.mup import width_ratio
 from unisono.observe.events import EventLog
 from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer, state_names
 from unisono.optim.groups import Role, parameter_roles
@@ -37,6 +39,7 @@ from unisono.optim.run_optimizer import (
     require_elementwise,
     try_optimizer,
 )
+from unisono.optim.width_scaling import lr_scales, width_problems
 from unisono.parallel.sharding import ShardedParameters
 from unisono.plan.plan import Plan
 
@@ -59,6 +62,8 @@ class OptimizerSetup:
     schedule: GivenSchedule | None
     clip_norm: float | None
     roles: Mapping[str, Role] = field(default_factory=dict[str, Role])
+    _lr_scales: Mapping[str, float] = field(default_factory=dict[str, float])
+    _is_on_servers: bool = False
     _trials: list[Trial] = field(default_factory=list[Trial])
     _factories: list[tuple[OptimizerFactory, list[str]]] = field(
         default_factory=list[tuple[OptimizerFactory, list[str]]]
@@ -124,7 +129,8 @@ class OptimizerSetup:
 
     def check(self, plan: Plan) -> None:
         """Raise ConfigError for an optimizer or schedule that cannot be used under ``plan``."""
-        if plan.sync.kind == "dist_async":
+        self._is_on_servers = plan.sync.kind == "dist_async"
+        if self._is_on_servers:
             _refuse_on_servers(self)
         if isinstance(self.given, OptimOptions):
             return
@@ -144,6 +150,8 @@ class OptimizerSetup:
     def prepare_model(self, model: nn.Module, events: EventLog) -> None:
         """Freeze what is not to be trained, and note which parameters the user's optimizer has. Before sharding."""
         names = {name: p for name, p in model.named_parameters()}
+        if isinstance(model, GPT) and model.options.mup_base_dim:
+            self._lr_scales = self._scales_of_width(model)
         if isinstance(self.given, OptimOptions):
             freeze_by_pattern(names, self.given.freeze)
             self.roles = parameter_roles(model, self.given.decay_exclude)
@@ -171,6 +179,27 @@ class OptimizerSetup:
         else:
             self._factories = [(self.given, trained)]
 
+    def _scales_of_width(self, model: GPT) -> dict[str, float]:
+        """Factors of the learning rates by parameter name. Raises ConfigError for what does not follow the width."""
+        check_options(model.options)
+        wrong = ""
+        if not isinstance(self.given, OptimOptions):
+            wrong = f"optimizer {optimizer_name(self.given)}"
+        elif self.schedule is not None and is_scheduler_factory(self.schedule):
+            wrong = "a torch scheduler"
+        elif self._is_on_servers:
+            wrong = "plan.sync 'dist_async'"
+        if wrong or not isinstance(self.given, OptimOptions):
+            raise ConfigError(
+                given=f"{wrong} with a model of mup_base_dim {model.options.mup_base_dim}",
+                rule="each parameter has a learning rate by the width, which OptimOptions and our schedules keep on the ranks",
+                consequence="all parameters would have one learning rate; nothing was started",
+                nearest="OptimOptions with ScheduleOptions or a function of the step, plan.sync='dist_sync', or mup_base_dim=0",
+            )
+        if problems := [problem for _, problem in width_problems(self.given)]:
+            raise ConfigError(*problems)
+        return lr_scales(model.width_kinds(), width_ratio(model.options), self.given.kind)
+
     def build(self, model: nn.Module, sharded: ShardedParameters) -> RunOptimizer:
         """The optimizer of this rank's shards."""
         if isinstance(self.given, OptimOptions):
@@ -179,6 +208,7 @@ class OptimizerSetup:
                 self.given,
                 sharded_params=sharded.parameters,
                 named_roles=self.roles,
+                lr_scales=self._lr_scales,
                 global_norms=sharded.global_norms if sharded.is_sharded else None,
             )
             return RunOptimizer([optimizer])
@@ -203,7 +233,8 @@ class OptimizerSetup:
         rate = describe_rate(base, self.used_schedule, total_steps)
         if not isinstance(self.given, OptimOptions):
             return f"{optimizer_name(self.given)}, {rate}"
-        return f"{self.given.kind}, {rate}, weight decay {self.given.effective_weight_decay:g}"
+        by_width = ", times a factor of the width (muP)" if set(self._lr_scales.values()) - {1.0} else ""
+        return f"{self.given.kind}, {rate}{by_width}, weight decay {self.given.effective_weight_decay:g}"
 
     def describe(self, optimizer: RunOptimizer) -> dict[str, Any]:
         """Everything about the optimizer that changes the mathematics, as JSON by name. Before the first step."""
