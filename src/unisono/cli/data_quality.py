@@ -65,6 +65,19 @@ def compares(function: F) -> F:
         click.option("--ngram", type=click.IntRange(min=1, max=50), help="Words per shingle (default: 5)."),
         click.option("--exact", is_flag=True, help="Only documents with the same text, or the same file of an image."),
         click.option(
+            "--near",
+            type=click.FloatRange(min=0.1, max=1.0),
+            help="Jaccard similarity of shingles from which on documents count as the same (default: 0.8).",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def compares_images(function: F) -> F:
+    """Decorator that adds the options by which images are compared."""
+    for option in (
+        click.option(
             "--crops/--no-crops",
             default=None,
             help="Whether a part of an image counts as the image (default: only of data leak).",
@@ -73,11 +86,6 @@ def compares(function: F) -> F:
             "--image-near",
             type=click.FloatRange(min=0.1, max=1.0),
             help="Correlation of the gradients of thumbnails from which on images count as the same (default: 0.85).",
-        ),
-        click.option(
-            "--near",
-            type=click.FloatRange(min=0.1, max=1.0),
-            help="Jaccard similarity of shingles from which on documents count as the same (default: 0.8).",
         ),
     ):
         function = option(function)
@@ -89,6 +97,7 @@ def compares(function: F) -> F:
 @_OUT
 @_ON_ERROR
 @_INDEX_ONLY
+@compares_images
 @compares
 @every_verb
 def dedup_documents(
@@ -102,7 +111,7 @@ def dedup_documents(
 ) -> None:
     """Write INPUTS without their duplicates into a new folder; of each the first document is kept.
 
-    INPUTS are tables with a field of text, text files, or folders of these; they do not change. Documents are duplicates if
+    INPUTS are tables with a field of text or images, files of these, or folders; they do not change. Documents are duplicates if
     their text is the same, or if their sets of word n-grams are similar enough. After a kill, the same command goes on.
 
     \b
@@ -163,7 +172,8 @@ def clean_documents(
 ) -> None:
     """Write INPUTS without poor and duplicate documents into a new folder, by the steps of a recipe.
 
-    INPUTS are tables with a field of text, text files, or folders of these; they do not change. The steps, each a section of the
+    INPUTS are tables with a field of text or images, files of these, or folders; they do not change. The steps, each a section
+    of the
     recipe: normalize, filter, mask, decontaminate, dedup. OUT is as of unisono data dedup; dropped.jsonl names the limit that
     each dropped document did not keep. After a kill, the same command goes on.
     """
@@ -203,6 +213,7 @@ def _clean_lines(result: CleanResult, out: Path) -> list[str]:
 @click.argument("train", type=click.Path(path_type=Path))
 @click.argument("others", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TEST...")
 @click.option("--out", type=click.Path(path_type=Path), help="A new folder for a report and the rows without leaks.")
+@compares_images
 @compares
 @every_verb
 def find_leaking(
@@ -210,7 +221,7 @@ def find_leaking(
 ) -> int:
     """Find documents of the sets TEST that are in TRAIN too, or in a TEST before theirs. Exit code 1 if there are any.
 
-    Sets are tables with a field of text, text files, or folders of these. Documents are the same if their text is, or if
+    Sets are tables with a field of text or images, files of these, or folders. Documents are the same if their text is, or if
     their sets of word n-grams are similar enough. OUT/kept has the numbers of the rows of each table that do not leak, as
     .npy.
     """
@@ -244,6 +255,7 @@ def find_leaking(
 @click.option("--stratify", metavar="FIELD", help="Field whose values have the same shares in all parts, as a class.")
 @click.option("--group", metavar="FIELD", help="Field whose values are in one part each, as a user.")
 @_INDEX_ONLY
+@compares_images
 @compares
 @every_verb
 def split_documents(
@@ -259,7 +271,8 @@ def split_documents(
 ) -> None:
     """Split INPUTS into parts, so that no document is in two: duplicates, near-duplicates and groups stay together.
 
-    INPUTS are tables with a field of text, text files, or folders of these; they do not change. OUT gets a folder for each part,
+    INPUTS are tables with a field of text or images, files of these, or folders; they do not change. OUT gets a folder for
+    each part,
     with data and kept as of unisono data dedup, report.html and report.json. After a kill, the same command goes on.
     """
     from unisono.quality.split import split
@@ -306,7 +319,7 @@ def duplicate_options(options: dict[str, Any], *, crops: bool = False) -> Duplic
     from unisono.quality.options import DuplicateOptions
 
     names = ("near", "ngram", "num_perm", "image_near")
-    settings = {name: options[name] for name in names if options[name] is not None}
+    settings = {name: options[name] for name in names if options.get(name) is not None}
     if options["exact"] and settings:
         given = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
         raise ConfigError(
@@ -317,7 +330,7 @@ def duplicate_options(options: dict[str, Any], *, crops: bool = False) -> Duplic
         )
     if options["exact"]:
         settings |= {"near": 0.0, "image_near": 0.0}
-    crops = options["crops"] if options["crops"] is not None else crops
+    crops = crops if options.get("crops") is None else options["crops"]
     return DuplicateOptions(**settings, crops=crops, seed=options["seed"])
 
 
