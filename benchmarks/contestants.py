@@ -41,6 +41,11 @@ ENVIRONMENTS = {
     # needs the headers of OpenCV and libturbojpeg and a compiler; OpenCV without windows goes over the one that it asks for
     "ffcv": ["torch==2.13.0", "numpy", "pillow", "ffcv", "opencv-python-headless"],
     "profilers": ["torch==2.13.0", "traceml-ai", "lightning"],
+    "text_dedup": ["text-dedup==0.4.0"],
+    # newer packages of xxhash take no strings
+    "datatrove": ["datatrove[io]==0.10.1", "regex", "tokenizers", "xxhash<4"],
+    # imports torchvision, which has no CPU build, for models that are not used here
+    "imagededup": ["torch==2.13.0", "imagededup==0.3.3"],
     "megatron": ["torch==2.13.0", "megatron-core"],
 }
 LAUNCHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "GLIBC_TUNABLES")

@@ -466,3 +466,33 @@ def install_size(match: Match) -> Figure:
     install = match.node
     largest = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in list(install["largest_parts_bytes"].items())[:4])
     return Figure(f"{install['added_bytes'] / 2**20:.0f} MiB ({largest})")
+
+
+def of_deduplicator(rows: str) -> Show:
+    """Rate, memory, recall by kind of copy and precision of a command that finds duplicates."""
+
+    def show(match: Match) -> Figure:
+        row = match.node
+        recall = ", ".join(f"{kind} {value:.3f}" for kind, value in row["recall"].items())
+        rate, peak_mib = row["per_s"]["median"], row["peak_mib"]["median"]
+        return Figure(f"{rate:,.0f} {rows}/s, {peak_mib:,.0f} MiB; recall: {recall}; precision {row['precision']:.3f}")
+
+    return show
+
+
+def cost_of_document(match: Match) -> Figure:
+    """Time and peak memory at one size."""
+    cost_us = match.node["us_per_document"]
+    return Figure(
+        f"{cost_us:.1f} us a document, {1e6 / cost_us:,.0f} documents/s, {match.node['peak_mib']:,.0f} MiB", cost_us
+    )
+
+
+def bits_by_seed(match: Match) -> Figure:
+    """The median of the seeds, and each."""
+    values = match.node["bits_per_byte"]
+    return Figure(f"{match.node['median']:.3f} ({', '.join(f'{value:.3f}' for value in values)})")
+
+
+def size_of_set(match: Match) -> Figure:
+    return Figure(f"{match.node['rows']:,}, {match.node['mib']:.2f} MiB")

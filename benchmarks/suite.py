@@ -349,6 +349,61 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        name="quality_documents",
+        script="quality.duplicates",
+        title="Near-duplicates among documents",
+        quick=("--rounds", "1", "--documents", "2000", "--sizes", "2000"),
+        text="Whole commands, one process for the work, on the same JSONL of made-up documents of 1.4 KB, of which one in "
+        "twenty is a copy with a few other words. All compare sets of five words from a similarity of 0.8 on, with 128 "
+        "hashes (datatrove: its 14 x 8). rensa alone is a script around the package that unisono uses too: n-grams as "
+        "strings, and its deduplicator. Recall is over copies with a similarity of 0.8 or more, precision over all that "
+        "is dropped. The cost by size is without what a corpus of one document takes.",
+        rows=(
+            Row("text-dedup / unisono: time", "together/over/text-dedup", aim=at_least(3)),
+            Row("datatrove / unisono: time", "together/over/datatrove", aim=at_least(3)),
+            Row("rensa alone / unisono: time", "together/over/rensa alone", aim=at_least(0.8)),
+            Row("{0}", "together/contestants/*", figures.of_deduplicator("documents")),
+            Row(
+                "largest size / smallest: time of a document", "growth/largest_over_smallest", figures.number("{:.2f}")
+            ),
+            Row(
+                "{0}: time and memory",
+                "growth/sizes/*",
+                figures.cost_of_document,
+                aim=at_most(66.7, "≥ 15,000 documents/s"),
+            ),
+        ),
+    ),
+    Benchmark(
+        name="quality_images",
+        script="quality.images",
+        title="Near-duplicates among images",
+        quick=("--rounds", "1", "--photos", "100"),
+        text="Whole commands, one process for the work, on a folder of made-up photos of 500 x 375, of which one in twenty has"
+        " four copies: re-encoded with less quality, at half the size, brighter, and a part with sides of 0.7 to 0.95. "
+        "unisono checks the images too, and compares all pairs; imagededup has PHash and its default distance of 10.",
+        rows=(
+            Row("{0} / unisono: time", "together/over/*"),
+            Row("{0}", "together/contestants/*", figures.of_deduplicator("images")),
+        ),
+    ),
+    Benchmark(
+        name="quality_story",
+        script="quality.story",
+        title="From raw text to a tuned training",
+        quick=("--seeds", "1", "--steps", "5"),
+        text="Source files and documentation of the standard libraries of several Pythons, one of six names; so most documents"
+        " have near-copies, as in a crawl. A small GPT is trained for the same number of steps on what each step leaves; "
+        "bits per byte of one test set, the part `test` of `data split`, from which nothing is in any training set (`data"
+        " leak`). The first two rows are of the usual way: documents of the raw corpus held out at random, those of them "
+        "that leak from the training set and those that do not. By seed.",
+        rows=(
+            Row("{0}: bits per byte", "trainings/*", figures.bits_by_seed),
+            Row("{0}: documents and text", "sets/*", figures.size_of_set),
+            Row("learning rate that `tune lr` proposes", "proposed_lr", figures.number("{:.2g}")),
+        ),
+    ),
+    Benchmark(
         name="events",
         title="Events",
         quick=("--events", "500"),

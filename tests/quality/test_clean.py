@@ -22,6 +22,7 @@ from unisono.quality.options import (
     FilterOptions,
     MaskOptions,
     NormalizeOptions,
+    only_dedup,
 )
 
 pytest.importorskip("rensa")
@@ -123,6 +124,54 @@ def test_quotes_of_a_benchmark(tmp_path: Path) -> None:
     write_table(tmp_path / "bench.jsonl", Table(rows=[{"text": texts[2]}]))
     with pytest.raises(ConfigError, match="results of other inputs or settings"):
         clean([tmp_path / "a.jsonl"], tmp_path / "out", recipe)
+
+
+def test_benchmarks_are_normalized_and_masked_as_documents_are(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    first, second, other = (text.split() for text in planted.documents(3, rng, words=(40, 60)))
+    quotes = {
+        "decomposed": " ".join([*first[:6], "cafe\u0301", *first[6:12]]),
+        "composed": " ".join([*first[:6], "caf\u00e9", *first[6:12]]),
+        "personal": " ".join([*second[:6], "me@example.org", *second[6:12]]),
+    }
+    recipe = CleanRecipe(
+        filter=FilterOptions(enabled=False),
+        mask=MaskOptions(kinds=("email",)),
+        decontaminate=DecontaminateOptions(against=(str(tmp_path / "bench.jsonl"),)),
+        dedup=DuplicateOptions(enabled=False),
+    )
+    write_table(tmp_path / "bench.jsonl", Table(rows=[{"text": quotes["decomposed"]}, {"text": quotes["personal"]}]))
+    documents = [
+        " ".join([*other, quotes["composed"], *other]),
+        " ".join([*other, quotes["personal"], *other]),
+        " ".join(other),
+    ]
+    write_table(tmp_path / "a.jsonl", Table(rows=[{"text": text} for text in documents]))
+    clean([tmp_path / "a.jsonl"], tmp_path / "out", recipe)
+    assert [record["row"] for record in read(tmp_path / "out/dropped.jsonl")] == [0, 1]
+
+
+def test_a_copy_of_a_document_that_is_not_kept_points_to_the_kept_one(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    (kept,) = planted.documents(1, rng, words=(80, 81))
+    near = f"{kept} more"
+    write_table(tmp_path / "a.jsonl", Table(rows=[{"text": text} for text in (kept, near, near, kept)]))
+    clean([tmp_path / "a.jsonl"], tmp_path / "out", only_dedup(DuplicateOptions()))
+    dropped = read(tmp_path / "out/dropped.jsonl")
+    assert [(record["row"], record["reason"], record["of"]["row"]) for record in dropped] == [
+        (1, "dedup.near", 0),
+        (2, "dedup.near", 0),
+        (3, "dedup.exact", 0),
+    ]
+    assert dropped[0]["similarity"] == dropped[1]["similarity"] < 1
+
+
+def test_lines_whose_text_has_another_name(tmp_path: Path) -> None:
+    lines = [{"n": number, "body": text} for number, text in enumerate(TEXTS)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = clean([tmp_path / "a.jsonl"], tmp_path / "out", RECIPE)
+    assert (result.documents, result.kept, result.changed) == (6, 3, 1)
+    assert read(tmp_path / "out/data/a.jsonl")[0] == {"n": 1, "body": "write to <EMAIL>\nor not"}
 
 
 def test_steps_can_be_turned_off(tmp_path: Path) -> None:

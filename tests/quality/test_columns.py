@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from unisono.errors import DataError
 from unisono.quality.column_scan import MAX_GROUPS, require_few_groups
@@ -54,6 +56,19 @@ def test_types_of_columns(tmp_path: Path) -> None:
     assert result.differences[0].row == 0
     assert {column.name for column in result.numeric} == {"i", "f", "m"}
     assert result.numeric[0].quantiles["1"] == np.finfo(np.float64).max
+
+
+def test_a_file_without_the_images_of_the_others(tmp_path: Path) -> None:
+    """Rows of one file are images by their only bytes, those of the other are texts: both are tables."""
+    buffer = BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "PNG")
+    picture = {"base64": base64.b64encode(buffer.getvalue()).decode()}
+    files = [jsonl(tmp_path / f"{number}.jsonl", [{"id": number, "image": picture}]) for number in range(2)]
+    files.append(jsonl(tmp_path / "2.jsonl", [{"id": 2, "note": "none"}]))
+    assert {(each.file, each.column, each.kind) for each in check_columns(files).differences} == {
+        ("2.jsonl", "image", "missing"),
+        ("2.jsonl", "note", "extra"),
+    }
 
 
 def test_files_that_differ(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unisono.errors import ConfigError
+from unisono.launch import resources
 from unisono.launch.resources import Core
 from unisono.tune import slots
 from unisono.tune.slots import divide_into_slots
@@ -14,7 +15,8 @@ def test_each_place_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,GPU-a,7,8")
     found = divide_into_slots(2, 2, sets_threads=False)
     assert [slot.variables for slot in found] == [{"CUDA_VISIBLE_DEVICES": "0,2"}, {"CUDA_VISIBLE_DEVICES": "GPU-a,7"}]
-    assert all(slot.cpus is None and not slot.settings for slot in found)
+    assert all(slot.cpus is None and not slot.settings and slot.num_processes == 2 for slot in found)
+    assert [slot.num_processes for slot in divide_into_slots(2, 0, sets_threads=False)] == [2, 2]  # one for each device
     with pytest.raises(ConfigError, match="3 trials of 2 processes at a time on 5 devices"):
         divide_into_slots(3, 2, sets_threads=False)
 
@@ -34,4 +36,13 @@ def test_each_place_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_one_place_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
     (slot,) = divide_into_slots(1, 4, sets_threads=False)
-    assert (slot.cpus, slot.settings, slot.variables) == (None, {}, {})
+    assert (slot.num_processes, slot.cpus, slot.settings, slot.variables) == (4, None, {}, {})
+
+
+def test_the_variable_of_ascend_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "accelerator_files", lambda: ["/dev/davinci0", "/dev/davinci1"])
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,5")
+    assert [slot.variables for slot in divide_into_slots(2, 1, sets_threads=False)] == [
+        {"ASCEND_RT_VISIBLE_DEVICES": "4"},
+        {"ASCEND_RT_VISIBLE_DEVICES": "5"},
+    ]

@@ -32,7 +32,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 _INPUTS = click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
 _OUT = click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
 _ON_ERROR = click.option(
-    "--on-error", type=click.Choice(("fail", "skip")), default="fail", show_default=True, help="On a row without text."
+    "--on-error",
+    type=click.Choice(("fail", "skip")),
+    default="fail",
+    show_default=True,
+    help="On an unreadable document.",
 )
 _INDEX_ONLY = click.option("--index-only", is_flag=True, help="Write the numbers of the rows, and no data.")
 _COLUMN = click.option(
@@ -144,7 +148,7 @@ def dedup_documents(
     "recipes",
     multiple=True,
     type=click.Path(),
-    help="A TOML file with the steps (default: all but masking).",
+    help="A TOML file with the steps (default: all but masking and decontamination).",
 )
 @click.option(
     "-s",
@@ -173,9 +177,8 @@ def clean_documents(
     """Write INPUTS without poor and duplicate documents into a new folder, by the steps of a recipe.
 
     INPUTS are tables with a field of text or images, files of these, or folders; they do not change. The steps, each a section
-    of the
-    recipe: normalize, filter, mask, decontaminate, dedup. OUT is as of unisono data dedup; dropped.jsonl names the limit that
-    each dropped document did not keep. After a kill, the same command goes on.
+    of the recipe: normalize, filter, mask, decontaminate and dedup of texts, images and dedup of images. OUT is as of unisono
+    data dedup; dropped.jsonl names the limit that each dropped document did not keep. After a kill, the same command goes on.
     """
     from unisono.config import load_config
     from unisono.quality.clean import clean
@@ -232,7 +235,8 @@ def find_leaking(
             train,
             others,
             out=out,
-            options=duplicate_options(options, crops=True),
+            options=duplicate_options(options),
+            crops=options["crops"],
             column=column,
             workers=options["workers"],
         )
@@ -271,9 +275,8 @@ def split_documents(
 ) -> None:
     """Split INPUTS into parts, so that no document is in two: duplicates, near-duplicates and groups stay together.
 
-    INPUTS are tables with a field of text or images, files of these, or folders; they do not change. OUT gets a folder for
-    each part,
-    with data and kept as of unisono data dedup, report.html and report.json. After a kill, the same command goes on.
+    INPUTS are tables with a field of text or images, files of these, or folders; they do not change. OUT gets a folder for each
+    part, with data and kept as of unisono data dedup, report.html and report.json. After a kill, the same command goes on.
     """
     from unisono.quality.split import split
 
@@ -315,7 +318,7 @@ def _leak_lines(result: LeakResult) -> list[str]:
     return lines
 
 
-def duplicate_options(options: dict[str, Any], *, crops: bool = False) -> DuplicateOptions:
+def duplicate_options(options: dict[str, Any]) -> DuplicateOptions:
     from unisono.quality.options import DuplicateOptions
 
     names = ("near", "ngram", "num_perm", "image_near")
@@ -330,8 +333,7 @@ def duplicate_options(options: dict[str, Any], *, crops: bool = False) -> Duplic
         )
     if options["exact"]:
         settings |= {"near": 0.0, "image_near": 0.0}
-    crops = crops if options.get("crops") is None else options["crops"]
-    return DuplicateOptions(**settings, crops=crops, seed=options["seed"])
+    return DuplicateOptions(**settings, crops=bool(options.get("crops")), seed=options["seed"])
 
 
 @contextmanager

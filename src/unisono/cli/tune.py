@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from unisono.tune.batch_size import Probe
     from unisono.tune.search import Budget
     from unisono.tune.space import Space
-    from unisono.tune.study import Study, StudyOptions, Trial
+    from unisono.tune.study import Outcome, Study, StudyOptions, Trial
     from unisono.tune.system import Comparison
     from unisono.tune.trial_run import RunEnd
 
@@ -395,7 +395,6 @@ def _make_trials(
         parallel: Trials at a time.
         as_json: Whether no lines are printed.
     """
-    from unisono.launch.resources import count_accelerators
     from unisono.tune.search import Search
     from unisono.tune.slots import divide_into_slots
 
@@ -407,7 +406,6 @@ def _make_trials(
         metric=metric,
         budget=budget,
         slots=divide_into_slots(parallel, launch.num_processes, sets_threads=launch.num_threads != 0),
-        ranks=launch.num_processes or max(1, count_accelerators()),
         tell=_Printed(metric=metric, as_json=as_json).tell,
     )
     with sigterm_interrupts():
@@ -457,17 +455,17 @@ class _Printed:
     def __init__(self, *, metric: str, as_json: bool) -> None:
         self._metric, self._as_json = metric, as_json
 
-    def tell(self, trial: Trial, end: RunEnd | None, value: float | None) -> None:
+    def tell(self, trial: Trial, end: RunEnd | None, outcome: Outcome | None, value: float | None) -> None:
         if self._as_json:
             return
         settings = " ".join(f"{name}={text}" for name, text in trial.settings.items())
-        if end is None:
+        if end is None or outcome is None:
             echo(printable(f"trial {trial.number}: {settings}"))
             return
         figure = "" if value is None else f"{self._metric} {value:.6g}"
-        words = end.kind.replace("_", " ")
+        words = outcome.replace("_", " ")
         why = end.reason.partition("\n")[0]
-        shown = [figure if end.kind == "done" else f"{words}{f', {figure}' if figure else ''}", why]
+        shown = [figure if outcome == "done" else f"{words}{f', {figure}' if figure else ''}", why]
         echo(printable(f"trial {trial.number}: {'; '.join(filter(None, shown))}"))
 
 

@@ -1,8 +1,8 @@
-"""Sampling weights of training data: from the sizes of classes, and stored in a folder beside the files that they belong to.
+"""Sampling weights of training data: from the sizes of classes, and stored in a folder of their own.
 
 A folder of weights has ``weights/NAME.npy`` for each file of the data, float64 [rows], and ``weights/files.json`` with the names,
-sizes and times of change of the files. A NAME is the last part of a file's path, as much of it as tells the files apart, so the
-data can be moved as a whole.
+sizes and times of change of the files. A NAME is a file's path relative to the folder that all files lie in, so the data can be
+moved as a whole.
 """
 
 from __future__ import annotations

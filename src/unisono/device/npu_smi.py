@@ -18,7 +18,7 @@ from unisono.device.health import DeviceHealth
 _COMMAND: Final = ("npu-smi", "info")
 _TIMEOUT_S: Final = 20.0
 _MIB: Final = 2**20
-_VISIBLE: Final = "ASCEND_RT_VISIBLE_DEVICES"
+VISIBLE_VARIABLE: Final = "ASCEND_RT_VISIBLE_DEVICES"
 _DEVICE: Final = re.compile(r"([0-9]{1,4})\s+\S.*")
 _PLACE: Final = re.compile(r"([0-9]{1,4})(?:\s+[0-9]{1,4})?")
 _BUS: Final = re.compile(r"[0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-9]|NA")
@@ -88,5 +88,5 @@ def _number(word: str) -> float | None:
 
 def _physical(index: int, environ: Mapping[str, str]) -> int:
     """The number among all devices of the host of the one that torch calls ``index``."""
-    visible = environ.get(_VISIBLE, "").split(",")
+    visible = environ.get(VISIBLE_VARIABLE, "").split(",")
     return int(visible[index]) if index < len(visible) and visible[index].strip().isdigit() else index

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from unisono.device.npu_smi import VISIBLE_VARIABLE
 from unisono.dist.interpreter import code_command
 from unisono.launch.options import LaunchOptions
 
@@ -205,6 +206,12 @@ def accelerator_files() -> list[str]:
     hints = re.compile(r"nvidia[0-9]+|kfd|davinci[0-9]+|accel[0-9]+|dxg")
     devices = [f"/dev/{name}" for name in _listdir(Path("/dev")) if hints.fullmatch(name)]
     return devices + [f"/dev/dri/{name}" for name in _listdir(Path("/dev/dri")) if name.startswith("renderD")]
+
+
+def visible_devices_variable() -> str:
+    """The environment variable with the accelerators of this host that a process sees."""
+    is_ascend = any(Path(path).name.startswith("davinci") for path in accelerator_files())
+    return VISIBLE_VARIABLE if is_ascend else "CUDA_VISIBLE_DEVICES"
 
 
 def count_accelerators() -> int:

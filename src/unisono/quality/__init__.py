@@ -1,1 +1,1 @@
-"""Data before the run: duplicates, leaks between splits. Works on tables and folders of text; imports no torch."""
+"""Data before the run: cleaning, duplicates, leaks, splits, labels, columns and classes. Imports no torch."""

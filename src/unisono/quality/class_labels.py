@@ -19,7 +19,7 @@ from unisono.data.sources import open_source as open_data
 from unisono.data.sources.arrow_folder import arrow_classes, arrow_files, arrow_rows, is_arrow_folder
 from unisono.data.sources.converted import sample_of_row
 from unisono.errors import DataError
-from unisono.quality.documents import WHOLE_FILE, find_documents
+from unisono.quality.documents import WHOLE_FILE, list_files
 from unisono.sanitize import listed, quoted
 from unisono.storage.limits import MAX_RECORD_BYTES
 from unisono.tasks.sources import TARGETS, class_names_of, scan
@@ -61,7 +61,7 @@ def find_labelled(paths: Sequence[Path]) -> list[LabelledFile]:
         if path.is_dir() and is_arrow_folder(path):
             found.append((path, ARROW))
             continue
-        files = find_documents([path]).files
+        files, _ = list_files([path])
         if path.is_dir() and all(file.kind == WHOLE_FILE for file in files):
             found.append((path, IMAGES))
             continue

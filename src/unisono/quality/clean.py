@@ -19,7 +19,7 @@ from unisono.quality.documents import Content, find_documents, require_readable
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.languages import language_version
-from unisono.quality.near_duplicates import Duplicates, exact_duplicates
+from unisono.quality.near_duplicates import Duplicates, copies_of, exact_duplicates
 from unisono.quality.options import CleanRecipe, require_settings_of
 from unisono.quality.page import write_clean_page
 from unisono.quality.personal_data import mask_personal_data
@@ -100,7 +100,7 @@ def clean(
     language_model = language_version(recipe.filter) if is_text else ""
     if not index_only:
         require_writable(documents)
-    contamination = benchmark_hashes(recipe.decontaminate, column)
+    contamination = benchmark_hashes(recipe, column)
     identity = {
         "recipe": asdict(recipe),
         "documents": documents.identity(),
@@ -153,7 +153,8 @@ def _duplicates(content: Content, sketches: Sketches, recipe: CleanRecipe) -> tu
         return exact[:0], 0
     excluded = np.concatenate((exact.document, np.flatnonzero(sketches.reasons())))
     near, crowded = near_documents(content, sketches, recipe.dedup, excluded)
-    return exact + near, crowded
+    is_copy, near_too = copies_of(exact, near)  # what they are copies of is not kept
+    return exact[~is_copy] + near_too + near, crowded
 
 
 def _languages(sketches: Sketches) -> dict[str, int]:

@@ -16,7 +16,7 @@ from unisono.quality.image_checks import LIMITS as IMAGE_LIMITS
 from unisono.quality.image_checks import UNREADABLE
 from unisono.quality.languages import LANGUAGE_LIMITS, MAX_CODE, failed_language
 from unisono.quality.normalization import normalize_text
-from unisono.quality.options import CleanRecipe, DecontaminateOptions
+from unisono.quality.options import CleanRecipe
 from unisono.quality.personal_data import mask_personal_data
 from unisono.quality.shingles import shingle_hashes
 from unisono.quality.text_quality import LIMITS, failed_limit
@@ -41,7 +41,7 @@ class CleanedDocuments:
         reasons: Numbers in ``REASONS`` of the steps that dropped them, uint8 [documents]; 0 of those that are kept.
         values: What the limit that dropped them was compared with; 0 of all others, float64 [documents].
         languages: Codes of their languages, bytes [documents]; empty where none was looked for.
-        masked: How many pieces of personal data were replaced in the kept ones, by kind.
+        masked: How many pieces of personal data were replaced in those that passed the filter, by kind.
     """
 
     texts: list[bytes]
@@ -74,9 +74,8 @@ def clean_documents(
             reasons[number] = REASONS.index(UNREADABLE)
             cleaned.append(b"")
             continue
-        text = before = raw.decode("utf-8", "surrogatepass")
-        if recipe.normalize.enabled:
-            text = normalize_text(text, repairs_encoding=recipe.normalize.repairs_encoding)
+        before = raw.decode("utf-8", "surrogatepass")
+        text = _normalized(before, recipe)
         failed = failed_limit(text, recipe.filter) if recipe.filter.enabled else None
         if failed is None and recipe.filter.enabled and recipe.filter.languages:
             limit, languages[number], score = failed_language(text, recipe.filter)
@@ -93,22 +92,39 @@ def clean_documents(
     return CleanedDocuments(texts=cleaned, reasons=reasons, values=values, languages=languages, masked=dict(masked))
 
 
-def benchmark_hashes(options: DecontaminateOptions, column: str | None) -> NDArray[np.uint64]:
+def benchmark_hashes(recipe: CleanRecipe, column: str | None) -> NDArray[np.uint64]:
     """Sorted hashes of the n-grams of benchmarks, uint64. Documents of fewer words have none: they would be found anywhere.
+
+    Benchmarks are normalized and masked as the documents are: a quotation of one is to have its words.
+
+    Args:
+        recipe: The benchmarks, and the steps.
+        column: Field of the text, in tables of benchmarks as in those of the data.
 
     Raises:
         DataError: A benchmark cannot be read.
+        ExtraError: The recipe repairs encodings, and the package for it is not installed.
     """
+    options = recipe.decontaminate
     if not options.against:
         return np.zeros(0, np.uint64)
     found = find_documents([Path(path) for path in options.against], column=column)
     require_text(found)
     hashes = [np.zeros(0, np.uint64)]
-    for batch in _batches(document.content.decode("utf-8", "surrogatepass") for document in found):
+    for batch in _batches(_benchmark_text(document.content, recipe) for document in found):
         of_batch, offsets = shingle_hashes(batch, options.ngram)
         num_words = np.diff(shingle_hashes(batch, 1)[1])
         hashes.append(of_batch[np.repeat(num_words >= options.ngram, np.diff(offsets))])
     return np.unique(np.concatenate(hashes))
+
+
+def _normalized(text: str, recipe: CleanRecipe) -> str:
+    options = recipe.normalize
+    return normalize_text(text, repairs_encoding=options.repairs_encoding) if options.enabled else text
+
+
+def _benchmark_text(content: bytes, recipe: CleanRecipe) -> str:
+    return mask_personal_data(_normalized(content.decode("utf-8", "surrogatepass"), recipe), recipe.mask.kinds)[0]
 
 
 def _quotes(texts: Sequence[str], recipe: CleanRecipe, contamination: NDArray[np.uint64]) -> NDArray[np.bool_]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from unisono.errors import DataError, nearest_name
 from unisono.quality.column_scan import FileFacts, scan_files
 from unisono.quality.columns_page import write_columns_page
-from unisono.quality.documents import Documents, find_documents
+from unisono.quality.documents import Documents, list_files
 from unisono.quality.exact_quantiles import CHUNK
 from unisono.quality.job_folder import open_job
 from unisono.quality.numeric_columns import REASONS, NumericColumn, json_number, judge_column
@@ -91,7 +91,8 @@ def check_columns(
         ExtraError: A package that reads a format is not installed.
     """
     options = options or ColumnOptions()
-    documents = find_documents(paths)
+    files, files_of_path = list_files(paths)
+    documents = Documents(files=files, files_of_path=files_of_path)
     identity = {"columns": asdict(options), "documents": documents.identity()}
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(TemporaryDirectory())) / "columns"

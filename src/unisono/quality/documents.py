@@ -36,7 +36,6 @@ WHOLE_FILE: Final = "file"
 _KEY: Final = "__key__"  # the name of a sample of webdataset
 _SHOWN_VALUES: Final = 64  # of an array
 _KINDS: Final = tuple(suffix for suffix in read_formats() if suffix not in ("idx", ".bin"))
-_WITHOUT_BYTES: Final = (".jsonl", ".csv")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,15 +211,34 @@ def find_documents(paths: Sequence[Path], *, column: str | None = None, skips_un
     """List the files of documents, and find out whether they are texts or images.
 
     Args:
-        paths: Tables (of which one file of a set stands for the set), text files, images, or folders. Of a folder the
-            tables are taken, or the images; one without both is a folder of text files.
+        paths: As of ``list_files``.
         column: Field of the tables that holds the text or image. By default ``text``, else the only field that is a
-            string, or that is bytes; of images the only one of bytes.
+            string, or that is bytes; of images the only one of bytes. The first line of a JSONL file tells it for all.
         skips_unreadable: Whether documents that cannot be read are left for the caller to drop; otherwise they are
             errors when they are read.
 
     Raises:
         DataError: A path is not there, a folder has no files, or not all are texts or all images.
+    """
+    files, files_of_path = list_files(paths)
+    return Documents(
+        files=files,
+        files_of_path=files_of_path,
+        content=_content(files, column),
+        column=column,
+        skips_unreadable=skips_unreadable,
+    )
+
+
+def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int, ...]]:
+    """The files of a data set, and their number for each of ``paths``.
+
+    Args:
+        paths: Tables (of which one file of a set stands for the set), text files, images, or folders. Of a folder the
+            tables are taken, or the images; one without both is a folder of text files.
+
+    Raises:
+        DataError: A path is not there, or a folder has no files.
     """
     if not paths:
         raise _refused(
@@ -249,13 +267,7 @@ def find_documents(paths: Sequence[Path], *, column: str | None = None, skips_un
             "each document is read once",
             "each path once; of a folder not also the files in it",
         )
-    return Documents(
-        files=tuple(files),
-        files_of_path=tuple(files_of_path),
-        content=_content(files, column),
-        column=column,
-        skips_unreadable=skips_unreadable,
-    )
+    return tuple(files), tuple(files_of_path)
 
 
 def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
@@ -303,8 +315,6 @@ def _content_of_file(file: InputFile, column: str | None) -> Content | None:
     """None of a table without rows, or whose first row cannot be read: reading it then says so."""
     if file.whole is not None:
         return "images" if _is_image_name(file.path) else "text"
-    if file.kind in _WITHOUT_BYTES:
-        return "text"
     try:
         row = next(iter(open_file(file.path, file.kind).rows), None)
     except DataError:
@@ -336,7 +346,9 @@ def _texts(file: InputFile, column: str | None) -> Iterator[str | DataError]:
     if file.whole is not None:
         yield _file_text(file, *file.whole)
         return
-    for number, row in enumerate(_rows(file, column or (TEXT if file.kind == ".jsonl" else None))):
+    if file.kind == ".jsonl":
+        column = column or text_field_of_lines(file)
+    for number, row in enumerate(_rows(file, column)):
         yield row if isinstance(row, DataError) else _row_text(row, column or text_column(row, file), file, number)
 
 
@@ -406,6 +418,15 @@ def _as_json(value: Any) -> Any:
     content = value if array is None else np.ascontiguousarray(array).tobytes()
     kind = "bytes" if array is None else f"{array.dtype}{list(array.shape)}"
     return f"{kind} of {len(content):,} bytes, BLAKE2b {hashlib.blake2b(content, digest_size=16).hexdigest()}"
+
+
+def text_field_of_lines(file: InputFile) -> str:
+    """The field of the text in a JSONL file, by its first line; ``text`` if that does not tell it."""
+    try:
+        row = next(iter(open_file(file.path, file.kind).rows), None)
+        return TEXT if row is None else text_column(row, file)
+    except DataError:  # of this line, which is named where it is read
+        return TEXT
 
 
 def text_column(row: Row, file: InputFile) -> str:

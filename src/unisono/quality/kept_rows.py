@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from unisono.data.convert.table_files import Row, open_file, write_table
 from unisono.errors import DataError
-from unisono.quality.documents import TEXT, WHOLE_FILE, Documents, InputFile, text_column
+from unisono.quality.documents import WHOLE_FILE, Documents, InputFile, text_column, text_field_of_lines
 from unisono.quality.label_values import label_like
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
@@ -130,8 +130,9 @@ def _write_file(
                 text = next(texts)
                 copy.write(source.read() if text is None else text)
                 return
+            name = column or text_field_of_lines(file)
             for line, text in zip(compress(source, kept), texts, strict=True):
-                copy.write(line if text is None else _with_text(line, column or TEXT, label, text))
+                copy.write(line if text is None else _with_text(line, name, label, text))
         return
     table = open_file(file.path, file.kind)
     rows = zip(compress(table.rows, kept), texts, strict=True)

@@ -18,7 +18,7 @@ from unisono.quality.comparison import near_documents
 from unisono.quality.documents import find_documents, require_readable
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import write_kept
-from unisono.quality.near_duplicates import Duplicates, exact_duplicates
+from unisono.quality.near_duplicates import Duplicates, copies_of, exact_duplicates
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_leak_page
 from unisono.quality.placed_pairs import PlacedPairs
@@ -51,7 +51,7 @@ class LeakResult:
 
     Attributes:
         splits: In the order given; the first, the training set, has no leaks.
-        crowded: Documents that were not compared with all of their candidates, as there were too many.
+        crowded: Documents without a leak that were not compared with all of their candidates, as there were too many.
         pairs: Each leaking document and the most similar document found in a split before it.
         options: What counted as a duplicate.
     """
@@ -68,18 +68,20 @@ def find_leaks(
     *,
     out: Path | None = None,
     options: DuplicateOptions | None = None,
+    crops: bool | None = None,
     column: str | None = None,
     workers: int | None = None,
 ) -> LeakResult:
     """Find documents of evaluation sets that are also in the training set, or in an evaluation set before them.
 
     Args:
-        train: The training set: a table, a text file or a folder of these.
+        train: The training set: a table, a text file, an image or a folder of these.
         others: Evaluation sets.
         out: A new folder for ``pairs.jsonl``, ``report.html``, ``report.json``, and ``kept/``: the row numbers of each file
             without its leaking documents, as ``.npy``. None: nothing is written.
-        options: What counts as the same document. By default parts of images do, too.
-        column: Field of the text in tables; see ``find_documents``.
+        options: What counts as the same document.
+        crops: Whether a part of an image does, too; None: it does, other than ``options`` say.
+        column: Field of the text or image in tables; see ``find_documents``.
         workers: Processes; 0 is this one. By default by cores and size. The result is the same.
 
     Raises:
@@ -87,7 +89,7 @@ def find_leaks(
         DataError: There is no evaluation set, or a file is damaged, has no text, or has changed meanwhile.
         ExtraError: rensa is not installed.
     """
-    options = options or DuplicateOptions(crops=True)
+    options = options or DuplicateOptions()
     paths = [train, *others]
     if not others:
         raise DataError(
@@ -97,6 +99,8 @@ def find_leaks(
             nearest="the evaluation sets behind it; unisono data dedup finds the duplicates within one set",
         )
     documents = find_documents(paths, column=column)
+    if documents.content == "images":
+        options = replace(options, crops=crops is not False)
     require_settings_of(only_dedup(options), documents.content)
     sketch = sketch_version(options) if documents.content == "text" else ""
     identity = {"leak": asdict(options), "documents": documents.identity(), "sketch": sketch}
@@ -137,13 +141,7 @@ def _leaks(exact: Duplicates, near: Duplicates, split_of: NDArray[np.int64]) -> 
     """All leaking documents: also copies, in their own split, of one that leaks."""
     crosses = split_of[exact.document] != split_of[exact.of]
     leaks = near + exact[crosses]
-    within = exact[~crosses]
-    if not len(leaks):
-        return leaks
-    at = np.minimum(np.searchsorted(leaks.document, within.of), len(leaks) - 1)
-    of_leaks = leaks.document[at] == within.of
-    copied = leaks[at[of_leaks]]
-    return leaks + replace(copied, document=within.document[of_leaks])
+    return leaks + copies_of(exact[~crosses], leaks)[1]
 
 
 def _splits(paths: Sequence[Path], split_of: NDArray[np.int64], leaks: Duplicates) -> list[SplitLeaks]:

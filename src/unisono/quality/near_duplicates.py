@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -20,9 +20,8 @@ from unisono.quality.sketch_folder import Sketches
 from unisono.quality.sketches import MAX_SHINGLES
 
 MAX_COMPARED: Final = 100  # documents that one is compared with: those that share the most bands with it
-MAX_BUCKET: Final = (
-    200  # documents of a group that a bucket holds: more share boilerplate, and are found by their other bands
-)
+# documents of a group that a bucket holds: where more share a band, they share boilerplate, and near ones share other bands too
+MAX_BUCKET: Final = 200
 MAX_GROUPS: Final = 16  # that a bucket holds
 _Numbers = NDArray[np.int64]
 
@@ -34,8 +33,9 @@ class Duplicates:
     Attributes:
         document: Their numbers, int64 [duplicates].
         of: Numbers of the documents they are copies of, which come before them, int64 [duplicates].
-        similarity: Jaccard similarity of the shingles of both; 1 of the same text, float64 [duplicates].
-        exact: Whether both have the same text, bool [duplicates].
+        similarity: Jaccard similarity of the shingles of both, or correlation of the gradients of two images; 1 if they are the
+            same, float64 [duplicates].
+        exact: Whether both are the same to the last byte, bool [duplicates].
     """
 
     document: NDArray[np.int64]
@@ -81,6 +81,15 @@ def exact_duplicates(sketches: Sketches) -> Duplicates:
     return found[np.argsort(copies)]
 
 
+def copies_of(exact: Duplicates, found: Duplicates) -> tuple[NDArray[np.bool_], Duplicates]:
+    """Which of ``exact`` are copies of a document that ``found`` has, bool [exact]; and what ``found`` says, for these copies."""
+    if not len(found):
+        return np.zeros(len(exact), np.bool_), found
+    at = np.minimum(np.searchsorted(found.document, exact.of), len(found) - 1)
+    is_copy = found.document[at] == exact.of
+    return is_copy, replace(found[at[is_copy]], document=exact.document[is_copy])
+
+
 def near_duplicates(
     sketches: Sketches, near: float, excluded: _Numbers, split_of: _Numbers | None = None
 ) -> tuple[Duplicates, int]:
@@ -94,8 +103,8 @@ def near_duplicates(
             compared then, and a duplicate is compared with later documents, too. None: all are of one data set.
 
     Returns:
-        The duplicates, each with the most similar of those it was compared with; and how many documents were not compared
-        with all of their candidates, as there were too many.
+        The duplicates, each with the most similar of those it was compared with; and how many of the other documents were not
+        compared with all of their candidates, as there were too many.
     """
     buckets = Buckets()
     found: list[tuple[int, int, float]] = []

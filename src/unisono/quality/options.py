@@ -27,7 +27,7 @@ class NormalizeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilterOptions:
-    """Limits of text that is kept (Gopher, Rae et al. 2021; C4, Raffel et al. 2020); 0 = no limit."""
+    """Limits of text that is kept (Gopher, Rae et al. 2021); 0 = no limit."""
 
     __repr__ = options_repr
 
@@ -66,7 +66,9 @@ class DecontaminateOptions:
 
     __repr__ = options_repr
 
-    against: tuple[str, ...] = option((), "Files and folders of benchmarks, read as the data are; empty = none.")
+    against: tuple[str, ...] = option(
+        (), "Files and folders of benchmarks, with their text in the field of the data's; empty = none."
+    )
     ngram: int = option(
         13, "Words in a row that a document may not share with them.", applies_with="decontaminate.against", ge=5, le=50
     )
@@ -153,8 +155,8 @@ def require_settings_of(recipe: CleanRecipe, content: str) -> None:
     for section in fields(recipe):
         options, defaults = getattr(recipe, section.name), getattr(unset, section.name)
         for setting in fields(options):
-            is_of_images = section.name == "images" or setting.name == "image_near"
-            is_of_both = setting.name == "enabled" or (section.name == "dedup" and setting.name in ("seed", "crops"))
+            is_of_images = section.name == "images" or setting.name in ("image_near", "crops")
+            is_of_both = setting.name == "enabled" or (section.name == "dedup" and setting.name == "seed")
             value = getattr(options, setting.name)
             is_off = (
                 setting.name in ("near", "image_near") and value == 0

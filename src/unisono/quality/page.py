@@ -40,6 +40,7 @@ _MAX_FAULTS: Final = 50
 _LARGEST: Final = 20  # clusters that are listed
 _PICTURED: Final = 24  # pairs of images
 _HEADS: Final[dict[Content, str]] = {"text": "its text", "images": "its size"}
+_ALIKE: Final[dict[Content, str]] = {"text": "share boilerplate", "images": "look alike"}
 
 
 def write_clean_page(
@@ -80,8 +81,8 @@ def write_clean_page(
     ]
     if result.crowded:
         note = (
-            f"{result.crowded:,} kept documents had more candidates than they were compared with. Such documents share "
-            "boilerplate; a near-duplicate among them may have been kept."
+            f"{result.crowded:,} kept documents had more candidates than they were compared with. Such documents "
+            f"{_ALIKE[content]}; a near-duplicate among them may have been kept."
         )
         sections.append(Section(title="Not compared", note=note))
     page = render_page(
@@ -213,7 +214,7 @@ def write_leak_page(
     write_atomically(path, page.encode("utf-8", "replace"))
 
 
-def write_split_page(path: Path, name: str, result: SplitResult) -> None:
+def write_split_page(path: Path, name: str, content: Content, result: SplitResult) -> None:
     """Write the report of a split to ``path``."""
     rows = [
         [
@@ -249,7 +250,7 @@ def write_split_page(path: Path, name: str, result: SplitResult) -> None:
         [chart for section in sections for chart in section.charts],
         title=f"Parts of {printable(name)}",
         verdict="No document is near one of another part"
-        + (f", except perhaps among {result.crowded:,} that share boilerplate." if result.crowded else "."),
+        + (f", except perhaps among {result.crowded:,} that {_ALIKE[content]}." if result.crowded else "."),
         figures=figures,
         sections=sections,
     )

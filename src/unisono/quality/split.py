@@ -144,7 +144,7 @@ def split(
             ),
             options=options,
         )
-        write_split_page(job.new / "report.html", out.name, result)
+        write_split_page(job.new / "report.html", out.name, documents.content, result)
         documents.require_unchanged()
         job.finish(asdict(result))
     return result

@@ -1,6 +1,6 @@
 """Rules by which text is kept or dropped: length, words, symbols, repetition.
 
-After Gopher (Rae et al. 2021, appendix A.1.1) and C4 (Raffel et al. 2020).
+After Gopher (Rae et al. 2021, appendix A.1.1).
 """
 
 from __future__ import annotations

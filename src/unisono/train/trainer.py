@@ -399,7 +399,8 @@ class Trainer:
         if error is not None:
             step = self.state.step if hasattr(self, "state") else None
             report_failure(self.events, self.run_dir, self.world.job, error, step)
-        for resource in self._resources:
+        stores = [self.store] if hasattr(self, "store") else []  # last: what sums gradients may use it
+        for resource in [*self._resources, *stores]:
             try:
                 resource.close()
             except Exception as closing:

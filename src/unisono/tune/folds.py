@@ -43,7 +43,7 @@ class CrossValidation:
 
     @property
     def spread(self) -> float | None:
-        """Standard deviation of the values, of a sample of such; None of less than two."""
+        """Sample standard deviation of the values; None for fewer than two."""
         return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
 
     def to_json(self) -> dict[str, Any]:

@@ -52,8 +52,7 @@ class Search:
         metric: Name of the number that counts.
         budget: When no further trial begins.
         slots: One for each trial that runs at a time.
-        ranks: Number of processes of a trial.
-        tell: Called with a trial and how it ended, or None when it begins.
+        tell: Called with a trial, and with how it ended, its outcome and its value; with None for each when it begins.
     """
 
     study: Study
@@ -61,8 +60,7 @@ class Search:
     metric: str
     budget: Budget
     slots: Sequence[Slot]
-    ranks: int
-    tell: Callable[[Trial, RunEnd | None, float | None], None]
+    tell: Callable[[Trial, RunEnd | None, Outcome | None, float | None], None]
     _running: list[_Running] = field(default_factory=list[_Running])
     _num_results: int = 0
     _num_failures: int = 0
@@ -96,7 +94,7 @@ class Search:
         if budget.device_s is None:
             return True
         used_s = sum(record.device_s for record in self.study.records())
-        return used_s + sum(each.run.took_s * self.ranks for each in self._running) < budget.device_s
+        return used_s + sum(each.run.took_s * each.slot.num_processes for each in self._running) < budget.device_s
 
     def _begin(self, reaper: Reaper, slot: Slot) -> bool:
         """Start a trial in a slot; whether there was one."""
@@ -104,7 +102,7 @@ class Search:
         if trial is None:
             return False
         self._running.append(_Running(trial=trial, slot=slot, run=self._start(reaper, trial, slot)))
-        self.tell(trial, None, None)
+        self.tell(trial, None, None, None)
         return True
 
     def _start(self, reaper: Reaper, trial: Trial, slot: Slot) -> TrialRun:
@@ -134,8 +132,8 @@ class Search:
         self._running.remove(running)
         value = run.last_value()
         self.study.ran(trial, run.took_s)
-        self.study.finish(trial, outcome, value, reason=end.reason, ranks=self.ranks)
-        self.tell(trial, end, value)
+        self.study.finish(trial, outcome, value, reason=end.reason, ranks=running.slot.num_processes)
+        self.tell(trial, end, outcome, value)
         self._num_results += outcome != "failed"
         self._num_failures += outcome == "failed"
         if not self._num_results and self._num_failures >= _MAX_FIRST_FAILURES:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from unisono.errors import ConfigError
-from unisono.launch.resources import allowed_cores, core_shares, count_accelerators
-
-_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+from unisono.launch.resources import allowed_cores, core_shares, count_accelerators, visible_devices_variable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,12 +15,14 @@ class Slot:
     """A place for one trial at a time.
 
     Attributes:
+        num_processes: Processes of a trial.
         settings: Settings of every trial in it. They are part of its configuration, so that the same configuration gives the same
             numbers elsewhere.
         variables: Environment variables.
         cpus: Processors; None for all.
     """
 
+    num_processes: int = 1
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
     cpus: Sequence[int] | None = None
@@ -39,8 +38,9 @@ def divide_into_slots(count: int, num_processes: int, *, sets_threads: bool) -> 
         ConfigError: There are fewer devices than places.
     """
     if count == 1:
-        return [Slot()]
-    devices = _visible_devices()
+        return [Slot(num_processes=num_processes or max(1, count_accelerators()))]
+    variable = visible_devices_variable()
+    devices = _visible_devices(variable)
     if devices:
         share = len(devices) // count
         if not share or num_processes > share:
@@ -51,7 +51,7 @@ def divide_into_slots(count: int, num_processes: int, *, sets_threads: bool) -> 
                 nearest=f"--parallel {max(1, len(devices) // max(1, num_processes))}",
             )
         parts = [devices[slot * share : (slot + 1) * share] for slot in range(count)]
-        return [Slot(variables={_VISIBLE: ",".join(part)}) for part in parts]
+        return [Slot(num_processes=num_processes or share, variables={variable: ",".join(part)}) for part in parts]
     shares = core_shares(allowed_cores(), count)
     if shares is None:
         raise ConfigError(
@@ -62,15 +62,15 @@ def divide_into_slots(count: int, num_processes: int, *, sets_threads: bool) -> 
         )
     threads = min(max(1, _num_cores(share) // max(1, num_processes)) for share in shares)
     settings = {} if sets_threads else {"launch.num_threads": str(threads)}
-    return [Slot(settings=settings, cpus=share) for share in shares]
+    return [Slot(num_processes=max(1, num_processes), settings=settings, cpus=share) for share in shares]
 
 
 def _num_cores(cpus: Sequence[int]) -> int:
     return sum(bool(set(core.cpus) & set(cpus)) for core in allowed_cores())
 
 
-def _visible_devices() -> list[str]:
-    given = os.environ.get(_VISIBLE)
+def _visible_devices(variable: str) -> list[str]:
+    given = os.environ.get(variable)
     if given is not None:
         return [name for name in given.split(",") if name.strip()]
     return [str(index) for index in range(count_accelerators())]

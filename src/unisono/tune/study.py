@@ -34,11 +34,9 @@ _TURN_FILE: Final = ".turn.lock"
 _NAME: Final = "search"
 _STARTUP_TRIALS: Final = 10  # random ones before a model of them is made
 _IDENTITY: Final = "identity"
-_MIN_TRIALS: Final = 10  # of which the weights of settings are told
-_FIRST_REPORTS: Final = 5  # trials that are never pruned: there is nothing to compare with
+_MIN_TRIALS: Final = 10  # from which on importances of settings are estimated
+_STARTUP_TRIALS: Final = 5  # trials that are never pruned: there is nothing to compare with
 
-SAMPLERS: Final = ("tpe", "random", "grid")
-PRUNERS: Final = ("none", "median", "halving")
 # names of metrics that are better the larger they are, without what follows a colon
 _LARGER_IS_BETTER: Final = frozenset({"accuracy", "token_accuracy", "f1", "mcc", "auc", "r2", "spearman"})
 Outcome = Literal["done", "pruned", "out_of_memory", "diverged", "failed"]
@@ -338,7 +336,7 @@ class Study:
     def _pruner(self) -> Any:
         pruners = self._optuna.pruners
         if self._options.pruner == "median":
-            return pruners.MedianPruner(n_startup_trials=_FIRST_REPORTS)
+            return pruners.MedianPruner(n_startup_trials=_STARTUP_TRIALS)
         return pruners.SuccessiveHalvingPruner() if self._options.pruner == "halving" else pruners.NopPruner()
 
     def _check_identity(self, identity: Mapping[str, Any]) -> None:

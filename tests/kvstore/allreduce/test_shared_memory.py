@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import plans
 import pytest
 import torch
 from pool import Pool, WorkersFailed
@@ -174,3 +175,13 @@ def mapped() -> set[str]:
 
 def test_nothing_is_left_behind(pool: Pool) -> None:
     assert pool.run(leaves) == [(0, 0)] * 2
+
+
+def run_leaves(world, run_dir: str) -> int:
+    plans.on_ranks(world, run_dir, {})
+    return len(mapped())
+
+
+def test_a_run_leaves_none(pool: Pool, tmp_path: Path) -> None:
+    for number in range(2):
+        assert pool.run(run_leaves, str(tmp_path / str(number))) == [0, 0]

@@ -1,8 +1,8 @@
 """Sample orders: which sample is at which global position of a run.
 
 All are pure functions of the position, like ``Permutation``: nothing is stored per position or replayed, so a run resumes at any
-step on any number of ranks. An ``occurrence`` numbers the repetitions of a sample. With the sample's id and the seed it keys the
-sample's random generator, so a repeated sample is augmented differently each time.
+step on any number of ranks. An ``occurrence`` differs for each repetition of a sample. With the sample's id and the seed it keys
+the sample's random generator, so a repeated sample is augmented differently each time.
 """
 
 from __future__ import annotations
