@@ -364,7 +364,10 @@ BENCHMARKS = (
             Row("rensa alone / unisono: time", "together/over/rensa alone", aim=at_least(0.8)),
             Row("{0}", "together/contestants/*", figures.of_deduplicator("documents")),
             Row(
-                "largest size / smallest: time of a document", "growth/largest_over_smallest", figures.number("{:.2f}")
+                "largest size / smallest: time of a document",
+                "growth/largest_over_smallest",
+                figures.number("{:.2f}"),
+                aim=at_most(1.1, "≤ 1.1: flat"),
             ),
             Row(
                 "{0}: time and memory",
