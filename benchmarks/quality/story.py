@@ -46,12 +46,12 @@ SETTINGS = (
 RECIPE = """\
 [filter]
 min_words = 30
-min_mean_word = 0
-max_mean_word = 30
+min_mean_word_chars = 0
+max_mean_word_chars = 30
 max_symbol_ratio = 0.5
-min_alphabetic_words = 0.4
-max_duplicate_lines = 0.4
-max_duplicate_ngrams = 0.4
+min_alphabetic_word_frac = 0.4
+max_duplicate_line_frac = 0.4
+max_duplicate_5gram_frac = 0.4
 
 [mask]
 kinds = ["secret", "email"]

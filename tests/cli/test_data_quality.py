@@ -129,7 +129,7 @@ def test_clean(desk: Desk) -> None:
     (desk.folder / "clean.toml").write_text('[filter]\nmin_words = 3\n[mask]\nkinds = ["email"]\n[dedup]\nnear = 0.0\n')
     write(desk.folder, "a.jsonl", "one two", "write to  me@example.org \r\n or not", "one two three", "one two three")
     done = desk.here(
-        "data", "clean", "a.jsonl", "--recipe", "clean.toml", "--set", "filter.min_mean_word=2", "--out", "out"
+        "data", "clean", "a.jsonl", "--recipe", "clean.toml", "--set", "filter.min_mean_word_chars=2", "--out", "out"
     )
     assert done.code == 0, done.err
     assert done.out.splitlines() == [
@@ -145,7 +145,13 @@ def test_clean(desk: Desk) -> None:
     dropped = [json.loads(line) for line in (desk.folder / "out" / "dropped.jsonl").read_text().splitlines()]
     assert dropped == [
         {"file": "a.jsonl", "row": 0, "reason": "filter.min_words", "value": 2.0},
-        {"file": "a.jsonl", "row": 3, "reason": "dedup.exact", "of": {"file": "a.jsonl", "row": 2}, "similarity": 1.0},
+        {
+            "file": "a.jsonl",
+            "row": 3,
+            "reason": "dedup.exact",
+            "duplicate_of": {"file": "a.jsonl", "row": 2},
+            "similarity": 1.0,
+        },
     ]
     assert "me@example.org" not in (desk.folder / "out" / "report.html").read_text()
     wrong = desk.here("data", "clean", "a.jsonl", "--out", "other", "--set", "filter.min_wrods=3")
@@ -197,7 +203,7 @@ def test_images(desk: Desk) -> None:
     assert cleaned.code == 0, cleaned.err
     assert cleaned.out.startswith("12 of 13 documents kept\n     1 dropped by unreadable\n")
     found = desk.here("data", "leak", "out/data", "test", "--json")
-    assert (found.code, [pair["of"]["file"] for pair in found.json["pairs"]]) == (1, ["out/data/0003.jpg"])
+    assert (found.code, [pair["duplicate_of"]["file"] for pair in found.json["pairs"]]) == (1, ["out/data/0003.jpg"])
     assert desk.here("data", "leak", "out/data", "test", "--no-crops").code == 0
     refused = desk.here("data", "dedup", "test", "--out", "no", "--ngram", "3")
     assert refused.code == 2

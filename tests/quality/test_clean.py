@@ -27,7 +27,7 @@ from unisono.quality.options import (
 
 pytest.importorskip("rensa")
 
-RECIPE = CleanRecipe(filter=FilterOptions(min_words=3, min_mean_word=0), mask=MaskOptions(kinds=("email",)))
+RECIPE = CleanRecipe(filter=FilterOptions(min_words=3, min_mean_word_chars=0), mask=MaskOptions(kinds=("email",)))
 TEXTS = [
     "short",
     "write\u00a0to me@example.org  \r\nor not",
@@ -90,7 +90,7 @@ def test_counts_add_up_for_any_number_of_processes(tmp_path: Path, monkeypatch: 
         + [f"{text} me@a.org" for text in texts[:20]]
     )
     write_table(tmp_path / "a.jsonl", Table(rows=[{"text": text} for text in texts]))
-    recipe = CleanRecipe(filter=FilterOptions(min_mean_word=0), mask=MaskOptions(kinds=("email",)))
+    recipe = CleanRecipe(filter=FilterOptions(min_mean_word_chars=0), mask=MaskOptions(kinds=("email",)))
     results = [clean([tmp_path / "a.jsonl"], tmp_path / str(w) / "out", recipe, workers=w) for w in (0, 2)]
     assert results[0] == results[1]
     assert (tmp_path / "0/out/data/a.jsonl").read_bytes() == (tmp_path / "2/out/data/a.jsonl").read_bytes()
@@ -158,7 +158,7 @@ def test_a_copy_of_a_document_that_is_not_kept_points_to_the_kept_one(tmp_path: 
     write_table(tmp_path / "a.jsonl", Table(rows=[{"text": text} for text in (kept, near, near, kept)]))
     clean([tmp_path / "a.jsonl"], tmp_path / "out", only_dedup(DuplicateOptions()))
     dropped = read(tmp_path / "out/dropped.jsonl")
-    assert [(record["row"], record["reason"], record["of"]["row"]) for record in dropped] == [
+    assert [(record["row"], record["reason"], record["duplicate_of"]["row"]) for record in dropped] == [
         (1, "dedup.near", 0),
         (2, "dedup.near", 0),
         (3, "dedup.exact", 0),

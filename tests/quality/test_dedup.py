@@ -69,7 +69,7 @@ def test_kept_rows_are_written_in_the_format_of_their_file(tmp_path: Path, suffi
     assert np.load(tmp_path / "out" / "kept" / f"{source.name}.npy").tolist() == KEPT
     dropped = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
     place = {"file": source.name, "row": 0}
-    assert [(line["row"], line["of"], line["reason"]) for line in dropped] == [
+    assert [(line["row"], line["duplicate_of"], line["reason"]) for line in dropped] == [
         (2, place, "dedup.exact"),
         (3, place, "dedup.near"),
     ]

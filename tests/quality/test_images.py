@@ -71,7 +71,7 @@ def test_copies_of_pictures(tmp_path: Path) -> None:
     result = clean([folder], tmp_path / "out", only_dedup(DuplicateOptions()))
     assert result.dropped == {"dedup.exact": 1, "dedup.near": 4}
     for record in read(tmp_path / "out/dropped.jsonl"):
-        assert record["of"]["file"] == ("0007.jpg" if record["reason"] == "dedup.exact" else "0003.jpg")
+        assert record["duplicate_of"]["file"] == ("0007.jpg" if record["reason"] == "dedup.exact" else "0003.jpg")
         assert record["similarity"] >= 0.85
     assert names(tmp_path / "out/data") == [f"{seed:04d}.jpg" for seed in range(30)]
 
@@ -102,7 +102,7 @@ def test_every_planted_leak_is_found_and_no_other(tmp_path: Path, workers: int) 
     (tmp_path / "test" / "exact.jpg").write_bytes((tmp_path / "train" / "0040.jpg").read_bytes())
     planted.add(("test/exact.jpg", "train/0040.jpg"))
     result = find_leaks(tmp_path / "train", [tmp_path / "test"], out=tmp_path / "out", workers=workers)
-    found = {(pair["file"], pair["of"]["file"]) for pair in result.pairs}
+    found = {(pair["file"], pair["duplicate_of"]["file"]) for pair in result.pairs}
     assert found == planted
     assert result.splits[1].exact == 1
 

@@ -28,7 +28,7 @@ TEXTS = {
 }
 NO_LANGUAGE = "x 17 q 3.14 zz 0x7f"
 DEDUP = DuplicateOptions(near=0.0)
-_OFF = {"min_words": 1, "min_mean_word": 0, "max_mean_word": 0, "min_alphabetic_words": 0}
+_OFF = {"min_words": 1, "min_mean_word_chars": 0, "max_mean_word_chars": 0, "min_alphabetic_word_frac": 0}
 
 
 def recipe(**options: object) -> CleanRecipe:
@@ -91,11 +91,11 @@ def test_the_probability_of_a_language(tmp_path: Path) -> None:
     language, score = languages.find_language(NO_LANGUAGE)
     path = write(tmp_path / "a.jsonl", TEXTS["en"], NO_LANGUAGE)
     options = {"languages": ("en", language)}
-    result = clean([path], tmp_path / "out", recipe(**options, min_language_score=score + 1e-4))
-    assert result.dropped == {"filter.min_language_score": 1}
+    result = clean([path], tmp_path / "out", recipe(**options, min_language_prob=score + 1e-4))
+    assert result.dropped == {"filter.min_language_prob": 1}
     (record,) = map(json.loads, (tmp_path / "out/dropped.jsonl").read_text().splitlines())
     assert (record["language"], record["value"]) == (language, score)
-    assert clean([path], tmp_path / "all", recipe(**options, min_language_score=score)).dropped == {}
+    assert clean([path], tmp_path / "all", recipe(**options, min_language_prob=score)).dropped == {}
 
 
 def test_without_the_filter_no_language_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,8 @@ def test_every_planted_pair_is_found(tmp_path: Path) -> None:
     )
     expected = {500 + number: int(originals[number]) for number in range(200) if number < 100 or is_near[number - 100]}
     assert sum(is_near) > 60
-    assert {pair["row"]: pair["of"]["row"] for pair in result.pairs} == expected
-    assert all(pair["file"] == "test.jsonl" and pair["of"]["file"] == "train.jsonl" for pair in result.pairs)
+    assert {pair["row"]: pair["duplicate_of"]["row"] for pair in result.pairs} == expected
+    assert all(pair["file"] == "test.jsonl" and pair["duplicate_of"]["file"] == "train.jsonl" for pair in result.pairs)
     assert [(split.documents, split.exact, split.near) for split in result.splits] == [
         (2500, 0, 0),
         (700, 100, sum(is_near)),
@@ -58,7 +58,8 @@ def test_leaks_between_evaluation_sets(tmp_path: Path) -> None:
     train, valid, test = sets(tmp_path)
     result = find_leaks(train, [valid, test])
     assert [
-        (pair["file"], pair["row"], pair["of"]["file"], pair["of"]["row"], pair["exact"]) for pair in result.pairs
+        (pair["file"], pair["row"], pair["duplicate_of"]["file"], pair["duplicate_of"]["row"], pair["exact"])
+        for pair in result.pairs
     ] == [
         ("valid.jsonl", 2, "train.jsonl", 1, False),
         ("test.jsonl", 1, "train.jsonl", 0, True),
@@ -96,7 +97,7 @@ def test_folders_with_files_of_the_same_names(tmp_path: Path) -> None:
         for number, text in enumerate(part):
             (tmp_path / name / f"{number}.txt").write_text(text)
     (pair,) = find_leaks(tmp_path / "train", [tmp_path / "test"]).pairs
-    assert (pair["file"], pair["of"]["file"]) == ("test/0.txt", "train/1.txt")
+    assert (pair["file"], pair["duplicate_of"]["file"]) == ("test/0.txt", "train/1.txt")
 
 
 def test_only_the_same_text(tmp_path: Path) -> None:

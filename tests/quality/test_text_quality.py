@@ -29,23 +29,23 @@ def test_prose_keeps_all_limits() -> None:
         ("min_words", "too short", 2),
         ("min_words", "", 0),
         ("max_words", PROSE * 2000, len((PROSE * 2000).split())),
-        ("min_mean_word", "a b " * 40, 1),
-        ("max_mean_word", "internationalization " * 60, 20),
+        ("min_mean_word_chars", "a b " * 40, 1),
+        ("max_mean_word_chars", "internationalization " * 60, 20),
         ("max_symbol_ratio", "#tag word " * 40, 0.5),
-        ("max_bullet_lines", "\n".join(f"- point {n} of many" for n in range(20)), 1),
+        ("max_bullet_line_frac", "\n".join(f"- point {n} of many" for n in range(20)), 1),
         (
-            "max_ellipsis_lines",
+            "max_ellipsis_line_frac",
             "\n".join(["read on here ..."] + [f"line {n} of prose goes on" for n in range(12)]),
             1 / 13,
         ),
-        ("min_alphabetic_words", "word 1234 5678 " * 30, 1 / 3),
-        ("max_duplicate_lines", "the same line of words\n" * 15 + PROSE, 14 / 16),
+        ("min_alphabetic_word_frac", "word 1234 5678 " * 30, 1 / 3),
+        ("max_duplicate_line_frac", "the same line of words\n" * 15 + PROSE, 14 / 16),
     ],
 )
 def test_limits(name: str, text: str, value: float) -> None:
     only = FilterOptions(**{limit: 0 for limit in LIMITS if limit != name})
-    if name == "max_ellipsis_lines":
-        only = replace(only, max_ellipsis_lines=0.05)
+    if name == "max_ellipsis_line_frac":
+        only = replace(only, max_ellipsis_line_frac=0.05)
     failed = failed_limit(text, only)
     assert failed is not None
     assert failed[0] == name
@@ -57,25 +57,27 @@ def test_repetition() -> None:
     words = [f"word{number}" for number in range(100)]
     off = dict.fromkeys(LIMITS, 0)
     repeated = " ".join(words + words[:30])
-    failed = failed_limit(repeated, FilterOptions(**off | {"max_duplicate_ngrams": 0.15}))
+    failed = failed_limit(repeated, FilterOptions(**off | {"max_duplicate_5gram_frac": 0.15}))
     assert failed is not None
     assert failed[1] == pytest.approx(sum(map(len, words[:30])) / sum(map(len, words + words[:30])))
-    assert failed_limit(" ".join(words), FilterOptions(**off | {"max_duplicate_ngrams": 0.01})) is None
+    assert failed_limit(" ".join(words), FilterOptions(**off | {"max_duplicate_5gram_frac": 0.01})) is None
     pairs = " ".join(["buy now", *words[:10], "buy now", *words[10:15], "buy now"])
-    failed = failed_limit(pairs, FilterOptions(**off | {"max_top_ngram": 0.05}))
+    failed = failed_limit(pairs, FilterOptions(**off | {"max_top_bigram_frac": 0.05}))
     assert failed is not None
     assert failed[1] == pytest.approx(18 / len(pairs.replace(" ", "")))
-    assert failed_limit("one two three four", FilterOptions(**off | {"max_top_ngram": 0.01})) is None
+    assert failed_limit("one two three four", FilterOptions(**off | {"max_top_bigram_frac": 0.01})) is None
 
 
 def test_one_word_a_million_times() -> None:
     assert failed_limit("spam " * 1_000_000, FilterOptions()) == ("max_words", 1_000_000)
     failed = failed_limit("spam " * 90_000, FilterOptions())
     assert failed is not None
-    assert failed[0] == "max_top_ngram"
+    assert failed[0] == "max_top_bigram_frac"
 
 
 def test_order_of_limits_is_that_of_the_options() -> None:
     assert tuple(field.name for field in fields(FilterOptions)) == ("enabled", *LIMITS, *LANGUAGE_LIMITS)
     texts = planted.documents(200, np.random.default_rng(0))
-    assert all(failed_limit(text, FilterOptions(min_mean_word=0)) is None for text in texts if len(text.split()) > 60)
+    assert all(
+        failed_limit(text, FilterOptions(min_mean_word_chars=0)) is None for text in texts if len(text.split()) > 60
+    )

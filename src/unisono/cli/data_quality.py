@@ -310,7 +310,9 @@ def _leak_lines(result: LeakResult) -> list[str]:
     ]
     for pair in result.pairs[:_SHOWN]:
         how = "same text" if pair["exact"] else f"similarity {pair['similarity']:.3f}"
-        lines.append(f"     {pair['file']} row {pair['row']} and {pair['of']['file']} row {pair['of']['row']}: {how}")
+        lines.append(
+            f"     {pair['file']} row {pair['row']} and {pair['duplicate_of']['file']} row {pair['duplicate_of']['row']}: {how}"
+        )
     if len(result.pairs) > _SHOWN:
         lines.append(f"     and {len(result.pairs) - _SHOWN:,} more")
     if result.crowded:

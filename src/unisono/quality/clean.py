@@ -174,7 +174,7 @@ def _dropped(
         record = {**pairs.place(document), "reason": reason}
         if reason in (EXACT, NEAR):
             of, similarity = next(copies)
-            record |= {"of": pairs.place(of), "similarity": round(similarity, 4)}
+            record |= {"duplicate_of": pairs.place(of), "similarity": round(similarity, 4)}
         elif reason == UNREADABLE:
             record["fault"] = faults[document]
         elif reason.startswith(("filter.", "images.")):

@@ -15,7 +15,7 @@ from unisono.errors import ConfigError, missing_extra
 from unisono.quality.options import FilterOptions
 from unisono.sanitize import listed, quoted
 
-LANGUAGE_LIMITS: Final = ("languages", "min_language_score")
+LANGUAGE_LIMITS: Final = ("languages", "min_language_prob")
 MAX_CODE: Final = 3  # characters
 _READ: Final = 4000  # characters of a document, which is enough: the model reads two megabytes a second
 _DIGITS: Final = 4  # of a probability: the last bits depend on the processor
@@ -26,7 +26,7 @@ def failed_language(text: str, options: FilterOptions) -> tuple[str, str, float]
     language, score = find_language(text)
     if language not in options.languages:
         return "languages", language, score
-    return "min_language_score" if score < options.min_language_score else "", language, score
+    return "min_language_prob" if score < options.min_language_prob else "", language, score
 
 
 def find_language(text: str) -> tuple[str, float]:

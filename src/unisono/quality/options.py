@@ -34,21 +34,21 @@ class FilterOptions:
     enabled: bool = option(True, "Drop documents that do not keep the limits below.")
     min_words: int = option(50, "Words, separated by spaces; 0 = no limit, here and below.", ge=0)
     max_words: int = option(100_000, "Words.", ge=0)
-    min_mean_word: float = option(3.0, "Mean length of words, characters.", ge=0)
-    max_mean_word: float = option(10.0, "Mean length of words, characters.", ge=0)
+    min_mean_word_chars: float = option(3.0, "Mean length of words, characters.", ge=0)
+    max_mean_word_chars: float = option(10.0, "Mean length of words, characters.", ge=0)
     max_symbol_ratio: float = option(0.1, "Number of # and of ellipses over the number of words.", ge=0)
-    max_bullet_lines: float = option(0.9, "Share of lines that begin with a bullet.", ge=0, le=1)
-    max_ellipsis_lines: float = option(0.3, "Share of lines that end with an ellipsis.", ge=0, le=1)
-    min_alphabetic_words: float = option(0.8, "Share of words that have a letter.", ge=0, le=1)
-    max_duplicate_lines: float = option(0.3, "Share of lines that are the same as one before them.", ge=0, le=1)
-    max_top_ngram: float = option(
+    max_bullet_line_frac: float = option(0.9, "Share of lines that begin with a bullet.", ge=0, le=1)
+    max_ellipsis_line_frac: float = option(0.3, "Share of lines that end with an ellipsis.", ge=0, le=1)
+    min_alphabetic_word_frac: float = option(0.8, "Share of words that have a letter.", ge=0, le=1)
+    max_duplicate_line_frac: float = option(0.3, "Share of lines that are the same as one before them.", ge=0, le=1)
+    max_top_bigram_frac: float = option(
         0.2, "Share of characters that the pair of words with most of them takes.", ge=0, le=1
     )
-    max_duplicate_ngrams: float = option(
+    max_duplicate_5gram_frac: float = option(
         0.15, "Share of characters in sequences of five words that occurred before.", ge=0, le=1
     )
     languages: tuple[str, ...] = option((), "Codes of the languages that are kept, as en; empty = all.")
-    min_language_score: float = option(0.5, "Probability of the language.", applies_with="filter.languages", ge=0, le=1)
+    min_language_prob: float = option(0.5, "Probability of the language.", applies_with="filter.languages", ge=0, le=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

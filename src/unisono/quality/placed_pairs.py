@@ -85,7 +85,7 @@ class PlacedPairs:
         for document, of, similarity, exact in zip(*(field.tolist() for field in fields), strict=True):
             yield {
                 **self.place(document),
-                "of": self.place(of),
+                "duplicate_of": self.place(of),
                 "similarity": round(similarity, 4),
                 "exact": exact,
             }

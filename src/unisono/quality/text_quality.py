@@ -42,19 +42,19 @@ def _measures(text: str, options: FilterOptions) -> Iterator[tuple[str, float]]:
     if not words:
         return
     mean = sum(map(len, words)) / len(words)
-    yield "min_mean_word", mean
-    yield "max_mean_word", mean
+    yield "min_mean_word_chars", mean
+    yield "max_mean_word_chars", mean
     yield "max_symbol_ratio", len(_SYMBOL.findall(text)) / len(words)
     lines = [line for line in map(str.strip, text.split("\n")) if line]
-    yield "max_bullet_lines", sum(line.startswith(_BULLETS) for line in lines) / len(lines)
-    yield "max_ellipsis_lines", sum(line.endswith(_ELLIPSES) for line in lines) / len(lines)
-    yield "min_alphabetic_words", sum(map(_has_letter, words)) / len(words)
-    yield "max_duplicate_lines", 1 - len(set(lines)) / len(lines)
+    yield "max_bullet_line_frac", sum(line.startswith(_BULLETS) for line in lines) / len(lines)
+    yield "max_ellipsis_line_frac", sum(line.endswith(_ELLIPSES) for line in lines) / len(lines)
+    yield "min_alphabetic_word_frac", sum(map(_has_letter, words)) / len(words)
+    yield "max_duplicate_line_frac", 1 - len(set(lines)) / len(lines)
     counted = words[:_MAX_WORDS_COUNTED]
-    if options.max_top_ngram:
-        yield "max_top_ngram", _top_pair(counted)
-    if options.max_duplicate_ngrams:
-        yield "max_duplicate_ngrams", _in_repeated(counted, 5)
+    if options.max_top_bigram_frac:
+        yield "max_top_bigram_frac", _top_pair(counted)
+    if options.max_duplicate_5gram_frac:
+        yield "max_duplicate_5gram_frac", _in_repeated(counted, 5)
 
 
 def _has_letter(word: str) -> bool:
