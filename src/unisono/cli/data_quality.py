@@ -309,10 +309,8 @@ def _leak_lines(result: LeakResult) -> list[str]:
         for split in result.splits[1:]
     ]
     for pair in result.pairs[:_SHOWN]:
-        how = "same text" if pair["exact"] else f"similarity {pair['similarity']:.3f}"
-        lines.append(
-            f"     {pair['file']} row {pair['row']} and {pair['duplicate_of']['file']} row {pair['duplicate_of']['row']}: {how}"
-        )
+        of, how = pair["duplicate_of"], "same text" if pair["exact"] else f"similarity {pair['similarity']:.3f}"
+        lines.append(f"     {pair['file']} row {pair['row']} and {of['file']} row {of['row']}: {how}")
     if len(result.pairs) > _SHOWN:
         lines.append(f"     and {len(result.pairs) - _SHOWN:,} more")
     if result.crowded:
