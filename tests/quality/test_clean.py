@@ -130,8 +130,8 @@ def test_benchmarks_are_normalized_and_masked_as_documents_are(tmp_path: Path) -
     rng = np.random.default_rng(3)
     first, second, other = (text.split() for text in planted.documents(3, rng, words=(40, 60)))
     quotes = {
-        "decomposed": " ".join([*first[:6], "cafe\u0301", *first[6:12]]),
-        "composed": " ".join([*first[:6], "caf\u00e9", *first[6:12]]),
+        "decomposed": " ".join([*first[:6], "Zu\u0308rich", *first[6:12]]),
+        "composed": " ".join([*first[:6], "Z\u00fcrich", *first[6:12]]),
         "personal": " ".join([*second[:6], "me@example.org", *second[6:12]]),
     }
     recipe = CleanRecipe(
