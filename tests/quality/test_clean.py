@@ -196,6 +196,24 @@ def test_a_recipe_file(tmp_path: Path) -> None:
     assert "2 problems" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["filter.enabled=false", "filter.min_words=9999"],
+        ["filter.min_language_prob=0.9"],
+        ["normalize.enabled=false", "normalize.repairs_encoding=true"],
+        ["decontaminate.ngram=20"],
+        ["images.enabled=false", "images.min_side_px=500"],
+        ["dedup.enabled=false", "dedup.near=0.95"],
+        ["dedup.near=0", "dedup.ngram=3"],
+        ["dedup.image_near=0", "dedup.crops=true"],
+    ],
+)
+def test_settings_that_would_do_nothing(settings: list[str]) -> None:
+    with pytest.raises(ConfigError, match="it would change nothing"):
+        load_config(CleanRecipe, (), overrides=settings)
+
+
 def test_a_benchmark_that_is_not_there(tmp_path: Path) -> None:
     write_table(tmp_path / "a.jsonl", Table(rows=[{"text": "a"}]))
     recipe = CleanRecipe(decontaminate=DecontaminateOptions(against=(str(tmp_path / "none"),)))

@@ -29,6 +29,16 @@ from unisono.quality.personal_data import mask_personal_data
             "-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\n\nMIIEpAIBAAKC+/=\nabc\n-----END RSA PRIVATE KEY-----",
             "<SECRET>",
         ),
+        ("ip", "ask 8.8.8.8:53, not 8.8.8.8a", "ask <IP>:53, not 8.8.8.8a"),
+        (
+            "secret",
+            "-----BEGIN PGP PRIVATE KEY BLOCK-----\nVersion: x\n\nlQ/=\n-----END PGP PRIVATE KEY BLOCK-----",
+            "<SECRET>",
+        ),
+        ("secret", "clone https://me:s3cret@example.org/x", "clone https://<SECRET>@example.org/x"),
+        ("secret", "aws_secret_access_key = " + "aB3/" * 10 + "\n", "<SECRET>\n"),
+        ("secret", "npm_" + "a1B2" * 9 + " and SG." + "a" * 22 + "." + "b" * 43, "<SECRET> and <SECRET>"),
+        ("secret", "see https://example.org:8080/a@b and npm_install", None),
         ("secret", "-----BEGIN CERTIFICATE-----\nMIIE\n-----END CERTIFICATE----- and ghp_short", None),
     ],
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from unisono.config import option
 from unisono.config.fields import options_repr
-from unisono.errors import ConfigError
+from unisono.errors import ConfigError, Problem, inert_problem
 
 MASKED: tuple[str, ...] = ("secret", "email", "iban", "card", "phone", "ip")
 
@@ -23,6 +25,11 @@ class NormalizeOptions:
     repairs_encoding: bool = option(
         False, "Mend UTF-8 that was decoded as another encoding, by ftfy.", applies_with="normalize.enabled"
     )
+
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        """Settings of a step that is off."""
+        if not self.enabled:
+            yield from _inert(self, _changed(self), "with enabled = false")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +57,13 @@ class FilterOptions:
     languages: tuple[str, ...] = option((), "Codes of the languages that are kept, as en; empty = all.")
     min_language_prob: float = option(0.5, "Probability of the language.", applies_with="filter.languages", ge=0, le=1)
 
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        """Settings of a step that is off, or of languages that are not looked for."""
+        if not self.enabled:
+            yield from _inert(self, _changed(self), "with enabled = false")
+        elif not self.languages:
+            yield from _inert(self, _changed(self) & {"min_language_prob"}, "without languages")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskOptions:
@@ -73,6 +87,11 @@ class DecontaminateOptions:
         13, "Words in a row that a document may not share with them.", applies_with="decontaminate.against", ge=5, le=50
     )
 
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        """Settings without benchmarks."""
+        if not self.against:
+            yield from _inert(self, _changed(self), "without against")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageOptions:
@@ -90,6 +109,11 @@ class ImageOptions:
         ge=0,
         le=1,
     )
+
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        """Settings of a step that is off."""
+        if not self.enabled:
+            yield from _inert(self, _changed(self), "with enabled = false")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +140,16 @@ class DuplicateOptions:
         False, "Whether a part of an image counts as the image.", applies_with="images and dedup.image_near above 0"
     )
 
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        """Settings of a step that is off, or of a comparison that is not made."""
+        if not self.enabled:
+            yield from _inert(self, _changed(self), "with enabled = false")
+            return
+        if self.near == 0:
+            yield from _inert(self, _changed(self) & {"ngram", "num_perm", "seed"}, "with near = 0")
+        if self.image_near == 0:
+            yield from _inert(self, _changed(self) & {"crops"}, "with image_near = 0")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CleanRecipe:
@@ -136,6 +170,17 @@ class CleanRecipe:
     decontaminate: DecontaminateOptions = field(default_factory=DecontaminateOptions)
     images: ImageOptions = field(default_factory=ImageOptions)
     dedup: DuplicateOptions = field(default_factory=DuplicateOptions)
+
+
+def _changed(options: Any) -> set[str]:
+    """Names of settings that have another value than by default."""
+    return {each.name for each in fields(options) if getattr(options, each.name) != each.default} - {"enabled"}
+
+
+def _inert(options: Any, names: set[str], beside: str) -> Iterator[tuple[str, Problem]]:
+    for name in sorted(names):
+        value = getattr(options, name)
+        yield name, inert_problem(f"{name} = {value} {beside}", "each setting of a recipe acts", f"without {name}")
 
 
 def only_dedup(options: DuplicateOptions) -> CleanRecipe:

@@ -67,8 +67,12 @@ def _is_iban(text: str) -> bool:
 _PATTERNS: Final[Mapping[str, tuple[re.Pattern[str], Callable[[str], bool]]]] = {
     "secret": (
         re.compile(
-            r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?:\s{0,4}[A-Za-z-]{1,20}:[^\n]{0,80}\n){0,3}[A-Za-z0-9+/=\s]{0,20000}"
-            r"-----END [A-Z ]{0,30}PRIVATE KEY-----"
+            r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
+            r"(?:\s{0,4}[A-Za-z-]{1,20}:[^\n]{0,80}\n){0,3}[A-Za-z0-9+/=\s]{0,20000}"
+            r"-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
+            r"|(?<=://)[^\s/:@]{1,64}:[^\s/@]{1,128}(?=@)"  # user and password of an address
+            r"|\b(?i:aws_secret_access_key|aws_secret_key)[\"']?\s{0,4}[=:]\s{0,4}[\"']?[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"
+            r"|\bnpm_[A-Za-z0-9]{36}\b|\bSG\.[\w-]{22}\.[\w-]{43}(?![\w-])"
             r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"  # Amazon Web Services
             r"|\bgh[pousr]_[A-Za-z0-9]{36,255}\b|\bgithub_pat_[A-Za-z0-9_]{22,255}\b"
             r"|\bglpat-[A-Za-z0-9_-]{20,64}\b"
@@ -97,7 +101,7 @@ _PATTERNS: Final[Mapping[str, tuple[re.Pattern[str], Callable[[str], bool]]]] = 
         _always,
     ),
     "ip": (
-        re.compile(r"(?<![\w.:])(?:[0-9]{1,3}(?:\.[0-9]{1,3}){3}|[0-9A-Fa-f:]{7,39})(?![\w:])(?!\.[0-9])"),
+        re.compile(r"(?<![\w.:])(?:[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?!\w)|[0-9A-Fa-f:]{7,39}(?![\w:]))(?!\.[0-9])"),
         _is_ip_address,
     ),
 }

@@ -19,6 +19,8 @@ LIMITS: Final = tuple(field.name for field in fields(FilterOptions) if field.nam
 _SYMBOL: Final = re.compile("#|\\.\\.\\.|…")
 _BULLETS: Final = ("-", "*", "•", "‣", "◦", "·")
 _ELLIPSES: Final = ("...", "…")
+_WORD: Final = re.compile(r"\S+")
+_HUGE: Final = 1 << 23  # characters
 _MAX_WORDS_COUNTED: Final = 200_000  # of one document, for what is counted over words
 
 
@@ -36,9 +38,12 @@ def failed_limit(text: str, options: FilterOptions) -> tuple[str, float] | None:
 
 def _measures(text: str, options: FilterOptions) -> Iterator[tuple[str, float]]:
     """(name of a limit, value), without those that would be of no use: all others need at least one word."""
-    words = text.split()
-    yield "min_words", len(words)
-    yield "max_words", len(words)
+    # a list of the words of a huge text takes many times its memory
+    num_words = sum(1 for _ in _WORD.finditer(text)) if len(text) > _HUGE else -1
+    words = [] if num_words > options.max_words > 0 else text.split()
+    num_words = max(num_words, len(words))
+    yield "min_words", num_words
+    yield "max_words", num_words
     if not words:
         return
     mean = sum(map(len, words)) / len(words)

@@ -35,7 +35,7 @@ _NAME: Final = "search"
 _STARTUP_TRIALS: Final = 10  # random ones before a model of them is made
 _IDENTITY: Final = "identity"
 _MIN_TRIALS: Final = 10  # from which on importances of settings are estimated
-_STARTUP_TRIALS: Final = 5  # trials that are never pruned: there is nothing to compare with
+_UNPRUNED_TRIALS: Final = 5  # there is nothing to compare the first ones with
 
 # names of metrics that are better the larger they are, without what follows a colon
 _LARGER_IS_BETTER: Final = frozenset({"accuracy", "token_accuracy", "f1", "mcc", "auc", "r2", "spearman"})
@@ -336,7 +336,7 @@ class Study:
     def _pruner(self) -> Any:
         pruners = self._optuna.pruners
         if self._options.pruner == "median":
-            return pruners.MedianPruner(n_startup_trials=_STARTUP_TRIALS)
+            return pruners.MedianPruner(n_startup_trials=_UNPRUNED_TRIALS)
         return pruners.SuccessiveHalvingPruner() if self._options.pruner == "halving" else pruners.NopPruner()
 
     def _check_identity(self, identity: Mapping[str, Any]) -> None:
@@ -405,6 +405,6 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise missing_extra("tune", "optuna", "unisono tune params") from error
+        raise missing_extra("tune", "optuna", "a search of settings") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna

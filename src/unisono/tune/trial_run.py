@@ -121,6 +121,8 @@ class TrialRun:
                 kind="interrupted", reason=f"it ended with {signal.Signals(-code).name if code < 0 else code}"
             )
         _, ending = read_ending(self.run_dir, since_s=self._began_at_s)
+        if ending is not None and ending.kind == "killed":  # a rank, from outside
+            return RunEnd(kind="interrupted", reason=ending.sentence)
         reason = error_paragraph(self._tail()) or f"it ended with exit code {code}"
         kinds: dict[str, End] = {"out_of_memory": "out_of_memory", "numerics": "diverged"}
         return RunEnd(kind=kinds.get(ending.kind if ending is not None else "", "failed"), reason=reason)
