@@ -59,3 +59,55 @@ def test_options_that_would_do_nothing(desk: Desk) -> None:
     refused = desk.here("data", "columns", "a.jsonl", "--max-gap", "5")
     assert refused.code == 2
     assert "--max-gap 5 without --time" in refused.err
+
+
+def test_mask_and_unify(desk: Desk) -> None:
+    write(desk, "a.jsonl", spike=True)
+    (desk.folder / "b.csv").write_text('t,x,unit\n300,"20.5","C"\n301,21,"C"\n')
+    options = ("a.jsonl", "b.csv", "--time", "t", "--mask", "all", "--unify", "--out", "out")
+    done = desk.here("data", "columns", *options)
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[-6:] == [
+        "1 values masked: 1 of x",
+        "one schema of 3 columns, for which cells of 2 files changed",
+        "     a.jsonl, column unit: 200 added",
+        "     b.csv, column x: 1 string to float",
+        "     b.csv, column x: 1 int to float",
+        "report: out/report.html",
+    ]
+    assert (desk.folder / "out/data/b.csv").read_text() == 't,x,unit\n300,20.5,"C"\n301,21.0,"C"\n'
+    spike = json.loads((desk.folder / "out/data/a.jsonl").read_text().splitlines()[7])
+    assert spike == {"t": 7, "x": None, "unit": None}
+    assert json.loads((desk.folder / "out/masked.jsonl").read_text())["value"] == "100.5"
+    again = desk.here("data", "columns", "out/data", "--json")
+    assert (again.code, again.json["differences"], again.json["changes"]) == (0, [], None)
+
+
+def test_rows_that_do_not_fit(desk: Desk) -> None:
+    write(desk, "a.jsonl")
+    (desk.folder / "b.jsonl").write_text('{"t": 1, "x": 20.5}\n{"t": "noon", "x": 20.5}\n')
+    refused = desk.here("data", "columns", "a.jsonl", "b.jsonl", "--unify", "--out", "out")
+    assert refused.code == 2
+    assert "b.jsonl: row 1, column 't': 'noon' (str)" in refused.err
+    done = desk.here("data", "columns", "a.jsonl", "b.jsonl", "--unify", "--on-error", "skip", "--out", "new")
+    assert done.code == 0, done.err
+    assert "     b.jsonl: 1 rows left out" in done.out.splitlines()
+    none = desk.here("data", "columns", "a.jsonl", "--mask", "stuck", "--out", "none")
+    assert "0 values masked" in none.out.splitlines()
+    assert (desk.folder / "none/data/a.jsonl").read_bytes() == (desk.folder / "a.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        (["--mask", "all"], "--mask without --out"),
+        (["--unify"], "--unify without --out"),
+        (["--on-error", "skip", "--out", "out"], "--on-error skip without --unify"),
+    ],
+)
+def test_changes_that_would_go_nowhere(desk: Desk, options: list[str], given: str) -> None:
+    write(desk, "a.jsonl")
+    refused = desk.here("data", "columns", "a.jsonl", *options)
+    assert refused.code == 2
+    assert given in refused.err
+    assert not (desk.folder / "out").exists()

@@ -1,4 +1,4 @@
-"""``unisono data columns``: schema and numeric columns of tables before a run."""
+"""``unisono data columns``: schema and numeric columns of tables before a run, reported and changed in a copy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from unisono.cli.data_quality import resumable
 from unisono.errors import ConfigError
 
 if TYPE_CHECKING:
+    from unisono.quality.column_changes import ColumnChanges
     from unisono.quality.columns import ColumnsResult
 
 _SHOWN: Final = 20  # lines of each kind that fit on a screen
+_REASONS: Final = ("outlier", "non-finite", "stuck")  # as numeric_columns.REASONS, without its imports
 
 
 @click.command("columns")
@@ -39,6 +41,19 @@ _SHOWN: Final = 20  # lines of each kind that fit on a screen
     type=click.FloatRange(min=1.0),
     help="Median intervals between two stamps; more are a gap (default: 3).",
 )
+@click.option(
+    "--mask",
+    "mask",
+    multiple=True,
+    type=click.Choice((*_REASONS, "all")),
+    help="Write a copy in which such values are no value, or NaN in formats without null. May be repeated.",
+)
+@click.option("--unify", is_flag=True, help="Write a copy in which all files have one schema.")
+@click.option(
+    "--on-error",
+    type=click.Choice(("fail", "skip")),
+    help="With --unify, on a value that cannot be cast without loss (default: fail).",
+)
 @every_verb
 def check_table_columns(
     inputs: tuple[Path, ...],
@@ -49,14 +64,21 @@ def check_table_columns(
     max_z: float,
     max_stuck: int,
     max_gap: float | None,
+    mask: tuple[str, ...],
+    unify: bool,
+    on_error: str | None,
     as_json: bool,
 ) -> int:
     """Compare the schemas of the tables INPUTS and judge their numbers. Exit code 1 if files differ in their schemas.
 
-    INPUTS are tables or folders of these, one data set. Compared are columns, types, and modes of images in bytes. Of numeric
-    columns outliers, values that are not finite and stuck values are named, of stamps gaps and steps back.
+    INPUTS are tables or folders of these, one data set; they do not change. Compared are columns, types, and modes of images in
+    bytes. Of numeric columns outliers, values that are not finite and stuck values are named, of stamps gaps and steps back.
+    With --unify the exit code is 0 once the copy is written. After a kill, the same command goes on.
 
     \b
+    OUT/data           with --mask or --unify: the changed tables, under the inputs' names
+    OUT/masked.jsonl   each masked value as it was: file, row, column
+    OUT/dropped.jsonl  each row that --on-error skip left out
     OUT/flagged.jsonl  each flagged value: file, row, column, reasons
     OUT/report.html    schema, differences, histograms; OUT/report.json the same as data
     """
@@ -69,6 +91,20 @@ def check_table_columns(
             consequence="nothing was read",
             nearest="--time NAME, the column of the stamps",
         )
+    if (mask or unify) and out is None:
+        raise ConfigError(
+            given=f"{'--mask' if mask else '--unify'} without --out",
+            rule="the inputs stay as they are, and a copy is written",
+            consequence="nothing was read",
+            nearest="--out FOLDER",
+        )
+    if on_error is not None and not unify:
+        raise ConfigError(
+            given=f"--on-error {on_error} without --unify",
+            rule="values are cast to one schema with --unify",
+            consequence="nothing was read",
+            nearest="--unify",
+        )
     options = ColumnOptions(
         columns=columns,
         time=time,
@@ -76,11 +112,14 @@ def check_table_columns(
         max_z=max_z,
         max_stuck=max_stuck,
         max_gap=3.0 if max_gap is None else max_gap,
+        mask=tuple(reason for reason in _REASONS if reason in mask or "all" in mask),
+        unify=unify,
+        skips_unfit=on_error == "skip",
     )
     with resumable(out):
         result = check_columns(inputs, out=out, options=options)
     print_result(as_json, asdict(result), [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
-    return 1 if result.differences else 0
+    return 1 if result.differences and not unify else 0
 
 
 def _lines(result: ColumnsResult) -> list[str]:
@@ -111,4 +150,24 @@ def _lines(result: ColumnsResult) -> list[str]:
             f"{times.column}: median interval {usual}, {times.gaps:,} gaps, {times.back:,} steps back, {times.repeated:,} "
             "repeated"
         )
+    return (
+        lines
+        if result.changes is None
+        else [*lines, *_change_lines(result.changes, is_masked=bool(result.options.mask))]
+    )
+
+
+def _change_lines(changes: ColumnChanges, *, is_masked: bool) -> list[str]:
+    lines: list[str] = []
+    if is_masked:
+        columns = ", ".join(f"{count:,} of {name}" for name, count in changes.masked.items())
+        lines.append(f"{sum(changes.masked.values()):,} values masked" + (f": {columns}" if columns else ""))
+    if changes.types:
+        files = len({cast.file for cast in changes.casts})
+        lines.append(f"one schema of {len(changes.types):,} columns, for which cells of {files:,} files changed")
+    for cast in changes.casts[:_SHOWN]:
+        lines.append(f"     {cast.file}, column {cast.column}: {cast.count:,} {cast.change}")
+    if len(changes.casts) > _SHOWN:
+        lines.append(f"     and {len(changes.casts) - _SHOWN:,} more")
+    lines += [f"     {file}: {count:,} rows left out" for file, count in changes.dropped.items()]
     return lines

@@ -61,6 +61,7 @@ class ColumnFacts(msgspec.Struct):
         contents: Of bytes: count and first row of each content, such as ``JPEG RGB`` or ``text, UTF-8``.
         is_number_text: Whether each string is the text of a finite number.
         numbers: Number of the column's file of numbers, -1 if it has none.
+        has_bare_numbers: Whether strings among the cells are numbers without quotes, as CSV has them.
     """
 
     counts: dict[str, int] = {}
@@ -69,6 +70,7 @@ class ColumnFacts(msgspec.Struct):
     contents: dict[str, tuple[int, int]] = {}
     is_number_text: bool = True
     numbers: int = -1
+    has_bare_numbers: bool = False
 
 
 class FileFacts(msgspec.Struct):
@@ -169,7 +171,7 @@ class _FileScan:
             _is_finite_number(cells.values[at]) for at in np.flatnonzero(cells.kinds == STRING).tolist()
         )
         for at in np.flatnonzero(cells.kinds == BYTES).tolist():
-            content = _content(cells.values[at], may_have_header=self._file.kind == ".rec")
+            content = content_of(cells.values[at], may_have_header=self._file.kind == ".rec")
             count, first = column.contents.get(content, (0, row + at))
             column.contents[content] = (count + 1, first)
 
@@ -247,7 +249,7 @@ def _join_texts(column: ColumnFacts) -> None:
         for kind in _NUMBERS:
             column.counts.pop(kind, None)
             column.first.pop(kind, None)
-        column.numbers = -1
+        column.numbers, column.has_bare_numbers = -1, True
 
 
 def _is_finite_number(text: str) -> bool:
@@ -285,7 +287,7 @@ def _unit_s(stored: str) -> float:
     return next((unit_s for name, unit_s in _STAMP_UNITS.items() if stored.startswith(name)), 0.0)
 
 
-def _content(value: bytes, *, may_have_header: bool) -> str:
+def content_of(value: bytes, *, may_have_header: bool) -> str:
     """The format and mode of an image, or the encoding of a text, by the bytes alone."""
     if not value:
         return "empty"
@@ -301,7 +303,7 @@ def _content(value: bytes, *, may_have_header: bool) -> str:
             image = bytes(unpack_header(value)[1])
         except DataError:
             image = b""
-        if image and (content := _content(image, may_have_header=False)) not in (*NO_TEXT, UTF8, OTHER_TEXT):
+        if image and (content := content_of(image, may_have_header=False)) not in (*NO_TEXT, UTF8, OTHER_TEXT):
             return content
     if value.translate(None, _CONTROL) != value:
         return "binary"

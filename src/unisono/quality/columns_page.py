@@ -42,6 +42,7 @@ def write_columns_page(path: Path, name: str, result: ColumnsResult) -> None:
                 for column in result.columns
             ],
         ),
+        *_changes(result),
         *_numeric(result),
         *([] if result.times is None else _times(result.times)),
         _table("Files", ("file", "rows"), [[printable(file), f"{rows:,}"] for file, rows in result.rows.items()]),
@@ -53,6 +54,7 @@ def write_columns_page(path: Path, name: str, result: ColumnsResult) -> None:
         Figure("rows", f"{sum(result.rows.values()):,}"),
         Figure("columns", f"{len(result.columns):,}"),
         Figure("flagged numbers", f"{flagged:,}"),
+        *([] if result.changes is None else [Figure("masked values", f"{sum(result.changes.masked.values()):,}")]),
     ]
     page = render_page(
         SUMMARY,
@@ -86,6 +88,31 @@ def _differences(result: ColumnsResult) -> Iterator[Section]:
     if rows:
         head = ("file", "column", "difference", "is", "in most files", "cells", "first row")
         yield _table("Differences", head, rows)
+
+
+def _changes(result: ColumnsResult) -> Iterator[Section]:
+    """What is another in the copy."""
+    changes = result.changes
+    if changes is None:
+        return
+    if changes.types:
+        rows = [[printable(name), printable(kind)] for name, kind in changes.types.items()]
+        yield _table("Schema of the copy", ("column", "type"), rows, "All files of the copy have these columns.")
+    if changes.casts:
+        cells = [
+            [printable(each.file), printable(each.column), each.change, f"{each.count:,}"] for each in changes.casts
+        ]
+        note = "A column that a file had not was added without values."
+        yield _table("Changed to fit the schema", ("file", "column", "change", "cells"), cells, note)
+    if changes.masked:
+        masked = [[printable(name), f"{count:,}"] for name, count in changes.masked.items()]
+        note = "In the copy they have no value; masked.jsonl has each as it was."
+        yield _table("Masked values", ("column", "values"), masked, note)
+    if changes.dropped:
+        dropped = [[printable(file), f"{count:,}"] for file, count in changes.dropped.items()]
+        yield _table(
+            "Rows left out", ("file", "rows"), dropped, "dropped.jsonl has each with the value that does not fit."
+        )
 
 
 def _numeric(result: ColumnsResult) -> Iterator[Section]:

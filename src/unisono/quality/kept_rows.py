@@ -145,13 +145,14 @@ def _with_text(line: bytes, column: str, label: str | None, text: bytes) -> byte
     row = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
     new = text.decode("utf-8", "surrogatepass")
     if label is None:
-        row[column] = msgspec.Raw(_as_json(new))
+        row[column] = msgspec.Raw(as_json(new))
     else:
-        row[label] = msgspec.Raw(_as_json(label_like(new, json.loads(bytes(row[label])))))
+        row[label] = msgspec.Raw(as_json(label_like(new, json.loads(bytes(row[label])))))
     return msgspec.json.encode(row) + (b"\n" if line.endswith(b"\n") else b"")
 
 
-def _as_json(value: Any) -> bytes:
+def as_json(value: Any) -> bytes:
+    """A value as JSON, characters as they are where UTF-8 has them."""
     try:
         return json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # lone surrogates, which only escapes can write

@@ -138,10 +138,10 @@ def _in_column(
             yield _difference(file, name, "type", given, expected.type, values, first)
         elif column.stored != stored[bool(column.stored)]:
             yield _difference(file, name, "type", column.stored, stored[bool(column.stored)], values)
-    mode = _image_mode(expected.contents)
+    mode = image_mode(expected.contents)
     if mode:
         for content, (count, first) in column.contents.items():
-            if _mode(content) != mode:
+            if mode_of(content) != mode:
                 yield _difference(file, name, "image", content, f"images of mode {mode}", count, first)
 
 
@@ -180,16 +180,17 @@ def _usual_stored(name: str, facts: Sequence[FileFacts]) -> dict[bool, str]:
     return {False: "", True: max(declared, key=lambda stored: declared[stored], default="")}
 
 
-def _image_mode(contents: Mapping[str, int]) -> str:
+def image_mode(contents: Mapping[str, int]) -> str:
     """The mode of most images; empty if most values are no images."""
     modes: Counter[str] = Counter()
     for content, count in contents.items():
-        modes[_mode(content)] += count
+        modes[mode_of(content)] += count
     images = sum(count for mode, count in modes.items() if mode)
     if 2 * images <= sum(modes.values()):
         return ""
     return max((mode for mode in modes if mode), key=lambda mode: modes[mode])
 
 
-def _mode(content: str) -> str:
+def mode_of(content: str) -> str:
+    """The mode of an image by its content, such as ``JPEG RGB``; empty of other contents."""
     return "" if content in _NO_IMAGE else content.partition(" ")[2]

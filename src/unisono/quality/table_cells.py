@@ -123,10 +123,10 @@ def _of_rows(rows: Iterator[tuple[Row, int]]) -> Iterator[Batch]:
 
 def _batch(rows: Sequence[Row]) -> Batch:
     names = dict.fromkeys(name for row in rows for name in row)
-    return Batch(len(rows), {name: cells_of([_decoded(row.get(name, _ABSENT)) for row in rows]) for name in names})
+    return Batch(len(rows), {name: cells_of([decoded(row.get(name, _ABSENT)) for row in rows]) for name in names})
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
     """The bytes of ``{"base64": "…"}``, which is how JSONL has them; any other value itself."""
     if type(value) is dict and value.keys() == {"base64"} and isinstance(value["base64"], str):
         try:
@@ -138,7 +138,7 @@ def _decoded(value: Any) -> Any:
 
 def cells_of(values: Sequence[Any]) -> Cells:
     """The cells of Python objects."""
-    kinds = np.fromiter((_kind_of(value) for value in values), np.uint8, len(values))
+    kinds = np.fromiter((kind_of(value) for value in values), np.uint8, len(values))
     numbers = np.full(len(values), np.nan)
     where = np.flatnonzero((kinds == INT) | (kinds == FLOAT))
     found = [values[row] for row in where.tolist()]
@@ -149,7 +149,8 @@ def cells_of(values: Sequence[Any]) -> Cells:
     return Cells(kinds=kinds, numbers=numbers, values=values)
 
 
-def _kind_of(value: Any) -> int:
+def kind_of(value: Any) -> int:
+    """The number in ``KINDS`` of a Python object."""
     return ABSENT if value is _ABSENT else _KIND_OF.get(type(value), OTHER)
 
 
@@ -193,14 +194,15 @@ def _csv_cells(cells: Sequence[tuple[str, bool]]) -> Cells:
     if texts and not any(in_quotes for _, in_quotes in cells) and _CSV_NUMBERS.fullmatch(joined):
         kinds = np.array([INT if _CSV_INT.fullmatch(text) else FLOAT for text in texts], np.uint8)
     else:
-        kinds = np.array([_csv_kind(text, in_quotes) for text, in_quotes in cells], np.uint8)
+        kinds = np.array([csv_kind(text, in_quotes) for text, in_quotes in cells], np.uint8)
     numbers = np.full(len(texts), np.nan)
     where = np.flatnonzero((kinds == INT) | (kinds == FLOAT))
     numbers[where] = [float(texts[row]) for row in where.tolist()]
     return Cells(kinds=kinds, numbers=numbers, values=texts)
 
 
-def _csv_kind(text: str, in_quotes: bool) -> int:
+def csv_kind(text: str, in_quotes: bool) -> int:
+    """The number in ``KINDS`` of a cell of CSV."""
     if in_quotes:
         return STRING
     return {"int64": INT, "float64": FLOAT}.get(number_kind(text), STRING) if text else NULL
@@ -228,9 +230,9 @@ def _parquet(path: Path, wanted: Collection[str]) -> Iterator[Batch]:
 def arrow_cells(column: Any, *, wanted: bool) -> Cells:
     """The cells of an arrow array; ``values`` of numbers and lists only if ``wanted``. Stamps are ints of their unit."""
     stored = str(column.type)
-    if stored.startswith("dictionary<"):
+    if is_dictionary(stored):
         column = column.dictionary_decode()
-    kind = _arrow_kind(str(column.type))
+    kind = arrow_kind(str(column.type))
     is_null = column.is_null().to_numpy(zero_copy_only=False)
     if kind == OTHER and str(column.type).startswith("timestamp") and wanted:
         return _with_nulls(kind, column.cast("int64").to_pylist(), is_null, stored)
@@ -249,7 +251,19 @@ def _with_nulls(kind: int, values: Sequence[Any], is_null: NDArray[np.bool_], st
     return Cells(kinds=kinds, numbers=np.full(len(kinds), np.nan), values=values, stored=stored)
 
 
-def _arrow_kind(stored: str) -> int:
+def is_dictionary(stored: str) -> bool:
+    """Whether values of a type, by its name, are codes of others."""
+    return stored.startswith("dictionary<")
+
+
+def stored_kind(stored: str) -> str:
+    """The kind of a type's values, by its name, as ``KINDS`` has it."""
+    return KINDS[
+        arrow_kind(stored.removeprefix("dictionary<values=").partition(",")[0] if is_dictionary(stored) else stored)
+    ]
+
+
+def arrow_kind(stored: str) -> int:
     """The kind of a type by its name."""
     if stored in ("null", "bool"):
         return NULL if stored == "null" else BOOL

@@ -125,6 +125,27 @@ def decode(
         return _pillow_pixels(image, name, color)
 
 
+def undecoded_part(data: Encoded) -> str:
+    """The part of an image that ``decode`` leaves out: transparency, further images or lower bits; empty if there is none.
+
+    Args:
+        data: An image that ``decode`` has decoded, so that its size is known to be bounded.
+    """
+    view = as_view(data)
+    if is_jpeg(view):
+        return ""
+    name = _size(view)[0]
+    with _opened(view, name) as image:
+        if getattr(image, "n_frames", 1) > 1:
+            return "further images"
+        if image.mode.startswith("I;16"):
+            return "the lower 8 bits"
+        if "A" in image.getbands() or "transparency" in image.info:
+            lowest, _ = image.convert("RGBA").getchannel("A").getextrema()
+            return "transparency" if lowest != 255 else ""
+    return ""
+
+
 def check_pixels(width: int, height: int, max_pixels: int) -> None:
     """Raise DataError for more than ``max_pixels``."""
     if width * height > max_pixels:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -163,6 +163,33 @@ def write(path: Path, table: Table) -> int:
             writer.write_table(pa.Table.from_arrays(columns, schema=arrow))
             count += len(group)
     return count
+
+
+def write_batches(path: Path, schema: Any, batches: Iterable[Any]) -> None:
+    """Write record batches of pyarrow, with columns of any type and nulls, in row groups of about 4,096 rows or 32 MiB.
+
+    Raises:
+        DataError: pyarrow cannot write a type.
+    """
+    pa, pq = _pyarrow()
+    options = {"write_page_checksum": True, "write_batch_size": 64}
+    group: list[Any] = []
+    try:
+        with new_file(path) as file, pq.ParquetWriter(file, schema, **options) as writer:
+            for batch in batches:
+                if not batch.num_rows:  # else it may become a row group without pages
+                    continue
+                group.append(batch)
+                full = sum(each.num_rows for each in group) >= _GROUP_ROWS
+                if full or sum(each.nbytes for each in group) >= _GROUP_BYTES:
+                    writer.write_table(pa.Table.from_batches(group, schema))
+                    group = []
+            if group:
+                writer.write_table(pa.Table.from_batches(group, schema))
+    except (pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
+        raise unwritable_error(
+            f"{path}: {shorten(str(error), 500)}", "pyarrow can write all types of the file", "choose other columns"
+        ) from error
 
 
 def _group(rows: Iterator[Row]) -> Iterator[Row]:
