@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ from pictures import blurred, crop, edits, jpeg, photograph, write_photographs
 from PIL import Image
 
 from unisono.data.convert.formats.table import Table
+from unisono.data.convert.pack import pack_images
 from unisono.data.convert.table_files import write_table
+from unisono.data.dataset import read_samples
+from unisono.data.sources import open_source
 from unisono.errors import ConfigError, DataError
 from unisono.quality.clean import clean
 from unisono.quality.leak import find_leaks
@@ -129,8 +134,6 @@ def test_images_in_tables(tmp_path: Path, suffix: str) -> None:
 
 
 def test_splits_keep_copies_together(tmp_path: Path) -> None:
-    from fractions import Fraction
-
     for name, begin in (("cat", 0), ("dog", 100)):
         write_photographs(tmp_path / "images" / name, range(begin, begin + 20))
         for copy in range(4):
@@ -145,6 +148,23 @@ def test_splits_keep_copies_together(tmp_path: Path) -> None:
         for copy in range(4):
             both = {f"{name}/copy-{copy}.jpg", f"{name}/{begin + copy:04d}.jpg"}
             assert both <= train or both <= test
+
+
+def test_image_records_keep_their_classes(tmp_path: Path) -> None:
+    for name, begin in (("cat", 0), ("dog", 10)):
+        write_photographs(tmp_path / "images" / name, range(begin, begin + 6))
+    (tmp_path / "images" / "dog" / "copy.jpg").write_bytes(edits(photograph(2))["poor.jpg"])
+    pack_images(tmp_path / "images", tmp_path / "all.rec")
+    result = clean([tmp_path / "all.rec"], tmp_path / "out", only_dedup(DuplicateOptions()))
+    assert result.dropped == {"dedup.near": 1}
+    kept = open_source(tmp_path / "out/data/all.rec")
+    samples = read_samples(kept, np.arange(len(kept)))
+    assert [int(sample["targets"]) for sample in samples] == [0] * 6 + [1] * 6
+    assert bytes(samples[2]["image"]) == (tmp_path / "images/cat/0002.jpg").read_bytes()
+    assert kept.class_names == {"targets": ("cat", "dog")}
+    half = {"a": Fraction(1, 2), "b": Fraction(1, 2)}
+    parts = split([tmp_path / "all.rec"], tmp_path / "parts", half, class_field="targets").parts
+    assert sum((Counter(part.classes) for part in parts), Counter()) == {"cat": 6, "dog": 7}
 
 
 def test_images_without_gradients_are_near_nothing(tmp_path: Path) -> None:

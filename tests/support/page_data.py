@@ -234,6 +234,8 @@ def quality(folder: Path) -> dict[str, str]:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     write_photographs(folder / "photos", range(8))
     write_photographs(folder / "held-out-photos", range(100, 104))
+    write_photographs(folder / "animals" / "cat", range(200, 203))
+    write_photographs(folder / "animals" / "dog", range(202, 205))
     readings = [f"{number // 2},{'ab'[number % 2]},{draw.gauss(20, 1)}" for number in range(200)]
     (folder / "tables").mkdir()
     (folder / "tables" / "readings.csv").write_text("\n".join(["t,sensor,x", *readings]) + "\n")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from unisono.cli.common import every_verb, print_result
-from unisono.cli.data_quality import compares, duplicate_options, resumable
+from unisono.cli.data_quality import IMAGE_NEAR, compares, duplicate_options, resumable
 from unisono.errors import ConfigError
 from unisono.sanitize import printable
 
@@ -22,7 +22,9 @@ _SHOWN: Final = 5  # pairs of labels that fit on a screen
 
 @click.command("labels")
 @click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--label", required=True, metavar="FIELD", help="Field of the labels.")
+@click.option(
+    "--label", metavar="FIELD", help="Field of the labels (default: the folder of files, the class of image records)."
+)
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
 @click.option(
     "--losses",
@@ -37,11 +39,12 @@ _SHOWN: Final = 5  # pairs of labels that fit on a screen
     show_default=True,
     help="Conflicts, and suspects, that the page shows.",
 )
+@IMAGE_NEAR
 @compares
 @every_verb
 def find_labels(
     inputs: tuple[Path, ...],
-    label: str,
+    label: str | None,
     out: Path,
     losses: Path | None,
     whole_rows: bool,
@@ -52,9 +55,9 @@ def find_labels(
 ) -> None:
     """Find labels of INPUTS that are likely wrong, and write a page on which they can be marked.
 
-    INPUTS are tables, or folders of these; they do not change. Conflicts are documents that are the same or near each other and
-    have different labels. Suspects are documents whose label models contradict that did not train on them. After a kill, the
-    same command goes on.
+    INPUTS are tables with a field of text or images, folders of these, or folders of images; they do not change. Conflicts are
+    documents that are the same or near each other and have different labels. Suspects are documents whose label models
+    contradict that did not train on them. After a kill, the same command goes on.
 
     \b
     OUT/report.html      both, with buttons; saves marks.json, which unisono data relabel takes
@@ -99,7 +102,8 @@ def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
     if len(result.confusions) > _SHOWN:
         lines.append(f"     and {len(result.confusions) - _SHOWN:,} more pairs of labels")
     if result.crowded:
-        lines.append(f"{result.crowded:,} texts had too many candidates to be compared with all of them")
+        noun = "images" if result.content == "images" else "texts"
+        lines.append(f"{result.crowded:,} {noun} had too many candidates to be compared with all of them")
     return [*lines, f"look through and mark: {out / 'report.html'}"]
 
 
@@ -117,7 +121,8 @@ def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
 def relabel_documents(inputs: tuple[Path, ...], marks: Path, out: Path, workers: int | None, as_json: bool) -> None:
     """Write INPUTS with marked labels changed, and without the documents that were marked to be dropped, into a new folder.
 
-    INPUTS are those of unisono data labels; they do not change. Marks of other data are refused.
+    INPUTS are those of unisono data labels; they do not change. Marks of other data are refused. A file whose label is its
+    folder goes into the folder of its new label.
 
     \b
     OUT/data           the documents, in files of the inputs' names and formats

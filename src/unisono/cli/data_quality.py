@@ -78,22 +78,21 @@ def compares(function: F) -> F:
     return function
 
 
+IMAGE_NEAR = click.option(
+    "--image-near",
+    type=click.FloatRange(min=0.1, max=1.0),
+    help="Correlation of the gradients of thumbnails from which on images count as the same (default: 0.85).",
+)
+
+
 def compares_images(function: F) -> F:
     """Decorator that adds the options by which images are compared."""
-    for option in (
-        click.option(
-            "--crops/--no-crops",
-            default=None,
-            help="Whether a part of an image counts as the image (default: only of data leak).",
-        ),
-        click.option(
-            "--image-near",
-            type=click.FloatRange(min=0.1, max=1.0),
-            help="Correlation of the gradients of thumbnails from which on images count as the same (default: 0.85).",
-        ),
-    ):
-        function = option(function)
-    return function
+    crops = click.option(
+        "--crops/--no-crops",
+        default=None,
+        help="Whether a part of an image counts as the image (default: only of data leak).",
+    )
+    return IMAGE_NEAR(crops(function))
 
 
 @click.command("dedup")

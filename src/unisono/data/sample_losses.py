@@ -1,6 +1,7 @@
 """Losses of single samples in a file, from models that did not train on them.
 
-The tensors of the file, in the safetensors format; samples are numbered in the order of the data set's files and rows, from 0:
+The tensors of the file, in the safetensors format; samples are numbered in the order of the data set's files and rows, from 0,
+those of a folder of images in the order of the folders and names of these:
 
     sample         int64   [samples]           their numbers, ascending
     loss           float64 [samples]           mean loss of the sample; NaN of one in which nothing counts
@@ -21,10 +22,13 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from unisono.data.convert.pack.image_listing import list_images
+from unisono.data.sources.arrow_folder import is_arrow_folder
 from unisono.errors import DataError
 from unisono.storage.files import write_atomically
 
@@ -34,17 +38,19 @@ _KINDS: Final = {"sample": "i", "loss": "f", "fold": "i", "target": "i", "probab
 
 
 class SampleFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of samples as it was when they were evaluated.
+    """A file of samples, or a folder of images, as it was when they were evaluated.
 
     Attributes:
         path: Absolute.
-        size: In bytes.
-        mtime_ns: Time of its last change.
+        size: In bytes; of a folder that of its images.
+        mtime_ns: Time of its last change; of a folder that of the image that was changed last.
+        listing: Of a folder of images a hash of their names, sizes and times of change, in the order of the samples; else empty.
     """
 
     path: str
     size: int
     mtime_ns: int
+    listing: str = ""
 
 
 class LossesOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,13 +98,68 @@ class SampleLosses:
 
 
 def describe_files(paths: Sequence[str | Path]) -> list[SampleFile]:
-    """Files as they are now. Raises OSError if one is not there."""
-    found = [Path(os.path.abspath(path)) for path in paths]
-    status = [path.stat() for path in found]
+    """Files, and folders of images, as they are now.
+
+    Raises:
+        DataError: A folder has no images.
+        OSError: A file is not there.
+    """
+    found: list[SampleFile] = []
+    for path in (Path(os.path.abspath(path)) for path in paths):
+        if path.is_dir() and not is_arrow_folder(path):
+            found.append(_describe_folder(path, images_in(path)))
+        else:
+            status = path.stat()
+            found.append(SampleFile(path=str(path), size=status.st_size, mtime_ns=status.st_mtime_ns))
+    return found
+
+
+def images_in(folder: Path) -> list[SampleFile]:
+    """The images of a folder in the order in which a run numbers its samples.
+
+    Raises:
+        DataError: It has no images.
+    """
+    listing = list_images(folder)
     return [
-        SampleFile(path=str(path), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
-        for path, stat in zip(found, status, strict=True)
+        SampleFile(path=str(listing.root / image.name), size=image.stamp[0], mtime_ns=image.stamp[1])
+        for image in listing.samples
     ]
+
+
+def files_with_samples(about: LossesOf) -> list[SampleFile]:
+    """The files in the order of their samples; of a folder of images each of these.
+
+    Raises:
+        DataError: A folder of images is not there, or has changed.
+    """
+    files: list[SampleFile] = []
+    for file in about.files:
+        if not file.listing:
+            files.append(file)
+            continue
+        images = images_in(Path(file.path)) if os.path.isdir(file.path) else []
+        if _describe_folder(Path(file.path), images) != file:
+            raise DataError(
+                given=f"losses of the images in {file.path}, which have changed since, or are not there",
+                rule="losses belong to the files that they are of, as these were",
+                consequence="nothing was written",
+                nearest="the files as they were; or the cross-validation again: unisono tune folds CONFIG --sample-losses",
+            )
+        files += images
+    return files
+
+
+def _describe_folder(folder: Path, images: Sequence[SampleFile]) -> SampleFile:
+    listing = xxhash.xxh3_128()
+    for image in images:
+        listing.update(f"{image.path.removeprefix(str(folder))}\0{image.size} {image.mtime_ns}\n".encode())
+    return SampleFile(
+        path=str(folder),
+        size=sum(image.size for image in images),
+        mtime_ns=max((image.mtime_ns for image in images), default=0),
+        listing=listing.hexdigest(),
+    )
 
 
 def read_losses(path: Path) -> SampleLosses:

@@ -22,9 +22,11 @@ from unisono.data.convert.table_files import Row, files_of, open_file, read_form
 from unisono.data.image.decoding import image_format
 from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, find_corpus, read_text
 from unisono.errors import DataError
+from unisono.quality.image_records import PAYLOAD, RECORDS, image_of_record, record_classes
 from unisono.sanitize import listed, quoted
 from unisono.storage.files import MAX_SHOWN_PATH, look_up
 from unisono.storage.limits import MAX_RECORD_BYTES
+from unisono.tasks.sources import TARGETS
 
 if TYPE_CHECKING:
     from unisono.quality.sketch_folder import Sketches
@@ -123,7 +125,9 @@ class Documents:
         return _texts(file, self.column) if self.content == TEXT else _images(file, self.column)
 
     def values(self, field: str) -> Iterator[Any]:
-        """The value of a field of the tables, of each document. A file that is one document has the field ``folder``.
+        """The value of a field of the tables, of each document.
+
+        A file that is one document has the field ``folder``; image records have ``targets``, the name or number of their class.
 
         Raises:
             DataError: A file or row has no such field, or its value is no string, number or truth value.
@@ -138,6 +142,9 @@ class Documents:
                     )
                 yield str(Path(file.name).parent)
                 continue
+            if field == TARGETS and has_image_records(file):
+                yield from record_classes(file.path)
+                continue
             for number, row in enumerate(_rows(file, field)):
                 if isinstance(row, DataError):
                     raise row
@@ -145,17 +152,15 @@ class Documents:
                     raise _no_value(file, number, field, row, "a class or a group is a string or a number")
                 yield row[field]
 
-    def contents(self, places: Collection[tuple[int, int]]) -> dict[tuple[int, int], str | bytes]:
-        """The texts or images at some places, (number of the file, row); each file is read as far as needed."""
+    def contents(self, places: Collection[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], str | bytes]]:
+        """The texts or images at some places, (number of the file, row), one by one; each file is read as far as needed."""
         wanted: dict[int, set[int]] = {}
         for file, row in places:
             wanted.setdefault(file, set()).add(row)
-        return {
-            (file, row): found
-            for file, rows in wanted.items()
-            for row, found in enumerate(islice(self._contents(self.files[file]), max(rows) + 1))
-            if row in rows and not isinstance(found, DataError)
-        }
+        for file, rows in wanted.items():
+            for row, found in enumerate(islice(self._contents(self.files[file]), max(rows) + 1)):
+                if row in rows and not isinstance(found, DataError):
+                    yield (file, row), found
 
     def require_unchanged(self) -> None:
         """Raise DataError if a file has changed since it was listed."""
@@ -322,7 +327,21 @@ def _content_of_file(file: InputFile, column: str | None) -> Content | None:
     if row is None:
         return None
     value = row.get(column or image_column(row) or TEXT)
-    return "images" if isinstance(value, bytes) and image_format(value) else "text"
+    is_image = isinstance(value, bytes) and image_format(_image_in(value, file)) is not None
+    return "images" if is_image else "text"
+
+
+def _image_in(value: bytes, file: InputFile) -> bytes:
+    """The encoded image that a value of a table is; of an image record without its header."""
+    return (image_of_record(value) or value) if file.kind == RECORDS else value
+
+
+def has_image_records(file: InputFile) -> bool:
+    """Whether the first record of a file is an image behind the header of image records."""
+    if file.kind != RECORDS:
+        return False
+    row = next(iter(open_file(file.path, file.kind).rows), None)
+    return row is not None and image_of_record(row[PAYLOAD]) is not None
 
 
 def _absolute(path: str | Path) -> Path:
@@ -395,8 +414,10 @@ def _images(file: InputFile, column: str | None) -> Iterator[bytes | DataError]:
             continue
         name = column or image_column(row) or "image"
         value: Any = row.get(name)
-        is_bytes = isinstance(value, bytes)
-        yield value if is_bytes else _no_value(file, number, name, row, "a document is an encoded image")
+        if isinstance(value, bytes):
+            yield _image_in(value, file)
+        else:
+            yield _no_value(file, number, name, row, "a document is an encoded image")
 
 
 def image_column(row: Row) -> str | None:

@@ -15,10 +15,19 @@ from numpy.typing import NDArray
 
 from unisono.data.convert.table_files import Row, open_file, write_table
 from unisono.errors import DataError
-from unisono.quality.documents import WHOLE_FILE, Documents, InputFile, text_column, text_field_of_lines
+from unisono.quality.documents import (
+    WHOLE_FILE,
+    Documents,
+    InputFile,
+    has_image_records,
+    text_column,
+    text_field_of_lines,
+)
+from unisono.quality.image_records import copy_class_names, record_class_names, with_class
 from unisono.quality.label_values import label_like
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
+from unisono.tasks.sources import TARGETS
 
 DATA_FOLDER: Final = "data"
 WRITABLE: Final = (".rec", ".mindrecord", ".jsonl", ".parquet", ".tar", ".csv", WHOLE_FILE)
@@ -36,8 +45,8 @@ def write_kept(
 ) -> int:
     """Write ``data/NAME`` with the kept rows of each file, and ``kept/NAME.npy`` with their numbers, int64.
 
-    Where a document has not changed, lines of JSONL and files of text are copied byte for byte; rows of other formats are read
-    and written. ``data`` leaves out a file without kept rows.
+    Where a document has not changed, lines of JSONL and files of text or images are copied byte for byte; rows of other formats
+    are read and written. ``data`` leaves out a file without kept rows. The names of the classes of image records go with them.
 
     Args:
         documents: The data set.
@@ -136,8 +145,15 @@ def _write_file(
         return
     table = open_file(file.path, file.kind)
     rows = zip(compress(table.rows, kept), texts, strict=True)
-    new_rows = (row if text is None else _row_with_text(row, file, column, label, text) for row, text in rows)
+    is_records = has_image_records(file)
+    if is_records and label == TARGETS:
+        names = record_class_names(file.path)
+        new_rows = (row if text is None else with_class(row, names, text.decode()) for row, text in rows)
+    else:
+        new_rows = (row if text is None else _row_with_text(row, file, column, label, text) for row, text in rows)
     write_table(target, replace(table, rows=new_rows), is_shard=True)
+    if is_records:
+        copy_class_names(file.path, target)
 
 
 def _with_text(line: bytes, column: str, label: str | None, text: bytes) -> bytes:

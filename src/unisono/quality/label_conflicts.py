@@ -9,12 +9,15 @@ one of another label, with which it is then never compared. So here
 - texts of one label are never compared with each other, and those of each label have room of their own in the buckets: many
   copies with the same label hide no conflict.
 
+Images go the same way: those of the same file count as one, and each is compared with all before it that have another label.
+
 A group joins all documents that are in conflict with each other, also over several others between them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,10 +25,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.quality.clusters import find_root, join
+from unisono.quality.comparison import threshold_of
+from unisono.quality.documents import Content
 from unisono.quality.near_duplicates import MAX_COMPARED, Buckets, candidates, exact_duplicates, jaccard
+from unisono.quality.near_images import similar_images
+from unisono.quality.options import DuplicateOptions
 from unisono.quality.sketch_folder import Sketches
 
 _SEVERAL: Final = -1  # group of texts that have several labels
+# a document, those before it that are similar enough to it, and whether it had too many candidates
+_Similar = Iterator[tuple[int, list[tuple[int, float]], bool]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,17 +62,20 @@ class ConflictGroup:
         return next(other for other in self.counts if other != label)
 
 
-def find_conflicts(sketches: Sketches, near: float, labels: NDArray[np.int64]) -> tuple[list[ConflictGroup], int]:
+def find_conflicts(
+    content: Content, sketches: Sketches, options: DuplicateOptions, labels: NDArray[np.int64]
+) -> tuple[list[ConflictGroup], int]:
     """Find documents that are the same or near each other and have different labels.
 
     Args:
+        content: What documents are.
         sketches: Of all documents.
-        near: Jaccard similarity from which on documents are near each other; 0: only the same text counts.
+        options: From which similarity on documents are near each other.
         labels: Number of each document's label, int64 [documents].
 
     Returns:
-        The groups, by their first document; and how many texts were not compared with all of their candidates of other labels,
-        as there were too many.
+        The groups, by their first document; and how many texts or images were not compared with all of their candidates of
+        other labels, as there were too many.
     """
     exact = exact_duplicates(sketches)
     text_of = np.arange(len(sketches))
@@ -73,19 +85,13 @@ def find_conflicts(sketches: Sketches, near: float, labels: NDArray[np.int64]) -
     best = has_several.astype(np.float64)  # largest similarity to a document of another label
     first = np.arange(len(sketches))
     crowded = 0
-    if near:
-        buckets = Buckets()
-        for text, shared in candidates(sketches, exact.document):
-            group = _SEVERAL if has_several[text] else int(labels[text])
-            others, is_full = buckets.sharing(shared, without=None if has_several[text] else group)
-            shingles = sketches.shingles(text)
-            for other in others[:MAX_COMPARED]:
-                similarity = jaccard(shingles, sketches.shingles(other), near)
-                if similarity >= near:
-                    join(first, text, other)
-                    best[[text, other]] = np.maximum(best[[text, other]], similarity)
-            buckets.add(text, shared, group)
-            crowded += is_full or len(others) > MAX_COMPARED
+    if threshold_of(content, options):
+        find = _similar_images if content == "images" else _similar_texts
+        for document, pairs, is_crowded in find(sketches, options, exact.document, labels, has_several):
+            for other, similarity in pairs:
+                join(first, document, other)
+                best[[document, other]] = np.maximum(best[[document, other]], similarity)
+            crowded += is_crowded
     members: dict[int, list[int]] = {}
     for document in np.flatnonzero(best[text_of] > 0).tolist():
         members.setdefault(find_root(first, int(text_of[document])), []).append(document)
@@ -98,3 +104,33 @@ def find_conflicts(sketches: Sketches, near: float, labels: NDArray[np.int64]) -
         for documents in members.values()
     ]
     return groups, crowded
+
+
+def _similar_texts(
+    sketches: Sketches,
+    options: DuplicateOptions,
+    excluded: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    has_several: NDArray[np.bool_],
+) -> _Similar:
+    buckets = Buckets()
+    for text, shared in candidates(sketches, excluded):
+        group = _SEVERAL if has_several[text] else int(labels[text])
+        others, is_full = buckets.sharing(shared, without=None if has_several[text] else group)
+        shingles = sketches.shingles(text)
+        pairs = [(other, jaccard(shingles, sketches.shingles(other), options.near)) for other in others[:MAX_COMPARED]]
+        buckets.add(text, shared, group)
+        yield text, [pair for pair in pairs if pair[1] >= options.near], is_full or len(others) > MAX_COMPARED
+
+
+def _similar_images(
+    sketches: Sketches,
+    options: DuplicateOptions,
+    excluded: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    has_several: NDArray[np.bool_],
+) -> _Similar:
+    def is_compared(image: int, others: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return has_several[image] | has_several[others] | (labels[others] != labels[image])
+
+    return similar_images(sketches, options, excluded, is_compared)

@@ -5,25 +5,24 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from math import floor
 from pathlib import Path
 from typing import Any, Final
 
-from unisono.data.convert.table_files import open_file
 from unisono.data.sample_losses import read_losses
-from unisono.errors import DataError
-from unisono.quality.documents import TEXT, Documents, find_documents, require_text, text_column
+from unisono.quality.documents import TEXT, Content, require_readable
 from unisono.quality.job_folder import open_job
 from unisono.quality.label_conflicts import ConflictGroup, find_conflicts
+from unisono.quality.label_inputs import find_labelled_documents
 from unisono.quality.label_page import Card, Entry, write_label_page
 from unisono.quality.label_suspects import NO_SUSPECTS, LabelSuspects, find_losses_file, find_suspects
 from unisono.quality.label_values import Labels, data_set_digest, read_labels
 from unisono.quality.marks import MarkedData
-from unisono.quality.options import DuplicateOptions, only_dedup
+from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.placed_pairs import PlacedPairs
 from unisono.quality.sketch_folder import sketch_all
 from unisono.quality.sketches import sketch_version
-from unisono.sanitize import quoted
 from unisono.storage.files import file_digest, new_file
 
 CONFLICTS_FILE: Final = "conflicts.jsonl"
@@ -37,12 +36,13 @@ class LabelsResult:
     """The outcome.
 
     Attributes:
+        content: What documents are.
         documents: Number of documents.
         label: The field of the labels.
         labels: Documents of each label, the most common one first.
         conflicts: Groups of documents that are the same or near each other and have different labels.
         in_conflict: Documents in these groups.
-        crowded: Texts that were not compared with all of their candidates of other labels, as there were too many.
+        crowded: Texts or images that were not compared with all of their candidates of other labels, as there were too many.
         ranked_by: ``probabilities``, ``losses``, or empty without either.
         evaluated: Documents that have a loss.
         suspects: Of these, documents whose label is likely wrong.
@@ -50,6 +50,7 @@ class LabelsResult:
         options: What counted as the same document.
     """
 
+    content: Content
     documents: int
     label: str
     labels: dict[str, int]
@@ -66,7 +67,7 @@ class LabelsResult:
 def find_label_errors(
     paths: Sequence[Path],
     out: Path,
-    label: str,
+    label: str | None = None,
     *,
     losses: Path | None = None,
     options: DuplicateOptions | None = None,
@@ -80,29 +81,26 @@ def find_label_errors(
     The folder gets ``conflicts.jsonl``, ``suspects.jsonl``, ``report.json`` and ``report.html``, where they can be marked.
 
     Args:
-        paths: Tables, or folders of these.
+        paths: Tables, image records, folders of these, or folders of images.
         out: A new folder; or that of the same job, which was killed and goes on, or is done already.
-        label: Field of the labels.
+        label: Field of the labels. By default that of data sets that have only one: ``folder`` of files that are one document
+            each, such as images, and ``targets`` of image records.
         losses: A folder of ``unisono tune folds --sample-losses`` over the same files, or the file of losses itself.
         options: What counts as the same document.
-        column: Field of the text; see ``find_documents``.
+        column: Field of the text or image; see ``find_documents``.
         whole_rows: Whether a document is its row without the label, for tables without text.
         most: Conflicts, and suspects, that the page shows.
         workers: Processes; 0 is this one. By default by cores and size. The result is the same.
 
     Raises:
-        ConfigError: The folder belongs to something else, or another process works in it.
-        DataError: A file is damaged, has no text or no label, or has changed meanwhile; the losses are of other data.
+        ConfigError: The folder belongs to something else, or another process works in it; or settings are not for such data.
+        DataError: A file is damaged, has no text, image or label, or has changed meanwhile; the losses are of other data.
         ExtraError: rensa is not installed.
     """
     options = options or DuplicateOptions()
-    sketch = sketch_version(options)
-    documents = find_documents(paths, column=column)
-    if whole_rows:
-        documents = replace(documents, rows_without=label, content=TEXT)
-    require_text(documents)
-    if column is None and not whole_rows:
-        _require_text(documents, label)
+    documents, label = find_labelled_documents(paths, label, column=column, whole_rows=whole_rows)
+    require_settings_of(only_dedup(options), documents.content)
+    sketch = sketch_version(options) if documents.content == TEXT else ""
     found = None if losses is None else find_losses_file(losses)
     identity = {
         "labels": asdict(options),
@@ -117,16 +115,18 @@ def find_label_errors(
         if job.is_done:
             return job.result(LabelsResult)
         sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers)
+        require_readable(documents, sketches, drops=False)
         labels = read_labels(documents, label, len(sketches), least=2)
         files, rows = sketches.places()
         suspects = NO_SUSPECTS if found is None else find_suspects(read_losses(found), documents, files, labels)
         documents.require_unchanged()
         places = PlacedPairs(documents, files, rows)
-        groups, crowded = find_conflicts(sketches, options.near, labels.of)
+        groups, crowded = find_conflicts(documents.content, sketches, options, labels.of)
         suspect_lines = (_suspect_line(suspects, rank, labels, places) for rank in range(len(suspects)))
         _write_lines(job.new / CONFLICTS_FILE, (_conflict_line(group, labels, places) for group in groups))
         _write_lines(job.new / SUSPECTS_FILE, suspect_lines)
         result = LabelsResult(
+            content=documents.content,
             documents=len(sketches),
             label=label,
             labels=labels.counts(),
@@ -145,26 +145,12 @@ def find_label_errors(
             text_column=column,
             whole_rows=whole_rows,
         )
-        shown = [_conflict_entry(group, labels) for group in _clearest(groups)[:most]]
+        shown = [_conflict_entry(group, labels, documents.content) for group in _clearest(groups)[:most]]
         shown += [_suspect_entry(suspects, rank, labels) for rank in range(min(len(suspects), most))]
         write_label_page(job.new / "report.html", out.name, result, marked, shown, labels, places)
         documents.require_unchanged()
         job.finish(asdict(result))
     return result
-
-
-def _require_text(documents: Documents, label: str) -> None:
-    """Raise DataError where the only string of a row, which would be the text, is the label."""
-    for file in documents.files:
-        if file.whole is None and file.kind != ".jsonl":
-            row = next(iter(open_file(file.path, file.kind).rows), None)
-            if row is not None and text_column(row, file) == label:
-                raise DataError(
-                    given=f"{file.path}, whose only text is the label {quoted(label)}",
-                    rule="documents are compared by their text",
-                    consequence="nothing was written",
-                    nearest="--whole-rows, which compares rows without their labels; or --column NAME",
-                )
 
 
 def _suspect_line(suspects: LabelSuspects, rank: int, labels: Labels, places: PlacedPairs) -> dict[str, Any]:
@@ -213,11 +199,12 @@ def _clearest(groups: Iterable[ConflictGroup]) -> list[ConflictGroup]:
     return sorted(groups, key=lambda group: (group.majority is None, -max(group.similarity), group.documents[0]))
 
 
-def _conflict_entry(group: ConflictGroup, labels: Labels) -> Entry:
+def _conflict_entry(group: ConflictGroup, labels: Labels, content: Content) -> Entry:
     members = _minority_first(group, labels)
     counts = ", ".join(f"{labels.names[number]} {count}" for number, count in group.counts.items())
     least = min(group.similarity)
-    how = "the same text" if least == 1 else f"texts with a similarity of {least:.2f} or more"
+    noun, same = ("images", "the same image") if content == "images" else ("texts", "the same text")
+    how = same if least == 1 else f"{noun} with a similarity of {floor(100 * least) / 100:.2f} or more"
     return Entry(
         title=f"{len(members)} documents in conflict",
         why=f"{how}, with the labels {counts}",

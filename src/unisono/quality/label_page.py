@@ -1,4 +1,7 @@
-"""Pages of labels: suspects and conflicts with buttons that mark them, and what became of the marks."""
+"""Pages of labels: suspects and conflicts with buttons that mark them, and what became of the marks.
+
+A page has each picture once, whatever number of cards shows it: its script gives it to the cards.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 _MAX_BARS: Final = 50
 _MAX_ROWS: Final = 20
+MAX_PICTURES: Final = 2000  # different ones on a page, of about 8 KB each
 
 MARKING: Final = (
     SUMMARY
@@ -36,20 +40,24 @@ MARKING: Final = (
 .card.beside { border-style: dashed; }
 .card p { margin: 0 0 .4rem; overflow-wrap: anywhere; }
 .card pre { margin: 0 0 .5rem; max-height: 16rem; overflow-y: auto; }
+.card img { display: block; width: 160px; height: 160px; margin: 0 0 .5rem; object-fit: contain; background: var(--box); }
 button { font: inherit; font-size: .85rem; color: var(--ink); background: var(--box); border: 1px solid var(--line);
   border-radius: 6px; padding: .2rem .6rem; cursor: pointer; overflow-wrap: anywhere; }
 button[aria-pressed="true"] { color: var(--paper); background: var(--accent); border-color: var(--accent); }
 </style>
+{% macro content(card) %}{% if card.picture is none %}<pre>{{ card.text }}</pre>{% else %}
+<img data-picture="{{ card.picture }}" alt="{{ card.place }}">{% endif %}{% endmacro %}
 {% if entries %}<h2>Look through and mark</h2>
 <p class="note">Nothing changes by a mark: unisono data relabel takes the file of marks and writes a new data set. Marks that
 are not saved are lost when the page is closed.</p>
-<div class="bar"><button id="save">Save marks</button> <span id="count"></span></div>
+{% if pictures_left_out %}<p class="note">{{ pictures_left_out }} further pictures are not on this page.</p>
+{% endif %}<div class="bar"><button id="save">Save marks</button> <span id="count"></span></div>
 {% for entry in entries %}<h2>{{ entry.title }}</h2>
 <p class="note">{{ entry.why }}.</p>
 <div class="cards">
 {% for card in entry.cards %}<div class="card" data-card="{{ card.number }}">
 <p>{{ card.place }}</p>
-<pre>{{ card.text }}</pre>
+{{ content(card) }}
 <p>label: <b>{{ card.label }}</b></p>
 <button data-action="keep">Keep</button>
 {% if card.suggested is not none %}<button data-action="change">Change to {{ card.suggested }}</button>
@@ -58,12 +66,13 @@ are not saved are lost when the page is closed.</p>
 </div>
 {% endfor %}{% for card in entry.beside %}<div class="card beside">
 <p>{{ card.place }}, typical of its label</p>
-<pre>{{ card.text }}</pre>
+{{ content(card) }}
 <p>label: <b>{{ card.label }}</b></p>
 </div>
 {% endfor %}</div>
 {% if entry.left_out %}<p class="note">{{ entry.left_out }} more documents of this conflict are in conflicts.jsonl.</p>
 {% endif %}{% endfor %}<script type="application/json" id="marked-data">{{ marked_data }}</script>
+<script type="application/json" id="pictures">{{ pictures }}</script>
 {% endif %}"""
 )
 
@@ -72,6 +81,8 @@ MARK_SCRIPT: Final = """
   const source = document.getElementById("marked-data");
   if (!source) return;
   const {about, documents} = JSON.parse(source.textContent), marks = new Map();
+  const pictures = JSON.parse(document.getElementById("pictures").textContent);
+  for (const image of document.querySelectorAll("[data-picture]")) image.src = pictures[image.dataset.picture];
   const cards = [...document.querySelectorAll("[data-card]")];
   let isSaved = true;
   const markOf = (card, action) => {
@@ -157,17 +168,20 @@ def write_label_page(
         marked: The data set that marks are of.
         entries: What is shown.
         labels: Of the documents.
-        places: Says where documents are, and their texts.
+        places: Says where documents are, and their texts or pictures.
     """
     cards = [card for entry in entries for card in entry.cards]
     numbers = {id(card): number for number, card in enumerate(cards)}
-    texts = places.texts([card.document for card in cards] + [other for entry in entries for other in entry.beside])
+    all_shown = list(dict.fromkeys(document for entry in entries for document in _documents_of(entry)))
+    texts = places.texts(all_shown)
+    pictures = places.pictures(all_shown[:MAX_PICTURES]) if result.content == "images" else {}
 
     def shown(document: int) -> dict[str, Any]:
         place, text = texts[document]
         return {
             "place": printable(place),
             "text": printable(text, newlines=True),
+            "picture": document if document in pictures else None,
             "label": printable(labels.name(document)),
         }
 
@@ -215,8 +229,14 @@ def write_label_page(
         marked_data=json_in_script(
             {"about": {"version": VERSION, **msgspec.to_builtins(marked)}, "documents": documents}
         ),
+        pictures=json_in_script(pictures),
+        pictures_left_out=len(all_shown) - len(pictures) if result.content == "images" else 0,
     )
     write_atomically(path, page.encode("utf-8", "replace"))
+
+
+def _documents_of(entry: Entry) -> list[int]:
+    return [*(card.document for card in entry.cards), *entry.beside]
 
 
 def _name(labels: Labels, number: int | None) -> str | None:
@@ -226,7 +246,8 @@ def _name(labels: Labels, number: int | None) -> str | None:
 def _verdict(result: LabelsResult) -> str:
     conflicts = f"{result.in_conflict:,} of {result.documents:,} documents are in conflict with another label"
     if result.crowded:
-        conflicts += f", and perhaps some of {result.crowded:,} that share boilerplate"
+        why = "look alike" if result.content == "images" else "share boilerplate"
+        conflicts += f", and perhaps some of {result.crowded:,} that {why}"
     return conflicts + (f"; {result.suspects:,} labels are suspect by their loss." if result.ranked_by else ".")
 
 

@@ -11,12 +11,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.sample_losses import LossesOf, SampleLosses
+from unisono.data.sample_losses import LossesOf, SampleLosses, files_with_samples
 from unisono.errors import DataError
 from unisono.quality.confident_learning import confident_suspects, loss_suspects
-from unisono.quality.documents import Documents
+from unisono.quality.documents import FOLDER, Documents
 from unisono.quality.label_values import Labels
 from unisono.sanitize import quoted
+from unisono.tasks.sources import TARGETS
 
 _LOSSES_FILE: Final = "losses.safetensors"  # in a folder of unisono tune folds
 _TYPICAL: Final = 3  # documents of each label
@@ -89,7 +90,7 @@ def find_suspects(
     """Rank documents whose label is likely wrong; see ``confident_learning``.
 
     Args:
-        losses: Of the rows of the same files, in any order of the files.
+        losses: Of the rows of the same files, or of the same images, in any order of the files.
         documents: The data set.
         files: Number of each document's file, int64 [documents].
         labels: Of the documents.
@@ -99,7 +100,8 @@ def find_suspects(
     """
     about = losses.about
     document = _documents_of(about, documents, files)[losses.sample]
-    if about.target and about.target != labels.field:
+    target = TARGETS if labels.field == FOLDER and all(file.whole for file in documents.files) else labels.field
+    if about.target and about.target != target:
         raise _other_data(f"losses of a model that predicts {quoted(about.target)}, for labels {quoted(labels.field)}")
     if not about.classes:
         ranked = loss_suspects(labels.of[document], losses.loss)
@@ -135,7 +137,8 @@ def _documents_of(about: LossesOf, documents: Documents, files: NDArray[np.int64
     counts = np.bincount(files, minlength=len(documents.files))
     paths = [os.path.abspath(file.path) for file in documents.files]
     given = {path: (file.size, file.mtime_ns) for path, file in zip(paths, documents.files, strict=True)}
-    wanted = {file.path: (file.size, file.mtime_ns) for file in about.files}
+    of_samples = files_with_samples(about)
+    wanted = {file.path: (file.size, file.mtime_ns) for file in of_samples}
     if other := sorted(given.keys() ^ wanted.keys()):
         raise _other_data(f"losses of {len(wanted)} files, and labels of {len(given)}; only one of both has {other[0]}")
     if changed := sorted(path for path in given if given[path] != wanted[path]):
@@ -143,7 +146,8 @@ def _documents_of(about: LossesOf, documents: Documents, files: NDArray[np.int64
     if int(counts.sum()) != about.num_samples:
         raise _other_data(f"losses of a data set of {about.num_samples:,} samples, for {int(counts.sum()):,} rows")
     begins = np.cumsum(counts) - counts
-    order = [paths.index(file.path) for file in about.files]
+    numbers = {path: number for number, path in enumerate(paths)}
+    order = [numbers[file.path] for file in of_samples]
     return np.concatenate([begins[number] + np.arange(counts[number]) for number in order])
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,15 +23,29 @@ from unisono.storage.files import new_file
 _EXAMPLES: Final = 50
 _EXCERPT: Final = 1000  # characters
 _CELL_PX: Final = 160  # of an image on a page
+_QUALITY: Final = 80  # of an image by itself
 _COLUMNS: Final = 6
 
 
-def _decoded(data: bytes) -> Pixels:
-    """The pixels of an image, about as large as it is shown; one grey pixel if it cannot be read."""
+def _decoded(data: str | bytes) -> Pixels:
+    """The pixels of an image, as small as it is shown; one grey pixel if it cannot be read."""
+    from PIL import Image
+
     try:
-        return decode(data, min_size=(_CELL_PX, _CELL_PX))
+        image = Image.fromarray(decode(data if isinstance(data, bytes) else b"", min_size=(_CELL_PX, _CELL_PX)))
     except DataError:
         return np.full((1, 1, 3), 128, np.uint8)
+    image.thumbnail((_CELL_PX, _CELL_PX))
+    return np.asarray(image)
+
+
+def _jpeg(data: str | bytes) -> str:
+    """The image as it is shown, as JPEG in a ``data:`` address."""
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.fromarray(_decoded(data)).save(out, "JPEG", quality=_QUALITY)
+    return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +117,27 @@ class PlacedPairs:
 
     def texts(self, documents: Sequence[int]) -> dict[int, tuple[str, str]]:
         """Where each document is, in words, and how its text begins, as it was read; of an image its size."""
-        contents = self._documents.contents({self._at(document) for document in documents})
-        return {document: (self.words(document), self._shown(contents[self._at(document)])) for document in documents}
+        places = {self._at(document) for document in documents}
+        shown = {place: self._shown(content) for place, content in self._documents.contents(places)}
+        return {document: (self.words(document), shown[self._at(document)]) for document in documents}
 
     def _shown(self, content: str | bytes) -> str:
         return self._show(content)[:_EXCERPT] if isinstance(content, str) else f"{len(content):,} bytes"
 
     def picture(self, documents: Sequence[int], captions: Sequence[str]) -> str:
         """Images side by side as a PNG in a ``data:`` address; empty without any."""
-        contents = self._documents.contents({self._at(document) for document in documents})
-        pixels: list[Pixels] = []
-        for document in documents:
-            content = contents.get(self._at(document))
-            pixels.append(_decoded(content if isinstance(content, bytes) else b""))
-        if not pixels:
+        places = [self._at(document) for document in documents]
+        pixels = {place: _decoded(content) for place, content in self._documents.contents(places)}
+        if not places:
             return ""
-        sheet = contact_sheet(pixels, captions, columns=_COLUMNS, cell_px=_CELL_PX)
+        cells = [pixels.get(place, _decoded(b"")) for place in places]
+        sheet = contact_sheet(cells, captions, columns=_COLUMNS, cell_px=_CELL_PX)
         return "data:image/png;base64," + base64.b64encode(sheet).decode()
+
+    def pictures(self, documents: Iterable[int]) -> dict[int, str]:
+        """Each image by itself, its longer side of at most 160 pixels, as JPEG in a ``data:`` address."""
+        documents_at = {self._at(document): document for document in documents}
+        return {documents_at[place]: _jpeg(content) for place, content in self._documents.contents(documents_at)}
 
     def _at(self, document: int) -> tuple[int, int]:
         return int(self._files[document]), int(self._rows[document])

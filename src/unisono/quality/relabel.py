@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.errors import DataError
-from unisono.quality.documents import Documents, find_documents
+from unisono.quality.documents import TEXT, Documents, find_documents
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.label_page import write_relabel_page
@@ -53,10 +54,12 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
     """Write a copy of a data set in which marked labels are changed, and documents that are marked so are left out.
 
     The folder gets ``data/`` and ``kept/``, as ``clean`` writes them, ``changes.jsonl`` (each changed or dropped document: its
-    file and row, its row in the new file, and its label before and after), ``report.json`` and ``report.html``.
+    file and row, its row in the new file, and its label before and after), ``report.json`` and ``report.html``. A file whose
+    label is its folder goes into the folder of its new label. Its name gets ``-1``, ``-2`` and so on before the suffix where
+    an input of that folder, or a file that has gone there before it, has the name.
 
     Args:
-        paths: The data set that was marked: tables, or folders of these.
+        paths: The data set that was marked: tables, images, or folders of these.
         out: A new folder; or that of the same job, which was killed and goes on, or is done already.
         marks_path: The file of marks.
         workers: Processes; 0 is this one. By default by cores and size. The result is the same.
@@ -69,7 +72,7 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
     marks = read_marks(marks_path)
     documents = find_documents(paths, column=marks.text_column)
     if marks.whole_rows:
-        documents = replace(documents, rows_without=marks.label)
+        documents = replace(documents, rows_without=marks.label, content=TEXT)
     require_writable(documents)
     identity = {"relabel": file_digest(marks_path), "documents": documents.identity()}
     with open_job(out, identity, [*paths, marks_path]) as job:
@@ -89,10 +92,17 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
         is_kept = np.ones(len(sketches), np.bool_)
         is_kept[[document for document, mark in marked.items() if mark.action == "drop"]] = False
         changed = [(document, mark) for document, mark in marked.items() if mark.action == "change"]
-        new_labels = ((document, str(mark.to).encode("utf-8", "surrogatepass")) for document, mark in changed)
-        write_kept(documents, job.new, is_kept, counts, new_labels, label=marks.label, index_only=False)
+        new_names = _new_names(documents, [(int(files[document]), str(mark.to)) for document, mark in changed])
+        renamed = [replace(file, name=new_names.get(number, file.name)) for number, file in enumerate(documents.files)]
+        new_labels = (
+            (document, str(mark.to).encode("utf-8", "surrogatepass"))
+            for document, mark in changed
+            if int(files[document]) not in new_names
+        )
+        in_new_files = replace(documents, files=tuple(renamed))
+        write_kept(in_new_files, job.new, is_kept, counts, new_labels, label=marks.label, index_only=False)
         with new_file(job.new / CHANGES_FILE) as file:
-            lines = _lines(documents, marked, is_kept, files, rows)
+            lines = _lines(documents, marked, is_kept, files, rows, new_names)
             file.writelines(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for line in lines)
         result = RelabelResult(
             documents=len(sketches),
@@ -133,14 +143,43 @@ def _by_document(
     return dict(sorted(found.items()))
 
 
+def _new_names(documents: Documents, changed: Iterable[tuple[int, str]]) -> dict[int, str]:
+    """New names of files that are one document, in the folders of their new labels.
+
+    Args:
+        documents: The data set.
+        changed: Number of the file, and the new label, of each changed document.
+    """
+    taken = {file.name for file in documents.files}
+    found: dict[int, str] = {}
+    for number, label in changed:
+        if documents.files[number].whole is None:
+            continue
+        name = Path(label, Path(documents.files[number].name).name)
+        others = (name.with_name(f"{name.stem}-{at}{name.suffix}") for at in count(1))
+        found[number] = next(str(each) for each in chain([name], others) if str(each) not in taken)
+        taken.add(found[number])
+    return found
+
+
 def _lines(
     documents: Documents,
     marked: Mapping[int, Mark],
     is_kept: NDArray[np.bool_],
     files: NDArray[np.int64],
     rows: NDArray[np.int64],
+    new_names: Mapping[int, str],
 ) -> Iterator[dict[str, Any]]:
-    """Lines of ``changes.jsonl``."""
+    """Lines of ``changes.jsonl``.
+
+    Args:
+        documents: The data set.
+        marked: The mark of each document that has one.
+        is_kept: Of each document, bool [documents].
+        files: Number of each document's file, int64 [documents].
+        rows: Its row there, int64 [documents].
+        new_names: Of files that have another name now, by their number.
+    """
     before = np.concatenate(([0], np.cumsum(is_kept)))  # kept documents before each
     for document, mark in marked.items():
         if mark.action == "keep":
@@ -149,6 +188,8 @@ def _lines(
         if mark.action == "drop":
             yield line | {"label": mark.label}
             continue
+        if (number := int(files[document])) in new_names:
+            line["new_file"] = new_names[number]
         new_row = int(before[document] - before[document - int(rows[document])])
         yield line | {"new_row": new_row, "label": mark.label, "to": mark.to}
 
