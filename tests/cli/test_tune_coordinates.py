@@ -46,6 +46,15 @@ def test_what_cannot_be_checked(desk: Desk, tmp_path: Path, arguments: list[str]
     assert not (tmp_path / "check").exists()
 
 
+def test_a_schedule_of_the_configuration_takes_no_part(desk: Desk, tmp_path: Path) -> None:
+    """Its settings are those of another kind than the constant rate of the check."""
+    schedule = ("--set=schedule.kind=wsd", "--set=schedule.decay_frac=0.5", "--set=schedule.warmup_steps=2")
+    mup = "--set=model.mup_base_dim=32"
+    done = checked(desk, tmp_path / "check", mup, *schedule, "--widths=32,64,128", "--seeds=1", "--steps=1", "--json")
+    assert done.code == 0, done.out + done.err
+    assert done.json["changes"]["logits"][0] > 0
+
+
 def test_a_folder_with_a_report_is_left_alone(desk: Desk, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("{}")
     done = checked(desk, tmp_path)

@@ -45,6 +45,15 @@ def test_a_slope_that_is_not_flat(exponents: dict[str, float], words: str) -> No
     assert "no muP" in found.verdict()
 
 
+@pytest.mark.parametrize(
+    ("slope", "of_three", "of_four"), [(0.4, True, False), (0.6, False, False), (-1.0, True, False)]
+)
+def test_three_widths_have_wider_limits(slope: float, of_three: bool, of_four: bool) -> None:
+    for widths, is_flat in ((WIDTHS[:3], of_three), (WIDTHS, of_four)):
+        changes = {"logits": [width**slope for width in widths]}
+        assert CoordinateCheck(base_dim=32, widths=widths, steps=8, changes=changes).is_flat == is_flat
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
 def test_a_change_without_a_logarithm_is_no_flat_one(tmp_path: Path, value: float) -> None:
     found = CoordinateCheck(base_dim=32, widths=WIDTHS, steps=8, changes={"a": [0.1] * 4, "b": [0.1, 0.1, 0.1, value]})

@@ -14,7 +14,8 @@ import click
 from unisono.cli.common import every_verb, is_python_trusted, load_run_config, print_result, takes_config
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
-from unisono.cli.tune_width import coordinates
+from unisono.cli.tune_transfer import read_transfer, takes_transfer, with_check
+from unisono.cli.tune_width import coordinates, default_schedule
 from unisono.config.values import literal, toml_value
 from unisono.errors import ConfigError
 from unisono.sanitize import printable
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from unisono.tune.space import Space
     from unisono.tune.study import Outcome, Study, StudyOptions, Trial
     from unisono.tune.system import Comparison
+    from unisono.tune.transfer import WidthTransfer
     from unisono.tune.trial_run import RunEnd
 
 
@@ -78,6 +80,7 @@ command.add_command(coordinates)
 )
 @click.option("--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trials at a time.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sampler.")
+@takes_transfer
 @every_verb
 def params(
     config: tuple[str, ...], overrides: tuple[str, ...], space: tuple[str, ...], as_json: bool, **options: Any
@@ -85,12 +88,14 @@ def params(
     """Search for the values of settings with which CONFIG trains best.
 
     The folder gets a run for each trial, report.html, and best.toml, which unisono train takes. A search that was killed, or
-    stopped by Ctrl-C, goes on with the same command; several may work on one folder.
+    stopped by Ctrl-C, goes on with the same command; several may work on one folder. With --transfer a coordinate check comes
+    first; exit code 1: it says that the learning rate does not transfer.
     """
     from unisono.launch.job import refuse_inside_a_job
     from unisono.tune.search import Budget
     from unisono.tune.space import grid_size, read_space
     from unisono.tune.study import Study, StudyOptions, larger_is_better
+    from unisono.tune.transfer import require_transferred
 
     out = Path(options["out"])
     refuse_inside_a_job(out)
@@ -99,17 +104,30 @@ def params(
         grid_size(searched)
     files = [os.path.abspath(path) for path in config]
     resolved = _check(files, overrides, {name: parameter.ends() for name, parameter in searched.items()}, out)
+    settings, identity = list(overrides), _identity(resolved)
+    none = out.absolute() / "trials" / "none"
+    transfer = read_transfer(files, overrides, options["transfer"], options["proxy_width"], none)
+    if transfer is not None:
+        require_transferred(searched)
+        settings += transfer.proxy_overrides()
+        resolved = load_run_config(files, [*settings, f"run.dir={none}"], is_shown=True)
+        identity = {**transfer.identity(), **_identity(resolved)}
     if options["maximize"] is None:
         options["maximize"] = larger_is_better(options["metric"])
     chosen = StudyOptions(**{name: options[name] for name in ("metric", "maximize", "sampler", "pruner", "seed")})
-    study = Study(out.absolute(), searched, chosen, _identity(resolved))
+    study = Study(out.absolute(), searched, chosen, identity)
     limit = options["trials"] if options["trials"] or options["sampler"] == "grid" else 20
     budget = Budget(trials=limit, seconds=options["max_s"], device_s=options["max_device_s"])
     try:
-        _make_trials(study, resolved, files, overrides, chosen.metric, budget, options["parallel"], as_json=as_json)
+        if transfer is not None:
+            transfer = with_check(transfer, out, files, overrides, as_json=as_json)
+        if transfer is None or transfer.holds:
+            _make_trials(study, resolved, files, settings, chosen.metric, budget, options["parallel"], as_json=as_json)
     finally:
-        result, lines = _write(out, searched, chosen, study)
+        result, lines = _write(out, searched, chosen, study, transfer)
     print_result(as_json, result, lines)
+    if transfer is not None and not transfer.holds:
+        raise SystemExit(1)
 
 
 @command.command("lr")
@@ -126,16 +144,17 @@ def params(
 @click.option(
     "--steps", default=100, show_default=True, type=click.IntRange(min=10, max=100_000), help="Number of rates."
 )
+@takes_transfer
 @every_verb
 def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
     """Find the range of learning rates: one training whose rate rises at every step until the loss rises too.
 
-    Proposes the rate at which the loss fell fastest. It depends on the batch size and the optimizer: change those first.
+    Proposes the rate at which the loss fell fastest. It depends on the batch size and the optimizer: change those first. With
+    --transfer a coordinate check comes first; exit code 1: it says that the learning rate does not transfer.
     """
-    from unisono.config import load_config
     from unisono.launch.job import refuse_inside_a_job
-    from unisono.train.config import RunConfig
     from unisono.tune.lr_range import range_settings, range_verdict, run_range_test, write_range_page
+    from unisono.tune.transfer import CHECK_FOLDER
 
     folder, steps = Path(out), int(options["steps"])
     refuse_inside_a_job(folder)
@@ -148,14 +167,23 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
         )
     _require_new(folder / "run", out)
     files = [os.path.abspath(path) for path in config]
-    defaults = load_config(RunConfig).encoded
-    shape = {name: defaults[name] for name in defaults if name.startswith("schedule.")}
+    transfer = read_transfer(files, overrides, options["transfer"], options["proxy_width"], folder.absolute() / "run")
     settings = {
-        **range_settings(options["low"], options["high"], steps, shape),
+        **range_settings(options["low"], options["high"], steps, default_schedule()),
         "run.dir": str(folder.absolute() / "run"),
     }
-    texts = [*overrides, *(f"{name}={toml_value(value)}" for name, value in settings.items())]
+    narrow = [] if transfer is None else transfer.proxy_overrides()
+    texts = [*overrides, *narrow, *(f"{name}={toml_value(value)}" for name, value in settings.items())]
     load_run_config(files, texts, is_shown=True)
+    if transfer is not None:
+        _require_new(folder / CHECK_FOLDER, out)
+        make_folder(folder)
+        transfer = with_check(transfer, folder, files, overrides, as_json=as_json)
+    result: dict[str, Any] = {"folder": out, "transfer": None if transfer is None else transfer.to_json()}
+    if transfer is not None and not transfer.holds:
+        page = folder / CHECK_FOLDER / "report.html"
+        print_result(as_json, {**result, "report": str(page)}, [transfer.verdict(), f"report: {page}"])
+        raise SystemExit(1)
     trust = ["--trust-python"] if is_python_trusted() else []
     with sigterm_interrupts():
         found = run_range_test(
@@ -164,11 +192,15 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
             steps=steps,
             tell=lambda rate, loss: None if as_json else echo(f"lr {rate:.3g}: loss {loss:.5g}"),
         )
-    write_range_page(folder / "report.html", found)
-    lines = [range_verdict(found), f"report: {folder / 'report.html'}"]
+    write_range_page(folder / "report.html", found, transfer)
+    lines, base = [range_verdict(found)], ""
+    if transfer is not None:
+        lines.append(transfer.verdict())
+        base = f" --set model.mup_base_dim={transfer.proxy_width}"
     if found.steepest is not None:
-        lines.insert(1, f"unisono train … --set optim.lr={found.steepest:.2g}")
-    print_result(as_json, {"folder": out, "report": str(folder / "report.html"), **found.to_json()}, lines)
+        lines.append(f"unisono train … --set optim.lr={found.steepest:.2g}{base}")
+    lines.append(f"report: {folder / 'report.html'}")
+    print_result(as_json, {**result, "report": str(folder / "report.html"), **found.to_json()}, lines)
 
 
 @command.command("batch")
@@ -469,25 +501,41 @@ class _Printed:
         echo(printable(f"trial {trial.number}: {'; '.join(filter(None, shown))}"))
 
 
-def _write(out: Path, space: Space, chosen: StudyOptions, study: Study) -> tuple[dict[str, Any], list[str]]:
-    """Write the report and the file of the best trial; returns the result as JSON types and as lines."""
+def _write(
+    out: Path, space: Space, chosen: StudyOptions, study: Study, transfer: WidthTransfer | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Write the report and the file of the best trial.
+
+    Args:
+        out: The folder of the search.
+        space: The settings that are searched.
+        chosen: How it chooses.
+        study: Its trials.
+        transfer: The widths, if the result is for a wider model.
+
+    Returns:
+        The result as JSON types and as lines.
+    """
     from unisono.tune.best import BEST_FILE, write_best
     from unisono.tune.search_page import REPORT_FILE, verdict, write_search_page
 
     records, best = study.records(), study.best()
     importances = study.importances()
-    write_search_page(out / REPORT_FILE, space, chosen, records, importances)
+    write_search_page(out / REPORT_FILE, space, chosen, records, importances, transfer)
     lines = [verdict(chosen, best)]
+    if transfer is not None:
+        lines.append(transfer.verdict())
     result: dict[str, Any] = {
         "folder": str(out),
         "report": str(out / REPORT_FILE),
         "metric": chosen.metric,
         "trials": [record.to_json() for record in records],
         "importances": importances,
+        "transfer": None if transfer is None else transfer.to_json(),
         "best": None,
     }
     if best is not None:
-        write_best(out / BEST_FILE, best)
+        write_best(out / BEST_FILE, best, {} if transfer is None else transfer.full)
         result |= {"best": best.to_json(), "best_file": str(out / BEST_FILE)}
         lines.append(f"train with it: unisono train {out / BEST_FILE}")
     lines.append(f"report: {out / REPORT_FILE}")

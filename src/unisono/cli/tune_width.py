@@ -68,11 +68,12 @@ def coordinates(
         "run.resume": "never",
         "train.steps": steps,
         "train.epochs": 0.0,
-        "schedule.kind": "constant",
-        "schedule.warmup_steps": 0,
         "checkpoint.every_steps": 0,
         "components.callbacks": "",
     }
+    own = load_run_config(files, [*overrides, f"run.dir={folder / 'none'}"], is_shown=True)
+    if not own.value.components.schedule:
+        quiet |= {**default_schedule(), "schedule.kind": "constant"}
     texts = [*overrides, *(f"{name}={toml_value(value)}" for name, value in quiet.items())]
     given = load_run_config(files, [*texts, f"run.dir={folder / 'none'}"], is_shown=True)
     chosen = _read_widths(widths) if widths else default_widths(given.encoded)
@@ -118,6 +119,14 @@ def coordinates(
     result: dict[str, Any] = {"folder": out, "report": str(folder / "report.html"), **found.to_json()}
     print_result(as_json, result, lines)
     raise SystemExit(0 if found.is_flat else 1)
+
+
+def default_schedule() -> dict[str, Any]:
+    """All settings of the schedule with their defaults: a configuration has some that another kind of schedule does not read."""
+    from unisono.config import load_config
+    from unisono.train.config import RunConfig
+
+    return {name: value for name, value in load_config(RunConfig).encoded.items() if name.startswith("schedule.")}
 
 
 def _read_widths(text: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -15,12 +16,13 @@ from unisono.tune.study import TrialRecord
 BEST_FILE: Final = "best.toml"
 
 
-def write_best(path: Path, best: TrialRecord) -> None:
+def write_best(path: Path, best: TrialRecord, sizes: Mapping[str, int]) -> None:
     """Write a file with which ``unisono train`` trains as the trial did, in the folder ``best`` beside ``path``.
 
-    It has the trial's own configuration beneath, so that it gives the same numbers, and the settings that were searched.
+    It has the trial's own configuration beneath, so that it gives the same numbers, and the settings that were searched. If they
+    were searched for a wider model, ``sizes`` are its settings (``WidthTransfer.full``), else empty.
     """
     folder = path.absolute().parent
     base = os.path.relpath(best.run_dir / RUN_FILE, folder)
     settings = {name: literal(text) for name, text in best.settings.items()}
-    write_atomically(path, overlay_text(base, {"run.dir": str(folder / "best"), **settings}).encode())
+    write_atomically(path, overlay_text(base, {"run.dir": str(folder / "best"), **sizes, **settings}).encode())

@@ -17,6 +17,7 @@ from unisono.report.page import SUMMARY
 from unisono.report.section import Section
 from unisono.report.tables import Figure
 from unisono.storage.files import write_atomically
+from unisono.tune.transfer import WidthTransfer
 from unisono.tune.trial_run import TrialRun
 
 _POLL_S: Final = 0.2
@@ -159,8 +160,11 @@ def _rises(losses: Sequence[float]) -> bool:
     return len(smoothed) > _FEWEST and smoothed[-1] - low > _DIVERGED * max(smoothed[0] - low, 0.05 * abs(low))
 
 
-def write_range_page(path: Path, found: RangeTest) -> None:
-    """Write the curve of a range test as an HTML page; an older one is replaced atomically."""
+def write_range_page(path: Path, found: RangeTest, transfer: WidthTransfer | None = None) -> None:
+    """Write the curve of a range test as an HTML page; an older one is replaced atomically.
+
+    With ``transfer`` the result is for a wider model than that of the test.
+    """
     rates = list(found.rates)
     data = [
         {
@@ -199,13 +203,15 @@ def write_range_page(path: Path, found: RangeTest) -> None:
         note="One training whose learning rate rises at every step. The running mean lags behind the loss.",
         charts=[{"id": "range", "data": data, "layout": layout}],
     )
+    if transfer is not None:
+        figures += transfer.figures()
     page = render_page(
         SUMMARY,
         section.charts,
         title="Range of learning rates",
         verdict=range_verdict(found),
         figures=figures,
-        sections=[section],
+        sections=[section, *([] if transfer is None else [transfer.section()])],
     )
     write_atomically(path, page.encode())
 

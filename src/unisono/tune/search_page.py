@@ -18,6 +18,7 @@ from unisono.sanitize import printable
 from unisono.storage.files import write_atomically
 from unisono.tune.space import Choice, Range, Space
 from unisono.tune.study import StudyOptions, TrialRecord
+from unisono.tune.transfer import WidthTransfer
 
 REPORT_FILE: Final = "report.html"
 _MAX_LINES: Final = 300  # of the chart with a line for each trial
@@ -32,6 +33,7 @@ def write_search_page(
     options: StudyOptions,
     records: Sequence[TrialRecord],
     importances: Mapping[str, float],
+    transfer: WidthTransfer | None = None,
 ) -> None:
     """Write the page of a search to ``path``; an older one is replaced atomically.
 
@@ -41,6 +43,7 @@ def write_search_page(
         options: How the search chooses.
         records: Its trials, by number.
         importances: Share of each setting in how values differ.
+        transfer: The widths, if the result is for a wider model than that of the trials.
     """
     done = [record for record in records if record.outcome == "done" and record.value is not None]
     sign = -1.0 if options.maximize else 1.0
@@ -48,6 +51,7 @@ def write_search_page(
     sections = [
         section
         for section in (
+            None if transfer is None else transfer.section(),
             _by_trial(options, done),
             _parallel_coordinates(space, options, done),
             _weights(importances),
@@ -61,7 +65,7 @@ def write_search_page(
         [chart for section in sections for chart in section.charts],
         title=f"Search {printable(path.absolute().parent.name)}",
         verdict=printable(verdict(options, best)),
-        figures=list(_figures(records)),
+        figures=[*_figures(records), *([] if transfer is None else transfer.figures())],
         sections=sections,
     )
     write_atomically(path, page.encode())
