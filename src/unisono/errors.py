@@ -168,4 +168,6 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
 
     names: Sequence[str] = sorted(known)
     close = get_close_matches(name, names, n=1, cutoff=0.6)
+    if not names:
+        return "there is none"
     return f"did you mean {close[0]!r}?" if close else "one of: " + listed(names, 2000)

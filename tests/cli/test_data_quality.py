@@ -167,7 +167,10 @@ def test_a_run_records_the_recipe_of_its_data(desk: Desk, tmp_path: Path) -> Non
     assert done.code == 0, done.err
     (start,) = [event for event in events_of(tmp_path / "run") if event["kind"] == "run_start"]
     (facts,) = start["cleaning"].values()
-    assert facts == {name: cleaned[name] for name in ("recipe_hash", "documents", "kept", "dropped", "masked")}
+    assert facts == {
+        **{name: cleaned[name] for name in ("recipe_hash", "documents", "kept", "dropped", "masked")},
+        "inputs": {},
+    }
     assert cleaned["recipe_hash"] in (tmp_path / "run" / "report.html").read_text()
     plain = desk.train(tmp_path / "other")
     assert plain.code == 0, plain.err

@@ -204,7 +204,7 @@ def test_trials_that_all_fail_end_the_search(desk: Desk, tmp_path: Path) -> None
 
 
 def test_a_metric_that_no_run_has(desk: Desk, tmp_path: Path) -> None:
-    found = search(desk, tmp_path / "search", LR, "--trials=1", "--metric=eval/f1")
+    found = search(desk, tmp_path / "search", LR, "--trials=1", "--metric=eval/f1", code=1)
     (trial,) = found["trials"]
     assert trial["outcome"] == "failed"
     assert "its events have no eval/f1; they have" in trial["reason"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from unisono.cli.common import (
+    FiniteRange,
     chosen_checkpoint,
     every_verb,
     load_run,
@@ -120,7 +121,7 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
 @takes_model
 @click.option(
     "--max-shard-gib",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=5.0,
     show_default=True,
     help="Most GiB of tensors in one file; above it there are several, and an index.",

@@ -38,6 +38,17 @@ _LEVEL = "unisono.log_level"
 _TRUST = "--trust-python"
 
 
+class FiniteRange(click.FloatRange):
+    """Numbers of a range. click's own takes NaN, which is neither below nor above a bound."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
+
+
 def every_verb(function: F) -> F:
     """Decorator that adds ``--json``, ``-v`` and ``--log-level``; the level is applied while options are parsed."""
     function = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")(function)

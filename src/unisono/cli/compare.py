@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from unisono.cli.common import every_verb, is_python_trusted, print_result, trusts_python
+from unisono.cli.common import FiniteRange, every_verb, is_python_trusted, print_result, trusts_python
 from unisono.cli.termination import sigterm_interrupts
 
 
@@ -35,7 +35,7 @@ from unisono.cli.termination import sigterm_interrupts
 @click.option(
     "--timeout-s",
     default=600.0,
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="With --first-difference, most seconds of one replay.",
 )
 @trusts_python

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import every_verb, print_json, print_result
+from unisono.cli.common import FiniteRange, every_verb, print_json, print_result
 from unisono.cli.data_balance import balance_classes
 from unisono.cli.data_columns import check_table_columns
 from unisono.cli.data_labels import find_labels, relabel_documents
@@ -229,9 +229,7 @@ def file_stats(file: Path, as_json: bool) -> None:
 
 @command.command("bench")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option(
-    "--seconds", default=1.0, show_default=True, type=click.FloatRange(min=0.05), help="Of each of three repeats."
-)
+@click.option("--seconds", default=1.0, show_default=True, type=FiniteRange(min=0.05), help="Of each of three repeats.")
 @click.option(
     "--size", default=224, show_default=True, type=click.IntRange(min=1), help="Side of the crops, in pixels."
 )

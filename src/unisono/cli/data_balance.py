@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from unisono.cli.common import every_verb, print_result
+from unisono.cli.common import FiniteRange, every_verb, print_result
 from unisono.cli.data_quality import resumable
 from unisono.sanitize import printable
 
@@ -24,7 +24,7 @@ _SHOWN: Final = 20  # classes that fit on a screen
 @click.option("--out", type=click.Path(path_type=Path), help="A new folder for the weights and a report.")
 @click.option(
     "--power",
-    type=click.FloatRange(min=0.0, max=2.0),
+    type=FiniteRange(min=0.0, max=2.0),
     default=1.0,
     show_default=True,
     help="Weights are size of the class ^ -POWER: 1 = equal shares, 0.5 = square roots, 0 = as they are.",

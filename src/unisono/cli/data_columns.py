@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from unisono.cli.common import every_verb, print_result
+from unisono.cli.common import FiniteRange, every_verb, print_result
 from unisono.cli.data_quality import resumable
 from unisono.errors import ConfigError
 
@@ -26,9 +26,7 @@ _REASONS: Final = ("outlier", "non-finite", "stuck")  # as numeric_columns.REASO
 @click.option("--column", "columns", multiple=True, metavar="NAME", help="A numeric column to judge (default: all).")
 @click.option("--time", metavar="NAME", help="Column of stamps: numbers, or dates as ISO 8601 writes them.")
 @click.option("--group", metavar="NAME", help="Column whose values are a series each, such as a sensor.")
-@click.option(
-    "--max-z", type=click.FloatRange(min=1.0), default=6.0, show_default=True, help="Robust z-score of outliers."
-)
+@click.option("--max-z", type=FiniteRange(min=1.0), default=6.0, show_default=True, help="Robust z-score of outliers.")
 @click.option(
     "--max-stuck",
     type=click.IntRange(min=2),
@@ -38,7 +36,7 @@ _REASONS: Final = ("outlier", "non-finite", "stuck")  # as numeric_columns.REASO
 )
 @click.option(
     "--max-gap",
-    type=click.FloatRange(min=1.0),
+    type=FiniteRange(min=1.0),
     help="Median intervals between two stamps; more are a gap (default: 3).",
 )
 @click.option(

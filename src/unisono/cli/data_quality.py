@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from unisono.cli.common import every_verb, print_result
+from unisono.cli.common import FiniteRange, every_verb, print_result
 from unisono.cli.data_pack import fractions
 from unisono.cli.terminal import echo
 from unisono.cli.termination import Terminated, sigterm_interrupts
@@ -70,7 +70,7 @@ def compares(function: F) -> F:
         click.option("--exact", is_flag=True, help="Only documents with the same text, or the same file of an image."),
         click.option(
             "--near",
-            type=click.FloatRange(min=0.1, max=1.0),
+            type=FiniteRange(min=0.1, max=1.0),
             help="Jaccard similarity of shingles from which on documents count as the same (default: 0.8).",
         ),
     ):
@@ -80,7 +80,7 @@ def compares(function: F) -> F:
 
 IMAGE_NEAR = click.option(
     "--image-near",
-    type=click.FloatRange(min=0.1, max=1.0),
+    type=FiniteRange(min=0.1, max=1.0),
     help="Correlation of the gradients of thumbnails from which on images count as the same (default: 0.85).",
 )
 
@@ -90,7 +90,7 @@ def compares_images(function: F) -> F:
     crops = click.option(
         "--crops/--no-crops",
         default=None,
-        help="Whether a part of an image counts as the image (default: only of data leak).",
+        help="Whether a part of an image counts as the image (default: of data leak and split: yes, else no).",
     )
     return IMAGE_NEAR(crops(function))
 
@@ -286,13 +286,15 @@ def split_documents(
             parts,
             class_field=stratify,
             group_field=group,
-            options=duplicate_options(options),
+            options=duplicate_options(options, draws=True),
+            crops=options["crops"],
             column=column,
             index_only=index_only,
             workers=options["workers"],
         )
     lines = [
         f"{part.name}: {part.documents:,} documents, {part.documents / max(result.documents, 1):.2%}"
+        + ("" if part.documents else "; the clusters are too large for it")
         for part in result.parts
     ]
     lines.append(f"{result.clusters:,} clusters, the largest of {result.largest:,} documents")
@@ -317,11 +319,14 @@ def _leak_lines(result: LeakResult) -> list[str]:
     return lines
 
 
-def duplicate_options(options: dict[str, Any]) -> DuplicateOptions:
+def duplicate_options(options: dict[str, Any], *, draws: bool = False) -> DuplicateOptions:
+    """What counts as a duplicate, by the options of a command; ``draws``: its seed is not of the signatures alone."""
     from unisono.quality.options import DuplicateOptions
 
     names = ("near", "ngram", "num_perm", "image_near")
     settings = {name: options[name] for name in names if options.get(name) is not None}
+    if options["exact"] and options["seed"] and not draws:
+        settings["seed"] = options["seed"]
     if options["exact"] and settings:
         given = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
         raise ConfigError(

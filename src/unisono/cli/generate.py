@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import click
 
-from unisono.cli.common import chosen_checkpoint, every_verb, load_run, print_result, takes_checkpoint, trusts_python
+from unisono.cli.common import (
+    FiniteRange,
+    chosen_checkpoint,
+    every_verb,
+    load_run,
+    print_result,
+    takes_checkpoint,
+    trusts_python,
+)
 from unisono.errors import ConfigError
 
 
@@ -14,7 +22,7 @@ from unisono.errors import ConfigError
 @click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Tokens to write.")
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=0.8,
     show_default=True,
     help="0 = always the likeliest token.",

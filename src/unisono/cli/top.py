@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import every_verb, print_result
+from unisono.cli.common import FiniteRange, every_verb, print_result
 from unisono.sanitize import printable
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class _Cells:
 
 @click.command("top")
 @click.argument("run_dir", type=click.Path(file_okay=False))
-@click.option("--every-s", default=2.0, type=click.FloatRange(min=0.1), help="Seconds between looks.")
+@click.option("--every-s", default=2.0, type=FiniteRange(min=0.1), help="Seconds between looks.")
 @click.option("--once", is_flag=True, help="Look once and end.")
 @every_verb
 @click.pass_context

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import every_verb, is_python_trusted, load_run_config, print_result, takes_config
+from unisono.cli.common import FiniteRange, every_verb, is_python_trusted, load_run_config, print_result, takes_config
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.cli.tune_transfer import read_transfer, takes_transfer, with_check
@@ -72,10 +72,10 @@ command.add_command(coordinates)
     help="End trials early that are worse than others at the same step.",
 )
 @click.option("--trials", type=click.IntRange(min=1), help="Trials in the whole search (default: 20, a grid: all).")
-@click.option("--max-s", type=click.FloatRange(min=0, min_open=True), help="No trial begins after so many seconds.")
+@click.option("--max-s", type=FiniteRange(min=0, min_open=True), help="No trial begins after so many seconds.")
 @click.option(
     "--max-device-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     help="No trial begins once all have used so many seconds times processes.",
 )
 @click.option("--parallel", type=click.IntRange(min=1), default=1, show_default=True, help="Trials at a time.")
@@ -89,7 +89,7 @@ def params(
 
     The folder gets a run for each trial, report.html, and best.toml, which unisono train takes. A search that was killed, or
     stopped by Ctrl-C, goes on with the same command; several may work on one folder. With --transfer a coordinate check comes
-    first; exit code 1: it says that the learning rate does not transfer.
+    first. Exit code 1: no trial has a result, or the check says that the learning rate does not transfer.
     """
     from unisono.launch.job import refuse_inside_a_job
     from unisono.tune.search import Budget
@@ -126,7 +126,7 @@ def params(
     finally:
         result, lines = _write(out, searched, chosen, study, transfer)
     print_result(as_json, result, lines)
-    if transfer is not None and not transfer.holds:
+    if result["best"] is None or (transfer is not None and not transfer.holds):
         raise SystemExit(1)
 
 
@@ -136,10 +136,10 @@ def params(
     "--out", required=True, type=click.Path(file_okay=False), help="Folder for the training and its page; a new one."
 )
 @click.option(
-    "--low", default=1e-6, show_default=True, type=click.FloatRange(min=0, min_open=True), help="First learning rate."
+    "--low", default=1e-6, show_default=True, type=FiniteRange(min=0, min_open=True), help="First learning rate."
 )
 @click.option(
-    "--high", default=1.0, show_default=True, type=click.FloatRange(min=0, min_open=True), help="Last learning rate."
+    "--high", default=1.0, show_default=True, type=FiniteRange(min=0, min_open=True), help="Last learning rate."
 )
 @click.option(
     "--steps", default=100, show_default=True, type=click.IntRange(min=10, max=100_000), help="Number of rates."
@@ -391,6 +391,8 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
             f"losses of {len(losses.sample):,} of {losses.about.num_samples:,} samples: {folder / LOSSES_FILE}"
         )
     print_result(as_json, result, lines)
+    if found.mean is None:
+        raise SystemExit(1)
 
 
 def _require_new(path: Path, out: str) -> None:

@@ -20,10 +20,12 @@ from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.languages import language_version
 from unisono.quality.near_duplicates import Duplicates, copies_of, exact_duplicates
+from unisono.quality.normalization import normalize_text
 from unisono.quality.options import CleanRecipe, require_settings_of
 from unisono.quality.page import write_clean_page
 from unisono.quality.personal_data import mask_personal_data
 from unisono.quality.placed_pairs import PlacedPairs
+from unisono.quality.provenance import cleaning_facts
 from unisono.quality.sketch_folder import Sketches, sketch_all
 from unisono.quality.sketches import sketch_version
 from unisono.storage.files import new_file
@@ -47,7 +49,7 @@ class CleanResult:
         languages: Documents of each language, the most first, of those that kept all other limits; empty if the recipe has none.
         crowded: Kept documents that were not compared with all of their candidates, as there were too many.
         recipe: The settings of all steps.
-        recipe_hash: xxh3-128 of the recipe, as JSON with sorted keys.
+        recipe_hash: xxh3-128 of the recipe, the hash of its benchmarks and the versions of packages, as JSON with sorted keys.
         sketch: Algorithm of the signatures and its version; empty without near-duplicates.
     """
 
@@ -100,15 +102,18 @@ def clean(
     language_model = language_version(recipe.filter) if is_text else ""
     if not index_only:
         require_writable(documents)
+    if is_text and recipe.normalize.enabled:
+        normalize_text(
+            "", repairs_encoding=recipe.normalize.repairs_encoding
+        )  # a package that is missing leaves no folder
     contamination = benchmark_hashes(recipe, column)
-    identity = {
+    steps = {
         "recipe": asdict(recipe),
-        "documents": documents.identity(),
         "benchmarks": xxhash.xxh3_128_hexdigest(contamination.tobytes()),
-        "index_only": index_only,
         "sketch": sketch,
         "language_model": language_model,
     }
+    identity = {**steps, "documents": documents.identity(), "index_only": index_only}
     with open_job(out, identity, [*paths, *map(Path, recipe.decontaminate.against)]) as job:
         if job.is_done:
             return job.result(CleanResult)
@@ -131,7 +136,7 @@ def clean(
             languages=_languages(sketches),
             crowded=crowded,
             recipe=recipe,
-            recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(asdict(recipe), sort_keys=True).encode()),
+            recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(steps, sort_keys=True).encode()),
             sketch=sketch,
         )
         # the report shows no personal data that the data set has no more
@@ -142,7 +147,7 @@ def clean(
         page = job.new / "report.html"
         write_clean_page(page, out.name, documents.content, result, duplicates, pairs, dropped, sketches.faults())
         documents.require_unchanged()
-        job.finish(asdict(result))
+        job.finish({**asdict(result), "inputs": cleaning_facts(map(str, paths))})
     return result
 
 

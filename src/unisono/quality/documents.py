@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ FOLDER: Final = "folder"  # field of a file that is one document: the folder tha
 WHOLE_FILE: Final = "file"
 _KEY: Final = "__key__"  # the name of a sample of webdataset
 _SHOWN_VALUES: Final = 64  # of an array
+_LOG: Final = logging.getLogger("unisono")
 _KINDS: Final = tuple(suffix for suffix in read_formats() if suffix not in ("idx", ".bin"))
 
 
@@ -276,7 +278,14 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
 
 
 def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
-    corpus = find_corpus(str(folder))
+    try:
+        corpus = find_corpus(str(folder))
+    except DataError:
+        if not any(path.is_file() for path in folder.rglob("*")):
+            raise _refused(
+                f"{folder}, which has no files", "documents are in files", "a folder that has some"
+            ) from None
+        raise
     tables = [file for file in corpus.files if kind_of_name(folder / file.path) in _KINDS]
     images = [file for file in corpus.files if _is_image_name(file.path)]
     if tables and images:
@@ -285,8 +294,20 @@ def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
             "a folder holds tables, or images, or files of text",
             f"the tables by their paths, as {folder / tables[0].path}, or a folder that has only images",
         )
-    for file in tables or images or corpus.files:
+    chosen = tables or images or list(corpus.files)
+    stems = {_stem(file) for file in chosen}  # an index or a list of classes has the name of its table
+    if left_out := [file.path for file in corpus.files if _stem(file) not in stems]:
+        kind = "tables" if tables else "images"
+        _LOG.warning(
+            "%s: %d files are no %s and are left out, such as %s", folder, len(left_out), kind, quoted(left_out[0])
+        )
+    for file in chosen:
         yield _input_file(folder / file.path, within + file.path, file, None if tables else corpus)
+
+
+def _stem(file: SourceFile) -> str:
+    head, _, name = file.path.rpartition("/")
+    return f"{head}/{name.partition('.')[0]}"
 
 
 def _of_file(path: Path, common: str) -> Iterator[InputFile]:

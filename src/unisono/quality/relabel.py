@@ -20,6 +20,7 @@ from unisono.quality.label_page import write_relabel_page
 from unisono.quality.label_values import Labels, data_set_digest, read_labels
 from unisono.quality.marks import Mark, read_marks
 from unisono.quality.options import DuplicateOptions, only_dedup
+from unisono.quality.provenance import cleaning_facts
 from unisono.quality.sketch_folder import sketch_all
 from unisono.sanitize import quoted
 from unisono.storage.files import file_digest, new_file
@@ -115,7 +116,7 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
         )
         write_relabel_page(job.new / "report.html", out.name, result, labels.counts())
         documents.require_unchanged()
-        job.finish(asdict(result))
+        job.finish({**asdict(result), "inputs": cleaning_facts(map(str, paths))})
     return result
 
 

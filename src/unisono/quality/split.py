@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Final
@@ -20,6 +20,7 @@ from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_split_page
+from unisono.quality.provenance import cleaning_facts
 from unisono.quality.sketch_folder import sketch_all
 from unisono.quality.sketches import sketch_version
 from unisono.sanitize import quoted
@@ -74,6 +75,7 @@ def split(
     class_field: str | None = None,
     group_field: str | None = None,
     options: DuplicateOptions | None = None,
+    crops: bool | None = None,
     column: str | None = None,
     index_only: bool = False,
     workers: int | None = None,
@@ -83,12 +85,13 @@ def split(
     The folder gets ``PART/data/`` and ``PART/kept/`` of each part, as ``clean`` writes them, ``report.json`` and ``report.html``.
 
     Args:
-        paths: Tables, text files or folders of these.
+        paths: Tables, text files, images or folders of these.
         out: A new folder; or that of the same job, which was killed and goes on, or is done already.
         parts: The share of each part, by its name. They sum up to 1.
         class_field: Field whose values have the same shares in all parts, as far as clusters allow (stratified).
         group_field: Field whose values are in one part each, such as a user or a patient.
         options: What counts as the same document; its seed also draws which documents go where.
+        crops: Whether a part of an image does, too; None: it does, other than ``options`` say.
         column: Field of the text in tables; see ``find_documents``.
         index_only: Whether to write no ``data/``.
         workers: Processes; 0 is this one. By default by cores and size. The result is the same.
@@ -101,6 +104,8 @@ def split(
     options = options or DuplicateOptions()
     _check_parts(parts)
     documents = find_documents(paths, column=column)
+    if documents.content == "images":
+        options = replace(options, crops=crops is not False)
     require_settings_of(only_dedup(options), documents.content)
     sketch = sketch_version(options) if documents.content == "text" else ""
     if not index_only:
@@ -146,7 +151,7 @@ def split(
         )
         write_split_page(job.new / "report.html", out.name, documents.content, result)
         documents.require_unchanged()
-        job.finish(asdict(result))
+        job.finish({**asdict(result), "inputs": cleaning_facts(map(str, paths))})
     return result
 
 
