@@ -22,7 +22,7 @@ PICKLES = {
     # their queues, managers and connections pickle
     *("multiprocessing", "torch.multiprocessing", "concurrent.futures.ProcessPoolExecutor"),
     *("torch.distributed.checkpoint", "torch.distributed.rpc", "torch.package", "torch.hub", "torch.jit.load"),
-    *("pandas.read_pickle", "numpy.lib.npyio", "runpy"),
+    *("pandas.read_pickle", "numpy.lib.npyio", "runpy", "ray"),
 }
 RUNS = {
     "eval",
@@ -78,6 +78,8 @@ CODE_FROM_DATA = {
     "src/unisono/data/loading/worker_process.py",
     # runs a configuration that its user wrote in Python and named, or has run before (config/trust.py)
     "src/unisono/config/python_file.py",
+    # bytes for tasks of a cluster that the user named; Ray pickles on its own connections: docs/adr/0005
+    "src/unisono/quality/ray_map.py",
 }
 
 

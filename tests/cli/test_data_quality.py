@@ -104,6 +104,32 @@ def test_a_job_that_is_stopped_says_how_to_go_on(desk: Desk) -> None:
     assert not (desk.folder / "out" / "report.json").exists()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "clean a.jsonl --out out",
+        "dedup a.jsonl --out out",
+        "leak a.jsonl a.jsonl",
+        "split a.jsonl --part x=1 --out out",
+        "labels a.jsonl --label text --out out",
+        "relabel a.jsonl --marks marks.json --out out",
+    ],
+)
+def test_a_cluster_needs_an_extra(desk: Desk, monkeypatch: pytest.MonkeyPatch, arguments: str) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    write(desk.folder, "a.jsonl", "one two three")
+    missing = desk.here("data", *arguments.split(), "--ray", "auto")
+    assert missing.code == 2
+    assert "try:  pip install 'unisono[scale]'" in missing.err
+    both = desk.here("data", *arguments.split(), "--ray", "auto", "--workers", "2")
+    assert both.code == 2
+    assert "--workers 2 and --ray auto" in both.err
+    client = desk.here("data", *arguments.split(), "--ray", "ray://head:10001")
+    assert client.code == 2
+    assert "--ray ray://head:10001" in client.err
+    assert not (desk.folder / "out").exists()
+
+
 def test_split(desk: Desk) -> None:
     write(desk.folder, "a.jsonl", TEXT, NEAR, "one", "two", "three", "four")
     parts = ["--part", "train=2/3", "--part", "test=1/3"]

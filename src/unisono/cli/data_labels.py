@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from unisono.cli.common import every_verb, print_result
-from unisono.cli.data_quality import IMAGE_NEAR, compares, duplicate_options, resumable
+from unisono.cli.data_quality import IMAGE_NEAR, compares, duplicate_options, resumable, works_in
 from unisono.errors import ConfigError
 from unisono.sanitize import printable
 
@@ -116,9 +116,11 @@ def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
     help="The file that the page of unisono data labels saved.",
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the results.")
-@click.option("--workers", type=click.IntRange(min=0), help="Processes; 0 = this one (default: by size and cores).")
+@works_in
 @every_verb
-def relabel_documents(inputs: tuple[Path, ...], marks: Path, out: Path, workers: int | None, as_json: bool) -> None:
+def relabel_documents(
+    inputs: tuple[Path, ...], marks: Path, out: Path, workers: int | str | None, as_json: bool
+) -> None:
     """Write INPUTS with marked labels changed, and without the documents that were marked to be dropped, into a new folder.
 
     INPUTS are those of unisono data labels; they do not change. Marks of other data are refused. A file whose label is its

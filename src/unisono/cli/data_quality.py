@@ -7,8 +7,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
 from fractions import Fraction
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
 
@@ -44,15 +45,44 @@ _COLUMN = click.option(
     metavar="NAME",
     help="Field of the text or image in tables (default: text, else the only string, else the only bytes).",
 )
-_WORKERS = click.option(
-    "--workers", type=click.IntRange(min=0), help="Processes; 0 = this one (default: by size and cores)."
-)
+
+
+def works_in(function: F) -> F:
+    """Decorator that adds ``--workers`` and ``--ray``; ``workers`` is the one of them that is given, an int or a string."""
+
+    @wraps(function)
+    def with_workers(*arguments: Any, workers: int | None, ray: str | None, **options: Any) -> Any:
+        if ray is not None:
+            from unisono.quality.ray_map import require_ray
+
+            if workers is not None:
+                raise ConfigError(
+                    given=f"--workers {workers} and --ray {ray}",
+                    rule="documents go to processes of this machine, or to a cluster",
+                    consequence="nothing was read",
+                    nearest="one of the two; a Ray cluster uses the CPUs that it was started with",
+                )
+            require_ray(ray)
+        return function(*arguments, workers=workers if ray is None else ray, **options)
+
+    for option in (
+        click.option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Send documents to a Ray cluster: auto (that of this machine), HOST:PORT, or local (one for this command).",
+        ),
+        click.option(
+            "--workers", type=click.IntRange(min=0), help="Processes; 0 = this one (default: by size and cores)."
+        ),
+    ):
+        with_workers = option(with_workers)
+    return cast(F, with_workers)
 
 
 def compares(function: F) -> F:
     """Decorator that adds the options by which documents are compared."""
     for option in (
-        _WORKERS,
+        works_in,
         _COLUMN,
         click.option(
             "--seed",
@@ -160,7 +190,7 @@ def dedup_documents(
 @_ON_ERROR
 @_INDEX_ONLY
 @_COLUMN
-@_WORKERS
+@works_in
 @every_verb
 def clean_documents(
     inputs: tuple[Path, ...],
@@ -170,7 +200,7 @@ def clean_documents(
     on_error: str,
     index_only: bool,
     column: str | None,
-    workers: int | None,
+    workers: int | str | None,
     as_json: bool,
 ) -> None:
     """Write INPUTS without poor and duplicate documents into a new folder, by the steps of a recipe.

@@ -20,6 +20,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
@@ -29,6 +30,24 @@ from unisono.quality.image_checks import check_image
 from unisono.quality.languages import MAX_CODE
 from unisono.quality.options import CleanRecipe
 from unisono.quality.sketches import sketch_documents
+
+
+def encode_request(contents: Sequence[bytes | None], suffixes: Sequence[str] | None) -> bytes:
+    """A request for the chunk of some documents, for another process: MessagePack of the arguments.
+
+    Args:
+        contents: Texts or images; None of one that cannot be read.
+        suffixes: Of the images' files, as ``make_image_chunk`` takes them; None of texts.
+    """
+    return msgspec.msgpack.encode((contents, suffixes))
+
+
+def answer_request(request: bytes, recipe: CleanRecipe, contamination: NDArray[np.uint64]) -> bytes:
+    """The chunk file of a request. Raises ExtraError as ``make_chunk`` and ``make_image_chunk``."""
+    contents, suffixes = msgspec.msgpack.decode(request, type=tuple[list[bytes | None], list[str] | None])
+    if suffixes is not None:
+        return make_image_chunk(contents, suffixes, recipe)
+    return make_chunk(contents, recipe, contamination)
 
 
 def make_chunk(texts: Sequence[bytes | None], recipe: CleanRecipe, contamination: NDArray[np.uint64]) -> bytes:

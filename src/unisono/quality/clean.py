@@ -73,7 +73,7 @@ def clean(
     column: str | None = None,
     skips_unreadable: bool = False,
     index_only: bool = False,
-    workers: int | None = None,
+    workers: int | str | None = None,
 ) -> CleanResult:
     """Write a cleaned copy of a data set; of duplicates the first document is kept.
 
@@ -87,7 +87,7 @@ def clean(
         column: Field of the text or image in tables; see ``find_documents``.
         skips_unreadable: Whether documents that cannot be read are dropped, or an error.
         index_only: Whether to write no ``data/``.
-        workers: Processes; 0 is this one. By default by cores and size. The result is the same.
+        workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it; or a language is not known.

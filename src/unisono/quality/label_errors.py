@@ -74,7 +74,7 @@ def find_label_errors(
     column: str | None = None,
     whole_rows: bool = False,
     most: int = MOST,
-    workers: int | None = None,
+    workers: int | str | None = None,
 ) -> LabelsResult:
     """Find documents whose label is likely wrong.
 
@@ -90,7 +90,7 @@ def find_label_errors(
         column: Field of the text or image; see ``find_documents``.
         whole_rows: Whether a document is its row without the label, for tables without text.
         most: Conflicts, and suspects, that the page shows.
-        workers: Processes; 0 is this one. By default by cores and size. The result is the same.
+        workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it; or settings are not for such data.

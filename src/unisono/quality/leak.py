@@ -70,7 +70,7 @@ def find_leaks(
     options: DuplicateOptions | None = None,
     crops: bool | None = None,
     column: str | None = None,
-    workers: int | None = None,
+    workers: int | str | None = None,
 ) -> LeakResult:
     """Find documents of evaluation sets that are also in the training set, or in an evaluation set before them.
 
@@ -82,7 +82,7 @@ def find_leaks(
         options: What counts as the same document.
         crops: Whether a part of an image does, too; None: it does, other than ``options`` say.
         column: Field of the text or image in tables; see ``find_documents``.
-        workers: Processes; 0 is this one. By default by cores and size. The result is the same.
+        workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.

@@ -51,7 +51,7 @@ class RelabelResult:
     changes: tuple[tuple[str, str, int], ...]
 
 
-def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int | None = None) -> RelabelResult:
+def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int | str | None = None) -> RelabelResult:
     """Write a copy of a data set in which marked labels are changed, and documents that are marked so are left out.
 
     The folder gets ``data/`` and ``kept/``, as ``clean`` writes them, ``changes.jsonl`` (each changed or dropped document: its
@@ -63,7 +63,7 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
         paths: The data set that was marked: tables, images, or folders of these.
         out: A new folder; or that of the same job, which was killed and goes on, or is done already.
         marks_path: The file of marks.
-        workers: Processes; 0 is this one. By default by cores and size. The result is the same.
+        workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.

@@ -27,10 +27,11 @@ from unisono.data.loading.subprocess_map import subprocess_map
 from unisono.data.loading.worker_pool import allowed_cores
 from unisono.dist.interpreter import module_command
 from unisono.errors import UnisonoError
-from unisono.quality.chunks import make_chunk, make_image_chunk
+from unisono.quality.chunks import encode_request, make_chunk, make_image_chunk
 from unisono.quality.documents import Document, Documents
 from unisono.quality.languages import MAX_CODE
 from unisono.quality.options import CleanRecipe, DuplicateOptions
+from unisono.quality.ray_map import ray_map
 from unisono.quality.sketches import bands_and_rows
 from unisono.sanitize import shorten
 from unisono.storage.files import file_digest, new_file, opener, write_atomically
@@ -182,7 +183,7 @@ def sketch_all(
     recipe: CleanRecipe,
     *,
     contamination: NDArray[np.uint64] | None = None,
-    workers: int | None = None,
+    workers: int | str | None = None,
 ) -> Sketches:
     """Clean and sketch all documents into a folder, going on behind the chunks that it holds.
 
@@ -191,12 +192,13 @@ def sketch_all(
         folder: An existing folder, of this job alone.
         recipe: The steps that documents go through, and how they are compared.
         contamination: Sorted hashes of the benchmarks' n-grams, uint64.
-        workers: Processes; 0 is this one. By default one per core if there is text for at least two. The result is the
-            same.
+        workers: Processes; 0 is this one. By default one per core if there is text for at least two. A string is the address
+            of a Ray cluster, as ``ray_map`` takes it. The result is the same.
 
     Raises:
         DataError: A file is damaged or has changed.
         ExtraError: A package that a step needs is not installed.
+        ConfigError: There is no such cluster, or its machines have other versions.
     """
     if workers is None:
         workers = min(allowed_cores(), sum(file.size for file in documents.files) // CHUNK_BYTES)
@@ -258,7 +260,7 @@ def _suffixes(documents: Documents) -> list[str] | None:
 
 
 def _chunks(
-    documents: Iterable[Document], recipe: CleanRecipe, hashes: Path, suffixes: list[str] | None, workers: int
+    documents: Iterable[Document], recipe: CleanRecipe, hashes: Path, suffixes: list[str] | None, workers: int | str
 ) -> Generator[tuple[list[Document], bytes]]:
     """(documents, file) of each chunk; ``suffixes`` are those of the files of images."""
     batches = (
@@ -277,8 +279,11 @@ def _chunks(
             else:
                 yield batch, make_image_chunk(contents, of_batch, recipe)
         return
+    requests = ((batch, encode_request(contents, of_batch)) for batch, contents, of_batch in batches)
+    if isinstance(workers, str):
+        yield from ray_map(requests, recipe, np.load(hashes), address=workers, request_bytes=CHUNK_BYTES)
+        return
     command = module_command("unisono.quality.chunk_worker", json.dumps(asdict(recipe)), str(hashes))
-    requests = ((batch, msgspec.msgpack.encode((contents, of_batch))) for batch, contents, of_batch in batches)
     yield from subprocess_map(requests, command, workers=workers, ahead=2, ended=_ended)
 
 

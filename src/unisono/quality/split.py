@@ -78,7 +78,7 @@ def split(
     crops: bool | None = None,
     column: str | None = None,
     index_only: bool = False,
-    workers: int | None = None,
+    workers: int | str | None = None,
 ) -> SplitResult:
     """Split a data set: documents that are the same, near each other or of one group go into the same part.
 
@@ -94,7 +94,7 @@ def split(
         crops: Whether a part of an image does, too; None: it does, other than ``options`` say.
         column: Field of the text in tables; see ``find_documents``.
         index_only: Whether to write no ``data/``.
-        workers: Processes; 0 is this one. By default by cores and size. The result is the same.
+        workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.
