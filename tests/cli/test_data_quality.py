@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import Desk, events_of, make_desk
 from pictures import crop, jpeg, photograph, write_photographs
 from procs import wait_until
+
+from unisono.quality.provenance import cleaning_facts
 
 pytest.importorskip("rensa")
 
@@ -27,6 +30,7 @@ NEAR = TEXT.replace("word60 ", "other ")
 
 
 def write(folder: Path, name: str, *texts: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
@@ -237,3 +241,107 @@ def test_images(desk: Desk) -> None:
     refused = desk.here("data", "dedup", "test", "--out", "no", "--ngram", "3")
     assert refused.code == 2
     assert "dedup.ngram = 3, for images" in refused.err
+
+
+def test_images_of_a_split_do_not_leak(desk: Desk) -> None:
+    write_photographs(desk.folder / "photos", range(40))
+    for seed in range(0, 40, 4):
+        (desk.folder / "photos" / f"part-{seed}.jpg").write_bytes(jpeg(crop(photograph(seed), seed, least=0.8)))
+    done = desk.here("data", "split", "photos", "--out", "parts", "--part", "train=0.5", "--part", "test=0.5")
+    assert done.code == 0, done.err
+    found = desk.here("data", "leak", "parts/train/data", "parts/test/data", "--json")
+    assert (found.code, found.json["pairs"]) == (0, [])
+    apart = ("--out", "apart", "--no-crops", "--part", "train=0.5", "--part", "test=0.5")
+    assert desk.here("data", "split", "photos", *apart).code == 0
+    assert desk.here("data", "leak", "apart/train/data", "apart/test/data").code == 1
+
+
+def test_the_recipe_of_data_that_are_split(desk: Desk) -> None:
+    write(
+        desk.folder,
+        "a.jsonl",
+        *(f"document {number} of several words" for number in range(8)),
+        "document 1 of several words",
+    )
+    cleaned = desk.here("data", "dedup", "a.jsonl", "--out", "unique", "--exact", "--json").json
+    parts = ("--part", "train=0.5", "--part", "test=0.5")
+    assert desk.here("data", "split", "unique/data", "--out", "parts", "--exact", *parts).code == 0
+    (facts,) = cleaning_facts([str(desk.folder / "parts" / "train" / "data" / "a.jsonl")]).values()
+    assert [each["recipe_hash"] for each in facts["inputs"].values()] == [cleaned["recipe_hash"]]
+    # a folder that is called data itself
+    (desk.folder / "unique" / "data" / "data").mkdir()
+    (facts,) = cleaning_facts([str(desk.folder / "unique" / "data" / "data" / "a.jsonl")]).values()
+    assert facts["recipe_hash"] == cleaned["recipe_hash"]
+
+
+def test_files_of_a_folder_that_are_left_out(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    write(desk.folder, "mixed/a.jsonl", "one two three")
+    (desk.folder / "mixed" / "notes.txt").write_text("not read")
+    (desk.folder / "mixed" / "a.classes.txt").write_text("of the table")
+    done = desk.here("data", "dedup", "mixed", "--out", "out", "--exact")
+    assert done.code == 0
+    assert "1 files are no tables and are left out, such as 'notes.txt'" in caplog.text
+    (desk.folder / "empty").mkdir()
+    empty = desk.here("data", "dedup", "empty", "--out", "other")
+    assert (empty.code, "empty, which has no files" in empty.err) == (2, True)
+
+
+@pytest.mark.parametrize("options", [("--near", "nan"), ("--exact", "--seed", "5"), ("--image-near", "inf")])
+def test_options_that_are_refused(desk: Desk, options: tuple[str, ...]) -> None:
+    write(desk.folder, "a.jsonl", "one two three")
+    done = desk.here("data", "dedup", "a.jsonl", "--out", "out", *options)
+    assert done.code == 2
+    assert not (desk.folder / "out").exists()
+
+
+def test_options_of_rows(desk: Desk) -> None:
+    rows = [
+        {"body": f"words of row {number} that are its own", "user": number // 2, "label": number % 2}
+        for number in range(12)
+    ]
+    lines = [json.dumps(row) for row in rows]
+    (desk.folder / "a.jsonl").write_text("\n".join([*lines, "no JSON"]) + "\n")
+    refused = desk.here("data", "dedup", "a.jsonl", "--out", "refused", "--column", "body", "--index-only")
+    assert refused.code == 2
+    done = desk.here(
+        "data", "dedup", "a.jsonl", "--out", "out", "--column", "body", "--index-only", "--on-error", "skip"
+    )
+    assert done.code == 0, done.err
+    assert sorted(path.name for path in (desk.folder / "out").iterdir()) == [
+        ".lock",
+        "dropped.jsonl",
+        "job.json",
+        "kept",
+        "report.html",
+        "report.json",
+    ]
+    assert np.load(desk.folder / "out" / "kept" / "a.jsonl.npy").tolist() == list(range(12))
+    (desk.folder / "a.jsonl").write_text("\n".join(lines) + "\n")
+    parts = (
+        "--part",
+        "train=2/3",
+        "--part",
+        "test=1/3",
+        "--group",
+        "user",
+        "--stratify",
+        "label",
+        "--exact",
+        "--seed",
+        "3",
+    )
+    assert desk.here("data", "split", "a.jsonl", "--out", "parts", *parts).code == 0
+    split_rows = {
+        name: [
+            json.loads(line) for line in (desk.folder / "parts" / name / "data" / "a.jsonl").read_text().splitlines()
+        ]
+        for name in ("train", "test")
+    }
+    assert {name: len(rows) for name, rows in split_rows.items()} == {"train": 8, "test": 4}
+    assert not {row["user"] for row in split_rows["train"]} & {row["user"] for row in split_rows["test"]}
+    one = ("--out", "one", "--part", "train=0.5", "--part", "test=0.5", "--group", "text", "--exact")
+    write(desk.folder, "same.jsonl", *["the same"] * 6)
+    assert (
+        "test: 0 documents, 0.00%; the clusters are too large for it"
+        in desk.here("data", "split", "same.jsonl", *one).out
+    )
