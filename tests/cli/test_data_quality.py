@@ -280,7 +280,7 @@ def test_files_of_a_folder_that_are_left_out(desk: Desk, caplog: pytest.LogCaptu
     (desk.folder / "mixed" / "a.classes.txt").write_text("of the table")
     done = desk.here("data", "dedup", "mixed", "--out", "out", "--exact")
     assert done.code == 0
-    assert "1 files are no tables and are left out, such as 'notes.txt'" in caplog.text
+    assert "1 files that are no tables are left out, such as 'notes.txt'" in caplog.text
     (desk.folder / "empty").mkdir()
     empty = desk.here("data", "dedup", "empty", "--out", "other")
     assert (empty.code, "empty, which has no files" in empty.err) == (2, True)

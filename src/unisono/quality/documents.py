@@ -299,7 +299,7 @@ def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
     if left_out := [file.path for file in corpus.files if _stem(file) not in stems]:
         kind = "tables" if tables else "images"
         _LOG.warning(
-            "%s: %d files are no %s and are left out, such as %s", folder, len(left_out), kind, quoted(left_out[0])
+            "%s: %d files that are no %s are left out, such as %s", folder, len(left_out), kind, quoted(left_out[0])
         )
     for file in chosen:
         yield _input_file(folder / file.path, within + file.path, file, None if tables else corpus)
