@@ -17,6 +17,7 @@ import numpy as np
 import planted
 import psutil
 import pytest
+from pictures import jpeg, photograph
 from procs import is_running, listening, wait_until
 
 SRC = Path(__file__).parents[2] / "src"
@@ -355,14 +356,15 @@ def test_machines_with_another_unisono_or_none(short: Path, tmp_path: Path) -> N
 
 def test_an_error_of_a_task_and_one_of_the_start(short: Path, tmp_path: Path) -> None:
     """A task takes no module of the working folder for a package that is missing."""
-    (tmp_path / "ftfy.py").write_text("raise RuntimeError('planted')\n")
-    (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n')
-    arguments = ("clean", tmp_path / "a.jsonl", "--set", "normalize.repairs_encoding=true", "--out", tmp_path / "out")
-    without_ftfy = run(short, *arguments, "--ray", "local", folder=tmp_path)
-    assert without_ftfy.returncode == 2
-    assert "a machine of the Ray cluster, " in without_ftfy.stderr
-    assert "pip install 'unisono[quality]'" in without_ftfy.stderr
-    assert "Traceback" not in without_ftfy.stderr
+    (tmp_path / "simplejpeg.py").write_text("raise RuntimeError('planted')\n")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").write_bytes(jpeg(photograph(0)))
+    arguments = ("dedup", tmp_path / "photos", "--out", tmp_path / "out")
+    without_decoder = run(short, *arguments, "--ray", "local", folder=tmp_path)
+    assert without_decoder.returncode == 2
+    assert "a machine of the Ray cluster, " in without_decoder.stderr
+    assert "pip install 'unisono[images]'" in without_decoder.stderr
+    assert "Traceback" not in without_decoder.stderr
     no_cluster = run(short, *arguments, "--ray", "127.0.0.1:1")
     assert no_cluster.returncode == 2
     assert no_cluster.stderr.startswith("unisono: --ray 127.0.0.1:1: ")
