@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -33,7 +34,7 @@ from unisono.observe.events import events_path, number, read_events
 SHARE = 6
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 SETTINGS = (
-    *("data.seq_len=256", "plan.global_batch=16", "train.num_eval_samples=0", "train.eval_every_steps=0"),
+    *("data.seq_len=256", "plan.global_batch=16", "train.num_eval_samples=0"),
     *(
         "plan.device=cpu",
         "plan.precision=fp32",
@@ -166,7 +167,8 @@ def _parted(train: Path, rows: Path, out: Path) -> tuple[list[dict[str, Any]], l
     import numpy as np
 
     unisono("data", "leak", train, rows, f"--out={out}", codes=(0, 1))
-    kept = set(np.load(out / "kept" / f"{rows.name}.npy").tolist())
+    name = os.path.relpath(rows, os.path.commonpath([train.parent, rows.parent]))
+    kept = set(np.load(out / "kept" / f"{name}.npy").tolist())
     parted: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for index, row in enumerate(_rows(rows)):
         parted[index in kept].append(row)
@@ -192,7 +194,7 @@ def packed(path: Path) -> Path:
 def bits_per_byte(folder: Path, train: Path, held_out: Path, steps: int, seed: int, *more: str) -> float:
     run = folder / "runs" / f"{train.parent.name}-{train.stem}-{held_out.stem}-{seed}{'-'.join(('', *more))}"
     given = [f"data.train={packed(train)}", f"data.eval={packed(held_out)}", f"run.dir={run}", f"run.seed={seed}"]
-    given += [f"train.steps={steps}", *SETTINGS, *more]
+    given += [f"train.steps={steps}", f"train.eval_every_steps={steps}", *SETTINGS, *more]
     unisono("train", *(f"--set={each}" for each in given))
     values = [number(event.get("eval/bits_per_byte")) for event in read_events(events_path(run, 0)).events]
     return [value for value in values if value is not None][-1]

@@ -244,7 +244,9 @@ def _clean_lines(result: CleanResult, out: Path) -> list[str]:
 @click.command("leak")
 @click.argument("train", type=click.Path(path_type=Path))
 @click.argument("others", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TEST...")
-@click.option("--out", type=click.Path(path_type=Path), help="A new folder for a report and the rows without leaks.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="A new folder for a report and the numbers of rows without leaks."
+)
 @compares_images
 @compares
 @every_verb
