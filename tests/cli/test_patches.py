@@ -314,25 +314,36 @@ def test_more_servers_remove_the_wait_for_one(desk: Desk, tmp_path: Path) -> Non
     assert "SRV01" not in after, after["SRV01"]
 
 
-# Worker 1 pushes gradients of noise; worker 0 pulls the weight back to 0 at once, as far as it has not moved meanwhile. The
-# slower worker 0 is in a period, the more often worker 1 moves the weight before its push arrives.
+# Worker 1 pushes gradients of noise; worker 0 pulls the weight back to 0 at once, as far as it has not moved meanwhile. In each
+# period (a links event has 100 steps of a worker) worker 0 waits for another number of these pushes, whatever the host is busy
+# with. A bound makes worker 1 wait as well: then worker 0 goes on after 0.03 s.
 STALE = """
 import os
 from functools import partial
+from pathlib import Path
 
+pushes = Path("FOLDER/pushes")
 calls = 0
 
 
 class Weight(torch.nn.Linear):
+    def __init__(self, run):
+        super().__init__(1, 1, bias=False)
+        self.longest_wait_s = 10 if run.plan.staleness == "none" else 0.03
+
     def forward(self, inputs):
         global calls
         if not self.training:
             return super().forward(inputs)
         if os.environ.get("UNISONO_RANK") != "0":
-            time.sleep(0.004)
+            with pushes.open("ab") as file:
+                file.write(b".")
+            time.sleep(0.002)
             return super().forward(inputs) + torch.randn(1)
-        # a links event has 100 steps of a worker; of several lags the ranks are told apart, whatever else delays a worker
-        time.sleep((0.004, 0.06, 0.02, 0.1)[calls // 100 % 4])
+        begin_s, begin = time.monotonic(), pushes.stat().st_size
+        awaited = begin + (0, 12, 3)[calls // 100 % 3]
+        while pushes.stat().st_size < awaited and time.monotonic() - begin_s < self.longest_wait_s:
+            time.sleep(0.001)
         calls += 1
         return 10**0.5 * super().forward(inputs)
 
@@ -342,19 +353,20 @@ class Ones(Rows):
         return np.ones(1, np.float32), np.zeros(1, np.float32)
 
 
-config = partial(config, model=lambda run: Weight(1, 1, bias=False), data=lambda run: (Ones(), Ones()))
+config = partial(config, model=Weight, data=lambda run: (Ones(), Ones()))
 """
 
 
 @pytest.mark.timeout(400)
 def test_a_bound_removes_the_noise_of_stale_gradients(desk: Desk, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(ROWS + STALE)
-    settings = RUN | SERVERS | {"train.steps": 2400, "plan.staleness": "none", "optim.kind": "sgd", "optim.lr": 0.05}
+    (tmp_path / "own.py").write_text(ROWS + STALE.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "pushes").touch()
+    settings = RUN | SERVERS | {"train.steps": 4000, "plan.staleness": "none", "optim.kind": "sgd", "optim.lr": 0.05}
     # such losses are squares of small numbers, which spike without a fault
     settings |= {
         "optim.momentum": 0.0,
         "schedule.kind": "constant",
-        "after": {"train.spike_sigmas": 0, "train.steps": 1000},
+        "after": {"train.spike_sigmas": 0, "train.steps": 900},
     }
     before, _, after = before_and_after(desk.process, desk, tmp_path, "STALE01", **settings)
     assert before["patch"] == {"plan.staleness": 0}
