@@ -69,7 +69,9 @@ def test_what_a_run_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_long_evaluation_is_no_hang_and_a_hang_in_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_POLL_S": 0.05, "_MIN_QUIET_S": 0.5, "_LONGEST_PAUSES": 0.0}.items():
+    # unlike a read that hangs, the one here computes: it looks for dumps
+    values = {"_POLL_S": 0.05, "_MIN_QUIET_S": 0.5, "_LONGEST_PAUSES": 0.0, "_COMPUTES_FRAC": 2.0}
+    for name, value in values.items():
         monkeypatch.setattr(watchdog, name, value)
     run_dir, held_out = tmp_path / "run", Held()
     found: list[Any] = []
