@@ -13,8 +13,8 @@ import pytest
 from unisono.config import load_config
 from unisono.data.convert.table_files import Table, open_table, write_table
 from unisono.errors import ConfigError, DataError
-from unisono.quality import sketch_folder
 from unisono.quality.clean import clean
+from unisono.quality.duplicates import sketch_folder
 from unisono.quality.options import (
     CleanRecipe,
     DecontaminateOptions,

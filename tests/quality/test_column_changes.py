@@ -18,12 +18,13 @@ from unisono.data.convert.table_files import open_file, write_table
 from unisono.data.image.decoding import decode, probe
 from unisono.data.recordio import ImageHeader, pack_header, unpack_header
 from unisono.errors import ConfigError, DataError
-from unisono.quality import column_changes, column_scan
-from unisono.quality.column_targets import targets_of
-from unisono.quality.columns import ColumnOptions, ColumnsResult, check_columns
+from unisono.quality.columns import changes as column_changes
+from unisono.quality.columns import scan as column_scan
+from unisono.quality.columns.check import ColumnOptions, ColumnsResult, check_columns
+from unisono.quality.columns.numeric_columns import REASONS
+from unisono.quality.columns.schema import schema_of
+from unisono.quality.columns.targets import targets_of
 from unisono.quality.documents import find_documents
-from unisono.quality.numeric_columns import REASONS
-from unisono.quality.schema import schema_of
 
 MASK = ColumnOptions(columns=("x",), mask=REASONS)
 UNIFY = ColumnOptions(unify=True)

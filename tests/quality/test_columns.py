@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from unisono.errors import DataError
-from unisono.quality.column_scan import MAX_GROUPS, require_few_groups
-from unisono.quality.columns import ColumnOptions, ColumnsResult, check_columns
-from unisono.quality.exact_quantiles import CHUNK, order_statistics, quantiles
+from unisono.quality.columns.check import ColumnOptions, ColumnsResult, check_columns
+from unisono.quality.columns.exact_quantiles import CHUNK, order_statistics, quantiles
+from unisono.quality.columns.scan import MAX_GROUPS, require_few_groups
 
 
 def jsonl(path: Path, rows: list[Any]) -> Path:
@@ -269,11 +269,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_killed_job_reads_no_finished_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unisono.quality import column_scan
+    from unisono.quality.columns import scan
 
     paths = [jsonl(tmp_path / f"{number}.jsonl", [{"x": number}]) for number in range(2)]
     read: list[str] = []
-    original = column_scan.read_cells
+    original = scan.read_cells
 
     def counted(path: Path, kind: str, wanted: Any) -> Any:
         read.append(path.name)
@@ -281,7 +281,7 @@ def test_a_killed_job_reads_no_finished_file_again(tmp_path: Path, monkeypatch: 
             raise KeyboardInterrupt
         return original(path, kind, wanted)
 
-    monkeypatch.setattr(column_scan, "read_cells", counted)
+    monkeypatch.setattr(scan, "read_cells", counted)
     with pytest.raises(KeyboardInterrupt):
         check_columns(paths, out=tmp_path / "out")
     assert check_columns(paths, out=tmp_path / "out").rows == {"0.jsonl": 1, "1.jsonl": 1}

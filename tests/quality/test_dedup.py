@@ -18,8 +18,8 @@ from procs import wait_until
 
 from unisono.data.convert.table_files import Table, open_table, write_table
 from unisono.errors import ConfigError, DataError, ExtraError
-from unisono.quality import sketch_folder, sketches
 from unisono.quality.clean import CleanResult, clean
+from unisono.quality.duplicates import sketch_folder, sketches
 from unisono.quality.options import CleanRecipe, DuplicateOptions, only_dedup
 
 pytest.importorskip("rensa")

@@ -24,10 +24,10 @@ from unisono.data.dataset import read_samples
 from unisono.data.sample_losses import VERSION, LossesOf, SampleLosses, describe_files
 from unisono.data.sources import open_source
 from unisono.errors import ConfigError, DataError
-from unisono.quality import label_page
-from unisono.quality.label_errors import find_label_errors
+from unisono.quality.labels import page as label_page
+from unisono.quality.labels.label_errors import find_label_errors
+from unisono.quality.labels.relabel import relabel
 from unisono.quality.options import DuplicateOptions
-from unisono.quality.relabel import relabel
 
 EXACT = DuplicateOptions(near=0.0, image_near=0.0)
 

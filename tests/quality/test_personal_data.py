@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from unisono.quality.cleaning.personal_data import mask_personal_data
 from unisono.quality.options import MASKED
-from unisono.quality.personal_data import mask_personal_data
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,9 @@ import json
 import numpy as np
 from safetensors.numpy import load
 from unisono.errors import UnisonoError
-from unisono.quality.chunks import encode_request, make_chunk
+from unisono.quality.duplicates.chunks import encode_request, make_chunk
 from unisono.quality.options import CleanRecipe
-from unisono.quality.ray_map import ray_map
+from unisono.quality.duplicates.ray_map import ray_map
 most, drawn, answered = 0, 0, 0
 hashes = np.zeros(0, np.uint64)
 def requests():
@@ -343,7 +343,7 @@ def test_machines_with_another_unisono_or_none(short: Path, tmp_path: Path) -> N
         file.write("# another version\n")
     for source, message in (
         (tmp_path / "src", ", a machine of the Ray cluster, with unisono of source "),
-        (None, "a machine of the Ray cluster that cannot import unisono.quality.ray_map"),
+        (None, "a machine of the Ray cluster that cannot import unisono.quality.duplicates.ray_map"),
     ):
         with two_nodes(short, source) as (_, address):
             done = run(short, "dedup", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--ray", address)

@@ -15,10 +15,10 @@ from tools import missing
 
 from unisono.data.convert.table_files import Table, open_table, write_table
 from unisono.errors import ConfigError, DataError
-from unisono.quality import relabel as relabel_module
-from unisono.quality.label_errors import find_label_errors
+from unisono.quality.labels import relabel as relabel_module
+from unisono.quality.labels.label_errors import find_label_errors
+from unisono.quality.labels.relabel import relabel
 from unisono.quality.options import DuplicateOptions
-from unisono.quality.relabel import relabel
 
 EVIL = "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"
 EXACT = DuplicateOptions(near=0.0)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted import words_of
 
-from unisono.quality import shingles
-from unisono.quality.shingles import shingle_hashes
+from unisono.quality.duplicates import shingles
+from unisono.quality.duplicates.shingles import shingle_hashes
 
 TEXTS = st.lists(st.text(st.sampled_from("aZ9_ .\n-é\xa0¿ßЖع中日\u2014\u3002\u0e01😀\ud800"), max_size=40), max_size=8)
 

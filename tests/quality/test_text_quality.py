@@ -8,9 +8,9 @@ import numpy as np
 import planted
 import pytest
 
-from unisono.quality.languages import LANGUAGE_LIMITS
+from unisono.quality.cleaning.languages import LANGUAGE_LIMITS
+from unisono.quality.cleaning.text_quality import LIMITS, failed_limit
 from unisono.quality.options import FilterOptions
-from unisono.quality.text_quality import LIMITS, failed_limit
 
 PROSE = (
     "The ship lay at anchor in the bay, and the men on deck were waiting for the tide. Nobody spoke. From the shore came the "

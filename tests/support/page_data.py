@@ -245,9 +245,9 @@ def quality(folder: Path) -> dict[str, str]:
 def reviews(folder: Path) -> dict[str, str]:
     """Labelled texts, a small model of them, and what the page of labels saves when somebody marks one."""
     from unisono.quality.documents import find_documents
-    from unisono.quality.label_values import data_set_digest, read_labels
+    from unisono.quality.duplicates.sketch_folder import sketch_all
+    from unisono.quality.labels.values import data_set_digest, read_labels
     from unisono.quality.options import DuplicateOptions, only_dedup
-    from unisono.quality.sketch_folder import sketch_all
 
     texts = [("good fine nice", "bad poor sad")[number % 2] + f" number {number}" for number in range(48)]
     rows = [{"text": text, "label": ("good", "bad")[number % 2 if number else 1]} for number, text in enumerate(texts)]

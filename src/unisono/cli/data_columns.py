@@ -13,8 +13,8 @@ from unisono.cli.data_quality import resumable
 from unisono.errors import ConfigError
 
 if TYPE_CHECKING:
-    from unisono.quality.column_changes import ColumnChanges
-    from unisono.quality.columns import ColumnsResult
+    from unisono.quality.columns.changes import ColumnChanges
+    from unisono.quality.columns.check import ColumnsResult
 
 _SHOWN: Final = 20  # lines of each kind that fit on a screen
 _REASONS: Final = ("outlier", "non-finite", "stuck")  # as numeric_columns.REASONS, without its imports
@@ -80,7 +80,7 @@ def check_table_columns(
     OUT/flagged.jsonl  each flagged value: file, row, column, reasons
     OUT/report.html    schema, differences, histograms; OUT/report.json the same as data
     """
-    from unisono.quality.columns import ColumnOptions, check_columns
+    from unisono.quality.columns.check import ColumnOptions, check_columns
 
     if max_gap is not None and time is None:
         raise ConfigError(

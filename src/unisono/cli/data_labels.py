@@ -14,8 +14,8 @@ from unisono.errors import ConfigError
 from unisono.sanitize import printable
 
 if TYPE_CHECKING:
-    from unisono.quality.label_errors import LabelsResult
-    from unisono.quality.relabel import RelabelResult
+    from unisono.quality.labels.label_errors import LabelsResult
+    from unisono.quality.labels.relabel import RelabelResult
 
 _SHOWN: Final = 5  # pairs of labels that fit on a screen
 
@@ -64,7 +64,7 @@ def find_labels(
     OUT/conflicts.jsonl  each conflict: its documents, their labels and similarities
     OUT/suspects.jsonl   each suspect, the most suspicious first
     """
-    from unisono.quality.label_errors import find_label_errors
+    from unisono.quality.labels.label_errors import find_label_errors
 
     if whole_rows and column is not None:
         raise ConfigError(
@@ -131,7 +131,7 @@ def relabel_documents(
     OUT/kept           the numbers of the kept rows of each table, as .npy
     OUT/changes.jsonl  each change: file, row, label before and after
     """
-    from unisono.quality.relabel import relabel
+    from unisono.quality.labels.relabel import relabel
 
     with resumable(out):
         result = relabel(inputs, out, marks, workers=workers)

@@ -53,7 +53,7 @@ def works_in(function: F) -> F:
     @wraps(function)
     def with_workers(*arguments: Any, workers: int | None, ray: str | None, **options: Any) -> Any:
         if ray is not None:
-            from unisono.quality.ray_map import require_ray
+            from unisono.quality.duplicates.ray_map import require_ray
 
             if workers is not None:
                 raise ConfigError(

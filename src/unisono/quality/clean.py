@@ -13,21 +13,21 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.quality.cleaning import REASONS, UNREADABLE, benchmark_hashes
-from unisono.quality.comparison import near_documents
+from unisono.quality.cleaning.languages import language_version
+from unisono.quality.cleaning.normalization import normalize_text
+from unisono.quality.cleaning.personal_data import mask_personal_data
+from unisono.quality.cleaning.steps import REASONS, UNREADABLE, benchmark_hashes
 from unisono.quality.documents import Content, find_documents, require_readable
+from unisono.quality.duplicates.comparison import near_documents
+from unisono.quality.duplicates.near_duplicates import Duplicates, copies_of, exact_duplicates
+from unisono.quality.duplicates.placed_pairs import PlacedPairs
+from unisono.quality.duplicates.sketch_folder import Sketches, sketch_all
+from unisono.quality.duplicates.sketches import sketch_version
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
-from unisono.quality.languages import language_version
-from unisono.quality.near_duplicates import Duplicates, copies_of, exact_duplicates
-from unisono.quality.normalization import normalize_text
 from unisono.quality.options import CleanRecipe, require_settings_of
 from unisono.quality.page import write_clean_page
-from unisono.quality.personal_data import mask_personal_data
-from unisono.quality.placed_pairs import PlacedPairs
 from unisono.quality.provenance import cleaning_facts
-from unisono.quality.sketch_folder import Sketches, sketch_all
-from unisono.quality.sketches import sketch_version
 from unisono.storage.files import new_file
 
 EXACT: Final = "dedup.exact"

@@ -30,7 +30,7 @@ from unisono.storage.limits import MAX_RECORD_BYTES
 from unisono.tasks.sources import TARGETS
 
 if TYPE_CHECKING:
-    from unisono.quality.sketch_folder import Sketches
+    from unisono.quality.duplicates.sketch_folder import Sketches
 
 Content = Literal["text", "images"]
 TEXT: Final = "text"  # column of the documents where no other is named

@@ -24,7 +24,7 @@ from unisono.quality.documents import (
     text_field_of_lines,
 )
 from unisono.quality.image_records import copy_class_names, record_class_names, with_class
-from unisono.quality.label_values import label_like
+from unisono.quality.labels.values import label_like
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
 from unisono.tasks.sources import TARGETS

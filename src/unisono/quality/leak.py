@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.errors import DataError
-from unisono.quality.comparison import near_documents
 from unisono.quality.documents import find_documents, require_readable
+from unisono.quality.duplicates.comparison import near_documents
+from unisono.quality.duplicates.near_duplicates import Duplicates, copies_of, exact_duplicates
+from unisono.quality.duplicates.placed_pairs import PlacedPairs
+from unisono.quality.duplicates.sketch_folder import sketch_all
+from unisono.quality.duplicates.sketches import sketch_version
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import write_kept
-from unisono.quality.near_duplicates import Duplicates, copies_of, exact_duplicates
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_leak_page
-from unisono.quality.placed_pairs import PlacedPairs
-from unisono.quality.sketch_folder import sketch_all
-from unisono.quality.sketches import sketch_version
 
 _PAIRS_FILE: Final = "pairs.jsonl"
 

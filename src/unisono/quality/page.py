@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.quality.comparison import threshold_of
 from unisono.quality.documents import Content
-from unisono.quality.near_duplicates import Duplicates
-from unisono.quality.placed_pairs import PlacedPairs
+from unisono.quality.duplicates.comparison import threshold_of
+from unisono.quality.duplicates.near_duplicates import Duplicates
+from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.report.charts import curve_layout
 from unisono.report.html import render_page
 from unisono.report.page import SUMMARY

@@ -14,15 +14,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.errors import DataError
-from unisono.quality.clusters import find_clusters
 from unisono.quality.documents import Documents, find_documents, require_readable
+from unisono.quality.duplicates.clusters import find_clusters
+from unisono.quality.duplicates.sketch_folder import sketch_all
+from unisono.quality.duplicates.sketches import sketch_version
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_split_page
 from unisono.quality.provenance import cleaning_facts
-from unisono.quality.sketch_folder import sketch_all
-from unisono.quality.sketches import sketch_version
 from unisono.sanitize import quoted
 
 MAX_CLASSES: Final = 10_000
