@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from unisono.data.sample_weights import WeightedFile, reads_per_epoch, write_sample_weights
 from unisono.errors import DataError
 from unisono.quality.balance_page import write_balance_page
-from unisono.quality.class_labels import LabelledFile, find_labelled, read_labels, require_unchanged
+from unisono.quality.class_labels import LabelledFile, find_labelled, read_classes, require_unchanged
 from unisono.quality.job_folder import open_job
 from unisono.sanitize import quoted
 from unisono.tasks.sources import TARGETS
@@ -116,7 +116,7 @@ def balance(
 def _labels(file: LabelledFile, field: str, names: dict[str, int]) -> NDArray[np.int32]:
     """The number of each row's class, int32 [rows]; ``names`` gets those that are new."""
     numbers = array("i")
-    for name in read_labels(file, field):
+    for name in read_classes(file, field):
         numbers.append(_NO_LABEL if name is None else names.setdefault(name, len(names)))
         if len(names) > MAX_CLASSES:
             raise _refused(

@@ -92,7 +92,7 @@ def require_unchanged(files: Sequence[LabelledFile]) -> None:
             )
 
 
-def read_labels(file: LabelledFile, field: str) -> Iterator[str | None]:
+def read_classes(file: LabelledFile, field: str) -> Iterator[str | None]:
     """The name of each row's class; None of a row without a label: an absent or empty value, or NaN.
 
     Names are those that ``data.train`` has for the classes: an integer is the text of its digits.
