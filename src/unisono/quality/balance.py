@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.sample_weights import WeightedFile, reads_per_epoch, write_sample_weights
-from unisono.errors import DataError
 from unisono.quality.balance_page import write_balance_page
 from unisono.quality.class_labels import LabelledFile, find_labelled, read_classes, require_unchanged
 from unisono.quality.job_folder import open_job
+from unisono.quality.refused import refused
 from unisono.sanitize import quoted
 from unisono.tasks.sources import TARGETS
 from unisono.tasks.targets import MAX_CLASSES
@@ -44,7 +44,7 @@ class ClassBalance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceResult:
-    """The outcome.
+    """Classes of a data set, and the weights that even them out.
 
     Attributes:
         rows: Number of rows.
@@ -119,14 +119,14 @@ def _labels(file: LabelledFile, field: str, names: dict[str, int]) -> NDArray[np
     for name in read_classes(file, field):
         numbers.append(_NO_LABEL if name is None else names.setdefault(name, len(names)))
         if len(names) > MAX_CLASSES:
-            raise _refused(
+            raise refused(
                 f"{file.path}: field {quoted(field)} with more than {MAX_CLASSES:,} different values",
                 "a class has several rows",
                 "the field of the class",
             )
     labels = np.array(numbers, np.int32)
     if not (labels >= 0).any():
-        raise _refused(
+        raise refused(
             f"{file.path}: {len(labels):,} rows, and none with a label in the field {quoted(field)}",
             "rows have the name or the number of their class in one field",
             f"--label FIELD; unisono data inspect {file.path} shows the fields",
@@ -140,7 +140,7 @@ def _balance(
     """The result, and the weight of each class in the order of ``names``."""
     labelled = int(counts.sum())
     if max_repeats and max_repeats * labelled < rows:
-        raise _refused(
+        raise refused(
             f"--max-repeats {max_repeats} with {rows:,} rows, of which {labelled:,} have a label",
             "an epoch reads as many rows as there are, and only those with a label",
             f"--max-repeats {-(-rows // labelled)}, or the data without the other rows",
@@ -168,7 +168,3 @@ def _balance(
         classes=classes,
     )
     return result, weights
-
-
-def _refused(given: str, rule: str, nearest: str) -> DataError:
-    return DataError(given=given, rule=rule, consequence="nothing was written", nearest=nearest)

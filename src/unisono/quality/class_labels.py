@@ -20,6 +20,7 @@ from unisono.data.sources.arrow_folder import arrow_classes, arrow_files, arrow_
 from unisono.data.sources.converted import sample_of_row
 from unisono.errors import DataError
 from unisono.quality.documents import WHOLE_FILE, list_files
+from unisono.quality.refused import refused
 from unisono.sanitize import listed, quoted
 from unisono.storage.limits import MAX_RECORD_BYTES
 from unisono.tasks.sources import TARGETS, class_names_of, scan
@@ -67,12 +68,12 @@ def find_labelled(paths: Sequence[Path]) -> list[LabelledFile]:
             continue
         for file in files:
             if file.kind == WHOLE_FILE:
-                raise _refused(f"{file.path}, a file of text", "rows of tables and images have labels", "a table")
+                raise refused(f"{file.path}, a file of text", "rows of tables and images have labels", "a table")
             found.append((file.path, file.kind))
     whole = [Path(os.path.abspath(path)) for path, _ in found]
     if len(set(whole)) < len(whole):
         twice = sorted({str(path) for path in whole if whole.count(path) > 1})
-        raise _refused(f"files that are given twice: {listed(map(quoted, twice))}", "each row counts once", "each once")
+        raise refused(f"files that are given twice: {listed(map(quoted, twice))}", "each row counts once", "each once")
     is_tables = len(paths) == 1 and paths[0].is_dir() and found[0][0] != paths[0]
     common = paths[0] if is_tables else os.path.commonpath([path.parent for path in whole])
     return [
@@ -85,7 +86,7 @@ def require_unchanged(files: Sequence[LabelledFile]) -> None:
     """Raise DataError if a file has changed since it was listed."""
     for file in files:
         if not file.path.exists() or file_stamp(file.path) != file.stamp:
-            raise _refused(
+            raise refused(
                 f"{file.path}, which has changed meanwhile",
                 "a data set stays as it is while it is read",
                 "the same command again, with another folder for the results",
@@ -135,14 +136,14 @@ def read_classes(file: LabelledFile, field: str) -> Iterator[str | None]:
 
 def _folders_of_images(folder: Path, field: str) -> Iterator[str]:
     if field != TARGETS:
-        raise _refused(
+        raise refused(
             f"{folder}, a folder of images, with the field {quoted(field)}",
             f"the label of an image is its folder, whose field is {TARGETS!r}",
             f"--label {TARGETS}",
         )
     listing = list_images(folder)
     if listing.bad:
-        raise _refused(
+        raise refused(
             f"{folder}: {listing.bad[0].path}: {listing.bad[0].reason}", "all images can be read", "remove or repair it"
         )
     for image in listing.samples:
@@ -182,7 +183,7 @@ def _name(value: Any, names: Sequence[str], path: Path, row: int, field: str) ->
         return None
     try:
         if isinstance(value, list | tuple):
-            raise _refused(describe_value(value), "a row has one label", "a field of single labels")
+            raise refused(describe_value(value), "a row has one label", "a field of single labels")
         array = sample_of_row({field: value}, row)[field]
         if is_absent(array):
             return None
@@ -190,14 +191,10 @@ def _name(value: Any, names: Sequence[str], path: Path, row: int, field: str) ->
         if not names or not isinstance(name, int):
             return str(name)
         if not -1 <= name < len(names):
-            raise _refused(
+            raise refused(
                 f"class {name} of {len(names)} classes", "a number of a class is below their number", "another"
             )
         return names[name] if name >= 0 else None
     except DataError as error:
         place = f"{path}, row {row}, field {quoted(field)}"
         raise DataError(*(replace(problem, given=f"{place}: {problem.given}") for problem in error.problems)) from error
-
-
-def _refused(given: str, rule: str, nearest: str) -> DataError:
-    return DataError(given=given, rule=rule, consequence="nothing was written", nearest=nearest)

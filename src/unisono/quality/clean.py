@@ -38,7 +38,7 @@ _REASONS: Final = (*REASONS, EXACT, NEAR)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CleanResult:
-    """The outcome.
+    """How many documents were kept, dropped and changed, and why.
 
     Attributes:
         documents: Number of documents.

@@ -24,6 +24,7 @@ from unisono.data.image.decoding import image_format
 from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, find_corpus, read_text
 from unisono.errors import DataError
 from unisono.quality.image_records import PAYLOAD, RECORDS, image_of_record, record_classes
+from unisono.quality.refused import refused
 from unisono.sanitize import listed, quoted
 from unisono.storage.files import MAX_SHOWN_PATH, look_up
 from unisono.storage.limits import MAX_RECORD_BYTES
@@ -137,7 +138,7 @@ class Documents:
         for file in self.files:
             if file.whole is not None:
                 if field != FOLDER:
-                    raise _refused(
+                    raise refused(
                         f"field {quoted(field)} of {file.path}, a file that is one document",
                         "rows of tables have fields; of a file alone the only field is its folder",
                         f"{quoted(FOLDER)}, or a table",
@@ -173,7 +174,7 @@ class Documents:
             except OSError:
                 is_same = False
             if not is_same:
-                raise _refused(
+                raise refused(
                     f"{file.path}, which has changed meanwhile",
                     "a data set stays as it is while it is read",
                     "the same command again, with another folder for the results",
@@ -196,9 +197,7 @@ class Documents:
 def require_text(documents: Documents) -> None:
     """Raise DataError for images."""
     if documents.content != TEXT:
-        raise _refused(
-            f"images, the first in {documents.files[0].path}", "this is for texts", "tables or files of text"
-        )
+        raise refused(f"images, the first in {documents.files[0].path}", "this is for texts", "tables or files of text")
 
 
 def require_readable(documents: Documents, sketches: Sketches, *, drops: bool) -> None:
@@ -207,7 +206,7 @@ def require_readable(documents: Documents, sketches: Sketches, *, drops: bool) -
     if faults:
         number, fault = min(faults.items())
         files, rows = sketches.places()
-        raise _refused(
+        raise refused(
             f"{documents.place(int(files[number]), int(rows[number]))}: {fault}; {len(faults):,} images in all",
             "documents can be read",
             "without these; data clean and data dedup --on-error skip drop them",
@@ -248,7 +247,7 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
         DataError: A path is not there, or a folder has no files.
     """
     if not paths:
-        raise _refused(
+        raise refused(
             "no paths", "documents are in tables, in files of text or images, or in folders of these", "a path"
         )
     common = os.path.commonpath([_absolute(os.path.expanduser(path)).parent for path in paths])
@@ -257,7 +256,7 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
     for path in paths:
         found, fault = look_up(path)
         if fault or not os.path.exists(found):
-            raise _refused(
+            raise refused(
                 f"{quoted(str(path), MAX_SHOWN_PATH)}: {fault or 'it is not there'}",
                 "documents are in tables, in files of text or images, or in folders of these",
                 "its path",
@@ -269,7 +268,7 @@ def list_files(paths: Sequence[Path]) -> tuple[tuple[InputFile, ...], tuple[int,
     names = [file.name for file in files]
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise _refused(
+        raise refused(
             f"files that are given twice: {listed(map(quoted, twice))}",
             "each document is read once",
             "each path once; of a folder not also the files in it",
@@ -282,14 +281,12 @@ def _in_folder(folder: Path, within: str) -> Iterator[InputFile]:
         corpus = find_corpus(str(folder))
     except DataError:
         if not any(path.is_file() for path in folder.rglob("*")):
-            raise _refused(
-                f"{folder}, which has no files", "documents are in files", "a folder that has some"
-            ) from None
+            raise refused(f"{folder}, which has no files", "documents are in files", "a folder that has some") from None
         raise
     tables = [file for file in corpus.files if kind_of_name(folder / file.path) in _KINDS]
     images = [file for file in corpus.files if _is_image_name(file.path)]
     if tables and images:
-        raise _refused(
+        raise refused(
             f"{folder}, which has {len(tables):,} tables and {len(images):,} images",
             "a folder holds tables, or images, or files of text",
             f"the tables by their paths, as {folder / tables[0].path}, or a folder that has only images",
@@ -328,7 +325,7 @@ def _content(files: Sequence[InputFile], column: str | None) -> Content:
         if (content := _content_of_file(file, column)) is not None:
             content_of.setdefault(content, file)
     if len(content_of) > 1:
-        raise _refused(
+        raise refused(
             f"texts and images: {' and '.join(str(file.path) for file in content_of.values())}",
             "one data set is made of texts or of images",
             "each by itself",
@@ -372,7 +369,7 @@ def _absolute(path: str | Path) -> Path:
 
 def _input_file(path: Path, name: str, entry: SourceFile, corpus: Corpus | None) -> InputFile:
     if kind_of_name(path) == ".mindrecord" != path.suffix:
-        raise _refused(
+        raise refused(
             f"{path}, one of a set of MindRecord files",
             "such a set is read as a whole",
             "unisono data convert, to one file",
@@ -414,7 +411,7 @@ def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | Data
         with corpus.open(entry) as opened:
             return read_text(opened.read(), python_source=file.path.suffix == ".py")
     except (OSError, UndecodableError) as error:
-        return _refused(
+        return refused(
             f"{file.path}: {error}", "a file of text is UTF-8, and stays as it is meanwhile", "repair or remove it"
         )
 
@@ -427,7 +424,7 @@ def _images(file: InputFile, column: str | None) -> Iterator[bytes | DataError]:
             with corpus.open(entry) as opened:
                 yield opened.read()
         except OSError as error:
-            yield _refused(f"{file.path}: {error}", "a file stays as it is meanwhile", "repair or remove it")
+            yield refused(f"{file.path}: {error}", "a file stays as it is meanwhile", "repair or remove it")
         return
     for number, row in enumerate(_rows(file, column)):
         if isinstance(row, DataError):
@@ -479,7 +476,7 @@ def text_column(row: Row, file: InputFile) -> str:
         fields = [name for name, value in row.items() if isinstance(value, kind)]
         if len(fields) == 1:
             return fields[0]
-    raise _refused(
+    raise refused(
         f"{file.path}, whose fields are {listed(map(quoted, row))}",
         "of a table one field is the text: 'text', or the only string",
         "--column NAME",
@@ -500,10 +497,6 @@ def _row_text(row: Row, name: str, file: InputFile, number: int) -> str | DataEr
 
 def _no_value(file: InputFile, number: int, name: str, row: Row, rule: str) -> DataError:
     why = describe_value(row[name]) if name in row else "it is missing"
-    return _refused(
+    return refused(
         f"{file.path}: row {number}, field {quoted(name)}: {why}", rule, "another field, or without that row"
     )
-
-
-def _refused(given: str, rule: str, nearest: str) -> DataError:
-    return DataError(given=given, rule=rule, consequence="nothing was written", nearest=nearest)

@@ -47,7 +47,7 @@ class SplitLeaks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeakResult:
-    """The outcome.
+    """Leaks of evaluation sets, as numbers and pairs.
 
     Attributes:
         splits: In the order given; the first, the training set, has no leaks.

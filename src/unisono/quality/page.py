@@ -59,7 +59,7 @@ def write_clean_page(
         path: The file.
         name: Of the data set.
         content: What its documents are.
-        result: The outcome.
+        result: What is shown.
         duplicates: Documents that were dropped as copies.
         pairs: Says where documents are.
         dropped: Documents that each limit or step dropped.
@@ -187,7 +187,7 @@ def write_leak_page(
     Args:
         path: The file.
         content: What documents are.
-        result: The outcome.
+        result: What is shown.
         duplicates: The documents that leak.
         pairs: Says where documents are.
     """

@@ -23,6 +23,7 @@ from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_split_page
 from unisono.quality.provenance import cleaning_facts
+from unisono.quality.refused import refused
 from unisono.sanitize import quoted
 
 MAX_CLASSES: Final = 10_000
@@ -48,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitResult:
-    """The outcome.
+    """Parts of a data set, and the clusters that they keep together.
 
     Attributes:
         documents: Number of documents.
@@ -221,11 +222,7 @@ def _counts(classes: NDArray[np.int64], names: Sequence[str]) -> dict[str, int]:
 def _check_parts(parts: Mapping[str, Fraction]) -> None:
     if sum(parts.values()) != 1 or any(share <= 0 for share in parts.values()):
         given = ", ".join(f"{name}={float(share):g}" for name, share in parts.items())
-        raise _refused(f"parts {given}", "the shares of all parts are above 0 and sum up to 1", "train=0.9 test=0.1")
+        raise refused(f"parts {given}", "the shares of all parts are above 0 and sum up to 1", "train=0.9 test=0.1")
     for name in parts:
         if not name or name in (".", "..") or "/" in name or "\0" in name or name in _RESERVED:
-            raise _refused(f"a part {quoted(name)}", "a part is the name of a folder", "train, valid or test")
-
-
-def _refused(given: str, rule: str, nearest: str) -> DataError:
-    return DataError(given=given, rule=rule, consequence="nothing was written", nearest=nearest)
+            raise refused(f"a part {quoted(name)}", "a part is the name of a folder", "train, valid or test")

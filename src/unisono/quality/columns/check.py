@@ -69,7 +69,7 @@ class ColumnOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnsResult:
-    """The outcome.
+    """What the columns are, and what is out of line in them.
 
     Attributes:
         rows: Rows of each file, by its name.

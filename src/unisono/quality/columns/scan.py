@@ -35,6 +35,7 @@ from unisono.quality.columns.table_cells import (
     read_cells,
 )
 from unisono.quality.documents import Documents, InputFile
+from unisono.quality.refused import refused
 from unisono.sanitize import quoted
 from unisono.storage.directory import make_folder
 from unisono.storage.files import opener, write_atomically
@@ -108,7 +109,7 @@ def scan_files(documents: Documents, folder: Path, *, time: str | None, group: s
     """
     for file in documents.files:
         if file.whole is not None:
-            raise _refused(f"{file.path}, a file that is no table", "columns are those of tables", "tables")
+            raise refused(f"{file.path}, a file that is no table", "columns are those of tables", "tables")
     facts: list[FileFacts] = []
     for number, file in enumerate(documents.files):
         place = folder / str(number)
@@ -124,7 +125,7 @@ def scan_files(documents: Documents, folder: Path, *, time: str | None, group: s
     for column in (time, group):
         if column is not None and facts and not any(column in found.columns for found in facts):
             names = list(dict.fromkeys(name for found in facts for name in found.columns))
-            raise _refused(f"column {quoted(column)}, which no file has", "it is a column", nearest_name(column, names))
+            raise refused(f"column {quoted(column)}, which no file has", "it is a column", nearest_name(column, names))
     return facts
 
 
@@ -185,7 +186,7 @@ class _FileScan:
         for at in where.tolist():
             stamp, kind = _stamp(cells, at)
             if not kind or facts.time_kind not in ("", kind):
-                raise _refused(
+                raise refused(
                     f"{self._file.path}: row {facts.rows + at}, column {quoted(name)}: {_shown(cells, at)}",
                     "a stamp is a finite number, or a date and time as ISO 8601 writes them, alike in all rows",
                     "another --time column, or without that row",
@@ -208,7 +209,7 @@ class _FileScan:
             elif kind in (INT, FLOAT, STRING):
                 group = str(cells.values[at])
             else:
-                raise _refused(
+                raise refused(
                     f"{self._file.path}: row {self._facts.rows + at}, column {quoted(name)}: {_shown(cells, at)}",
                     "a group is named by a string or a number",
                     "another --group column",
@@ -229,7 +230,7 @@ class _FileScan:
 def require_few_groups(count: int, column: str) -> None:
     """Raise DataError for more groups than ``MAX_GROUPS``."""
     if count > MAX_GROUPS:
-        raise _refused(
+        raise refused(
             f"column {quoted(column)} with more than {MAX_GROUPS:,} values",
             f"a group is one sensor of at most {MAX_GROUPS:,}",
             "the column that names the sensor",
@@ -324,7 +325,3 @@ def mapped(path: Path, dtype: Any) -> NDArray[Any]:
     if not path.exists() or not path.stat().st_size:
         return np.zeros(0, dtype)
     return np.memmap(path, dtype, mode="r")
-
-
-def _refused(given: str, rule: str, nearest: str) -> DataError:
-    return DataError(given=given, rule=rule, consequence="nothing was written", nearest=nearest)

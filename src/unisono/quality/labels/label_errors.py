@@ -33,7 +33,7 @@ _MEMBERS: Final = 8  # documents of a conflict that the page shows
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelsResult:
-    """The outcome.
+    """Labels that contradict each other or are likely wrong.
 
     Attributes:
         content: What documents are.

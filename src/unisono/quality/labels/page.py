@@ -164,7 +164,7 @@ def write_label_page(
     Args:
         path: The file.
         name: Of the folder.
-        result: The outcome.
+        result: What is shown.
         marked: The data set that marks are of.
         entries: What is shown.
         labels: Of the documents.

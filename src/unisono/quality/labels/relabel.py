@@ -22,6 +22,7 @@ from unisono.quality.labels.page import write_relabel_page
 from unisono.quality.labels.values import Labels, data_set_digest, read_labels
 from unisono.quality.options import DuplicateOptions, only_dedup
 from unisono.quality.provenance import cleaning_facts
+from unisono.quality.refused import refused
 from unisono.sanitize import quoted
 from unisono.storage.files import file_digest, new_file
 
@@ -30,7 +31,7 @@ CHANGES_FILE: Final = "changes.jsonl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelabelResult:
-    """The outcome.
+    """How many labels and documents changed.
 
     Attributes:
         documents: Number of documents.
@@ -82,7 +83,7 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
         sketches = sketch_all(documents, job.sketches, only_dedup(DuplicateOptions(near=0.0)), workers=workers)
         labels = read_labels(documents, marks.label, len(sketches))
         if data_set_digest(documents, sketches, labels) != marks.data_set:
-            raise _refused(
+            raise refused(
                 f"{marks_path}, with marks of another data set than {', '.join(map(str, paths))}",
                 "marks belong to the files, rows, texts and labels that they were made of",
                 "the same inputs as in unisono data labels; or look through these: unisono data labels",
@@ -204,12 +205,8 @@ def _count_changes(changed: Sequence[tuple[int, Mark]]) -> tuple[tuple[str, str,
 
 
 def _unfit(given: str) -> DataError:
-    return _refused(
+    return refused(
         given,
         "a mark names a document of the data set, its label, and another label of the data set",
         "the marks as the page of unisono data labels saved them",
     )
-
-
-def _refused(given: str, rule: str, nearest: str) -> DataError:
-    return DataError(given=given, rule=rule, consequence="nothing was written", nearest=nearest)
