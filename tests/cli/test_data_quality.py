@@ -82,9 +82,9 @@ def test_leak(desk: Desk) -> None:
     done = desk.here("data", "leak", "train.jsonl", "valid.jsonl", "test.jsonl", "--out", "leaks")
     assert done.code == 1, done.err
     assert done.out.splitlines() == [
-        "ok   valid.jsonl: 1 documents, 0 with the same text as one of a set before it, 0 near one",
-        "leak test.jsonl: 3 documents, 1 with the same text as one of a set before it, 1 near one",
-        "     test.jsonl row 0 and train.jsonl row 1: same text",
+        "ok   valid.jsonl: 1 documents, 0 with the same content as one of a set before it, 0 near one",
+        "leak test.jsonl: 3 documents, 1 with the same content as one of a set before it, 1 near one",
+        "     test.jsonl row 0 and train.jsonl row 1: same content",
         "     test.jsonl row 1 and train.jsonl row 0: similarity 0.917",
         "report: leaks/report.html",
     ]

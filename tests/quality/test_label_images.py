@@ -116,6 +116,16 @@ def test_planted_conflicts_are_all_found_and_no_others(tmp_path: Path, workers: 
     assert exact.conflicts == 2
 
 
+def test_folders_of_classes_have_one_name_in_several_folders(tmp_path: Path) -> None:
+    for root, seeds in (("train", (1, 2)), ("valid", (1, 3))):
+        for name, seed in zip(("cat", "dog"), seeds, strict=True):
+            write_photographs(tmp_path / root / name, range(seed, seed + 1))
+    result = find_label_errors([tmp_path / "train", tmp_path / "valid"], tmp_path / "out")
+    assert (result.labels, result.conflicts) == ({"cat": 2, "dog": 2}, 0)
+    classes = [tmp_path / "train" / "cat", tmp_path / "train" / "dog"]
+    assert find_label_errors(classes, tmp_path / "classes").labels == {"cat": 1, "dog": 1}
+
+
 @pytest.mark.parametrize("suffix", [".parquet", ".tar", ".mindrecord"])
 def test_labels_in_tables_of_images(tmp_path: Path, suffix: str) -> None:
     if suffix == ".parquet":

@@ -311,7 +311,7 @@ def test_requests_in_flight_are_bounded_and_answers_in_order(short: Path) -> Non
 
 
 def test_every_command(short: Path, tmp_path: Path) -> None:
-    """Also those that read benchmarks, labels and marks."""
+    """Also those that read benchmarks and labels."""
     rng = np.random.default_rng(1)
     texts = planted.documents(40, rng, words=(60, 90))
     texts += [planted.edited(text, 1, rng) for text in texts[:10]]
@@ -339,7 +339,7 @@ def test_every_command(short: Path, tmp_path: Path) -> None:
 def test_machines_with_another_unisono_or_none(short: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n')
     shutil.copytree(SRC, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / "src" / "unisono" / "quality" / "shingles.py").open("a") as file:
+    with (tmp_path / "src" / "unisono" / "quality" / "duplicates" / "shingles.py").open("a") as file:
         file.write("# another version\n")
     for source, message in (
         (tmp_path / "src", ", a machine of the Ray cluster, with unisono of source "),

@@ -77,6 +77,12 @@ def test_one_word_a_million_times() -> None:
 
 def test_order_of_limits_is_that_of_the_options() -> None:
     assert tuple(field.name for field in fields(FilterOptions)) == ("enabled", *LIMITS, *LANGUAGE_LIMITS)
+    # each text breaks a limit and one behind it: the first is named
+    assert failed_limit("1234567890123 " * 3, FilterOptions(min_words=5)) == ("min_words", 3)
+    limit, _ = failed_limit("# ### #### 55 " * 40, FilterOptions(max_symbol_ratio=0.1)) or ("", 0.0)
+    assert limit == "min_mean_word_chars"
+    limit, _ = failed_limit("- same line of text here\n" * 40, FilterOptions()) or ("", 0.0)
+    assert limit == "max_bullet_line_frac"
     texts = planted.documents(200, np.random.default_rng(0))
     assert all(
         failed_limit(text, FilterOptions(min_mean_word_chars=0)) is None for text in texts if len(text.split()) > 60

@@ -338,11 +338,11 @@ def split_documents(
 def _leak_lines(result: LeakResult) -> list[str]:
     lines = [
         f"{'leak' if split.exact + split.near else 'ok  '} {split.path}: {split.documents:,} documents, {split.exact:,} with "
-        f"the same text as one of a set before it, {split.near:,} near one"
+        f"the same content as one of a set before it, {split.near:,} near one"
         for split in result.splits[1:]
     ]
     for pair in result.pairs[:_SHOWN]:
-        of, how = pair["duplicate_of"], "same text" if pair["exact"] else f"similarity {pair['similarity']:.3f}"
+        of, how = pair["duplicate_of"], "same content" if pair["exact"] else f"similarity {pair['similarity']:.3f}"
         lines.append(f"     {pair['file']} row {pair['row']} and {of['file']} row {of['row']}: {how}")
     if len(result.pairs) > _SHOWN:
         lines.append(f"     and {len(result.pairs) - _SHOWN:,} more")

@@ -130,7 +130,8 @@ class Documents:
     def values(self, field: str) -> Iterator[Any]:
         """The value of a field of the tables, of each document.
 
-        A file that is one document has the field ``folder``; image records have ``targets``, the name or number of their class.
+        A file that is one document has the field ``folder``: its folder within the one that was given, and the name of that one
+        for files that lie in it directly. Image records have ``targets``, the name or number of their class.
 
         Raises:
             DataError: A file or row has no such field, or its value is no string, number or truth value.
@@ -143,7 +144,7 @@ class Documents:
                         "rows of tables have fields; of a file alone the only field is its folder",
                         f"{quoted(FOLDER)}, or a table",
                     )
-                yield str(Path(file.name).parent)
+                yield _folder_name(file, file.whole[1])
                 continue
             if field == TARGETS and has_image_records(file):
                 yield from record_classes(file.path)
@@ -190,6 +191,7 @@ class Documents:
             self.content,
             self.column,
             self.skips_unreadable,
+            self.files_of_path,
             [(file.name, file.size, file.mtime_ns) for file in self.files],
         ]
 
@@ -376,6 +378,12 @@ def _input_file(path: Path, name: str, entry: SourceFile, corpus: Corpus | None)
         )
     whole = None if corpus is None else (corpus, entry)
     return InputFile(path=path, name=name, size=entry.size, mtime_ns=entry.mtime_ns, whole=whole)
+
+
+def _folder_name(file: InputFile, entry: SourceFile) -> str:
+    """The same for the same folder of a class, whichever of several folders with such folders it lies in."""
+    within = os.path.dirname(entry.path)
+    return within or _absolute(file.path).parent.name
 
 
 def _texts(file: InputFile, column: str | None) -> Iterator[str | DataError]:

@@ -32,7 +32,7 @@ _BINS: Final = 40
 _MAX_BARS: Final = 50
 _OF_REASON: Final = 5  # documents that are shown
 _WORDS: Final = {
-    "dedup.exact": "copies of the same text",
+    "dedup.exact": "copies of the same content",
     "dedup.near": "near-duplicates",
     "decontaminate": "quotes of a benchmark",
 }
@@ -197,7 +197,9 @@ def write_leak_page(
         [printable(split.path), f"{split.documents:,}", f"{split.exact:,}", f"{split.near:,}"]
         for split in result.splits
     ]
-    table = Table(head=("set", "documents", "same text in a set before it", "near one of a set before it"), rows=rows)
+    table = Table(
+        head=("set", "documents", "same content in a set before it", "near one of a set before it"), rows=rows
+    )
     sections = [
         Section(title="Sets", tables=[table]),
         *_similarities(duplicates, threshold_of(content, result.options)),
@@ -249,9 +251,16 @@ def write_split_page(path: Path, name: str, content: Content, result: SplitResul
         SUMMARY,
         [chart for section in sections for chart in section.charts],
         title=f"Parts of {printable(name)}",
-        verdict="No document is near one of another part"
-        + (f", except perhaps among {result.crowded:,} that {_ALIKE[content]}." if result.crowded else "."),
+        verdict=_split_verdict(content, result),
         figures=figures,
         sections=sections,
     )
     write_atomically(path, page.encode("utf-8", "replace"))
+
+
+def _split_verdict(content: Content, result: SplitResult) -> str:
+    """What was kept within one part. The comparison finds nearly all near-duplicates, not all (``duplicates.near_duplicates``)."""
+    if not threshold_of(content, result.options):
+        return "Documents with the same content are in one part. Near-duplicates were not looked for."
+    crowded = f"; {result.crowded:,} that {_ALIKE[content]} may have more of them" if result.crowded else ""
+    return f"Near-duplicates that were found are in one part{crowded}."

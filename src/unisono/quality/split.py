@@ -13,7 +13,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.errors import DataError
 from unisono.quality.documents import Documents, find_documents, require_readable
 from unisono.quality.duplicates.clusters import find_clusters
 from unisono.quality.duplicates.sketch_folder import sketch_all
@@ -26,7 +25,6 @@ from unisono.quality.provenance import cleaning_facts
 from unisono.quality.refused import refused
 from unisono.sanitize import quoted
 
-MAX_CLASSES: Final = 10_000
 _RESERVED: Final = ("work", "job.json", "report.json", "report.html", ".lock")
 
 
@@ -200,18 +198,8 @@ def _classes(documents: Documents, field: str | None, count: int) -> tuple[NDArr
     """The number of each document's class, and the names of the classes."""
     if field is None:
         return np.zeros(count, np.int64), []
-    numbers: dict[str, int] = {}
-    classes = np.fromiter(
-        (numbers.setdefault(str(value), len(numbers)) for value in documents.values(field)), np.int64, count
-    )
-    if len(numbers) > MAX_CLASSES:
-        raise DataError(
-            given=f"field {quoted(field)} with {len(numbers):,} different values",
-            rule=f"classes are at most {MAX_CLASSES:,} values, of which each part gets its share",
-            consequence="nothing was written",
-            nearest="the field of the class; a field of a user or a source is a group",
-        )
-    return classes, list(numbers)
+    labels = read_labels(documents, field, count)
+    return labels.of, list(labels.names)
 
 
 def _counts(classes: NDArray[np.int64], names: Sequence[str]) -> dict[str, int]:

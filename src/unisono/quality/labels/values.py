@@ -89,7 +89,7 @@ def read_labels(documents: Documents, field: str, count: int, *, least: int = 1)
             given=f"field {quoted(field)} with {len(numbers):,} different values in {count:,} rows",
             rule=f"labels are {least} to {MAX_LABELS:,} values, each of several rows",
             consequence="nothing was written",
-            nearest="--label with the field of the labels",
+            nearest="the field of the labels or classes; the field of a user or a source is a group",
         )
     return Labels(field=field, names=tuple(numbers), of=of)
 
