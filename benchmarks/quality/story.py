@@ -157,8 +157,9 @@ def prepared(folder: Path, libraries: Sequence[Path]) -> tuple[dict[str, Path], 
         "test": test,
     }
     size = {name: {"rows": len(_rows(path)), "mib": round(_text_bytes(path) / 2**20, 2)} for name, path in sets.items()}
-    unisono("data", "leak", train, test)  # exit code 1 if anything leaked
-    facts = {"libraries": [library.name for library in libraries], "sets": size, "leaks_after_split": 0}
+    unisono("data", "leak", train, test, f"--out={folder / 'leaks'}", codes=(0, 1))
+    leaks = len(_rows(folder / "leaks" / "pairs.jsonl"))
+    facts = {"libraries": [library.name for library in libraries], "sets": size, "leaks_after_split": leaks}
     return sets, facts
 
 

@@ -259,7 +259,7 @@ def write_split_page(path: Path, name: str, content: Content, result: SplitResul
 
 
 def _split_verdict(content: Content, result: SplitResult) -> str:
-    """What was kept within one part. The comparison finds nearly all near-duplicates, not all (``duplicates.near_duplicates``)."""
+    """What was kept within one part: the comparison finds nearly all near-duplicates, not all (``near_duplicates``)."""
     if not threshold_of(content, result.options):
         return "Documents with the same content are in one part. Near-duplicates were not looked for."
     crowded = f"; {result.crowded:,} that {_ALIKE[content]} may have more of them" if result.crowded else ""

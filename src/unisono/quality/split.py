@@ -19,6 +19,7 @@ from unisono.quality.duplicates.sketch_folder import sketch_all
 from unisono.quality.duplicates.sketches import sketch_version
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
+from unisono.quality.labels.values import read_labels
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_split_page
 from unisono.quality.provenance import cleaning_facts
