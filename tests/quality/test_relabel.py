@@ -204,11 +204,19 @@ _CLICK = """
   HTMLAnchorElement.prototype.click = function() { saved.name = this.download; };
   const card = place => [...document.querySelectorAll(".card")].find(each => each.textContent.includes(place));
   const press = (place, action) => card(place).querySelector(`[data-action=${action}]`).click();
+  const choose = (place, value) => {
+    const input = card(place).querySelector("input");
+    input.value = value;
+    input.dispatchEvent(new Event("change"));
+    return [input.value, input.classList.contains("chosen"), input.validity.valid];
+  };
+  const names = [...document.querySelectorAll("#label-names option")].map(each => each.value).length;
+  const typed = [choose("row 3", "b"), choose("row 3", ""), choose("row 0", "no such label"), choose("row 0", "b")];
   press("row 1", "change"); press("row 0", "keep"); press("row 3", "drop"); press("row 3", "skip"); press("row 4", "change");
   const pressed = document.querySelectorAll("[aria-pressed=true]").length;
   const before = document.getElementById("count").textContent;
   document.getElementById("save").click();
-  return {pressed, before, after: document.getElementById("count").textContent, title: document.title, ...saved};
+  return {pressed, before, after: document.getElementById("count").textContent, title: document.title, names, typed, ...saved};
 })()
 """
 
@@ -227,6 +235,8 @@ def test_buttons_in_a_browser_make_marks_that_are_applied(tmp_path: Path) -> Non
     assert 'data-drawn="1"' in dom
     found = evaluated(page, tmp_path, _CLICK, width=1000)
     assert found["title"] == "Labels of out"
+    assert found["names"] == 3
+    assert found["typed"] == [["b", True, True], ["", False, True], ["no such label", False, False], ["b", True, True]]
     assert (found["pressed"], found["before"], found["after"]) == (3, "3 marked, not saved", "3 marked")
     assert (found["name"], found["type"]) == ("marks.json", "application/json")
     assert found["size"] == len(found["text"].encode()) + 1  # and a line end

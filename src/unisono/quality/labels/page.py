@@ -43,7 +43,9 @@ MARKING: Final = (
 .card img { display: block; width: 160px; height: 160px; margin: 0 0 .5rem; object-fit: contain; background: var(--box); }
 button { font: inherit; font-size: .85rem; color: var(--ink); background: var(--box); border: 1px solid var(--line);
   border-radius: 6px; padding: .2rem .6rem; cursor: pointer; overflow-wrap: anywhere; }
-button[aria-pressed="true"] { color: var(--paper); background: var(--accent); border-color: var(--accent); }
+input { font: inherit; font-size: .85rem; color: var(--ink); background: var(--paper); border: 1px solid var(--line);
+  border-radius: 6px; padding: .2rem .4rem; width: 9rem; }
+button[aria-pressed="true"], input.chosen { color: var(--paper); background: var(--accent); border-color: var(--accent); }
 </style>
 {% macro content(card) %}{% if card.picture is none %}<pre>{{ card.text }}</pre>{% else %}
 <img data-picture="{{ card.picture }}" alt="{{ card.place }}">{% endif %}{% endmacro %}
@@ -61,7 +63,8 @@ are not saved are lost when the page is closed.</p>
 <p>label: <b>{{ card.label }}</b></p>
 <button data-action="keep">Keep</button>
 {% if card.suggested is not none %}<button data-action="change">Change to {{ card.suggested }}</button>
-{% endif %}<button data-action="drop">Drop</button>
+{% endif %}<input list="label-names" placeholder="Another label" aria-label="Another label">
+<button data-action="drop">Drop</button>
 <button data-action="skip">Skip</button>
 </div>
 {% endfor %}{% for card in entry.beside %}<div class="card beside">
@@ -71,7 +74,8 @@ are not saved are lost when the page is closed.</p>
 </div>
 {% endfor %}</div>
 {% if entry.left_out %}<p class="note">{{ entry.left_out }} more documents of this conflict are in conflicts.jsonl.</p>
-{% endif %}{% endfor %}<script type="application/json" id="marked-data">{{ marked_data }}</script>
+{% endif %}{% endfor %}<datalist id="label-names"></datalist>
+<script type="application/json" id="marked-data">{{ marked_data }}</script>
 <script type="application/json" id="pictures">{{ pictures }}</script>
 {% endif %}"""
 )
@@ -80,7 +84,8 @@ MARK_SCRIPT: Final = """
 (() => {
   const source = document.getElementById("marked-data");
   if (!source) return;
-  const {about, documents} = JSON.parse(source.textContent), marks = new Map();
+  const {about, labels, documents} = JSON.parse(source.textContent), marks = new Map();
+  document.getElementById("label-names").append(...labels.map(name => new Option(name, name)));
   const pictures = JSON.parse(document.getElementById("pictures").textContent);
   for (const image of document.querySelectorAll("[data-picture]")) image.src = pictures[image.dataset.picture];
   const cards = [...document.querySelectorAll("[data-card]")];
@@ -91,22 +96,36 @@ MARK_SCRIPT: Final = """
   };
   const keyOf = mark => JSON.stringify([mark.file, mark.row]);
   const show = () => {
-    for (const card of cards)
+    for (const card of cards) {
+      const found = marks.get(keyOf(markOf(card, "keep"))), input = card.querySelector("input");
       for (const button of card.querySelectorAll("button")) {
-        const mark = markOf(card, button.dataset.action), found = marks.get(keyOf(mark));
+        const mark = markOf(card, button.dataset.action);
         button.setAttribute("aria-pressed", Boolean(found) && found.action === mark.action && found.to === mark.to);
       }
+      const isOther = found?.action === "change" && found.to !== documents[card.dataset.card][3];
+      input.classList.toggle("chosen", isOther);
+      input.value = isOther ? found.to : "";
+    }
     document.getElementById("count").textContent = `${marks.size} marked${isSaved ? "" : ", not saved"}`;
   };
-  for (const card of cards)
+  const take = (mark, isSkipped) => {
+    if (isSkipped) marks.delete(keyOf(mark)); else marks.set(keyOf(mark), mark);
+    isSaved = false;
+    show();
+  };
+  for (const card of cards) {
     card.addEventListener("click", event => {
       const action = event.target.dataset.action;
-      if (!action) return;
-      const mark = markOf(card, action);
-      if (action === "skip") marks.delete(keyOf(mark)); else marks.set(keyOf(mark), mark);
-      isSaved = false;
-      show();
+      if (action) take(markOf(card, action), action === "skip");
     });
+    card.querySelector("input").addEventListener("change", event => {
+      const input = event.target, mark = markOf(card, "keep"), isKnown = labels.includes(input.value);
+      input.setCustomValidity(isKnown || !input.value ? "" : "No document has this label");
+      if (!input.reportValidity()) return;
+      if (!input.value) take(mark, true);
+      else take(input.value === mark.label ? mark : {...mark, action: "change", to: input.value}, false);
+    });
+  }
   document.getElementById("save").addEventListener("click", () => {
     const text = JSON.stringify({...about, marks: [...marks.values()]}, null, 1) + "\\n";
     const link = document.createElement("a");
@@ -227,7 +246,11 @@ def write_label_page(
             for entry in entries
         ],
         marked_data=json_in_script(
-            {"about": {"version": VERSION, **msgspec.to_builtins(marked)}, "documents": documents}
+            {
+                "about": {"version": VERSION, **msgspec.to_builtins(marked)},
+                "labels": list(labels.counts()),
+                "documents": documents,
+            }
         ),
         pictures=json_in_script(pictures),
         pictures_left_out=len(all_shown) - len(pictures) if result.content == "images" else 0,

@@ -155,9 +155,14 @@ def _new_names(documents: Documents, changed: Iterable[tuple[int, str]]) -> dict
     taken = {file.name for file in documents.files}
     found: dict[int, str] = {}
     for number, label in changed:
-        if documents.files[number].whole is None:
+        file = documents.files[number]
+        if file.whole is None:
             continue
-        name = Path(label, Path(documents.files[number].name).name)
+        entry = Path(file.whole[1].path)
+        outer = Path(file.name.removesuffix(str(entry)))  # of several folders that were given, the name of its own
+        if len(entry.parts) == 1:  # it lies in that folder directly, which is then the one of its label
+            outer = outer.parent
+        name = outer / label / entry.name
         others = (name.with_name(f"{name.stem}-{at}{name.suffix}") for at in count(1))
         found[number] = next(str(each) for each in chain([name], others) if str(each) not in taken)
         taken.add(found[number])
