@@ -43,6 +43,7 @@ from unisono.storage.files import opener, write_atomically
 from unisono.storage.limits import read_json
 
 MAX_GROUPS: Final = 100_000
+EMPTY: Final = "empty"
 NO_TEXT: Final = ("binary", "broken image")  # contents of bytes that are neither text nor a known image
 UTF8: Final = "text, UTF-8"
 MARKED_UTF8: Final = "text, UTF-8 with mark"
@@ -307,7 +308,7 @@ def _unit_s(stored: str) -> float:
 def content_of(value: bytes, *, may_have_header: bool) -> str:
     """The format and mode of an image, or the encoding of a text, by the bytes alone."""
     if not value:
-        return "empty"
+        return EMPTY
     try:
         info = probe(value)
     except DataError:

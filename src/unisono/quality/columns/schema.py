@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.quality.columns.scan import NO_TEXT, TEXTS, ColumnFacts, FileFacts
+from unisono.quality.columns.scan import EMPTY, NO_TEXT, TEXTS, ColumnFacts, FileFacts
 
-EMPTY = "empty"
 _NO_IMAGE = (*NO_TEXT, *TEXTS, EMPTY)
 
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from unisono.quality.columns.scan import OTHER_TEXT, ColumnFacts, FileFacts
-from unisono.quality.columns.schema import EMPTY, SchemaColumn, image_mode, mode_of, text_encoding
+from unisono.quality.columns.scan import EMPTY, OTHER_TEXT, ColumnFacts, FileFacts
+from unisono.quality.columns.schema import SchemaColumn, image_mode, mode_of, text_encoding
 from unisono.quality.columns.table_cells import KINDS, is_dictionary, stored_kind
 
 _NUMBERS: Final = ("int", "float")
