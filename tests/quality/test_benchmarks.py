@@ -119,7 +119,7 @@ def test_each_column_of_a_benchmark_is_an_item(tmp_path: Path) -> None:
     assert [(each["row"], each["quote_of"]) for each in dropped(tmp_path / "question-answer")] == [
         (0, {"file": "b.jsonl", "row": 0, "column": "question"}),
         (1, {"file": "b.jsonl", "row": 0, "column": "answer"}),
-        (5, {"file": "note.txt", "row": 0, "column": "question"}),
+        (5, {"file": "note.txt", "row": 0}),
     ]
     assert by_columns(tmp_path, "answer").dropped == {"decontaminate": 2}
     with pytest.raises(DataError, match="answers"):

@@ -37,7 +37,8 @@ class Benchmarks:
     Attributes:
         hashes: Of the n-grams, sorted, each once, uint64 [ngrams].
         items: Number of the first item with each, int64 [ngrams].
-        places: Number of the file, row, and number of the column of each item, int64 [items, 3].
+        places: Number of the file, row, and number of the column of each item, int64 [items, 3]; -1 for the column of a file that
+            is one text.
         files: Names of the files.
         columns: Names of the columns that were asked for; empty if the data's field is read.
         unchecked: Items of too few words, by the name of their file; only files that have some.
@@ -62,10 +63,10 @@ class Benchmarks:
         )
 
     def place(self, item: int) -> dict[str, Any]:
-        """File and row of an item, and its column if several could be."""
+        """File and row of an item, and its column if the recipe names some."""
         file, row, column = self.places[item].tolist()
         place: dict[str, Any] = {"file": self.files[file], "row": row}
-        return {**place, "column": self.columns[column]} if self.columns else place
+        return {**place, "column": self.columns[column]} if self.columns and column >= 0 else place
 
 
 def read_benchmarks(recipe: CleanRecipe, column: str | None) -> Benchmarks:
@@ -89,7 +90,7 @@ def read_benchmarks(recipe: CleanRecipe, column: str | None) -> Benchmarks:
     for number, name in enumerate(options.columns or (column,)) if options.against else ():
         found = find_documents([Path(path) for path in options.against], column=name)
         require_text(found)
-        files = tuple(file.name for file in found.files)
+        files, is_table = tuple(file.name for file in found.files), [file.whole is None for file in found.files]
         for batch in _batches(_items(found, is_first=number == 0)):
             texts = [prepared(item.content.decode("utf-8", "surrogatepass"), recipe) for item in batch]
             of_batch, offsets = shingle_hashes(texts, options.ngram)
@@ -98,7 +99,7 @@ def read_benchmarks(recipe: CleanRecipe, column: str | None) -> Benchmarks:
             is_checked = np.repeat(is_long, counts)
             hashes.append(of_batch[is_checked])
             items.append(np.repeat(np.arange(len(places), len(places) + len(batch)), counts)[is_checked])
-            places += [(item.file, item.row, number) for item in batch]
+            places += [(item.file, item.row, number if is_table[item.file] else -1) for item in batch]
             unchecked.update(files[item.file] for item, long in zip(batch, is_long.tolist(), strict=True) if not long)
     of_all = np.concatenate(hashes)
     order = np.argsort(of_all, kind="stable")

@@ -127,14 +127,17 @@ def _card_numbers(match: re.Match[str]) -> Iterator[_Span]:
     digits and the length of a network, grouped as on a card.
     """
     text, begin, end = match.string, match.start(), match.end(1)
+    is_alone, head = _stands_alone(text, begin, end), text[begin : begin + _CARD_GROUP]
+    if not (is_alone or head.isdigit()):
+        return
     groups = [(group[0], group.end()) for group in _DIGITS.finditer(text, begin, end)]
     if text[end : end + 1].isdigit():  # the last group goes on
         groups.pop()
     number = "".join(group for group, _ in groups)
-    if 13 <= len(number) and len(set(number)) > 1 and _stands_alone(text, begin, end) and _has_check_digit(number):
+    if is_alone and 13 <= len(number) and len(set(number)) > 1 and _has_check_digit(number):
         yield begin, end
         return
-    lengths = _card_lengths(int(number[:_CARD_GROUP])) if groups and len(groups[0][0]) >= _CARD_GROUP else range(0)
+    lengths = _card_lengths(int(head)) if head.isdigit() else range(0)
     number = ""
     for place, (group, end) in enumerate(groups):
         number += group
