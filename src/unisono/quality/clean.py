@@ -53,8 +53,8 @@ class CleanResult:
         benchmark_items: Texts of the benchmarks.
         unchecked_items: Of these such with too few words to be looked for, by the name of their file.
         recipe: The settings of all steps.
-        recipe_hash: xxh3-128 of the recipe, the hash of its benchmarks, and the versions of the cleaning code and of packages, as JSON
-            with sorted keys.
+        recipe_hash: xxh3-128 of the recipe, the hash of its benchmarks, and the versions of the cleaning code and of packages, as
+            JSON with sorted keys.
         sketch: Algorithm of the signatures and its version; empty without near-duplicates.
     """
 

@@ -1,7 +1,7 @@
 """Benchmarks that documents may not quote: their n-grams as hashes, and what a dropped document quotes.
 
-A quote is a number of words in a row, which a benchmark has too; words are those of ``duplicates.shingles``, so case and punctuation
-make no difference. Items of fewer words than that are not looked for: they would be found anywhere.
+A quote is a number of words in a row, which a benchmark has too. Words are those of ``duplicates.shingles``, so case and
+punctuation make no difference. Items of fewer words than that are not looked for: they would be found anywhere.
 """
 
 from __future__ import annotations

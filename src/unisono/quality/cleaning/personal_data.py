@@ -1,7 +1,7 @@
 """Personal data and secret keys in text: found by their form, checked by their check digits, replaced by their kind.
 
-Every pattern takes time in proportion to the text: parts that repeat have a limit, or stop at characters that they cannot hold. The
-numbers of cards and accounts are looked for within what a pattern finds, so that digits or words beside a number do not hide it.
+Every pattern takes time in proportion to the text: parts that repeat have a limit, or stop at characters that they cannot hold.
+Numbers of cards and accounts are looked for within what a pattern finds, so that digits or words beside a number do not hide it.
 """
 
 from __future__ import annotations
@@ -41,31 +41,27 @@ _NETWORKS: Final = (  # the first four digits, from and to, and the numbers of d
     (9792, 9792, range(16, 17)),  # Troy
     (9860, 9860, range(16, 17)),  # Humo
 )
-_IBAN_LENGTHS: Final = {  # characters, by country (SWIFT's IBAN registry)
-    country: int(length)
-    for length, countries in (
-        line.split(":")
-        for line in """15:NO
-            16:BE
-            18:DK FI FK FO GL NL SD
-            19:MK SI
-            20:AT BA EE KZ LT LU MN XK
-            21:CH HR LI LV
-            22:BG BH CR DE GB GE IE ME RS VA
-            23:AE GI IL IQ OM SO TL
-            24:AD CZ ES MD PK RO SA SE SK TN VG
-            25:LY PT ST
-            26:IS TR
-            27:BI DJ FR GR IT MC MR SM
-            28:AL AZ BY CY DO GT HN HU LB NI PL SV
-            29:BR EG PS QA UA
-            30:JO KW MU YE
-            31:MT SC
-            32:LC
-            33:RU""".split("\n")
-    )
-    for country in countries.split()
+_IBAN_COUNTRIES: Final = {  # by the number of characters (SWIFT's IBAN registry)
+    15: "NO",
+    16: "BE",
+    18: "DK FI FK FO GL NL SD",
+    19: "MK SI",
+    20: "AT BA EE KZ LT LU MN XK",
+    21: "CH HR LI LV",
+    22: "BG BH CR DE GB GE IE ME RS VA",
+    23: "AE GI IL IQ OM SO TL",
+    24: "AD CZ ES MD PK RO SA SE SK TN VG",
+    25: "LY PT ST",
+    26: "IS TR",
+    27: "BI DJ FR GR IT MC MR SM",
+    28: "AL AZ BY CY DO GT HN HU LB NI PL SV",
+    29: "BR EG PS QA UA",
+    30: "JO KW MU YE",
+    31: "MT SC",
+    32: "LC",
+    33: "RU",
 }
+_IBAN_LENGTHS: Final = {country: length for length, names in _IBAN_COUNTRIES.items() for country in names.split()}
 _IBAN_VALUE: Final = {character: str(value) for value, character in enumerate("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ")}
 
 
@@ -134,7 +130,7 @@ def _card_numbers(match: re.Match[str]) -> Iterator[_Span]:
     if text[end : end + 1].isdigit():  # the last group goes on
         groups.pop()
     number = "".join(group for group, _ in groups)
-    if is_alone and 13 <= len(number) and len(set(number)) > 1 and _has_check_digit(number):
+    if is_alone and len(number) >= 13 and len(set(number)) > 1 and _has_check_digit(number):
         yield begin, end
         return
     lengths = _card_lengths(int(head)) if head.isdigit() else range(0)
