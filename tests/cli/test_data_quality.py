@@ -227,7 +227,7 @@ def test_clean_by_language(desk: Desk) -> None:
     assert not (desk.folder / "other").exists()
 
 
-def test_clean_against_benchmarks(desk: Desk) -> None:
+def test_clean_against_benchmarks(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"question": "How many?", "answer": TEXT}, {"question": "Which of them?", "answer": "None."}]
     (desk.folder / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write(desk.folder, "a.jsonl", f"some more {TEXT}", "another text")
@@ -242,8 +242,8 @@ def test_clean_against_benchmarks(desk: Desk) -> None:
         "3 of 4 items of benchmarks had too few words to be looked for",
         "report: out/report.html",
     ]
-    assert "3 of 4 items have fewer than 13 words (decontaminate.ngram)" in done.err
-    assert "3 of bench.jsonl" in done.err
+    assert "3 of 4 items have fewer than 13 words (decontaminate.ngram)" in caplog.text
+    assert "3 of bench.jsonl" in caplog.text
 
 
 def test_images(desk: Desk) -> None:

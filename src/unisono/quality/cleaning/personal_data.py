@@ -32,10 +32,13 @@ _NETWORKS: Final = (  # the first four digits, from and to, and the numbers of d
     (3700, 3799, range(15, 16)),
     (3800, 3999, range(14, 20)),
     (4000, 4999, range(13, 20, 3)),  # Visa
-    (5000, 5099, range(12, 20)),  # Maestro, also at 5600
+    (5000, 5099, range(12, 20)),  # Maestro, also at 5600, 6300 and 6700
     (5100, 5599, range(16, 17)),  # Mastercard
     (5600, 5899, range(12, 20)),
-    (6000, 6999, range(12, 20)),  # Maestro, Discover, UnionPay, RuPay
+    (6000, 6299, range(16, 20)),  # RuPay, Discover, UnionPay
+    (6300, 6399, range(12, 20)),
+    (6400, 6599, range(16, 20)),  # Discover, RuPay
+    (6700, 6799, range(12, 20)),
     (8100, 8299, range(16, 20)),  # UnionPay, RuPay
     (8600, 8600, range(16, 17)),  # Uzcard
     (9792, 9792, range(16, 17)),  # Troy
