@@ -227,6 +227,25 @@ def test_clean_by_language(desk: Desk) -> None:
     assert not (desk.folder / "other").exists()
 
 
+def test_clean_against_benchmarks(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"question": "How many?", "answer": TEXT}, {"question": "Which of them?", "answer": "None."}]
+    (desk.folder / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(desk.folder, "a.jsonl", f"some more {TEXT}", "another text")
+    (desk.folder / "clean.toml").write_text(
+        "filter.enabled = false\n[decontaminate]\nagainst = ['bench.jsonl']\ncolumns = ['question', 'answer']\n"
+    )
+    done = desk.here("data", "clean", "a.jsonl", "--recipe", "clean.toml", "--out", "out")
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "1 of 2 documents kept",
+        "     1 dropped by decontaminate",
+        "3 of 4 items of benchmarks had too few words to be looked for",
+        "report: out/report.html",
+    ]
+    assert "3 of 4 items have fewer than 13 words (decontaminate.ngram)" in caplog.text
+    assert "3 of bench.jsonl" in caplog.text
+
+
 def test_images(desk: Desk) -> None:
     write_photographs(desk.folder / "train", range(12))
     write_photographs(desk.folder / "test", range(100, 104))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import json
 from io import BytesIO
 from pathlib import Path
@@ -142,6 +143,35 @@ def test_modes_of_images(tmp_path: Path) -> None:
         ("b.jsonl", "image", "JPEG L", 1),
         ("b.jsonl", "image", "text, not UTF-8", 2),
     ]
+
+
+def test_encodings_of_files(tmp_path: Path) -> None:
+    marked = csv(tmp_path / "marked.csv", x=[1], s=["Größe"])
+    marked.write_bytes(codecs.BOM_UTF8 + marked.read_bytes())
+    files = [csv(tmp_path / "a.csv", x=[1], s=["Größe"]), marked, csv(tmp_path / "b.csv", x=[2], s=["a"])]
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    result = check_columns([*files, tmp_path / "empty.jsonl"])
+    assert kinds(result) == [("marked.csv", "", "encoding", "text, UTF-8 with mark", "text, UTF-8")]
+    assert (result.differences[0].count, result.differences[0].row) == (1, None)
+    assert check_columns([marked]).differences == ()
+
+
+def test_encodings_of_texts_in_bytes(tmp_path: Path) -> None:
+    values = ["a", "Größe", "ß"]
+    rows = [{"t": {"base64": base64.b64encode(value.encode()).decode()}} for value in values]
+    odd = ["Größe".encode("utf-8-sig"), "Größe".encode("utf-16"), "Größe".encode("latin-1"), b"\x00\x01", b"", b"ok"]
+    others = [{"t": {"base64": base64.b64encode(value).decode()}} for value in odd]
+    result = check_columns([jsonl(tmp_path / "a.jsonl", rows * 3), jsonl(tmp_path / "b.jsonl", others)])
+    expected = "text, UTF-8"
+    assert kinds(result) == [
+        ("b.jsonl", "t", "encoding", "text, UTF-8 with mark", expected),
+        ("b.jsonl", "t", "encoding", "text, UTF-16", expected),
+        ("b.jsonl", "t", "encoding", "text, not UTF-8", expected),
+        ("b.jsonl", "t", "encoding", "binary", expected),
+    ]
+    assert [each.row for each in result.differences] == [0, 1, 2, 3]
+    blobs = [{"t": {"base64": base64.b64encode(bytes([0, number])).decode()}} for number in range(4)]
+    assert check_columns([jsonl(tmp_path / "c.jsonl", [*blobs, *rows])]).differences == ()
 
 
 def test_parquet_with_nulls_and_widths(tmp_path: Path) -> None:

@@ -69,9 +69,9 @@ def check_table_columns(
 ) -> int:
     """Compare the schemas of the tables INPUTS and judge their numbers. Exit code 1 if files differ in their schemas.
 
-    INPUTS are tables or folders of these, one data set; they do not change. Compared are columns, types, and modes of images in
-    bytes. Of numeric columns outliers, values that are not finite and stuck values are named, of stamps gaps and steps back.
-    With --unify the exit code is 0 once the copy is written. After a kill, the same command goes on.
+    INPUTS are tables or folders of these, one data set; they do not change. Compared are columns, types, modes of images in
+    bytes, and encodings. Of numeric columns outliers, values that are not finite and stuck values are named, of stamps gaps and
+    steps back. With --unify the exit code is 0 once the copy is written. After a kill, the same command goes on.
 
     \b
     OUT/data           with --mask or --unify: the changed tables, under the inputs' names
@@ -129,7 +129,8 @@ def _lines(result: ColumnsResult) -> list[str]:
         expected = f", in most files {difference.expected}" if difference.expected else ""
         row = "" if difference.row is None else f", first row {difference.row}"
         what = f"{difference.kind}: {difference.given}{expected}{row}"
-        lines.append(f"     {difference.file}, column {difference.column}: {what}")
+        column = f", column {difference.column}" if difference.column else ""
+        lines.append(f"     {difference.file}{column}: {what}")
     if len(result.differences) > _SHOWN:
         lines.append(f"     and {len(result.differences) - _SHOWN:,} more")
     for column in result.numeric:
@@ -164,7 +165,8 @@ def _change_lines(changes: ColumnChanges, *, is_masked: bool) -> list[str]:
         files = len({cast.file for cast in changes.casts})
         lines.append(f"one schema of {len(changes.types):,} columns, for which cells of {files:,} files changed")
     for cast in changes.casts[:_SHOWN]:
-        lines.append(f"     {cast.file}, column {cast.column}: {cast.count:,} {cast.change}")
+        column = f", column {cast.column}" if cast.column else ""
+        lines.append(f"     {cast.file}{column}: {cast.count:,} {cast.change}")
     if len(changes.casts) > _SHOWN:
         lines.append(f"     and {len(changes.casts) - _SHOWN:,} more")
     lines += [f"     {file}: {count:,} rows left out" for file, count in changes.dropped.items()]

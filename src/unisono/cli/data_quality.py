@@ -238,6 +238,9 @@ def _clean_lines(result: CleanResult, out: Path) -> list[str]:
         lines.append(f"languages: {', '.join(shown)}{', ...' if len(result.languages) > _LANGUAGES else ''}")
     if result.crowded:
         lines.append(f"{result.crowded:,} kept documents had too many candidates to be compared with all of them")
+    if result.unchecked_items:
+        items = sum(result.unchecked_items.values())
+        lines.append(f"{items:,} of {result.benchmark_items:,} items of benchmarks had too few words to be looked for")
     return [*lines, f"report: {out / 'report.html'}"]
 
 

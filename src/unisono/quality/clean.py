@@ -13,10 +13,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unisono.quality.cleaning.benchmarks import quote_records, read_benchmarks
 from unisono.quality.cleaning.languages import language_version
 from unisono.quality.cleaning.normalization import normalize_text
 from unisono.quality.cleaning.personal_data import mask_personal_data
-from unisono.quality.cleaning.steps import REASONS, UNREADABLE, benchmark_hashes
+from unisono.quality.cleaning.steps import CONTAMINATED, REASONS, UNREADABLE
+from unisono.quality.cleaning.version import step_versions
 from unisono.quality.documents import Content, find_documents, require_readable
 from unisono.quality.duplicates.comparison import near_documents
 from unisono.quality.duplicates.near_duplicates import Duplicates, copies_of, exact_duplicates
@@ -48,8 +50,11 @@ class CleanResult:
         masked: Pieces of personal data that were replaced, by kind.
         languages: Documents of each language, the most first, of those that kept all other limits; empty if the recipe has none.
         crowded: Kept documents that were not compared with all of their candidates, as there were too many.
+        benchmark_items: Texts of the benchmarks.
+        unchecked_items: Of these such with too few words to be looked for, by the name of their file.
         recipe: The settings of all steps.
-        recipe_hash: xxh3-128 of the recipe, the hash of its benchmarks and the versions of packages, as JSON with sorted keys.
+        recipe_hash: xxh3-128 of the recipe, the hash of its benchmarks, and the versions of the cleaning code and of packages, as
+            JSON with sorted keys.
         sketch: Algorithm of the signatures and its version; empty without near-duplicates.
     """
 
@@ -60,6 +65,8 @@ class CleanResult:
     masked: dict[str, int]
     languages: dict[str, int]
     crowded: int
+    benchmark_items: int
+    unchecked_items: dict[str, int]
     recipe: CleanRecipe
     recipe_hash: str
     sketch: str
@@ -106,18 +113,24 @@ def clean(
         normalize_text(
             "", repairs_encoding=recipe.normalize.repairs_encoding
         )  # a package that is missing leaves no folder
-    contamination = benchmark_hashes(recipe, column)
+    benchmarks = read_benchmarks(recipe, column)
     steps = {
         "recipe": asdict(recipe),
-        "benchmarks": xxhash.xxh3_128_hexdigest(contamination.tobytes()),
+        "benchmarks": benchmarks.hashes_digest(),
         "sketch": sketch,
         "language_model": language_model,
+        "versions": step_versions(recipe),
     }
-    identity = {**steps, "documents": documents.identity(), "index_only": index_only}
+    identity = {
+        **steps,
+        "benchmark_items": benchmarks.digest(),
+        "documents": documents.identity(),
+        "index_only": index_only,
+    }
     with open_job(out, identity, [*paths, *map(Path, recipe.decontaminate.against)]) as job:
         if job.is_done:
             return job.result(CleanResult)
-        sketches = sketch_all(documents, job.sketches, recipe, contamination=contamination, workers=workers)
+        sketches = sketch_all(documents, job.sketches, recipe, contamination=benchmarks.hashes, workers=workers)
         documents.require_unchanged()
         require_readable(documents, sketches, drops=skips_unreadable or recipe.images.enabled)
         duplicates, crowded = _duplicates(documents.content, sketches, recipe)
@@ -135,14 +148,19 @@ def clean(
             masked=sketches.masked(),
             languages=_languages(sketches),
             crowded=crowded,
+            benchmark_items=len(benchmarks.places),
+            unchecked_items=benchmarks.unchecked,
             recipe=recipe,
             recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(steps, sort_keys=True).encode()),
             sketch=sketch,
         )
         # the report shows no personal data that the data set has no more
         pairs = PlacedPairs(documents, files, rows, lambda text: mask_personal_data(text, recipe.mask.kinds)[0])
+        quoting = dropped[CONTAMINATED]
+        texts = documents.contents(list(zip(files[quoting].tolist(), rows[quoting].tolist(), strict=True)))
+        quotes = quote_records((text for _, text in texts if isinstance(text, str)), recipe, benchmarks)
         with new_file(job.new / DROPPED_FILE) as file:
-            for record in _dropped(reasons, sketches, pairs, duplicates):
+            for record in _dropped(reasons, sketches, pairs, duplicates, quotes):
                 file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         page = job.new / "report.html"
         write_clean_page(page, out.name, documents.content, result, duplicates, pairs, dropped, sketches.faults())
@@ -169,9 +187,21 @@ def _languages(sketches: Sketches) -> dict[str, int]:
 
 
 def _dropped(
-    reasons: NDArray[np.uint8], sketches: Sketches, pairs: PlacedPairs, duplicates: Duplicates
+    reasons: NDArray[np.uint8],
+    sketches: Sketches,
+    pairs: PlacedPairs,
+    duplicates: Duplicates,
+    quotes: Iterator[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """A record of each dropped document: its place, the reason, and what explains it."""
+    """A record of each dropped document: its place, the reason, and what explains it.
+
+    Args:
+        reasons: Of each document, uint8 [documents].
+        sketches: Of all documents.
+        pairs: Says where documents are.
+        duplicates: Documents that were dropped as copies.
+        quotes: What each document quotes that was dropped for it.
+    """
     values, languages, faults = sketches.values(), sketches.languages(), sketches.faults()
     copies = zip(duplicates.of.tolist(), duplicates.similarity.tolist(), strict=True)
     for document in np.flatnonzero(reasons).tolist():
@@ -180,6 +210,8 @@ def _dropped(
         if reason in (EXACT, NEAR):
             of, similarity = next(copies)
             record |= {"duplicate_of": pairs.place(of), "similarity": round(similarity, 4)}
+        elif reason == CONTAMINATED:
+            record |= next(quotes, {})  # none if the file has changed meanwhile, which ends the job
         elif reason == UNREADABLE:
             record["fault"] = faults[document]
         elif reason.startswith(("filter.", "images.")):

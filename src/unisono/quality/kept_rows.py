@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.convert.table_files import Row, open_file, write_table
+from unisono.data.tokens.corpus import UndecodableError, encode_source
 from unisono.errors import DataError
 from unisono.quality.documents import (
     WHOLE_FILE,
@@ -25,6 +26,7 @@ from unisono.quality.documents import (
 )
 from unisono.quality.image_records import copy_class_names, record_class_names, with_class
 from unisono.quality.labels.values import label_like
+from unisono.quality.refused import refused
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
 from unisono.tasks.sources import TARGETS
@@ -137,7 +139,7 @@ def _write_file(
         with open_regular(file.path) as source, new_file(target) as copy:
             if file.kind == WHOLE_FILE:
                 text = next(texts)
-                copy.write(source.read() if text is None else text)
+                copy.write(source.read() if text is None else _file_content(file, text))
                 return
             name = column or text_field_of_lines(file)
             for line, text in zip(compress(source, kept), texts, strict=True):
@@ -154,6 +156,20 @@ def _write_file(
     write_table(target, replace(table, rows=new_rows), is_shard=True)
     if is_records:
         copy_class_names(file.path, target)
+
+
+def _file_content(file: InputFile, text: bytes) -> bytes:
+    """A file with another text: in UTF-8, or of Python source in the encoding that it declares. Raises DataError."""
+    if file.path.suffix != ".py":
+        return text
+    try:
+        return encode_source(text.decode("utf-8", "surrogatepass"))
+    except UndecodableError as error:
+        raise refused(
+            f"{file.path}, whose new text cannot be written in the encoding that it declares: {error}",
+            "Python source is in the encoding that it declares (PEP 263)",
+            "the file in UTF-8, without that declaration, or without the step that changes its text so",
+        ) from error
 
 
 def _with_text(line: bytes, column: str, label: str | None, text: bytes) -> bytes:

@@ -85,6 +85,7 @@ def write_clean_page(
             f"{_ALIKE[content]}; a near-duplicate among them may have been kept."
         )
         sections.append(Section(title="Not compared", note=note))
+    sections += _unchecked(result)
     page = render_page(
         SUMMARY,
         [chart for section in sections for chart in section.charts],
@@ -124,6 +125,18 @@ def _languages(result: CleanResult) -> list[Section]:
     rows = [[code, f"{count:,}", f"{count / total:.2%}"] for code, count in result.languages.items()]
     note = "Of the documents that kept all other limits of the filter."
     return [Section(title="Languages", note=note, tables=[Table(head=("language", "documents", "share"), rows=rows)])]
+
+
+def _unchecked(result: CleanResult) -> list[Section]:
+    """Items of benchmarks that are too short."""
+    if not result.unchecked_items:
+        return []
+    note = (
+        f"{sum(result.unchecked_items.values()):,} of {result.benchmark_items:,} items of the benchmarks have fewer than "
+        f"{result.recipe.decontaminate.ngram} words. Documents that quote them were not looked for."
+    )
+    rows = [[printable(file), f"{count:,}"] for file, count in result.unchecked_items.items()]
+    return [Section(title="Benchmarks", note=note, tables=[Table(head=("file", "items not looked for"), rows=rows)])]
 
 
 def _unreadable(pairs: PlacedPairs, faults: Mapping[int, str]) -> list[Section]:

@@ -144,6 +144,25 @@ def read_text(raw: bytes, *, python_source: bool) -> str:
         raise UndecodableError(str(error)) from error
 
 
+def encode_source(text: str) -> bytes:
+    """Encode Python source as it declares itself (PEP 263), so that ``read_text`` reads the same text. It is UTF-8 by default.
+
+    Raises:
+        UndecodableError: The declared encoding is not known, or has not all of the characters.
+    """
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(text.encode()).readline)
+        raw = text.encode(encoding)
+    except UnicodeEncodeError as error:
+        character = text[error.start]
+        raise UndecodableError(f"{error.encoding} has no {character!r} (U+{ord(character):04X})") from error
+    except (SyntaxError, LookupError) as error:
+        raise UndecodableError(str(error)) from error
+    if read_text(raw, python_source=True) != text:
+        raise UndecodableError(f"{encoding} does not keep it")
+    return raw
+
+
 def held_out_files(paths: Sequence[str], eval_frac: float) -> frozenset[str]:
     """The paths of the eval split: those whose hash is below ``eval_frac``, at least one and not all; needs two paths or more.
 

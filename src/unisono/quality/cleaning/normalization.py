@@ -11,6 +11,7 @@ from functools import cache
 from typing import Final
 
 from unisono.errors import missing_extra
+from unisono.quality.options import NormalizeOptions
 
 _MAX_MARKS: Final = 30  # combining marks after a character that are kept (Unicode Standard Annex 15, stream-safe text)
 _LINE_END: Final = re.compile("\r\n|[\r\x0b\x0c\x85\u2028\u2029]")
@@ -18,6 +19,11 @@ _SPACE: Final = re.compile("[\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]")
 # neither shown nor part of a word: controls, the soft hyphen, marks of width zero that no script needs, lone surrogates
 _UNSEEN: Final = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\xad\u200b\u2060-\u2064\ufeff\ud800-\udfff]")
 _EMPTY_LINES: Final = re.compile("\n{3,}")
+
+
+def normalized(text: str, options: NormalizeOptions) -> str:
+    """The text after the step, which may be off. Raises ExtraError as ``normalize_text``."""
+    return normalize_text(text, repairs_encoding=options.repairs_encoding) if options.enabled else text
 
 
 def normalize_text(text: str, *, repairs_encoding: bool = False) -> str:

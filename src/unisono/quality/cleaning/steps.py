@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.quality.cleaning.benchmarks import quotes
 from unisono.quality.cleaning.image_checks import LIMITS as IMAGE_LIMITS
 from unisono.quality.cleaning.image_checks import UNREADABLE
 from unisono.quality.cleaning.languages import LANGUAGE_LIMITS, MAX_CODE, failed_language
-from unisono.quality.cleaning.normalization import normalize_text
+from unisono.quality.cleaning.normalization import normalized
 from unisono.quality.cleaning.personal_data import mask_personal_data
 from unisono.quality.cleaning.text_quality import LIMITS, failed_limit
-from unisono.quality.documents import find_documents, require_text
-from unisono.quality.duplicates.shingles import shingle_hashes
 from unisono.quality.options import CleanRecipe
 
 KEPT: Final = ""
@@ -29,7 +27,6 @@ REASONS: Final = (
     CONTAMINATED,
     *(f"images.{name}" for name in IMAGE_LIMITS),
 )
-_BATCH: Final = 256  # documents of a benchmark that are hashed at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +72,7 @@ def clean_documents(
             cleaned.append(b"")
             continue
         before = raw.decode("utf-8", "surrogatepass")
-        text = _normalized(before, recipe)
+        text = normalized(before, recipe.normalize)
         failed = failed_limit(text, recipe.filter) if recipe.filter.enabled else None
         if failed is None and recipe.filter.enabled and recipe.filter.languages:
             limit, languages[number], score = failed_language(text, recipe.filter)
@@ -87,60 +84,7 @@ def clean_documents(
             masked.update(counts)
         cleaned.append(raw if text == before else text.encode("utf-8", "surrogatepass"))
     if len(contamination):
-        quotes = _quotes([text.decode("utf-8", "surrogatepass") for text in cleaned], recipe, contamination)
-        reasons[quotes & (reasons == 0)] = REASONS.index(CONTAMINATED)
+        new_texts = [text.decode("utf-8", "surrogatepass") for text in cleaned]
+        is_quoting = quotes(new_texts, recipe.decontaminate.ngram, contamination)
+        reasons[is_quoting & (reasons == 0)] = REASONS.index(CONTAMINATED)
     return CleanedDocuments(texts=cleaned, reasons=reasons, values=values, languages=languages, masked=dict(masked))
-
-
-def benchmark_hashes(recipe: CleanRecipe, column: str | None) -> NDArray[np.uint64]:
-    """Sorted hashes of the n-grams of benchmarks, uint64. Documents of fewer words have none: they would be found anywhere.
-
-    Benchmarks are normalized and masked as the documents are: a quotation of one is to have its words.
-
-    Args:
-        recipe: The benchmarks, and the steps.
-        column: Field of the text, in tables of benchmarks as in those of the data.
-
-    Raises:
-        DataError: A benchmark cannot be read.
-        ExtraError: The recipe repairs encodings, and the package for it is not installed.
-    """
-    options = recipe.decontaminate
-    if not options.against:
-        return np.zeros(0, np.uint64)
-    found = find_documents([Path(path) for path in options.against], column=column)
-    require_text(found)
-    hashes = [np.zeros(0, np.uint64)]
-    for batch in _batches(_benchmark_text(document.content, recipe) for document in found):
-        of_batch, offsets = shingle_hashes(batch, options.ngram)
-        num_words = np.diff(shingle_hashes(batch, 1)[1])
-        hashes.append(of_batch[np.repeat(num_words >= options.ngram, np.diff(offsets))])
-    return np.unique(np.concatenate(hashes))
-
-
-def _normalized(text: str, recipe: CleanRecipe) -> str:
-    options = recipe.normalize
-    return normalize_text(text, repairs_encoding=options.repairs_encoding) if options.enabled else text
-
-
-def _benchmark_text(content: bytes, recipe: CleanRecipe) -> str:
-    return mask_personal_data(_normalized(content.decode("utf-8", "surrogatepass"), recipe), recipe.mask.kinds)[0]
-
-
-def _quotes(texts: Sequence[str], recipe: CleanRecipe, contamination: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Whether each text shares an n-gram with a benchmark, bool [documents]."""
-    hashes, offsets = shingle_hashes(texts, recipe.decontaminate.ngram)
-    at = np.minimum(np.searchsorted(contamination, hashes), len(contamination) - 1)
-    hits = np.concatenate(([0], np.cumsum(contamination[at] == hashes)))
-    return hits[offsets[1:]] > hits[offsets[:-1]]
-
-
-def _batches(texts: Iterable[str]) -> Iterable[list[str]]:
-    batch: list[str] = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

@@ -136,12 +136,12 @@ def _unchanged(column: Any) -> _Cells:
 
 
 def _cast(pa: Any, column: Any, target: Target, new_type: Any) -> _Cells:
-    """The column in the type of the schema, and its images in the mode of most."""
+    """The column in the type of the schema, its images in the mode of most, and its texts in their encoding."""
     if column.null_count == len(column):
         return _unchanged(column if column.type == new_type else pa.nulls(len(column), new_type))
     kind = stored_kind(str(column.type))
     is_wider = (kind, target.kind) == ("int", "float")
-    if (kind != target.kind and not is_wider) or (kind == "bytes" and target.mode):
+    if (kind != target.kind and not is_wider) or (kind == "bytes" and (target.mode or target.encoding)):
         return _recast(pa, column, target, new_type)
     if column.type == new_type:
         return _unchanged(column)
@@ -155,7 +155,7 @@ def _is_null(column: Any) -> NDArray[np.bool_]:
 
 
 def _recast(pa: Any, column: Any, target: Target, new_type: Any) -> _Cells:
-    """Values of another kind, or images of another mode, one by one."""
+    """Values of another kind, images of another mode, or texts in another encoding, one by one."""
     values: list[Any] = []
     is_changed = np.zeros(len(column), np.bool_)
     faults: dict[int, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from base64 import b64encode
@@ -16,7 +17,6 @@ from unisono.quality.columns.table_cells import FLOAT, INT, NULL, csv_kind, deco
 from unisono.quality.kept_rows import as_json
 from unisono.storage.files import new_file, open_regular
 
-_BOM: Final = b"\xef\xbb\xbf"
 _SPACE: Final = re.compile(r"[ \t\r\n]*")
 _JSON: Final = json.JSONDecoder()
 _NULL: Final = "null"
@@ -39,7 +39,9 @@ def write_jsonl(change: FileChange, path: Path) -> None:
         DataError: A value cannot be cast without loss.
     """
     with open_regular(change.file.path) as source, new_file(path) as copy:
+        copy.write(codecs.BOM_UTF8 if change.has_mark else b"")
         for row, (line, masked) in enumerate(zip(source, change.masked_columns(), strict=True)):
+            line = line if row else line.removeprefix(codecs.BOM_UTF8)
             new = _changed_line(change, row, line, masked) if masked or change.deviating else line
             if new is not None:
                 copy.write(new)
@@ -112,13 +114,13 @@ def write_csv(change: FileChange, path: Path) -> None:
         DataError: A value cannot be cast without loss.
     """
     records = read_records(change.file.path)
-    _, offset, header, record = next(records)
+    _, _, header, record = next(records)
     names = [text for text, _ in header]
     is_same = names == list(change.columns)
     missing = [name for name in change.columns if name not in names]
     whole_header = {name: (name, _needs_quotes(name)) for name in missing} | dict(zip(names, header, strict=True))
     with new_file(path) as copy:
-        copy.write(_BOM if offset else b"")
+        copy.write(codecs.BOM_UTF8 if change.has_mark else b"")
         copy.write(record if is_same else _record([whole_header[name] for name in change.columns], record))
         for row, ((_, _, cells, record), masked) in enumerate(zip(records, change.masked_columns(), strict=True)):
             new_cells = _changed_cells(change, row, dict(zip(names, cells, strict=True)), masked)

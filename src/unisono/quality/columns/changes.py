@@ -16,7 +16,8 @@ from unisono.quality.columns.changed_parquet import Types, arrow_types, write_pa
 from unisono.quality.columns.changed_rows import require_columns, write_rows
 from unisono.quality.columns.changed_text import write_csv, write_jsonl
 from unisono.quality.columns.file_change import ChangeLog, FileChange
-from unisono.quality.columns.scan import FileFacts
+from unisono.quality.columns.scan import MARKED_UTF8, FileFacts
+from unisono.quality.columns.schema import usual_encoding
 from unisono.quality.columns.targets import Target, deviates
 from unisono.quality.documents import Documents, InputFile
 from unisono.quality.kept_rows import DATA_FOLDER, WRITABLE
@@ -34,7 +35,7 @@ class Cast:
 
     Attributes:
         file: Its name.
-        column: The column.
+        column: The column; empty if it is the encoding of the whole file.
         change: What was done: ``added``, or from what to what, such as ``int to float``.
         count: Cells.
     """
@@ -101,6 +102,7 @@ def write_changes(
     types: Types = {}
     if targets and any(file.kind == ".parquet" for file in documents.files):
         types = arrow_types(documents.files, targets)
+    encoding = usual_encoding([found for found in facts if found.columns])
     begin = 0
     with new_file(folder / MASKED_FILE) as masked_file, new_file(folder / DROPPED_FILE) as dropped_file:
         log = ChangeLog(masked_file=masked_file, dropped_file=dropped_file, skips=skips)
@@ -112,11 +114,14 @@ def write_changes(
                 columns=(*targets,) if targets else (*found.columns,),
                 masked=_of_file(masked, begin, found.rows),
                 targets=targets,
+                has_mark=(encoding if targets and found.columns else found.encoding) == MARKED_UTF8,
                 deviating=_deviating(found, targets),
                 log=log,
             )
             target = folder / DATA_FOLDER / file.name
             make_folder(target.parent)
+            if _marks_differ(change, found):
+                change.count("", f"to {encoding}", found.rows)
             _write_file(change, found, target, types)
             begin += found.rows
     return ColumnChanges(
@@ -158,13 +163,20 @@ def _write_file(change: FileChange, facts: FileFacts, target: Path, types: Types
 
 
 def _is_rearranged(change: FileChange, facts: FileFacts, types: Types) -> bool:
-    """Whether the columns of a file have to be put in another order, or those of Parquet in other types."""
+    """Whether columns have to be put in another order, those of Parquet in other types, or a mark before the file or away."""
+    if _marks_differ(change, facts):
+        return True
     if change.file.kind == ".jsonl" or not change.targets:
         return False
     is_parquet = change.file.kind == ".parquet"
     return [*facts.columns] != [*change.columns] or (
         is_parquet and any(str(types[name]) != column.stored for name, column in facts.columns.items())
     )
+
+
+def _marks_differ(change: FileChange, facts: FileFacts) -> bool:
+    """Whether only one of the file and its copy begins with a byte-order mark."""
+    return bool(facts.encoding) and change.has_mark != (facts.encoding == MARKED_UTF8)
 
 
 def _copy(file: InputFile, target: Path) -> None:

@@ -52,6 +52,7 @@ class FileChange:
         columns: Columns of the new file, in order.
         masked: Rows among all rows whose value is masked, by column, int64 [values] in order.
         targets: The schema; empty if nothing is cast.
+        has_mark: Whether the new file begins with the byte-order mark of UTF-8, in a format of text.
         deviating: Columns of the file in which cells may have to be cast or added.
         log: Of all files.
     """
@@ -62,6 +63,7 @@ class FileChange:
     columns: tuple[str, ...]
     masked: Mapping[str, NDArray[np.int64]]
     targets: Mapping[str, Target]
+    has_mark: bool
     deviating: tuple[str, ...]
     log: ChangeLog
 
@@ -150,6 +152,8 @@ class FileChange:
 def _words(target: Target) -> str:
     if target.mode:
         return f"images of mode {target.mode}"
+    if target.encoding:
+        return target.encoding
     return target.kind if target.kind != "other" else target.stored
 
 

@@ -12,11 +12,12 @@ from unisono.data.convert.formats.table import encode_png
 from unisono.data.image.decoding import decode, image_format, undecoded_part
 from unisono.data.recordio import pack_header, unpack_header
 from unisono.errors import DataError
-from unisono.quality.columns.scan import content_of
+from unisono.quality.columns.scan import EMPTY, MARKED_UTF8, UTF8, UTF16, content_of
 from unisono.quality.columns.schema import mode_of
 from unisono.quality.columns.table_cells import KINDS, kind_of
 from unisono.quality.columns.targets import Target
 
+_CODECS: Final = {UTF8: "utf-8", MARKED_UTF8: "utf-8-sig", UTF16: "utf-16"}
 _MODES: Final = ("RGB", "L")  # that images can be converted to
 
 
@@ -30,8 +31,10 @@ def recast(value: Any, target: Target, *, text: str = "", may_have_header: bool 
         may_have_header: Whether an image in bytes may have MXNet's header before it.
     """
     kind = KINDS[kind_of(value)]
-    if kind == "null" or (kind == target.kind and not target.mode):
+    if kind == "null" or (kind == target.kind and not (target.mode or target.encoding)):
         return None
+    if kind == target.kind and target.encoding:
+        return _text_in_encoding(value, target.encoding)
     if kind == target.kind:
         return _image_of_mode(value, target.mode, may_have_header=may_have_header)
     return _cast(value, target.kind, text), f"{kind} to {target.kind}"
@@ -70,6 +73,16 @@ def _float_of_text(text: str) -> float:
     if Decimal(repr(number)) != Decimal(text):
         raise ValueError("float64 does not keep all its digits")
     return number
+
+
+def _text_in_encoding(value: bytes, encoding: str) -> tuple[bytes, str] | None:
+    """The text in another encoding; None if it has that one."""
+    given = content_of(value, may_have_header=False)
+    if given in (encoding, EMPTY):
+        return None
+    if given not in _CODECS:
+        raise ValueError(f"it is {given}, and only UTF-8 and UTF-16 with a mark are known")
+    return value.decode(_CODECS[given]).encode(_CODECS[encoding]), f"to {encoding}"
 
 
 def _image_of_mode(value: bytes, mode: str, *, may_have_header: bool) -> tuple[bytes, str] | None:

@@ -7,6 +7,7 @@ finished file again.
 
 from __future__ import annotations
 
+import codecs
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.convert.formats.csv import number_kind
-from unisono.data.convert.formats.table import describe_value
+from unisono.data.convert.formats.table import describe_value, open_source
 from unisono.data.image.decoding import probe
 from unisono.data.recordio import unpack_header
 from unisono.errors import DataError, nearest_name
@@ -42,12 +43,17 @@ from unisono.storage.files import opener, write_atomically
 from unisono.storage.limits import read_json
 
 MAX_GROUPS: Final = 100_000
+EMPTY: Final = "empty"
 NO_TEXT: Final = ("binary", "broken image")  # contents of bytes that are neither text nor a known image
 UTF8: Final = "text, UTF-8"
+MARKED_UTF8: Final = "text, UTF-8 with mark"
+UTF16: Final = "text, UTF-16"  # with its mark
 OTHER_TEXT: Final = "text, not UTF-8"
+TEXTS: Final = (UTF8, MARKED_UTF8, UTF16, OTHER_TEXT)
 _FACTS: Final = "facts.json"
 _NUMBERS: Final = ("int", "float")
 _FEW_TEXTS: Final = 0.1  # of the cells of a CSV column of numbers
+_MARKED_FORMATS: Final = (".csv", ".jsonl")  # which may begin with a byte-order mark
 _CONTROL: Final = bytes(set(range(32)) - set(b"\t\n\r\f\x1b"))
 _STAMP_UNITS: Final = {"timestamp[s": 1.0, "timestamp[ms": 1e-3, "timestamp[us": 1e-6, "timestamp[ns": 1e-9}
 
@@ -81,6 +87,7 @@ class FileFacts(msgspec.Struct):
         rows: Number of its rows.
         columns: By name, in their order.
         groups: The groups by their codes.
+        encoding: ``text, UTF-8``, or ``text, UTF-8 with mark``, of a file of text that is not empty; empty of any other.
         time_kind: ``number``, ``text`` or ``timestamp``; empty without stamps.
         time_unit_s: Seconds of one unit of stamps that are dates; 0 of numbers, whose unit is not known.
         time_base: The first stamp in its unit; stamps are written relative to it, so that float64 keeps their differences.
@@ -89,6 +96,7 @@ class FileFacts(msgspec.Struct):
     rows: int = 0
     columns: dict[str, ColumnFacts] = {}
     groups: list[str] = []
+    encoding: str = ""
     time_kind: str = ""
     time_unit_s: float = 0.0
     time_base: int | float = 0
@@ -139,6 +147,8 @@ class _FileScan:
 
     def run(self) -> FileFacts:
         facts = self._facts
+        if self._file.kind in _MARKED_FORMATS:
+            facts.encoding = _encoding(self._file)
         for batch in read_cells(self._file.path, self._file.kind, [name for name in (self._time, self._group) if name]):
             for name, cells in batch.columns.items():
                 self._add(facts.columns.setdefault(name, ColumnFacts()), cells)
@@ -227,6 +237,13 @@ class _FileScan:
             file.write(values.tobytes())
 
 
+def _encoding(file: InputFile) -> str:
+    """The encoding of a file that is read as UTF-8; empty of an empty one."""
+    with open_source(file.path) as source:
+        head = source.read(len(codecs.BOM_UTF8))
+    return MARKED_UTF8 if head == codecs.BOM_UTF8 else UTF8 if head else ""
+
+
 def require_few_groups(count: int, column: str) -> None:
     """Raise DataError for more groups than ``MAX_GROUPS``."""
     if count > MAX_GROUPS:
@@ -291,7 +308,7 @@ def _unit_s(stored: str) -> float:
 def content_of(value: bytes, *, may_have_header: bool) -> str:
     """The format and mode of an image, or the encoding of a text, by the bytes alone."""
     if not value:
-        return "empty"
+        return EMPTY
     try:
         info = probe(value)
     except DataError:
@@ -304,15 +321,24 @@ def content_of(value: bytes, *, may_have_header: bool) -> str:
             image = bytes(unpack_header(value)[1])
         except DataError:
             image = b""
-        if image and (content := content_of(image, may_have_header=False)) not in (*NO_TEXT, UTF8, OTHER_TEXT):
+        if image and (content := content_of(image, may_have_header=False)) not in (*NO_TEXT, *TEXTS):
             return content
+    if value.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and _is_utf16(value):
+        return UTF16
     if value.translate(None, _CONTROL) != value:
         return "binary"
     try:
         value.decode()
     except UnicodeDecodeError:
         return OTHER_TEXT
-    return UTF8
+    return MARKED_UTF8 if value.startswith(codecs.BOM_UTF8) else UTF8
+
+
+def _is_utf16(value: bytes) -> bool:
+    try:
+        return "\0" not in value.decode("utf-16")
+    except UnicodeDecodeError:
+        return False
 
 
 def numbers_of(folder: Path, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

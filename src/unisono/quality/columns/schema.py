@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.quality.columns.scan import NO_TEXT, OTHER_TEXT, UTF8, ColumnFacts, FileFacts
+from unisono.quality.columns.scan import EMPTY, NO_TEXT, TEXTS, ColumnFacts, FileFacts
 
-_NO_IMAGE = (*NO_TEXT, UTF8, OTHER_TEXT, "empty")
+_NO_IMAGE = (*NO_TEXT, *TEXTS, EMPTY)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +40,11 @@ class Difference:
 
     Attributes:
         file: Its name.
-        column: The column.
-        kind: ``missing``, ``extra``, ``type``, ``mixed`` or ``image``.
+        column: The column; empty if it is the encoding of the whole file.
+        kind: ``missing``, ``extra``, ``type``, ``mixed``, ``image`` or ``encoding``.
         given: What the file has.
         expected: What most files have; empty if the column is extra or mixed.
-        count: Cells that differ.
+        count: Cells that differ; of a whole file its rows.
         row: The first of them; None if there is no single one.
     """
 
@@ -109,10 +109,13 @@ def differences_of(
     with_columns = [found for found in facts if found.columns]
     expected = {column.name: column for column in schema if _is_usual(column, with_columns)}
     stored = {name: _usual_stored(name, with_columns) for name in expected}
+    encoding = usual_encoding(with_columns)
     found_differences: list[Difference] = []
     for file, found in zip(names, facts, strict=True):
         if not found.columns:
             continue
+        if found.encoding not in ("", encoding):
+            found_differences.append(_difference(file, "", "encoding", found.encoding, encoding, found.rows))
         for name, column in expected.items():
             if name in found.columns:
                 found_differences += _in_column(file, name, found.columns[name], column, stored[name])
@@ -143,6 +146,11 @@ def _in_column(
         for content, (count, first) in column.contents.items():
             if mode_of(content) != mode:
                 yield _difference(file, name, "image", content, f"images of mode {mode}", count, first)
+    encoding = text_encoding(expected.contents)
+    if encoding:
+        for content, (count, first) in column.contents.items():
+            if content not in (encoding, EMPTY):
+                yield _difference(file, name, "encoding", content, encoding, count, first)
 
 
 def _mixed(file: str, name: str, column: ColumnFacts) -> Iterator[Difference]:
@@ -189,6 +197,19 @@ def image_mode(contents: Mapping[str, int]) -> str:
     if 2 * images <= sum(modes.values()):
         return ""
     return max((mode for mode in modes if mode), key=lambda mode: modes[mode])
+
+
+def text_encoding(contents: Mapping[str, int]) -> str:
+    """The content of most texts, such as ``text, UTF-8``; empty if most values are no texts."""
+    texts = {content: count for content, count in contents.items() if content in TEXTS}
+    values = sum(count for content, count in contents.items() if content != EMPTY)
+    return max(texts, key=lambda content: texts[content]) if 2 * sum(texts.values()) > values else ""
+
+
+def usual_encoding(facts: Sequence[FileFacts]) -> str:
+    """The encoding of most files of text, of equals that of the first; empty without such files."""
+    counts = Counter(found.encoding for found in facts if found.encoding)
+    return max(counts, key=lambda encoding: counts[encoding], default="")
 
 
 def mode_of(content: str) -> str:

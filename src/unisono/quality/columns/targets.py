@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from unisono.quality.columns.scan import ColumnFacts, FileFacts
-from unisono.quality.columns.schema import SchemaColumn, image_mode, mode_of
+from unisono.quality.columns.scan import EMPTY, OTHER_TEXT, ColumnFacts, FileFacts
+from unisono.quality.columns.schema import SchemaColumn, image_mode, mode_of, text_encoding
 from unisono.quality.columns.table_cells import KINDS, is_dictionary, stored_kind
 
 _NUMBERS: Final = ("int", "float")
@@ -27,11 +27,13 @@ class Target:
         kind: Type of its values: bool, int, float, string, bytes, list, object, other, or null for one without values.
         stored: The type in files of Parquet, as Arrow names it; empty if any of the kind will do.
         mode: Of images in bytes; empty if the column has none.
+        encoding: Of texts in bytes, as ``ColumnFacts.contents`` names it; empty if the column has none, or it is not known.
     """
 
     kind: str
     stored: str = ""
     mode: str = ""
+    encoding: str = ""
 
 
 def targets_of(facts: Sequence[FileFacts], schema: Sequence[SchemaColumn]) -> dict[str, Target]:
@@ -46,14 +48,22 @@ def targets_of(facts: Sequence[FileFacts], schema: Sequence[SchemaColumn]) -> di
         having = [found.columns[column.name] for found in facts if column.name in found.columns]
         kind = _kind(column, having)
         mode = image_mode(column.contents) if kind == "bytes" else ""
-        targets[column.name] = Target(kind=kind, stored=_stored(kind, column.type, having), mode=mode)
+        encoding = text_encoding(column.contents) if kind == "bytes" else ""
+        targets[column.name] = Target(
+            kind=kind,
+            stored=_stored(kind, column.type, having),
+            mode=mode,
+            encoding="" if encoding == OTHER_TEXT else encoding,
+        )
     return targets
 
 
 def deviates(column: ColumnFacts, target: Target, rows: int) -> bool:
-    """Whether a file of so many rows has cells in the column that are absent, or not of the target's kind and mode."""
+    """Whether a file of so many rows has cells in the column that are absent, or not of the target's kind, mode and encoding."""
     kinds = {kind for kind in column.counts if kind != "null"}
     if kinds - {target.kind} or column.has_bare_numbers or sum(column.counts.values()) < rows:
+        return True
+    if target.encoding and column.contents.keys() - {target.encoding, EMPTY}:
         return True
     return bool(target.mode) and any(mode_of(content) != target.mode for content in column.contents)
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORD_BYTES: Final = 64
-_BLOCK_BYTES: Final = 1 << 20  # hashed at once
+_BLOCK_BYTES: Final = 1 << 20  # hashed at once; more than a word has
 _BASE: Final = 0x9E3779B97F4A7C15  # odd, so it has an inverse mod 2^64
 _STEP: Final = np.uint64(0xD6E8FEB86659FD93)
 
@@ -25,9 +25,7 @@ _Flags = NDArray[np.bool_]
 
 
 def shingle_hashes(texts: Sequence[str], ngram: int) -> tuple[Hashes, NDArray[np.int64]]:
-    """Hash the shingles of documents.
-
-    A document of more than 1 MiB is taken in blocks of that size; shingles across two blocks are missing.
+    """Hash the shingles of documents. A document of more than 1 MiB is taken block by block, with the same result.
 
     Args:
         texts: The documents.
@@ -39,39 +37,99 @@ def shingle_hashes(texts: Sequence[str], ngram: int) -> tuple[Hashes, NDArray[np
     """
     hashes: list[Hashes] = []
     lengths = np.zeros(len(texts) + 1, np.int64)
-    for numbers, pieces in _blocks(texts):
-        of_block, counts = _block_hashes(pieces, ngram)
-        hashes.append(of_block)
-        np.add.at(lengths, np.array(numbers) + 1, counts)
+    for numbers, raws in _batches(texts):
+        if len(raws[0]) > _BLOCK_BYTES:
+            of_batch = _large_document_hashes(raws[0], ngram)
+            counts = np.array([len(of_batch)])
+        else:
+            of_batch, counts = _batch_hashes(raws, ngram)
+        hashes.append(of_batch)
+        lengths[np.array(numbers) + 1] = counts
     return np.concatenate(hashes) if hashes else np.zeros(0, np.uint64), np.cumsum(lengths)
 
 
-def _blocks(texts: Sequence[str]) -> Iterator[tuple[list[int], list[bytes]]]:
-    """Pieces of documents and the numbers of their documents, about ``_BLOCK_BYTES`` at a time."""
+def words_at(text: str, begin: int, count: int) -> list[str]:
+    """Words of a document in lower case, ``count`` of them from number ``begin`` on: those of shingle ``begin``."""
+    words: list[str] = []
+    first = 0  # number of the block's first word
+    for data, starts, stops in _word_blocks(_in_lower_case(text)):
+        here = slice(max(begin - first, 0), max(begin + count - first, 0))
+        for start, stop in zip(starts[here].tolist(), stops[here].tolist(), strict=True):
+            words.append(data[start:stop].tobytes().decode(errors="replace"))
+        first += len(starts)
+        if first >= begin + count:
+            break
+    return words
+
+
+def _in_lower_case(text: str) -> bytes:
+    return text.lower().encode("utf-8", "surrogatepass")
+
+
+def _batches(texts: Sequence[str]) -> Iterator[tuple[list[int], list[bytes]]]:
+    """Documents and their numbers, about ``_BLOCK_BYTES`` at a time; a larger document is alone. Empty ones are left out."""
     numbers: list[int] = []
-    pieces: list[bytes] = []
+    raws: list[bytes] = []
     size = 0
     for number, text in enumerate(texts):
-        raw = text.lower().encode("utf-8", "surrogatepass")
-        for at in range(0, len(raw), _BLOCK_BYTES):
-            piece = raw[at : at + _BLOCK_BYTES]
-            if size + len(piece) > _BLOCK_BYTES and pieces:
-                yield numbers, pieces
-                numbers, pieces, size = [], [], 0
+        raw = _in_lower_case(text)
+        if raws and size + len(raw) > _BLOCK_BYTES:
+            yield numbers, raws
+            numbers, raws, size = [], [], 0
+        if raw:
             numbers.append(number)
-            pieces.append(piece)
-            size += len(piece) + 1
-    if pieces:
-        yield numbers, pieces
+            raws.append(raw)
+            size += len(raw) + 1
+    if raws:
+        yield numbers, raws
 
 
-def _block_hashes(pieces: Sequence[bytes], ngram: int) -> tuple[Hashes, NDArray[np.int64]]:
-    """The hashes of the shingles of all pieces, and the number of shingles of each."""
-    data = np.frombuffer(b"\n".join((*pieces, b"")), np.uint8)  # a separator after each piece
+def _batch_hashes(raws: Sequence[bytes], ngram: int) -> tuple[Hashes, NDArray[np.int64]]:
+    """The hashes of the shingles of all documents, and the number of shingles of each."""
+    data = np.frombuffer(b"\n".join((*raws, b"")), np.uint8)  # a separator after each document
     starts, stops = _words(data)
-    words = _word_hashes(data, starts, stops)
-    ends = np.cumsum([len(piece) + 1 for piece in pieces])
-    last = np.searchsorted(starts, ends)
+    last = np.searchsorted(starts, np.cumsum([len(raw) + 1 for raw in raws]))
+    return _ngram_hashes(_word_hashes(data, starts, stops), last, ngram)
+
+
+def _large_document_hashes(raw: bytes, ngram: int) -> Hashes:
+    """The hashes of the shingles of one document."""
+    hashes: list[Hashes] = []
+    words = np.zeros(0, np.uint64)
+    for data, starts, stops in _word_blocks(raw):
+        words = np.concatenate((words, _word_hashes(data, starts, stops)))
+        if len(words) >= ngram:
+            hashes.append(_ngram_hashes(words, np.array([len(words)]), ngram)[0])
+            words = words[len(words) - ngram + 1 :]  # shingles go on across the cut
+    if not hashes:
+        hashes.append(_ngram_hashes(words, np.array([len(words)]), ngram)[0])
+    return np.concatenate(hashes)
+
+
+def _word_blocks(raw: bytes) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.intp], NDArray[np.intp]]]:
+    """Blocks of a document, each with a separator behind it, and where their words begin and end. No word is cut."""
+    at = 0
+    while at < len(raw):
+        end = min(at + _BLOCK_BYTES, len(raw))
+        while end < len(raw) and raw[end] & 0xC0 == 0x80:  # within a character
+            end -= 1
+        data = np.frombuffer(raw[at:end] + b"\n", np.uint8)
+        starts, stops = _words(data)
+        if end < len(raw) and len(stops) and stops[-1] == end - at:  # the word may go on
+            end = at + int(starts[-1])
+            starts, stops = starts[:-1], stops[:-1]
+        yield data, starts, stops
+        at = end
+
+
+def _ngram_hashes(words: Hashes, last: NDArray[np.intp], ngram: int) -> tuple[Hashes, NDArray[np.int64]]:
+    """The hashes of the shingles of documents, and the number of shingles of each.
+
+    Args:
+        words: Hashes of the words of all documents, uint64 [words].
+        last: Number of the word behind the last one of each document.
+        ngram: Words per shingle.
+    """
     first = np.concatenate(([0], last[:-1]))
     counts = np.where(last > first, np.maximum(last - first - ngram + 1, 1), 0)
     begin = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
@@ -79,7 +137,7 @@ def _block_hashes(pieces: Sequence[bytes], ngram: int) -> tuple[Hashes, NDArray[
     hashes = np.zeros(len(begin), np.uint64)
     for word in range(ngram):
         at = begin + word
-        # only a piece of fewer than ``ngram`` words has places beyond its end
+        # only a document of fewer than ``ngram`` words has places beyond its end
         hashes = hashes * _STEP + np.where(at < end, words[np.minimum(at, len(words) - 1)], np.uint64(0))
     return _mixed(hashes), counts
 

@@ -28,6 +28,7 @@ from unisono.quality.options import DuplicateOptions
 
 CANDIDATE_PROBABILITY: Final = 0.995  # of a pair whose similarity is the threshold
 MAX_SHINGLES: Final = 1 << 16  # of a document; of more the smallest hashes, by which Jaccard's error is below 0.5 %
+SHINGLES: Final = 1  # version of ``shingle_hashes``: raised whenever the hashes of any document are others
 _FACTOR: Final = np.uint64(0xA0761D6478BD642F)
 
 
@@ -44,7 +45,8 @@ def bands_and_rows(near: float, num_perm: int) -> tuple[int, int]:
 
 
 def sketch_version(options: DuplicateOptions) -> str:
-    """Name and version of the signatures' algorithm: sketches of different versions cannot be compared. Empty without signatures.
+    """Name and version of the signatures' algorithm and of the shingles: sketches of different versions cannot be compared. Empty
+    without signatures.
 
     Raises:
         ExtraError: rensa is not installed.
@@ -52,7 +54,7 @@ def sketch_version(options: DuplicateOptions) -> str:
     if not (options.enabled and options.near):
         return ""
     _rensa()
-    return f"rensa {version('rensa')} R-MinHash"
+    return f"rensa {version('rensa')} R-MinHash, shingles {SHINGLES}"
 
 
 def sketch_documents(texts: Sequence[bytes], options: DuplicateOptions) -> dict[str, NDArray[Any]]:
