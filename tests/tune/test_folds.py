@@ -65,6 +65,10 @@ def test_mean_and_spread(tmp_path: Path) -> None:
     assert found.verdict() == (
         "eval/accuracy 0.7 ± 0.16 (mean and standard deviation of 4 parts; 1 of 5 parts failed)."
     )
+    assert found.to_json()["failed"] == [4]
+    assert cross_validation("eval/accuracy", 5, records).verdict() == (
+        "eval/accuracy 0.7 ± 0.16 (mean and standard deviation of 4 parts; 1 of 5 parts have not ended)."
+    )
     write_folds_page(tmp_path / "report.html", found, [*records, record(4, None)])
     assert "0.7 ± 0.16" in (tmp_path / "report.html").read_text()
     assert cross_validation("eval/loss", 5, []).verdict() == "No part has a value of eval/loss."

@@ -1,0 +1,83 @@
+"""``unisono tune params`` and ``tune folds`` while they run, and parts that fail."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from commands import Desk
+
+from unisono.cli import tune_trials
+
+pytest.importorskip("optuna")
+
+
+def test_the_report_is_written_after_each_trial(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a search that is killed, or that goes on for days, has a page and its best trial."""
+    out = tmp_path / "search"
+    seen: list[tuple[bool, float | None]] = []
+    tell = tune_trials._Printed.tell
+
+    def look(printed: object, trial: object, end: object, *rest: object) -> None:
+        tell(printed, trial, end, *rest)  # type: ignore[arg-type]
+        if end is None:  # the next one has begun
+            lr = tomllib.loads((out / "best.toml").read_text())["optim"]["lr"] if (out / "best.toml").exists() else None
+            seen.append(((out / "report.html").exists(), lr))
+
+    monkeypatch.setattr(tune_trials._Printed, "tell", look)
+    space = ["--space=optim.lr=1e-3,2e-3", "--sampler=grid"]
+    done = desk.here("tune", "params", *desk.settings, *space, f"--out={out}")
+    assert done.code == 0, done.err
+    assert seen == [(False, None), (True, 1e-3)]
+
+
+def test_the_first_trial_has_the_values_of_the_configuration(desk: Desk, tmp_path: Path) -> None:
+    out, config = tmp_path / "search", tmp_path / "run.toml"
+    config.write_text('[optim]\nlr = 0.0012\nkind = "sgd"\n')
+    command = ["tune", "params", str(config), *desk.settings, "--space=optim.lr=log:1e-4..1e-2"]
+    command += ["--space=optim.kind=adamw,sgd", "--trials=2", f"--out={out}", "--json"]
+    found = desk.here(*command).json["trials"]
+    assert found[0]["settings"] == {"optim.lr": "0.0012", "optim.kind": "sgd"}
+    assert [trial["from_configuration"] for trial in found] == [True, False]
+    page = (out / "report.html").read_text()
+    assert "(configuration)" in page
+    assert "with the configuration's values" in page.replace("&#39;", "'")
+
+
+TABLE = """
+[task]
+kind = "table"
+predicts = "number"
+target = "price"
+[data]
+train = "TRAIN"
+[train]
+steps = 3
+[plan]
+global_batch = 8
+"""
+
+
+def test_a_part_that_fails_is_named(desk: Desk, tmp_path: Path) -> None:
+    """Of two samples a third part has none."""
+    table, config = tmp_path / "table.csv", tmp_path / "table.toml"
+    table.write_text("a,price\n1,2\n2,4\n")
+    config.write_text(TABLE.replace("TRAIN", str(table)))
+    done = desk.here("tune", "folds", str(config), "--folds=3", f"--out={tmp_path / 'folds'}", "--json")
+    assert done.code == 1
+    assert done.json["failed"] == [1, 2]
+    assert set(done.json["values"]) == {"0"}
+    assert "a part has one sample or more" in done.json["trials"][1]["reason"]
+
+
+def test_token_shards_have_no_parts(desk: Desk, tmp_path: Path) -> None:
+    out = tmp_path / "folds"
+    assert desk.here("data", "pack", "corpus", "shards.bin").code == 0
+    settings = [each for each in desk.settings if not each.startswith("--set=data.corpus")]
+    done = desk.here("tune", "folds", *settings, "--set=data.train=shards.bin", f"--out={out}")
+    assert done.code == 2
+    assert done.err.startswith("unisono: tune folds with the token shards shards.bin\n  rule: each part of the samples")
+    assert not out.exists()
