@@ -81,3 +81,22 @@ def test_token_shards_have_no_parts(desk: Desk, tmp_path: Path) -> None:
     assert done.code == 2
     assert done.err.startswith("unisono: tune folds with the token shards shards.bin\n  rule: each part of the samples")
     assert not out.exists()
+
+
+@pytest.mark.parametrize(("group", "setting"), [([], "stratified"), (["--group=user"], "group:user")])
+def test_parts_by_class_and_by_group(desk: Desk, tmp_path: Path, group: list[str], setting: str) -> None:
+    table, config = tmp_path / "table.csv", tmp_path / "table.toml"
+    rows = [f"{number},{'ab'[number % 2]},{number // 5}" for number in range(20)]
+    table.write_text("\n".join(["x,label,user", *rows]) + "\n")
+    config.write_text(
+        TABLE.replace("TRAIN", str(table)).replace('predicts = "number"\n', "").replace("price", "label")
+    )
+    command = ["tune", "folds", str(config), "--folds=2", *group, f"--out={tmp_path / 'folds'}", "--json"]
+    done = desk.here(*command)
+    assert done.code == 0, done.err
+    for trial in done.json["trials"]:
+        assert tomllib.loads((Path(trial["run_dir"]) / "config.toml").read_text())["data"]["eval_parts"] == setting
+    other = desk.here(*command, "--set=data.eval_parts=group:x")
+    assert other.code == 2
+    both = "--group user with data.eval_parts=group:x" if group else "data.eval_parts group:x for the search in"
+    assert both in other.json["problems"][0]["given"]

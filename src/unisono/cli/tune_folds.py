@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono.cli.common import every_verb, is_python_trusted, print_result, takes_config
+from unisono.cli.common import every_verb, is_python_trusted, load_run_config, print_result, takes_config
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.cli.tune_trials import check_searched, identity_of, make_trials
+from unisono.config.values import toml_value
 from unisono.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     "--out", required=True, type=click.Path(file_okay=False), help="Folder of the trainings; goes on where it has some."
 )
 @click.option("--folds", default=5, show_default=True, type=click.IntRange(min=2, max=1000), help="Number of parts.")
+@click.option("--group", metavar="COLUMN", help="Hold out samples with one value of a column together.")
 @click.option(
     "--metric", default="eval/loss", show_default=True, help="Number of a run's events; its last value counts."
 )
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
     """Cross-validate: train once for each part of data.train that is held out; mean and spread of a metric.
 
-    Each sample is held out once. A command that was killed, or stopped by Ctrl-C, goes on where it was. Exit code 1: a part has
+    Each sample is held out once. Of a task with classes each part has every class in its proportion. A command that was killed, or stopped by Ctrl-C, goes on where it was. Exit code 1: a part has
     no value.
     """
     from unisono.launch.job import refuse_inside_a_job
@@ -59,7 +62,8 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
             consequence="nothing was started",
             nearest="--folds, and neither of them",
         )
-    settings = [*overrides, *fold_settings(num_folds)]
+    parts = _parts_setting(files, overrides, options["group"], folder)
+    settings = [*overrides, *fold_settings(num_folds), *parts]
     resolved = check_searched(files, settings, ends, folder)
     _refuse_token_shards(resolved.value)
     chosen = StudyOptions(metric=options["metric"], sampler="grid")
@@ -100,6 +104,33 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
     print_result(as_json, result, lines)
     if len(found.values) < num_folds:
         raise SystemExit(1)
+
+
+def _parts_setting(
+    files: Sequence[str], overrides: Sequence[str], group: str | None, folder: Path
+) -> list[str]:
+    """``data.eval_parts`` as ``--set`` takes it, if the configuration does not have it: by ``--group``, else by class.
+
+    Raises:
+        ConfigError: ``--group`` is given, and the configuration has parts of its own.
+    """
+    from unisono.data.options import EVAL_BY_CLASS, EVAL_GROUP
+    from unisono.tasks.options import PREDICTORS
+
+    place = f"run.dir={folder.absolute() / 'trials' / 'none'}"
+    config = load_run_config(files, [*overrides, place], is_shown=True).value
+    given = config.data.eval_parts
+    if given and group is not None:
+        raise ConfigError(
+            given=f"--group {group} with data.eval_parts={given}",
+            rule="the samples are divided in one way",
+            consequence="nothing was started",
+            nearest="one of them",
+        )
+    if group is not None:
+        return [f"data.eval_parts={toml_value(EVAL_GROUP + group)}"]
+    has_classes = config.task.kind in PREDICTORS and config.task.predicts == "class"
+    return [f"data.eval_parts={EVAL_BY_CLASS}"] if has_classes and not given and config.data.train else []
 
 
 def _refuse_token_shards(config: RunConfig) -> None:
