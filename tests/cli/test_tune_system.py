@@ -44,9 +44,7 @@ def one_candidate(*_given: Any, **_options: Any) -> list[Candidate]:
     return [Candidate(name="launch.allocator", value="system")]
 
 
-def test_a_sweep_tries_the_micro_batch_and_goes_on(
-    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_tries_the_micro_batch_and_goes_on(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, calls = tmp_path / "system", list[dict[str, str]]()
     monkeypatch.setattr(system, "candidates_of", one_candidate)
     command = ["tune", "system", *desk.settings, f"--out={out}", "--pairs=2"]

@@ -84,7 +84,7 @@ def test_parts_of_a_table(tmp_path: Path) -> None:
 
 
 def test_more_parts_than_groups(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"part 2 of 20 by data\.eval_parts=group:label, with 0 of 90 samples"):
+    with pytest.raises(DataError, match=r"part 2 of 20 by data\.eval_parts=group:label: 0 of 90 samples"):
         parts_of(tmp_path, "group:label", 20)
     with pytest.raises(DataError, match="without the column 'patient'"):
         parts_of(tmp_path, "group:patient", 2)

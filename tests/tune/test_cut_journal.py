@@ -58,7 +58,9 @@ def test_a_journal_cut_at_every_line(
         folder = tmp_path / str(count)
         folder.mkdir()
         (folder / JOURNAL_FILE).write_bytes(b"".join(lines[:count]))
-        assert [seen(record) for record in made_in(folder, space, sampler, limit, first)] == list(map(seen, whole)), line
+        assert [seen(record) for record in made_in(folder, space, sampler, limit, first)] == list(map(seen, whole)), (
+            line
+        )
 
 
 def seen(record: TrialRecord) -> tuple[object, ...]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small_trainings
 
 from unisono.errors import ConfigError
-from unisono.observe.events import events_path
-from unisono.tune import search, trial_run
+from unisono.tune import search
 from unisono.tune.search import Budget, Search
 from unisono.tune.slots import Slot
 from unisono.tune.space import read_space
@@ -19,26 +17,10 @@ from unisono.tune.study import Study, StudyOptions
 
 pytest.importorskip("optuna")
 
-TRAINING = """
-import json, sys, time
-from pathlib import Path
-
-settings = dict(text.removeprefix("--set=").split("=", 1) for text in sys.argv[1:])
-names = json.loads(settings["names"])
-path = Path(settings["run.dir"]) / PLACE
-path.parent.mkdir(parents=True)
-path.write_text(json.dumps({"kind": "eval", "step": 1, **dict.fromkeys(names[: int(settings["count"])], 1.5)}) + "\\n")
-time.sleep(float(settings["seconds"]))
-"""
-
 
 @pytest.fixture(autouse=True)
-def small_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = str(events_path(Path(), 0))
-    script = TRAINING.replace("PLACE", repr(place))
-    monkeypatch.setattr(
-        trial_run, "module_command", lambda *words: [sys.executable, "-S", "-E", "-c", script, *words[2:]]
-    )
+def trainings(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_trainings.install(monkeypatch)
 
 
 def opened(folder: Path, space: str = "count=2..3", metric: str = "eval/loss") -> Study:
@@ -48,10 +30,9 @@ def opened(folder: Path, space: str = "count=2..3", metric: str = "eval/loss") -
 def searched(study: Study, *, metric: str = "eval/loss", seconds: float = 0.0, **options: Any) -> list[str]:
     """How the trials of this process ended."""
     ends: list[str] = []
-    names = json.dumps(["train/loss", "eval/loss", "eval/accuracy"])
     Search(
         study=study,
-        arguments=[f"--set=names={names}", f"--set=seconds={seconds}"],
+        arguments=[f"--set=seconds={seconds}"],
         metric=metric,
         budget=options.get("budget", Budget()),
         slots=options.get("slots", [Slot()]),

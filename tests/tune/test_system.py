@@ -161,7 +161,7 @@ def test_a_sweep_goes_on_with_the_comparisons_it_has(tmp_path: Path) -> None:
             num_interrupts += 1
             continue
         break
-    assert num_interrupts == 3
+    assert num_interrupts == 2
     assert made == ["a", "b", "c"]
     assert found.kept == whole.kept
     assert [each.value for each in found.comparisons] == [2, True, [1]]
@@ -172,9 +172,9 @@ def test_a_record_of_another_sweep(tmp_path: Path) -> None:
     found, _ = swept(trainings(lambda settings: 1.0), Candidate(name="a", value=1))
     write_sweep(tmp_path, "", recorded(found), {})
     assert read_record(tmp_path, {"steps": 30}).rank_batch == (4, 2)
-    with pytest.raises(ConfigError, match="steps 31 for the sweep in .*, which began with 30"):
+    with pytest.raises(ConfigError, match=r"steps 31 for the sweep in .*, which began with 30"):
         read_record(tmp_path, {"steps": 31})
-    with pytest.raises(ConfigError, match="optim.lr 0.1 for the sweep in .*, which began with None"):
+    with pytest.raises(ConfigError, match=r"optim\.lr 0\.1 for the sweep in .*, which began with None"):
         read_record(tmp_path, {"steps": 30, "optim.lr": 0.1})
     for content in (b"", b"{}", b'{"identity": {}, "comparisons": [{}]}', b"[" * 5000):
         (tmp_path / RECORD_FILE).write_bytes(content)

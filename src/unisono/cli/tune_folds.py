@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
     """Cross-validate: train once for each part of data.train that is held out; mean and spread of a metric.
 
-    Each sample is held out once. Of a task with classes each part has every class in its proportion. A command that was killed, or stopped by Ctrl-C, goes on where it was. Exit code 1: a part has
-    no value.
+    Each sample is held out once. Of a task with classes each part has every class in its proportion. A command that was killed,
+    or stopped by Ctrl-C, goes on where it was. Exit code 1: a part has no value.
     """
     from unisono.launch.job import refuse_inside_a_job
     from unisono.tune.fold_losses import LOSSES_FILE, write_fold_losses
@@ -106,9 +106,7 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
         raise SystemExit(1)
 
 
-def _parts_setting(
-    files: Sequence[str], overrides: Sequence[str], group: str | None, folder: Path
-) -> list[str]:
+def _parts_setting(files: Sequence[str], overrides: Sequence[str], group: str | None, folder: Path) -> list[str]:
     """``data.eval_parts`` as ``--set`` takes it, if the configuration does not have it: by ``--group``, else by class.
 
     Raises:

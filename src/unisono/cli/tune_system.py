@@ -79,7 +79,11 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
     try:
         record = read_record(
             folder,
-            {**identity_of(resolved), "--try": options["tries"], **{f"--{name}": options[name] for name in ("steps", "pairs")}},
+            {
+                **identity_of(resolved),
+                "--try": options["tries"],
+                **{f"--{name}": options[name] for name in ("steps", "pairs")},
+            },
         )
         shutil.rmtree(trainings, ignore_errors=True)
         make_folder(trainings, may_be_link=False)

@@ -90,7 +90,7 @@ class DataOptions:
     )
     eval_parts: str = option(
         "",
-        "How eval_frac of data.train is drawn: stratified = each class in its proportion; group:COLUMN = samples with one value of a"
+        "How eval_frac is drawn: stratified = each class in its proportion; group:COLUMN = samples with one value of a"
         " column stay together; empty = at random.",
         applies_with="samples of data.train, and data.eval empty",
     )

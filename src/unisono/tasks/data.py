@@ -51,6 +51,7 @@ from unisono.tasks.sources import (
 )
 from unisono.tasks.targets import IGNORED, check_columns
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOutRows:
     """Numbers ``ids`` of held-out samples, int64, among the ``total`` ones of ``data.eval``, or of ``data.train`` without it."""

@@ -52,7 +52,7 @@ def held_out_ids(data: DataOptions, task: TaskOptions, size: int) -> NDArray[np.
     found = np.flatnonzero(part_of == data.eval_fold)
     if not 0 < len(found) < size:
         raise DataError(
-            given=f"part {data.eval_fold} of {num_parts} by data.eval_parts={data.eval_parts}, with {len(found)} of {size} samples",
+            given=f"part {data.eval_fold} of {num_parts} by data.eval_parts={data.eval_parts}: {len(found)} of {size} samples",
             rule="a part has one sample or more, and at least one is trained on"
             + (f"; samples with one value of {column!r} are in one part" if is_grouped else ""),
             consequence="there is nothing to train or to evaluate on",

@@ -27,7 +27,7 @@ class Budget:
     Attributes:
         trials: Number of trials in the whole search.
         seconds: Seconds of this process.
-        device_s: Seconds times processes of all trials in the whole search; of those that other processes make up to a minute less.
+        device_s: Seconds times processes of all trials in the search; those of other processes up to a minute late.
     """
 
     trials: int | None = None

@@ -293,7 +293,7 @@ def read_record(folder: Path, identity: Mapping[str, Any]) -> SweepRecord:
 
 
 def write_sweep(folder: Path, base: str, record: SweepRecord, own: Mapping[str, Any]) -> Path | None:
-    """Write the page of a sweep and its record, and where settings were kept a file with them; older ones are replaced atomically.
+    """Write the page of a sweep and its record, and a file with the settings that were kept; atomically.
 
     Args:
         folder: Of the sweep.
