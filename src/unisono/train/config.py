@@ -203,7 +203,7 @@ class RunConfig:
         }
         for name, problem in inert_settings(self.data, DataOptions(), acts, f"task.kind {kind!r}"):
             yield f"data.{name}", problem
-        acts = dict.fromkeys(("eval_frac", "eval_fold", "eval_parts"), not self.data.eval)
+        acts = {name: not self.data.eval for name in ("eval_frac", "eval_fold", "eval_parts")}
         for name, problem in inert_settings(self.data, DataOptions(), acts, "data.eval"):
             yield f"data.{name}", problem
         yield from self._model_problems()
