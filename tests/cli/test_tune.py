@@ -208,7 +208,8 @@ def test_a_metric_that_no_run_has(desk: Desk, tmp_path: Path) -> None:
     out = tmp_path / "search"
     (problem,) = search(desk, out, LR, "--trials=5", "--metric=eval/los", code=2)["problems"]
     assert problem["given"].startswith("--metric eval/los, and trial 0, which trained without it: its events have no")
-    assert "they have eval/bits_per_byte, eval/loss, " in problem["given"]
+    assert "they have eval/accuracy, " in problem["given"]
+    assert ", eval/loss, " in problem["given"]
     assert problem["nearest"] == "another folder and --metric NAME: did you mean 'eval/loss'?"
     assert [path.name for path in sorted((out / "trials").iterdir())] == ["0000", "0000.output.txt"]
     assert "failed" in (out / "report.html").read_text()
