@@ -204,10 +204,15 @@ def test_trials_that_all_fail_end_the_search(desk: Desk, tmp_path: Path) -> None
 
 
 def test_a_metric_that_no_run_has(desk: Desk, tmp_path: Path) -> None:
-    found = search(desk, tmp_path / "search", LR, "--trials=1", "--metric=eval/f1", code=1)
-    (trial,) = found["trials"]
-    assert trial["outcome"] == "failed"
-    assert "its events have no eval/f1; they have" in trial["reason"]
+    """The first training ends the search."""
+    out = tmp_path / "search"
+    (problem,) = search(desk, out, LR, "--trials=5", "--metric=eval/los", code=2)["problems"]
+    assert problem["given"].startswith("--metric eval/los, and trial 0, which trained without it: its events have no")
+    assert "they have eval/accuracy, " in problem["given"]
+    assert ", eval/loss, " in problem["given"]
+    assert problem["nearest"] == "another folder and --metric NAME: did you mean 'eval/loss'?"
+    assert [path.name for path in sorted((out / "trials").iterdir())] == ["0000", "0000.output.txt"]
+    assert "failed" in (out / "report.html").read_text()
 
 
 def test_a_range_of_learning_rates(desk: Desk, tmp_path: Path) -> None:

@@ -16,6 +16,10 @@ from unisono.errors import Problem, inert_problem
 Boundaries = Literal["mask", "ignore"]
 LastBatch = Literal["rollover", "keep", "drop", "pad", "wrap", "discard", "roll_over"]
 
+# values of data.eval_parts: the latter is followed by the name of a column
+EVAL_BY_CLASS: Final = "stratified"
+EVAL_GROUP: Final = "group:"
+
 # more than any machine's cores, fewer than the threads that systems allow
 MOST_WORKERS: Final = 1024
 
@@ -84,6 +88,12 @@ class DataOptions:
         applies_with="samples of data.train, and data.eval empty",
         ge=0,
     )
+    eval_parts: str = option(
+        "",
+        "How eval_frac is drawn: stratified = each class in its proportion; group:COLUMN = samples with one value of a"
+        " column stay together; empty = at random.",
+        applies_with="samples of data.train, and data.eval empty",
+    )
     boundaries: Literal["mask", "ignore"] = option(
         "mask",
         "Several documents in one sample: mask = never predict or attend across them; ignore = one stream.",
@@ -100,7 +110,7 @@ class DataOptions:
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Settings of samples where a corpus is read, by field name."""
         unset = DataOptions()
-        of_samples = ("eval", "weights", "sample_weights", "cache_gib", "bucket_batches", "eval_fold")
+        of_samples = ("eval", "weights", "sample_weights", "cache_gib", "bucket_batches", "eval_fold", "eval_parts")
         for name in of_samples if not self.train else ():
             if getattr(self, name) != getattr(unset, name):
                 yield (
@@ -111,6 +121,17 @@ class DataOptions:
                         f"data.train=ADDRESS, or leave data.{name} out",
                     ),
                 )
+        is_grouped = self.eval_parts.startswith(EVAL_GROUP) and self.eval_parts != EVAL_GROUP
+        if self.eval_parts not in ("", EVAL_BY_CLASS) and not is_grouped:
+            yield (
+                "eval_parts",
+                Problem(
+                    given=f"eval_parts {self.eval_parts!r}",
+                    rule=f"it is empty, {EVAL_BY_CLASS}, or {EVAL_GROUP}COLUMN",
+                    consequence="it is unknown which samples are held out",
+                    nearest=f"{EVAL_BY_CLASS}, or {EVAL_GROUP} with the name of a column",
+                ),
+            )
         if (self.eval_fold + 1) * self.eval_frac > 1 + 1e-9:
             yield (
                 "eval_fold",

@@ -69,10 +69,18 @@ class TrainOutcome:
 
     def samples(self) -> int | None:
         """Samples of a step, by the plan of the run; None where it has none."""
+        return self._batch_number("global_batch")
+
+    def rank_batch(self) -> tuple[int, int] | None:
+        """Samples of a forward pass of a rank, and forward passes of a step, by the plan of the run; None where it has none."""
+        micro_batch, accumulation = self._batch_number("micro_batch"), self._batch_number("accumulation")
+        return None if micro_batch is None or accumulation is None else (micro_batch, accumulation)
+
+    def _batch_number(self, name: str) -> int | None:
         with suppress(OSError, ValueError):
             plan: Any = read_own_json(self.run_dir / PLAN_FILE, max_bytes=MAX_PLAN_BYTES)
             batch: Any = plan.get("batch") if isinstance(plan, dict) else None
-            count: Any = batch.get("global_batch") if isinstance(batch, dict) else None
+            count: Any = batch.get(name) if isinstance(batch, dict) else None
             return count if isinstance(count, int) and count > 0 else None
         return None
 

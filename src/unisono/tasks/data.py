@@ -22,6 +22,7 @@ from unisono.data.tokens.windows import TokenWindows
 from unisono.errors import ConfigError, DataError
 from unisono.storage.ownership import make_own_folder
 from unisono.tasks.columns import number_columns
+from unisono.tasks.held_out import held_out_ids
 from unisono.tasks.inputs import (
     EncodeLine,
     EncodeRow,
@@ -49,8 +50,6 @@ from unisono.tasks.sources import (
     token_shards,
 )
 from unisono.tasks.targets import IGNORED, check_columns
-
-_SPLIT_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +137,8 @@ def _shard_windows(
     """Training and held-out windows of the token shards at ``data.train``; raises for settings that they do not have."""
     masked = task.kind == "masked_language_model"
     unread = {"task.inputs": task.inputs, "data.cache_gib": data.cache_gib, "data.bucket_batches": data.bucket_batches}
-    unread |= {"data.eval_fold": data.eval_fold, "data.sample_weights": data.sample_weights}
+    unread |= {"data.eval_fold": data.eval_fold, "data.eval_parts": data.eval_parts}
+    unread |= {"data.sample_weights": data.sample_weights}
     for name in (name for name, value in unread.items() if value):
         raise ConfigError(
             given=f"{name} {unread[name]!r} with token shards",
@@ -298,7 +298,7 @@ def _parts(
 ) -> tuple[list[Dataset], Dataset, HeldOutRows]:
     """The sources of the training data, held-out data, and which samples these are.
 
-    Held-out data are ``data.eval``, or a share of the training data drawn at random. With ``held_out_only`` and ``data.eval``
+    Held-out data are ``data.eval``, or a share of the training data (``held_out_ids``). With ``held_out_only`` and ``data.eval``
     there are no sources.
     """
     if data.eval:
@@ -308,9 +308,9 @@ def _parts(
     if data.weights:
         raise _no_eval_of_mixture()
     train = open_addresses(data.train, columns, data, task)
-    held_out_ids = _held_out_numbers(len(train), data.eval_frac, data.eval_fold)
-    kept = np.setdiff1d(np.arange(len(train)), held_out_ids)
-    return [subset(train, kept)], subset(train, held_out_ids), HeldOutRows(ids=held_out_ids, total=len(train))
+    ids = held_out_ids(data, task, len(train))
+    kept = np.setdiff1d(np.arange(len(train)), ids)
+    return [subset(train, kept)], subset(train, ids), HeldOutRows(ids=ids, total=len(train))
 
 
 def _training_parts(data: DataOptions, columns: dict[str, str], task: TaskOptions) -> list[Dataset]:
@@ -322,7 +322,7 @@ def _training_parts(data: DataOptions, columns: dict[str, str], task: TaskOption
 
 
 def _training_weights(
-    data: DataOptions, parts: list[Dataset], held_out_ids: NDArray[np.int64]
+    data: DataOptions, parts: list[Dataset], held_out: NDArray[np.int64]
 ) -> list[NDArray[np.float64]]:
     """The weights of ``data.sample_weights`` for the samples of each part, without those held out; empty without."""
     if not data.sample_weights:
@@ -330,10 +330,10 @@ def _training_weights(
     given = addresses(data.train) if data.weights else [data.train]
     sizes = [len(part) for part in parts]
     if not data.eval:
-        sizes[0] += len(held_out_ids)
+        sizes[0] += len(held_out)
     weights = read_sample_weights(data.sample_weights, [sample_files(address, data) for address in given], sizes)
     if not data.eval:
-        weights[0] = np.delete(weights[0], held_out_ids)
+        weights[0] = np.delete(weights[0], held_out)
     return weights
 
 
@@ -378,28 +378,6 @@ def _collate(data: DataOptions, tokenizer: Tokenizer, task: TaskOptions) -> Call
         return None
     ignored = task.kind == "sequence_labelling" or task.kind == "masked_language_model"
     return PadBatch(fillers=(("tokens", tokenizer.padding), (TARGETS, IGNORED if ignored else 0)))
-
-
-def _held_out_numbers(size: int, eval_frac: float, fold: int) -> NDArray[np.int64]:
-    """Numbers of the samples that are held out: part ``fold`` of those in a random order, each ``eval_frac`` of them long."""
-    if size < 2:
-        raise DataError(
-            given=f"training data of {size} sample and no data.eval",
-            rule="a share of the samples is held out, at least one, and at least one is trained on",
-            consequence="there is nothing to train or to evaluate on",
-            nearest="more data, or data.eval=ADDRESS",
-        )
-    if fold and eval_frac * size < 1 - 1e-9:
-        raise DataError(
-            given=f"data.eval_fold={fold} with data.eval_frac={eval_frac:g} of {size} samples",
-            rule="a part has one sample or more",
-            consequence="there is nothing to evaluate on",
-            nearest="more data, or a larger data.eval_frac",
-        )
-    first, end = round(fold * eval_frac * size), round((fold + 1) * eval_frac * size)
-    if not fold:
-        end = min(max(1, end), size - 1)
-    return np.sort(np.random.default_rng(_SPLIT_SEED).permutation(size)[first:end])
 
 
 def _split_windows(train: Dataset, held_out: Dataset, eval_frac: float) -> tuple[Dataset, Dataset]:

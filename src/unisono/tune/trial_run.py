@@ -26,12 +26,13 @@ from unisono.storage.files import open_new
 OUTPUT_FILE: Final = "output.txt"  # beside the folder of the run
 _GRACE_S: Final = 120.0  # for a run that was asked to stop: it saves
 
-End = Literal["done", "out_of_memory", "diverged", "failed", "interrupted"]
+End = Literal["done", "out_of_memory", "diverged", "failed", "interrupted", "no_metric"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnd:
-    """How a training ended: ``interrupted`` if the same command goes on; ``reason`` says why it did not finish."""
+    """How a training ended: ``interrupted`` if the same command goes on; ``no_metric`` if it trained, and its events lack the
+    metric; ``reason`` says why it did not finish."""
 
     kind: End
     reason: str = ""
@@ -109,7 +110,7 @@ class TrialRun:
             value = self.last_value()
             if value is None:
                 names = ", ".join(self.names()) or "none at all"
-                return RunEnd(kind="failed", reason=f"its events have no {self._metric}; they have {names}")
+                return RunEnd(kind="no_metric", reason=f"its events have no {self._metric}; they have {names}")
             return (
                 RunEnd(kind="done")
                 if math.isfinite(value)
