@@ -141,6 +141,47 @@ def test_a_pruner_ends_what_is_worse(tmp_path: Path) -> None:
     assert not search.report(begun(search), [(10, 0.5)])
 
 
+def test_halving_ends_all_but_the_best(tmp_path: Path) -> None:
+    """A whole trial has 400 steps: after one, those at 4 are compared."""
+    search = study(tmp_path, pruner="halving")
+    trial = begun(search)
+    assert not search.report(trial, [(step, 5.0) for step in range(1, 401)])
+    search.finish(trial, "done", 5.0)
+    good, bad, better = begun(search), begun(search), begun(search)
+    assert not search.report(good, [(4, 2.0)])
+    assert not search.report(bad, [(3, 9.0)])
+    assert search.report(bad, [(4, 9.0)])
+    search.finish(bad, "pruned", 9.0, reason="others were better")
+    assert not search.report(better, [(4, 1.0)])
+    record = search.records()[bad.number]
+    assert (record.outcome, record.to_json()["last_step"], record.value) == ("pruned", 4, 9.0)
+
+
+def make_trials(folder: str, count: int, meeting: Any) -> None:
+    search = study(Path(folder), sampler="random")
+    meeting.wait()
+    while (trial := search.begin(count)) is not None:
+        search.report(trial, [(1, 2.0)])
+        search.finish(trial, "done", bowl(trial.settings["lr"]))
+
+
+def test_processes_share_a_journal(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    meeting = spawn.Barrier(3)
+    processes = [spawn.Process(target=make_trials, args=(str(tmp_path), 60, meeting)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    records = study(tmp_path, sampler="random").records()
+    assert [record.number for record in records] == list(range(60))
+    assert all((each.outcome, dict(each.curve)) == ("done", {1: 2.0}) for each in records)
+    assert [each.value for each in records] == [bowl(each.settings["lr"]) for each in records]
+    assert len({each.settings["lr"] for each in records}) == 60
+    assert list((tmp_path / "trials").iterdir()) == []
+
+
 def test_the_largest_value(tmp_path: Path) -> None:
     search = study(tmp_path, metric="eval/accuracy", maximize=True)
     for value in (0.5, 0.9, 0.7):

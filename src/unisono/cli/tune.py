@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unisono.cli.common import FiniteRange, every_verb, is_python_trusted, load_run_config, print_result, takes_config
+from unisono.cli.data_quality import resumable
 from unisono.cli.terminal import echo
 from unisono.cli.termination import sigterm_interrupts
 from unisono.cli.tune_transfer import read_transfer, takes_transfer, with_check
@@ -122,7 +123,7 @@ def params(
         if transfer is not None:
             transfer = with_check(transfer, out, files, overrides, as_json=as_json)
         if transfer is None or transfer.holds:
-            _make_trials(study, resolved, files, settings, chosen.metric, budget, options["parallel"], as_json=as_json)
+            _make_trials(study, out, resolved, files, settings, chosen.metric, budget, options["parallel"], as_json=as_json)
     finally:
         result, lines = _write(out, searched, chosen, study, transfer)
     print_result(as_json, result, lines)
@@ -374,7 +375,7 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
     chosen = StudyOptions(metric=options["metric"], sampler="grid")
     study = Study(folder.absolute(), space, chosen, _identity(resolved))
     try:
-        _make_trials(study, resolved, files, settings, chosen.metric, Budget(), options["parallel"], as_json=as_json)
+        _make_trials(study, folder, resolved, files, settings, chosen.metric, Budget(), options["parallel"], as_json=as_json)
     finally:
         records = study.records()
         found = cross_validation(chosen.metric, num_folds, records)
@@ -408,6 +409,7 @@ def _require_new(path: Path, out: str) -> None:
 
 def _make_trials(
     study: Study,
+    out: Path,
     resolved: Resolved[RunConfig],
     files: Sequence[str],
     overrides: Sequence[str],
@@ -421,6 +423,7 @@ def _make_trials(
 
     Args:
         study: Where they come from.
+        out: Its folder, as it was given.
         resolved: The configuration without the settings that are searched.
         files: Its files.
         overrides: Settings of the command line.
@@ -442,7 +445,7 @@ def _make_trials(
         slots=divide_into_slots(parallel, launch.num_processes, sets_threads=launch.num_threads != 0),
         tell=_Printed(metric=metric, as_json=as_json).tell,
     )
-    with sigterm_interrupts():
+    with resumable(out):
         search.run()
 
 

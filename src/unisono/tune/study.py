@@ -116,9 +116,10 @@ class TrialRecord:
     curve: Mapping[int, float] = field(default_factory=dict[int, float])
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON types, without the curve."""
+        """The same as JSON types; of the curve the last step."""
         fields = {name: getattr(self, name) for name in ("number", "outcome", "value", "took_s", "device_s", "reason")}
-        return {**fields, "settings": dict(self.settings), "run_dir": str(self.run_dir)}
+        last = {"last_step": max(self.curve, default=None)}
+        return {**fields, **last, "settings": dict(self.settings), "run_dir": str(self.run_dir)}
 
 
 class Study:
