@@ -112,6 +112,7 @@ CASES = {
     "leak": Case(texts, "leak a.jsonl b.jsonl", "jaccard"),
     "labels": Case(texts, "labels a.jsonl b.jsonl --label label", "jaccard"),
     "relabel": Case(marks, "relabel a.jsonl b.jsonl --marks marks.json", "read_labels"),
+    "balance": Case(texts, "balance a.jsonl b.jsonl --label label", "_balance"),
     "columns": Case(tables, "columns a.jsonl b.jsonl --mask all", "judge_column"),
     "clean images": Case(images, "clean photos", "gradient_correlation"),
     "dedup images": Case(images, "dedup photos --on-error skip", "gradient_correlation"),
@@ -247,6 +248,15 @@ def test_a_kill_before_each_change_and_at_random(killer: Killer, tmp_path: Path,
         job.require_goes_on()
     for _ in range(20):
         job.kill(at_call=draw.randrange(job.ended.calls) + 1)
+        job.require_goes_on()
+
+
+@pytest.mark.full
+def test_processes_end_with_the_command_that_is_killed(killer: Killer, tmp_path: Path) -> None:
+    """``run`` returns when nobody has the standard error that they share."""
+    job = Job(killer, tmp_path, Case(texts, "dedup a.jsonl b.jsonl --workers 2", "jaccard"))
+    for what in (r"^open out/work/sketches/chunk-", r"^open out/work/sketches/chunks\.jsonl", r"^open out/work/new/"):
+        job.kill(at_change=job.before(what))
         job.require_goes_on()
 
 

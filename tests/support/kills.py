@@ -28,6 +28,7 @@ from typing import Any, NoReturn, Self
 
 _IMPORTED = (
     *("unisono.cli.main", "unisono.cli.data", "unisono.cli.data_quality", "unisono.cli.data_columns"),
+    *("unisono.cli.data_balance", "unisono.quality.balance"),
     *("unisono.cli.data_labels", "unisono.quality.clean", "unisono.quality.leak", "unisono.quality.split"),
     *("unisono.quality.labels.label_errors", "unisono.quality.labels.relabel", "unisono.quality.columns.check"),
     *("unisono.data.convert.formats.jsonl", "unisono.data.convert.formats.csv", "safetensors.numpy"),
