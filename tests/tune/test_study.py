@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,50 @@ def test_a_killed_process_loses_nothing(tmp_path: Path, torn: bool) -> None:
     later = study(tmp_path)
     assert [record.outcome for record in later.records()] == ["done", "running"]
     assert begun(later, 2).number == 1
+
+
+def test_a_line_that_another_process_has_torn(tmp_path: Path) -> None:
+    """By a kill, or on a full disk: who is at work goes on behind the line before it."""
+    search = study(tmp_path)
+    trial = begun(search)
+    with (tmp_path / JOURNAL_FILE).open("ab") as file:
+        file.write(b'{"op_code":6,"work')
+    search.report(trial, [(1, 2.0)])
+    search.finish(trial, "done", 2.0)
+    assert [(each.outcome, dict(each.curve)) for each in study(tmp_path).records()] == [("done", {1: 2.0})]
+
+
+@pytest.mark.parametrize("sampler", ["grid", "random", "tpe"])
+def test_a_kill_while_a_trial_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: str) -> None:
+    """Before each line of the journal: the trial has all its settings, and a grid is tried whole."""
+    backends = pytest.importorskip("optuna.storages.journal")
+    write, is_killed, number = backends.JournalFileBackend.append_logs, True, 0
+    while is_killed:
+        folder, left = tmp_path / str(number), iter(range(number))
+
+        def append(backend: Any, logs: Any, left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            write(backend, logs)
+
+        search = study(folder, "a=1..2", "b=x,y", sampler=sampler)
+        with monkeypatch.context() as patch:
+            patch.setattr(backends.JournalFileBackend, "append_logs", append)
+            try:
+                search.leave(begun(search))
+                is_killed = False
+            except KeyboardInterrupt:
+                pass
+        later = study(folder, "a=1..2", "b=x,y", sampler=sampler)
+        trials = [begun(later, 4) for _ in range(4)]
+        assert later.begin(4) is None
+        assert [trial.number for trial in trials] == [0, 1, 2, 3]
+        assert all(list(trial.settings) == ["a", "b"] for trial in trials)
+        if sampler == "grid":
+            found = [tuple(trial.settings.values()) for trial in trials]
+            assert found == [("1", "x"), ("1", "y"), ("2", "x"), ("2", "y")]
+        number += 1
+    assert number > 3
 
 
 def test_a_grid_is_tried_whole_and_once(tmp_path: Path) -> None:

@@ -151,7 +151,6 @@ class Study:
                 nearest="a folder of your own (--out)",
             )
         with self._turn():
-            _drop_torn_line(journal)
             # no other process writes: the turn is this one's
             backend = JournalFileBackend(str(journal), lock_obj=cast(Any, _Held()))
             try:
@@ -186,12 +185,18 @@ class Study:
         with self._turn():
             for frozen in self._study.get_trials(deepcopy=False, states=[self._optuna.trial.TrialState.RUNNING]):
                 if (lock := self._try_lock(frozen.number)) is not None:
+                    self._study.sampler = self._sampler(_mixed(self._options.seed, frozen.number))
                     trial_id = frozen._trial_id  # pyright: ignore[reportPrivateUsage]  # a trial has no other name
-                    return self._taken(self._optuna.trial.Trial(self._study, trial_id), lock)
-            count = len(self._study.get_trials(deepcopy=False))
+                    trial = self._optuna.trial.Trial(self._study, trial_id)
+                    for name in self._space.keys() - frozen.params.keys():  # its process was killed before it had all
+                        trial._suggest(name, self._distribution(name))
+                    return self._taken(trial, lock)
+            trials = self._study.get_trials(deepcopy=False)
+            is_queued = any(each.state == self._optuna.trial.TrialState.WAITING for each in trials)
+            count = len(trials) - is_queued  # the one whose process was killed before it began
             if max_trials is not None and count >= max_trials:
                 return None
-            if self._options.sampler == "grid":
+            if self._options.sampler == "grid" and not is_queued:
                 combination = next(islice(grid(self._space), count, None), None)
                 if combination is None:
                     return None
@@ -358,6 +363,7 @@ class Study:
     @contextmanager
     def _turn(self) -> Generator[None]:
         with file_lock(self._folder / _TURN_FILE):
+            _drop_torn_line(self._folder / JOURNAL_FILE)
             yield
 
     def _lock_path(self, number: int) -> Path:
@@ -397,9 +403,12 @@ def _drop_torn_line(journal: Path) -> None:
     except FileNotFoundError:
         return
     with open(fd, "rb+") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
+        if file.seek(0, os.SEEK_END) == 0:
+            return
+        file.seek(-1, os.SEEK_END)
+        if file.read() != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _optuna() -> Any:
