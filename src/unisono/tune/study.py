@@ -188,7 +188,7 @@ class Study:
                     self._study.sampler = self._sampler(_mixed(self._options.seed, frozen.number))
                     trial_id = frozen._trial_id  # pyright: ignore[reportPrivateUsage]  # a trial has no other name
                     trial = self._optuna.trial.Trial(self._study, trial_id)
-                    for name in self._space.keys() - frozen.params.keys():  # its process was killed before it had all
+                    for name in self._space:  # where its process was killed before it had all
                         trial._suggest(name, self._distribution(name))
                     return self._taken(trial, lock)
             trials = self._study.get_trials(deepcopy=False)
