@@ -229,7 +229,8 @@ def kill_twice(job: Job) -> None:
     job.kill(at_change=results)
     changes = job.require_goes_on().changes
     last = max(number for number, change in enumerate(changes) if change.startswith("open out/work/new/"))
-    for number in range(last + 1, len(changes)):
+    report = next(number for number, change in enumerate(changes) if "out/report.json.tmp" in change)
+    for number in range(last + 1, report + 1):
         job.kill(at_change=results)
         job.kill(at_change=number)
         job.require_goes_on()

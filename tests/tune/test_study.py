@@ -212,18 +212,18 @@ def make_trials(folder: str, count: int, meeting: Any) -> None:
 
 def test_processes_share_a_journal(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
-    meeting = spawn.Barrier(3)
-    processes = [spawn.Process(target=make_trials, args=(str(tmp_path), 60, meeting)) for _ in range(3)]
+    meeting = spawn.Barrier(2)
+    processes = [spawn.Process(target=make_trials, args=(str(tmp_path), 30, meeting)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert [process.exitcode for process in processes] == [0, 0]
     records = study(tmp_path, sampler="random").records()
-    assert [record.number for record in records] == list(range(60))
+    assert [record.number for record in records] == list(range(30))
     assert all((each.outcome, dict(each.curve)) == ("done", {1: 2.0}) for each in records)
     assert [each.value for each in records] == [bowl(each.settings["lr"]) for each in records]
-    assert len({each.settings["lr"] for each in records}) == 60
+    assert len({each.settings["lr"] for each in records}) == 30
     assert list((tmp_path / "trials").iterdir()) == []
 
 
