@@ -123,7 +123,9 @@ def test_two_searches_share_a_folder(desk: Desk, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_trial_that_is_done_stays_when_the_search_is_stopped(desk: Desk, tmp_path: Path, sent: signal.Signals) -> None:
+def test_a_trial_that_is_done_stays_when_the_search_is_stopped(
+    desk: Desk, tmp_path: Path, sent: signal.Signals
+) -> None:
     out = tmp_path / "search"
     arguments = ["--space=optim.lr=1e-3,2e-3", "--sampler=grid", "--set=train.steps=400"]
     arguments.append("--set=checkpoint.every_steps=20")
@@ -279,9 +281,7 @@ def test_a_search_that_is_launched_is_refused(desk: Desk, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("verb", ["params", "folds"])
-def test_a_search_without_its_package(
-    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
-) -> None:
+def test_a_search_without_its_package(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)  # as of a name that is known to be absent
     table, out = tmp_path / "table.csv", tmp_path / "search"
     table.write_text("a,price\n" + "".join(f"{number},{2 * number}\n" for number in range(30)))

@@ -25,8 +25,8 @@ from kills import Ended, Killer
 from pictures import edits, jpeg, photograph, write_photographs
 
 from unisono.data.convert.pack import pack_images
+from unisono.quality.columns.series import new_array
 from unisono.quality.labels.label_errors import find_label_errors
-from unisono.quality.options import DuplicateOptions
 
 pytest.importorskip("rensa")
 
@@ -212,7 +212,7 @@ def test_a_kill_at_each_stage(killer: Killer, tmp_path: Path, case: Case) -> Non
     written = [number for number, change in enumerate(changes) if change.startswith("open out/work/new/")]
     for moment in (
         {"at_call": watched[len(watched) // 2]},  # in the comparison
-        {"at_change": written[len(written) // 2]},  # while kept rows are written
+        {"at_change": written[len(written) // 2] + 1},  # while kept rows are written
         {"at_change": job.before(r"^os\.rename out/work/new/[^/ ]+ out/[^/ ]+$") + 1},  # between two results
         {"at_change": job.before(r"^open out/report\.json\.tmp")},  # all results are there, and no report
         {"at_change": job.before(r"^os\.rename out/report\.json\.tmp")},  # a report under another name
@@ -298,6 +298,12 @@ def test_a_full_disk(killer: Killer, small_disk: Path, case: Case) -> None:
         job.require_refused("ENOSPC, No space left on device")
         filler.unlink()
         job.require_goes_on()
+
+
+def test_a_file_in_memory_without_room(small_disk: Path) -> None:
+    """It is refused; a write to it would end the process by SIGBUS."""
+    with pytest.raises(OSError, match="No space left on device"):
+        new_array(small_disk / "numbers", 2 << 20, np.float64)
 
 
 def test_no_right_to_write(killer: Killer, tmp_path: Path, case: Case) -> None:

@@ -123,7 +123,9 @@ def params(
         if transfer is not None:
             transfer = with_check(transfer, out, files, overrides, as_json=as_json)
         if transfer is None or transfer.holds:
-            _make_trials(study, out, resolved, files, settings, chosen.metric, budget, options["parallel"], as_json=as_json)
+            _make_trials(
+                study, out, resolved, files, settings, chosen.metric, budget, options["parallel"], as_json=as_json
+            )
     finally:
         result, lines = _write(out, searched, chosen, study, transfer)
     print_result(as_json, result, lines)
@@ -375,7 +377,9 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
     chosen = StudyOptions(metric=options["metric"], sampler="grid")
     study = Study(folder.absolute(), space, chosen, _identity(resolved))
     try:
-        _make_trials(study, folder, resolved, files, settings, chosen.metric, Budget(), options["parallel"], as_json=as_json)
+        _make_trials(
+            study, folder, resolved, files, settings, chosen.metric, Budget(), options["parallel"], as_json=as_json
+        )
     finally:
         records = study.records()
         found = cross_validation(chosen.metric, num_folds, records)
