@@ -81,6 +81,8 @@ def verdict(options: StudyOptions, best: TrialRecord | None) -> str:
 
 def outcome_words(record: TrialRecord) -> str:
     """How a trial ended, in words."""
+    if record.outcome == "pruned" and record.curve:
+        return f"pruned at step {max(record.curve)}"
     return _WORDS.get(record.outcome, record.outcome)
 
 

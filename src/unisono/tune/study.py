@@ -121,10 +121,11 @@ class TrialRecord:
     from_configuration: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON types, without the curve."""
+        """The same as JSON types; of the curve the last step."""
         fields = {name: getattr(self, name) for name in ("number", "outcome", "value", "took_s", "device_s", "reason")}
         fields["from_configuration"] = self.from_configuration
-        return {**fields, "settings": dict(self.settings), "run_dir": str(self.run_dir)}
+        last = {"last_step": max(self.curve, default=None)}
+        return {**fields, **last, "settings": dict(self.settings), "run_dir": str(self.run_dir)}
 
 
 class Study:
@@ -166,7 +167,6 @@ class Study:
                 nearest="a folder of your own (--out)",
             )
         with self._turn():
-            _drop_torn_line(journal)
             # no other process writes: the turn is this one's
             backend = JournalFileBackend(str(journal), lock_obj=cast(Any, _Held()))
             try:
@@ -407,6 +407,7 @@ class Study:
     @contextmanager
     def _turn(self) -> Generator[None]:
         with file_lock(self._folder / _TURN_FILE):
+            _drop_torn_line(self._folder / JOURNAL_FILE)
             yield
 
     def _lock_path(self, number: int) -> Path:
@@ -446,9 +447,12 @@ def _drop_torn_line(journal: Path) -> None:
     except FileNotFoundError:
         return
     with open(fd, "rb+") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
+        if file.seek(0, os.SEEK_END) == 0:
+            return
+        file.seek(-1, os.SEEK_END)
+        if file.read() != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _optuna() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -135,7 +136,9 @@ def groups_of(facts: Sequence[FileFacts], column: str | None) -> Groups:
 
 
 def new_array(path: Path, count: int, dtype: Any) -> NDArray[Any]:
-    """An array of zeros in a new file that is mapped into memory."""
+    """An array of zeros in a new file that is mapped into memory. Raises OSError where there is no room for it."""
     with open(path, "w+b", opener=opener) as file:
         file.truncate(count * np.dtype(dtype).itemsize)
+        if count and hasattr(os, "posix_fallocate"):  # without room a write to the array would kill the process
+            os.posix_fallocate(file.fileno(), 0, count * np.dtype(dtype).itemsize)
     return np.memmap(path, dtype, mode="r+") if count else np.zeros(0, dtype)
