@@ -266,7 +266,7 @@ class RunConfig:
 
 
 # settings of data that the run opens itself
-_SOURCES = ("train", "eval", "weights", "sample_weights", "cache_gib", "bucket_batches", "eval_fold")
+_SOURCES = ("train", "eval", "weights", "sample_weights", "rows", "cache_gib", "bucket_batches", "eval_fold")
 
 
 def _conflict(one: str, other: str) -> Problem:
