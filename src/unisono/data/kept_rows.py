@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from unisono.storage.files import look_up, write_atomically
 from unisono.storage.limits import LimitError, read_json
 
 KEPT_FOLDER: Final = "kept"
+_MOST_ROWS: Final = 1 << 48
 _AGAIN: Final = "unisono data clean, dedup, split or leak again, with another folder"
 
 
@@ -41,8 +42,8 @@ class KeptFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     stamp: str
-    rows: int
-    kept: int
+    rows: Annotated[int, msgspec.Meta(ge=0, le=_MOST_ROWS)]
+    kept: Annotated[int, msgspec.Meta(ge=0, le=_MOST_ROWS)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,10 +97,8 @@ def kept_of_file(kept: KeptRows, file: str | Path, stamp: str | None = None) -> 
         ),
         changed=lambda: _refused(f"{file}, which has changed since {kept.folder} was written", _AGAIN),
     )
-    if entry.kept == entry.rows:
-        return np.arange(entry.rows), entry.rows
-    if not entry.kept:  # most of a folder of images have one row each: no array is read for it
-        return np.zeros(0, np.int64), entry.rows
+    if not entry.kept or entry.kept == entry.rows == 1:  # no array is read for an image, of which a folder has many
+        return np.arange(entry.kept), entry.rows
     path = kept.folder / KEPT_FOLDER / f"{entry.name}.npy"
     try:
         numbers = read_array(path, "i").astype(np.int64)
@@ -154,13 +153,13 @@ def kept_of_table(kept: KeptRows, files: Sequence[Path], rows: Iterable[Row]) ->
         rows: All rows of these, in order.
     """
     numbers, total = kept_samples(kept, files)
-    is_kept = np.zeros(total, np.bool_)
-    is_kept[numbers] = True
 
     def chosen() -> Iterator[Row]:
-        found = 0
+        wanted, found = iter(numbers), 0
+        following = next(wanted, None)
         for row in rows:
-            if found < total and is_kept[found]:
+            if found == following:
+                following = next(wanted, None)
                 yield row
             found += 1
         require_rows(kept, files, total, found)

@@ -65,12 +65,15 @@ def row_texts(path: Path, column: str, kept: NDArray[np.int64] | None = None) ->
     """
     bad: list[str] = []
     count = rows = 0
-    is_kept = None if kept is None else np.bincount(kept) > 0
+    wanted = iter([] if kept is None else kept)
+    following = next(wanted, None)
     for number, row in enumerate(open_file(path, kind_of_name(path), [column]).rows):
         rows += 1
-        if is_kept is not None and not (number < len(is_kept) and is_kept[number]):
-            yield ""
-            continue
+        if kept is not None:
+            if number != following:
+                yield ""
+                continue
+            following = next(wanted, None)
         value = row[column]
         if isinstance(value, str):
             yield value
@@ -78,9 +81,9 @@ def row_texts(path: Path, column: str, kept: NDArray[np.int64] | None = None) ->
         count += 1
         if count <= _SHOWN:
             bad.append(f"row {number}: {'null' if value is None else describe_value(value)}")
-    if is_kept is not None and len(is_kept) > rows:
+    if following is not None:
         raise DataError(
-            given=f"row {len(is_kept) - 1:,} of {path}, which has {rows:,} rows",
+            given=f"row {following:,} of {path}, which has {rows:,} rows",
             rule="kept rows are rows of the file; they are counted from 0",
             consequence="the corpus was not prepared",
             nearest="data.rows with a folder that was made of this file",
