@@ -148,7 +148,9 @@ def prepared(folder: Path, libraries: Sequence[Path]) -> tuple[dict[str, Path], 
     clean = _apart(naive, held_out, folder / "leaks-of-rows", folder / "not-leaking.jsonl")
     sets = {
         "at random": naive,
-        "at random: rows that leak": _write_rows(folder / "leaking.jsonl", _leaking(folder / "leaks-of-rows", held_out)),
+        "at random: rows that leak": _write_rows(
+            folder / "leaking.jsonl", _leaking(folder / "leaks-of-rows", held_out)
+        ),
         "at random: rows that do not": clean,
         "raw": _apart(test, corpus, folder / "raw-apart", folder / "raw-apart.jsonl"),
         "clean": _apart(test, cleaned, folder / "clean-apart", folder / "clean-apart.jsonl"),

@@ -125,9 +125,7 @@ def test_the_order_is_that_of_the_rows_alone_on_any_number_of_ranks(tmp_path: Pa
     with Loader(there.train, seed=3, global_batch=8) as whole:
         expected = [whole.sample_ids(step).tolist() for step in range(10)]
     ranks = [Loader(here.train, seed=3, global_batch=8, rank=rank, world_size=2) for rank in range(2)]
-    assert [
-        ranks[0].sample_ids(step).tolist() + ranks[1].sample_ids(step).tolist() for step in range(10)
-    ] == expected
+    assert [ranks[0].sample_ids(step).tolist() + ranks[1].sample_ids(step).tolist() for step in range(10)] == expected
 
 
 def test_language_models_and_mixtures(tmp_path: Path) -> None:
@@ -174,7 +172,7 @@ def test_images(tmp_path: Path) -> None:
     found = predictor_data(task, data, ImageOptions(size=8), TextOptions(), tokenizer=None, buckets=8)
     assert (task.classes, len(found.train), len(found.held_out)) == (("blue", "red"), 6, 6)
     assert [found.train.location(n)[-5:] for n in range(6)] == ["0.png", "1.png", "2.png"] * 2  # pyright: ignore
-    with pytest.raises(DataError, match="broken.png"):
+    with pytest.raises(DataError, match=r"broken\.png"):
         resolve_task(TaskOptions(kind="image"), DataOptions(train=str(folder), **given))
 
 
@@ -195,7 +193,7 @@ def test_a_corpus_of_tables(tmp_path: Path, names: tuple[str, ...]) -> None:
     """A row without text is dropped, and is then no error of the corpus; of a second file all rows are copies."""
     folder = tmp_path / "tables"
     folder.mkdir()
-    lines = [json.dumps(row) for row in [*ROWS, {"text": None}]]
+    lines = [json.dumps(row) for row in [*ROWS, {"text": 5, "label": "x"}]]
     for name in names:
         (folder / name).write_text("\n".join(lines) + "\n")
     clean([folder], tmp_path / "kept", EXACT, index_only=True, skips_unreadable=True)
@@ -203,7 +201,7 @@ def test_a_corpus_of_tables(tmp_path: Path, names: tuple[str, ...]) -> None:
     prepared = prepare_corpus(options, tmp_path / "cache")
     assert sorted(documents(prepared.train) + documents(prepared.eval)) == [ROWS[row]["text"] for row in KEPT]
     assert prepare_corpus(options, tmp_path / "cache").from_cache
-    with pytest.raises(DataError, match="row 10: null"):
+    with pytest.raises(DataError, match="row 10: "):
         prepare_corpus(replace(options, rows=""), tmp_path / "cache")
 
 
@@ -313,10 +311,10 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 def test_data_without_rows(tmp_path: Path) -> None:
     rows = index([table(tmp_path / "a.jsonl")], tmp_path / "kept")
-    with pytest.raises(DataError, match="of which .*kept has no rows"):
+    with pytest.raises(DataError, match=r"of which .*kept has no rows"):
         opened(tmp_path, str(table(tmp_path / "b.jsonl")), rows=str(rows))
     pack_text(tmp_path / "a.jsonl", tmp_path / "t.bin", column="text")
-    with pytest.raises(ConfigError, match="data.rows .* with token shards"):
+    with pytest.raises(ConfigError, match=r"data\.rows .* with token shards"):
         language(DataOptions(train=str(tmp_path / "t-*.bin"), rows=str(rows), cache_dir=str(tmp_path / "cache")))
 
 

@@ -174,7 +174,6 @@ class DataOptions:
                 ),
             )
 
-
     def _rows_problems(self) -> Iterator[Problem]:
         """Folders of kept rows of data that are not read."""
         if self.train_rows and not self.train and self.corpus == DataOptions().corpus:

@@ -108,7 +108,9 @@ def language_data(
     """
     masked = task.kind == "masked_language_model"
     if held_out_only and data.eval:
-        data = replace(data, train=data.eval, weights=(), rows=(data.eval_rows, data.eval_rows) if data.eval_rows else "")
+        data = replace(
+            data, train=data.eval, weights=(), rows=(data.eval_rows, data.eval_rows) if data.eval_rows else ""
+        )
     if tokens is None:
         shards = token_shards(data.train, data)
         if shards is None:
@@ -337,9 +339,7 @@ def _training_weights(
     sizes = [len(part) for part in parts]
     if not data.eval:
         sizes[0] += len(held_out_ids)
-    rows = [
-        sample_rows(address, data, data.train_rows, size) for address, size in zip(given, sizes, strict=True)
-    ]
+    rows = [sample_rows(address, data, data.train_rows, size) for address, size in zip(given, sizes, strict=True)]
     files, totals = [sample_files(address, data) for address in given], [total for _, total in rows]
     weights = read_sample_weights(data.sample_weights, files, totals)
     if not data.eval:
