@@ -26,7 +26,7 @@ def desk(tmp_path: Path) -> Desk:
     return desk
 
 
-def train(desk: Desk, run: str, steps: int, *more: str, workers: int = 0) -> Path:
+def train(desk: Desk, run: str, steps: int, *more: str) -> Path:
     values = {
         "run.dir": run,
         "task.kind": "text",
@@ -42,7 +42,6 @@ def train(desk: Desk, run: str, steps: int, *more: str, workers: int = 0) -> Pat
         "schedule.kind": "constant",
         "train.steps": steps,
         "train.eval_every_steps": 0,
-        "loader.num_workers": workers,
         "checkpoint.every_steps": 5,
         "observe.report": "false",
     }
@@ -73,7 +72,7 @@ def test_a_run_on_kept_rows_is_that_on_their_copy(desk: Desk) -> None:
     copy = train(desk, "copy", 15, "--set=data.train=b.jsonl")
     rows = ("--set=data.train=a.jsonl", "--set=data.rows=kept")
     train(desk, "rows", 5, *rows)
-    found = train(desk, "rows", 15, *rows, "--set=loader.worker_kind=process", workers=2)
+    found = train(desk, "rows", 15, *rows)
     assert losses_of(found) == losses_of(copy)
     assert losses_of(train(desk, "all", 15, "--set=data.train=a.jsonl")) != losses_of(copy)
     (facts,) = cleaning_of(found).values()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import task_data
 
-from unisono.data import DataOptions, Loader, prepare_corpus
+from unisono.data import DataOptions, Loader, LoaderOptions, prepare_corpus
 from unisono.data.convert import Table, convert, open_table, write_table
 from unisono.data.convert.pack import pack_text
 from unisono.data.dataset import read_samples
@@ -128,6 +128,19 @@ def test_the_order_is_that_of_the_rows_alone_on_any_number_of_ranks(tmp_path: Pa
     assert [ranks[0].sample_ids(step).tolist() + ranks[1].sample_ids(step).tolist() for step in range(10)] == expected
 
 
+def test_worker_processes_make_the_same_batches(tmp_path: Path) -> None:
+    path = table(tmp_path / "a.jsonl", [{"text": f"row {n % 40}", "label": "xy"[n % 2]} for n in range(80)])
+    data, _ = opened(tmp_path, str(path), rows=str(index([path], tmp_path / "kept")))
+    options: list[dict[str, Any]] = [{"num_workers": 0}, {"num_workers": 2, "worker_kind": "process"}]
+    batches: list[list[dict[str, Any]]] = []
+    for option in options:
+        settings: dict[str, Any] = {"global_batch": 8, "options": LoaderOptions(**option), "transform": data.transform}
+        with Loader(data.train, seed=3, **settings) as loader:
+            parts = [part for step in loader.iterate(0, 4) for part in step.micro_batches]
+        batches.append([{name: entry.tolist() for name, entry in part.items()} for part in parts])
+    assert batches[0] == batches[1]
+
+
 def test_language_models_and_mixtures(tmp_path: Path) -> None:
     one, two = table(tmp_path / "one.jsonl"), table(tmp_path / "two.csv", [{"text": "row a"}, {"text": "row z"}])
     rows = index([one, two], tmp_path / "kept")
@@ -166,7 +179,7 @@ def test_images(tmp_path: Path) -> None:
     (folder / "blue" / "copy.png").write_bytes((folder / "blue" / "0.png").read_bytes())
     (folder / "red" / "broken.png").write_bytes(b"nothing")
     clean([folder], tmp_path / "kept", EXACT, index_only=True, skips_unreadable=True)
-    given = {"eval": str(folder), "cache_dir": str(tmp_path / "cache")}
+    given: dict[str, Any] = {"eval": str(folder), "cache_dir": str(tmp_path / "cache")}
     data = DataOptions(train=str(folder), rows=(str(tmp_path / "kept"), str(tmp_path / "kept")), **given)
     task = resolve_task(TaskOptions(kind="image"), data)
     found = predictor_data(task, data, ImageOptions(size=8), TextOptions(), tokenizer=None, buckets=8)
