@@ -39,7 +39,11 @@ _ON_ERROR = click.option(
     show_default=True,
     help="On an unreadable document.",
 )
-_INDEX_ONLY = click.option("--index-only", is_flag=True, help="Write the numbers of the rows, and no data.")
+_INDEX_ONLY = click.option(
+    "--index-only",
+    is_flag=True,
+    help="Write the numbers of the rows, and no data; data.rows of a run reads these rows.",
+)
 _COLUMN = click.option(
     "--column",
     metavar="NAME",

@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unisono.data.provenance import cleaning_facts
 from unisono.quality.cleaning.benchmarks import quote_records, read_benchmarks
 from unisono.quality.cleaning.languages import language_version
 from unisono.quality.cleaning.normalization import normalize_text
@@ -29,7 +30,6 @@ from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.options import CleanRecipe, require_settings_of
 from unisono.quality.page import write_clean_page
-from unisono.quality.provenance import cleaning_facts
 from unisono.storage.files import new_file
 
 EXACT: Final = "dedup.exact"

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from unisono.data.provenance import REPORT_FILE
 from unisono.errors import ConfigError, Problem
 from unisono.storage.directory import make_folder
 from unisono.storage.files import is_inside, os_reason, write_atomically
@@ -20,7 +21,6 @@ from unisono.storage.folder_lock import FolderLock
 from unisono.storage.limits import LimitError, read_json
 
 T = TypeVar("T")
-REPORT_FILE: Final = "report.json"  # written last: its job is done
 _JOB_FILE: Final = "job.json"
 _LOCK_FILE: Final = ".lock"
 _WORK: Final = "work"
@@ -68,7 +68,8 @@ class JobFolder:
             ) from error
 
     def finish(self, report: Mapping[str, Any]) -> None:
-        """Move the results from ``new`` into the folder, write the report and delete the intermediate files."""
+        """Move the results from ``new`` into the folder, write the report, which says that the job is done, and delete the
+        intermediate files."""
         for entry in sorted(self.new.iterdir()):
             place = self._path / entry.name
             if place.is_dir():  # of a job that was killed here; at no moment are there only some of its files

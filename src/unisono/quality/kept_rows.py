@@ -14,6 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.convert.table_files import Row, open_file, write_table
+from unisono.data.kept_rows import KEPT_FOLDER, KeptFile, write_kept_files
+from unisono.data.provenance import DATA_FOLDER
+from unisono.data.rows_of_files import stamp_of
 from unisono.data.tokens.corpus import UndecodableError, encode_source
 from unisono.errors import DataError
 from unisono.quality.documents import (
@@ -31,7 +34,6 @@ from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
 from unisono.tasks.sources import TARGETS
 
-DATA_FOLDER: Final = "data"
 WRITABLE: Final = (".rec", ".mindrecord", ".jsonl", ".parquet", ".tar", ".csv", WHOLE_FILE)
 
 
@@ -45,7 +47,7 @@ def write_kept(
     label: str | None = None,
     index_only: bool,
 ) -> int:
-    """Write ``data/NAME`` with the kept rows of each file, and ``kept/NAME.npy`` with their numbers, int64.
+    """Write ``data/NAME`` with the kept rows of each file, and ``kept/NAME.npy`` with their numbers (see ``data.kept_rows``).
 
     Where a document has not changed, lines of JSONL and files of text or images are copied byte for byte; rows of other formats
     are read and written. ``data`` leaves out a file without kept rows. The names of the classes of image records go with them.
@@ -69,14 +71,21 @@ def write_kept(
     new_texts = _NewTexts(changed)
     for file, end, count in zip(documents.files, np.cumsum(counts), counts, strict=True):
         kept = is_kept[end - count : end]
-        with new_file(_place(folder / "kept" / f"{file.name}.npy")) as index:
+        with new_file(_place(folder / KEPT_FOLDER / f"{file.name}.npy")) as index:
             np.save(index, np.flatnonzero(kept).astype(np.int64))
         texts = new_texts.of_file(int(end - count), kept)
         if kept.any() and not index_only:
             _write_file(file, _place(folder / DATA_FOLDER / file.name), kept, texts, documents.column, label)
         for _ in texts:  # which no file has read
             pass
+    write_kept_files(folder, list(_kept_files(documents, is_kept, counts)))
     return new_texts.count
+
+
+def _kept_files(documents: Documents, is_kept: NDArray[np.bool_], counts: NDArray[np.int64]) -> Iterator[KeptFile]:
+    for file, end, count in zip(documents.files, np.cumsum(counts), counts, strict=True):
+        kept = int(is_kept[end - count : end].sum())
+        yield KeptFile(name=file.name, stamp=stamp_of(file.size, file.mtime_ns), rows=int(count), kept=kept)
 
 
 class _NewTexts:

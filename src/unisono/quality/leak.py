@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.data.provenance import cleaning_facts
 from unisono.errors import DataError
 from unisono.quality.documents import find_documents, require_readable
 from unisono.quality.duplicates.comparison import near_documents
@@ -133,7 +134,8 @@ def find_leaks(
             write_kept(documents, job.new, is_kept, counts, index_only=True)
             pairs.write(job.new / _PAIRS_FILE, leaks)
             write_leak_page(job.new / "report.html", documents.content, result, leaks, pairs)
-            job.finish({name: value for name, value in asdict(result).items() if name != "pairs"})
+            report = {name: value for name, value in asdict(result).items() if name != "pairs"}
+            job.finish({**report, "inputs": cleaning_facts(map(str, paths))})
     return result
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unisono.data.provenance import cleaning_facts
 from unisono.quality.documents import Documents, find_documents, require_readable
 from unisono.quality.duplicates.clusters import find_clusters
 from unisono.quality.duplicates.sketch_folder import sketch_all
@@ -22,7 +23,6 @@ from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.labels.values import read_labels
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_split_page
-from unisono.quality.provenance import cleaning_facts
 from unisono.quality.refused import refused
 from unisono.sanitize import quoted
 

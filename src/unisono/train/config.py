@@ -279,7 +279,9 @@ class RunConfig:
 
 
 # settings of data that the run opens itself
-_SOURCES = ("train", "eval", "weights", "sample_weights", "cache_gib", "bucket_batches", "eval_fold", "eval_parts")
+_SOURCES = (
+    *("train", "eval", "weights", "sample_weights", "rows", "cache_gib", "bucket_batches", "eval_fold", "eval_parts"),
+)
 
 
 def _conflict(one: str, other: str) -> Problem:

@@ -25,6 +25,7 @@ from typing import BinaryIO, Final
 
 import xxhash
 
+from unisono.data.provenance import CLEANING_SUFFIX
 from unisono.errors import DataError
 from unisono.sanitize import quoted
 from unisono.storage.files import MAX_SHOWN_PATH, is_inside, look_up, open_inside, open_regular
@@ -221,7 +222,7 @@ def _skipped_folder(name: str, *, stdlib: bool) -> bool:
 def _skipped_file(name: str, *, stdlib: bool) -> bool:
     if stdlib:
         return not name.endswith(".py") or name in _STDLIB_SKIPPED_FILES or name.startswith(_STDLIB_SKIPPED_PREFIXES)
-    return name.startswith(".")
+    return name.startswith(".") or name.endswith(CLEANING_SUFFIX)
 
 
 def _raise(error: OSError) -> None:

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.data.provenance import DATA_FOLDER
 from unisono.errors import DataError
 from unisono.quality.columns.changed_parquet import Types, arrow_types, write_parquet
 from unisono.quality.columns.changed_rows import require_columns, write_rows
@@ -20,7 +21,7 @@ from unisono.quality.columns.scan import MARKED_UTF8, FileFacts
 from unisono.quality.columns.schema import usual_encoding
 from unisono.quality.columns.targets import Target, deviates
 from unisono.quality.documents import Documents, InputFile
-from unisono.quality.kept_rows import DATA_FOLDER, WRITABLE
+from unisono.quality.kept_rows import WRITABLE
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
 

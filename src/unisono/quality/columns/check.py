@@ -16,6 +16,7 @@ from typing import IO, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.data.provenance import cleaning_facts
 from unisono.errors import ConfigError, DataError, nearest_name
 from unisono.quality.columns.changes import ColumnChanges, require_changeable, write_changes
 from unisono.quality.columns.exact_quantiles import CHUNK
@@ -151,7 +152,7 @@ def check_columns(
         if out is not None:
             write_columns_page(job.new / "report.html", out.name, result)
             documents.require_unchanged()
-            job.finish(asdict(result))
+            job.finish({**asdict(result), "inputs": cleaning_facts(paths)})
     return result
 
 

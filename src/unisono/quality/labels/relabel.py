@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.data.provenance import cleaning_facts
 from unisono.errors import DataError
 from unisono.quality.documents import TEXT, Documents, find_documents
 from unisono.quality.duplicates.sketch_folder import sketch_all
@@ -21,7 +22,6 @@ from unisono.quality.labels.marks import Mark, read_marks
 from unisono.quality.labels.page import write_relabel_page
 from unisono.quality.labels.values import Labels, data_set_digest, read_labels
 from unisono.quality.options import DuplicateOptions, only_dedup
-from unisono.quality.provenance import cleaning_facts
 from unisono.quality.refused import refused
 from unisono.sanitize import quoted
 from unisono.storage.files import file_digest, new_file
