@@ -353,7 +353,20 @@ def test_what_cannot_be_read_is_left_out(desk: Desk, caplog: pytest.LogCaptureFi
     (desk.folder / "a.jsonl").write_text("\n".join([*rows, "no JSON", json.dumps({"text": "without a user"})]) + "\n")
     write(desk.folder, "test.jsonl", "words of row 3")
     leak = ["data", "leak", "a.jsonl", "test.jsonl", "--exact", "--out", "leaks"]
-    split = ["data", "split", "a.jsonl", "--part", "x=1/2", "--part", "y=1/2", "--group", "user", "--exact", "--out", "parts"]
+    split = [
+        "data",
+        "split",
+        "a.jsonl",
+        "--part",
+        "x=1/2",
+        "--part",
+        "y=1/2",
+        "--group",
+        "user",
+        "--exact",
+        "--out",
+        "parts",
+    ]
     dedup = ["data", "dedup", "a.jsonl", "--exact", "--out", "unique"]
     for command, line in ((leak, "line 9"), (split, "line 9"), (dedup, "line 9")):
         failed = desk.here(*command)
@@ -386,9 +399,7 @@ def test_parquet_with_columns_of_any_type(desk: Desk) -> None:
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    table = pa.table(
-        {"text": [TEXT, "a@example.org", TEXT, None], "meta": [{"url": "x", "n": [1, None]}] * 3 + [None]}
-    )
+    table = pa.table({"text": [TEXT, "a@example.org", TEXT, None], "meta": [{"url": "x", "n": [1, None]}] * 3 + [None]})
     parquet.write_table(table, desk.folder / "a.parquet")
     recipe = ["--set", "filter.enabled=false", "--set", "dedup.near=0", "--set", 'mask.kinds=["email"]']
     done = desk.here("data", "clean", "a.parquet", *recipe, "--on-error", "skip", "--out", "out")

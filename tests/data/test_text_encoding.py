@@ -72,7 +72,7 @@ def test_the_command_that_is_named_converts_a_file(tmp_path: Path, codec: str, n
     assert converted(tmp_path, caught.value, target.name) == content
     assert clean([target], tmp_path / "good", EXACT).kept == (1 if name.endswith("txt") else 2)
     if not name.endswith("txt"):
-        with pytest.raises(DataError, match="is not UTF-8|, not UTF-8"):
+        with pytest.raises(DataError, match="not UTF-8"):
             list(open_table(source).rows)
 
 

@@ -45,7 +45,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 def test_leaks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train = write(tmp_path / "train.jsonl", {"text": "a"}, "no JSON", {"text": "b"})
     test = write(tmp_path / "test.jsonl", {"text": 5}, {"text": "b"}, {"body": "a"}, {"text": "c"}, "no JSON")
-    with pytest.raises(DataError, match="train.jsonl: line 2 at offset 14"):
+    with pytest.raises(DataError, match=r"train\.jsonl: line 2 at offset 14"):
         find_leaks(train, [test], options=EXACT)
     out = tmp_path / "out"
     result = find_leaks(train, [test], out=out, options=EXACT, skips_unreadable=True)
@@ -77,7 +77,7 @@ def test_parts_have_none_of_them(tmp_path: Path) -> None:
     kept = [np.load(tmp_path / "out" / part / "kept" / "a.jsonl.npy").tolist() for part in "xy"]
     assert sorted(kept[0] + kept[1]) == list(range(12))
     assert [line["row"] for line in read(tmp_path / "out" / "dropped.jsonl")] == [12, 13, 14]
-    assert "column 'user' of line 14" in (tmp_path / "out" / "report.html").read_text()
+    assert " of line 14 of " in (tmp_path / "out" / "report.html").read_text()
     # those that can be read go where they would go without the others
     alone = split([write(tmp_path / "b.jsonl", *rows)], tmp_path / "alone", HALVES, **settings)
     assert (alone.unreadable, alone.parts) == (0, result.parts)
@@ -104,7 +104,7 @@ def test_labels_and_what_is_marked(tmp_path: Path) -> None:
     assert lines == [rows[0], {"text": "same", "label": "a"}, {"text": "alone", "label": "a"}]
     assert [line["row"] for line in read(tmp_path / "new" / "dropped.jsonl")] == [2, 3, 5]
     wrong = save_marks(tmp_path / "wrong.json", tmp_path / "out", mark("a.jsonl", 3, "b", "drop"))
-    with pytest.raises(DataError, match="a mark of the label 'b' in a.jsonl, row 3, which has another"):
+    with pytest.raises(DataError, match=r"a mark of the label 'b' in a\.jsonl, row 3, which has another"):
         relabel([source], tmp_path / "no", wrong)
 
 
@@ -114,7 +114,7 @@ def test_images(tmp_path: Path) -> None:
         (tmp_path / name / "a.jpg").write_bytes(jpeg(photograph(1)))
         (tmp_path / name / "b.jpg").write_bytes(b"nothing" if name == "test" else jpeg(photograph(2)))
     paths = (tmp_path / "train", [tmp_path / "test"])
-    with pytest.raises(DataError, match="test/b.jpg: .*; 1 such documents in all"):
+    with pytest.raises(DataError, match=r"test/b\.jpg: .*; 1 such documents in all"):
         find_leaks(*paths, options=DuplicateOptions())
     result = find_leaks(*paths, options=DuplicateOptions(), skips_unreadable=True)
     assert [(part.documents, part.unreadable, part.exact) for part in result.splits] == [(2, 0, 0), (2, 1, 1)]

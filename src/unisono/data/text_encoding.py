@@ -13,7 +13,9 @@ _MARKS: Final = (
     (b"\xfe\xff", "UTF-16"),
 )
 _HEAD_BYTES: Final = 256
-_LIKELY: Final = "WINDOWS-1252"  # where nothing shows the encoding: that of most text of Western Europe which is not UTF-8
+_LIKELY: Final = (
+    "WINDOWS-1252"  # where nothing shows the encoding: that of most text of Western Europe which is not UTF-8
+)
 
 
 def encoding_of(text: bytes) -> str:
@@ -39,7 +41,7 @@ def encoding_of(text: bytes) -> str:
 
 
 def conversion_command(path: Path, text: bytes) -> str:
-    """The command that makes UTF-8 of a file whose ``text``, or a part of it, is not, with a remark where the encoding is not sure."""
+    """The command that makes UTF-8 of a file, of which ``text`` is a part, with a remark where nothing shows its encoding."""
     name = encoding_of(text)
     target = f"{path.stem}.utf-8{path.suffix}"
     command = f"iconv -f {name or _LIKELY} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(target)}"

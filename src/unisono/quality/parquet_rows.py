@@ -96,7 +96,7 @@ def _kept(
     for batch in batches:
         is_kept = kept[begin : begin + batch.num_rows]
         begin += batch.num_rows
-        rows = batch if is_kept.all() else batch.filter(pa.array(is_kept))
+        rows = batch if is_kept.all() else _filtered(pa, batch, is_kept)
         texts = list(islice(changes, rows.num_rows))
         if any(text is not None for text in texts):
             values = rows.column(column).to_pylist()
@@ -112,6 +112,16 @@ def _kept(
             arrays = [array if name == column else rows.column(name) for name in rows.schema.names]
             rows = pa.RecordBatch.from_arrays(arrays, schema=rows.schema)
         yield rows
+
+
+def _filtered(pa: Any, batch: Any, is_kept: NDArray[np.bool_]) -> Any:
+    try:
+        return batch.filter(pa.array(is_kept))
+    except pa.ArrowNotImplementedError:  # of views, such as string_view
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], is_kept.astype(np.int8), [0]))))
+        runs = [batch.slice(begin, end - begin) for begin, end in edges.reshape(-1, 2).tolist()] or [batch.slice(0, 0)]
+        columns = [pa.concat_arrays([run.column(number) for run in runs]) for number in range(batch.num_columns)]
+        return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
 def _python_values(path: Path, name: str, column: Any) -> list[Any]:

@@ -87,11 +87,10 @@ def _require_tables(documents: Documents) -> None:
 def _require_text(documents: Documents, label: str) -> None:
     """Raise DataError where the only string of a row, which would be the text, is the label."""
     for file in documents.files:
-        if file.whole is None:
-            if text_field(file) == label:
-                raise DataError(
-                    given=f"{file.path}, whose only text is the label {quoted(label)}",
-                    rule="documents are compared by their text",
-                    consequence="nothing was written",
-                    nearest="--whole-rows, which compares rows without their labels; or --column NAME",
-                )
+        if file.whole is None and text_field(file) == label:
+            raise DataError(
+                given=f"{file.path}, whose only text is the label {quoted(label)}",
+                rule="documents are compared by their text",
+                consequence="nothing was written",
+                nearest="--whole-rows, which compares rows without their labels; or --column NAME",
+            )

@@ -60,8 +60,9 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
 
     The folder gets ``data/`` and ``kept/``, as ``clean`` writes them, ``changes.jsonl`` (each changed or dropped document: its
     file and row, its row in the new file, and its label before and after), ``report.json`` and ``report.html``. Documents that
-    the search for labels left out as unreadable are left out here, too, and are in ``dropped.jsonl``. A file whose label is its folder goes into the folder of its new label. Its name gets ``-1``, ``-2`` and so on before the suffix where
-    an input of that folder, or a file that has gone there before it, has the name.
+    the search for labels left out as unreadable are left out here, too, and are in ``dropped.jsonl``. A file whose label is its
+    folder goes into the folder of its new label. Its name gets ``-1``, ``-2`` and so on before the suffix where an input of that
+    folder, or a file that has gone there before it, has the name.
 
     Args:
         paths: The data set that was marked: tables, images, or folders of these.

@@ -79,7 +79,9 @@ def row_of_line(line: bytes, path: Path, number: int, offset: int, columns: Sequ
             check_columns(columns, values, f"line {number} of {path}")
         return {name: _from_json(values[name]) for name in (values if columns is None else columns)}
     except ValueError as error:
-        rule = 'a line is one JSON object of numbers, strings, lists of numbers or of strings, and bytes as {"base64": …}'
+        rule = (
+            'a line is one JSON object of numbers, strings, lists of numbers or of strings, and bytes as {"base64": …}'
+        )
         raise _line_error(line, path, number, offset, error, rule) from error
 
 
