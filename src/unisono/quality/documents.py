@@ -480,13 +480,15 @@ def _short(value: Any) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    if not isinstance(value, bytes | np.ndarray | np.generic):  # such as a time or a decimal number
+    if isinstance(value, bytes):
+        content, kind = value, "bytes"
+    elif isinstance(value, np.ndarray | np.generic):
+        array: NDArray[Any] = np.asarray(value)
+        if array.size <= _SHOWN_VALUES:
+            return array.tolist()
+        content, kind = np.ascontiguousarray(array).tobytes(), f"{array.dtype}{list(array.shape)}"
+    else:  # such as a time or a decimal number
         return str(value)
-    array: NDArray[Any] | None = None if isinstance(value, bytes) else np.asarray(value)
-    if array is not None and array.size <= _SHOWN_VALUES:
-        return array.tolist()
-    content = value if array is None else np.ascontiguousarray(array).tobytes()
-    kind = "bytes" if array is None else f"{array.dtype}{list(array.shape)}"
     return f"{kind} of {len(content):,} bytes, BLAKE2b {hashlib.blake2b(content, digest_size=16).hexdigest()}"
 
 
