@@ -364,3 +364,66 @@ def test_options_of_rows(desk: Desk) -> None:
         "test: 0 documents, 0.00%; the clusters are too large for it"
         in desk.here("data", "split", "same.jsonl", *one).out
     )
+
+
+def test_what_cannot_be_read_is_left_out(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    """A job that failed at a bad row goes on in its folder."""
+    rows = [json.dumps({"text": f"words of row {row}", "user": row // 2}) for row in range(8)]
+    (desk.folder / "a.jsonl").write_text("\n".join([*rows, "no JSON", json.dumps({"text": "without a user"})]) + "\n")
+    write(desk.folder, "test.jsonl", "words of row 3")
+    leak = ["data", "leak", "a.jsonl", "test.jsonl", "--exact", "--out", "leaks"]
+    split = [
+        "data",
+        "split",
+        "a.jsonl",
+        "--part",
+        "x=1/2",
+        "--part",
+        "y=1/2",
+        "--group",
+        "user",
+        "--exact",
+        "--out",
+        "parts",
+    ]
+    dedup = ["data", "dedup", "a.jsonl", "--exact", "--out", "unique"]
+    for command, line in ((leak, "line 9"), (split, "line 9"), (dedup, "line 9")):
+        failed = desk.here(*command)
+        assert (failed.code, line in failed.err) == (2, True)
+    found = desk.here(*leak, "--on-error", "skip")
+    assert found.code == 1, found.err
+    assert found.out.splitlines()[-2:] == [
+        "1 documents could not be read and were left out",
+        "report: leaks/report.html",
+    ]
+    assert [part["unreadable"] for part in desk.here(*leak, "--on-error", "skip", "--json").json["splits"]] == [1, 0]
+    done = desk.here(*split, "--on-error", "skip")
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "x: 4 documents, 50.00%",
+        "y: 4 documents, 50.00%",
+        "4 clusters, the largest of 2 documents",
+        "2 documents could not be read and were left out",
+        "report: parts/report.html",
+    ]
+    assert "2 documents that cannot be read are left out, the first is a.jsonl, row 8: " in caplog.text
+    dropped = [json.loads(line) for line in (desk.folder / "parts" / "dropped.jsonl").read_text().splitlines()]
+    assert [(line["row"], line["reason"]) for line in dropped] == [(8, "unreadable"), (9, "unreadable")]
+    assert desk.here(*dedup, "--on-error", "skip", "--json").json["dropped"] == {"unreadable": 1}
+    again = desk.here(*split)
+    assert (again.code, "results of other inputs or settings" in again.err) == (2, True)
+
+
+def test_parquet_with_columns_of_any_type(desk: Desk) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pa.table({"text": [TEXT, "a@example.org", TEXT, None], "meta": [{"url": "x", "n": [1, None]}] * 3 + [None]})
+    parquet.write_table(table, desk.folder / "a.parquet")
+    recipe = ["--set", "filter.enabled=false", "--set", "dedup.near=0", "--set", 'mask.kinds=["email"]']
+    done = desk.here("data", "clean", "a.parquet", *recipe, "--on-error", "skip", "--out", "out")
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[:2] == ["2 of 4 documents kept", "     1 dropped by unreadable"]
+    found = parquet.read_table(desk.folder / "out" / "data" / "a.parquet")
+    assert found.schema.equals(table.schema)
+    assert found.to_pylist() == [table.to_pylist()[0], {**table.to_pylist()[1], "text": "<EMAIL>"}]

@@ -362,7 +362,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="field 'folder' with 1 different values in 2 rows"):
         find_label_errors([squares(tmp_path / "one", ["a.png", "b.png"])], tmp_path / "alone")
     (folder / "cat" / "broken.png").write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"broken\.png: .*1 images in all"):
+    with pytest.raises(DataError, match=r"broken\.png: .*1 such documents in all"):
         find_label_errors([folder], tmp_path / "broken")
     (tmp_path / "a.jsonl").write_text('{"text": "one", "label": "a"}\n')
     with pytest.raises(ConfigError, match=r"a\.jsonl without --label"):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import html
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from label_marks import mark, marked_data, save_marks
 from report_pages import CHROMIUM, evaluated, in_browser
 from tools import missing
 
@@ -32,25 +32,8 @@ ROWS = [
 ]
 
 
-def marked_data(page: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="marked-data">(.*?)</script>', page, flags=re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
-
-
 def write(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
     write_table(path, Table(rows=rows))
-    return path
-
-
-def mark(file: str, row: int, label: Any, action: str, **to: str) -> dict[str, Any]:
-    return {"file": file, "row": row, "label": str(label), "action": action, **to}
-
-
-def save_marks(path: Path, out: Path, *marks: dict[str, Any], **changes: Any) -> Path:
-    """As the page saves them."""
-    about = marked_data((out / "report.html").read_text())["about"]
-    path.write_text(json.dumps({**about, "marks": marks, **changes}))
     return path
 
 

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from unisono.cli.common import every_verb, print_result
-from unisono.cli.data_quality import IMAGE_NEAR, compares, duplicate_options, resumable, works_in
+from unisono.cli.data_quality import (
+    IMAGE_NEAR,
+    compares,
+    duplicate_options,
+    resumable,
+    unreadable_lines,
+    works_in,
+)
 from unisono.errors import ConfigError
 from unisono.sanitize import printable
 
@@ -49,6 +56,7 @@ def find_labels(
     losses: Path | None,
     whole_rows: bool,
     most: int,
+    on_error: str,
     column: str | None,
     as_json: bool,
     **options: Any,
@@ -82,6 +90,7 @@ def find_labels(
             options=duplicate_options(options),
             column=column,
             whole_rows=whole_rows,
+            skips_unreadable=on_error == "skip",
             most=most,
             workers=options["workers"],
         )
@@ -104,7 +113,7 @@ def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
     if result.crowded:
         noun = "images" if result.content == "images" else "texts"
         lines.append(f"{result.crowded:,} {noun} had too many candidates to be compared with all of them")
-    return [*lines, f"look through and mark: {out / 'report.html'}"]
+    return [*lines, *unreadable_lines(result.unreadable), f"look through and mark: {out / 'report.html'}"]
 
 
 @click.command("relabel")
@@ -144,4 +153,4 @@ def _relabel_lines(result: RelabelResult, out: Path) -> list[str]:
         f"{result.confirmed:,} labels confirmed"
     ]
     lines += [printable(f"     {count:,} {label} to {to}") for label, to, count in result.changes]
-    return [*lines, f"report: {out / 'report.html'}"]
+    return [*lines, *unreadable_lines(result.unreadable), f"report: {out / 'report.html'}"]

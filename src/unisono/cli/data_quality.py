@@ -87,6 +87,7 @@ def compares(function: F) -> F:
     """Decorator that adds the options by which documents are compared."""
     for option in (
         works_in,
+        _ON_ERROR,
         _COLUMN,
         click.option(
             "--seed",
@@ -132,7 +133,6 @@ def compares_images(function: F) -> F:
 @click.command("dedup")
 @_INPUTS
 @_OUT
-@_ON_ERROR
 @_INDEX_ONLY
 @compares_images
 @compares
@@ -258,7 +258,13 @@ def _clean_lines(result: CleanResult, out: Path) -> list[str]:
 @compares
 @every_verb
 def find_leaking(
-    train: Path, others: tuple[Path, ...], out: Path | None, column: str | None, as_json: bool, **options: Any
+    train: Path,
+    others: tuple[Path, ...],
+    out: Path | None,
+    on_error: str,
+    column: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> int:
     """Find documents of the sets TEST that are in TRAIN too, or in a TEST before theirs. Exit code 1 if there are any.
 
@@ -276,6 +282,7 @@ def find_leaking(
             options=duplicate_options(options),
             crops=options["crops"],
             column=column,
+            skips_unreadable=on_error == "skip",
             workers=options["workers"],
         )
     print_result(as_json, asdict(result), [*_leak_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
@@ -306,6 +313,7 @@ def split_documents(
     parts: dict[str, Fraction],
     stratify: str | None,
     group: str | None,
+    on_error: str,
     index_only: bool,
     column: str | None,
     as_json: bool,
@@ -328,17 +336,20 @@ def split_documents(
             options=duplicate_options(options, draws=True),
             crops=options["crops"],
             column=column,
+            skips_unreadable=on_error == "skip",
             index_only=index_only,
             workers=options["workers"],
         )
     lines = [
-        f"{part.name}: {part.documents:,} documents, {part.documents / max(result.documents, 1):.2%}"
+        f"{part.name}: {part.documents:,} documents, "
+        f"{part.documents / max(result.documents - result.unreadable, 1):.2%}"
         + ("" if part.documents else "; the clusters are too large for it")
         for part in result.parts
     ]
     lines.append(f"{result.clusters:,} clusters, the largest of {result.largest:,} documents")
     if result.crowded:
         lines.append(f"{result.crowded:,} documents had too many candidates to be compared with all of them")
+    lines += unreadable_lines(result.unreadable)
     print_result(as_json, {"out": str(out), **asdict(result)}, [*lines, f"report: {out / 'report.html'}"])
 
 
@@ -355,7 +366,12 @@ def _leak_lines(result: LeakResult) -> list[str]:
         lines.append(f"     and {len(result.pairs) - _SHOWN:,} more")
     if result.crowded:
         lines.append(f"{result.crowded:,} documents had too many candidates to be compared with all of them")
-    return lines
+    return [*lines, *unreadable_lines(sum(split.unreadable for split in result.splits))]
+
+
+def unreadable_lines(count: int) -> list[str]:
+    """How many documents were left out; no line if none was."""
+    return [f"{count:,} documents could not be read and were left out"] if count else []
 
 
 def duplicate_options(options: dict[str, Any], *, draws: bool = False) -> DuplicateOptions:

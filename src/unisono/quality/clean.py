@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,7 @@ from unisono.quality.cleaning.normalization import normalize_text
 from unisono.quality.cleaning.personal_data import mask_personal_data
 from unisono.quality.cleaning.steps import CONTAMINATED, REASONS, UNREADABLE
 from unisono.quality.cleaning.version import step_versions
-from unisono.quality.documents import Content, find_documents, require_readable
+from unisono.quality.documents import Content, find_documents
 from unisono.quality.duplicates.comparison import near_documents
 from unisono.quality.duplicates.near_duplicates import Duplicates, copies_of, exact_duplicates
 from unisono.quality.duplicates.placed_pairs import PlacedPairs
@@ -30,11 +30,11 @@ from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.options import CleanRecipe, require_settings_of
 from unisono.quality.page import write_clean_page
+from unisono.quality.unreadable import DROPPED_FILE, unreadable_documents, unreadable_record
 from unisono.storage.files import new_file
 
 EXACT: Final = "dedup.exact"
 NEAR: Final = "dedup.near"
-DROPPED_FILE: Final = "dropped.jsonl"
 _REASONS: Final = (*REASONS, EXACT, NEAR)
 
 
@@ -127,12 +127,14 @@ def clean(
         "documents": documents.identity(),
         "index_only": index_only,
     }
-    with open_job(out, identity, [*paths, *map(Path, recipe.decontaminate.against)]) as job:
+    inputs = [*paths, *map(Path, recipe.decontaminate.against)]
+    with open_job(out, identity, inputs, skips_unreadable=skips_unreadable) as job:
         if job.is_done:
             return job.result(CleanResult)
         sketches = sketch_all(documents, job.sketches, recipe, contamination=benchmarks.hashes, workers=workers)
         documents.require_unchanged()
-        require_readable(documents, sketches, drops=skips_unreadable or recipe.images.enabled)
+        drops = skips_unreadable or (not is_text and recipe.images.enabled)
+        faults = unreadable_documents(documents, sketches, drops=drops)
         duplicates, crowded = _duplicates(documents.content, sketches, recipe)
         reasons = sketches.reasons()
         reasons[duplicates.document] = np.where(duplicates.exact, _REASONS.index(EXACT), _REASONS.index(NEAR))
@@ -160,10 +162,10 @@ def clean(
         texts = documents.contents(list(zip(files[quoting].tolist(), rows[quoting].tolist(), strict=True)))
         quotes = quote_records((text for _, text in texts if isinstance(text, str)), recipe, benchmarks)
         with new_file(job.new / DROPPED_FILE) as file:
-            for record in _dropped(reasons, sketches, pairs, duplicates, quotes):
+            for record in _dropped(reasons, sketches, pairs, duplicates, quotes, faults):
                 file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         page = job.new / "report.html"
-        write_clean_page(page, out.name, documents.content, result, duplicates, pairs, dropped, sketches.faults())
+        write_clean_page(page, out.name, documents.content, result, duplicates, pairs, dropped, faults)
         documents.require_unchanged()
         job.finish({**asdict(result), "inputs": cleaning_facts(map(str, paths))})
     return result
@@ -174,8 +176,7 @@ def _duplicates(content: Content, sketches: Sketches, recipe: CleanRecipe) -> tu
     exact = exact_duplicates(sketches)
     if not recipe.dedup.enabled:
         return exact[:0], 0
-    excluded = np.concatenate((exact.document, np.flatnonzero(sketches.reasons())))
-    near, crowded = near_documents(content, sketches, recipe.dedup, excluded)
+    near, crowded = near_documents(content, sketches, recipe.dedup, exact.document)
     is_copy, near_too = copies_of(exact, near)  # what they are copies of is not kept
     return exact[~is_copy] + near_too + near, crowded
 
@@ -192,6 +193,7 @@ def _dropped(
     pairs: PlacedPairs,
     duplicates: Duplicates,
     quotes: Iterator[dict[str, Any]],
+    faults: Mapping[int, str],
 ) -> Iterator[dict[str, Any]]:
     """A record of each dropped document: its place, the reason, and what explains it.
 
@@ -201,8 +203,9 @@ def _dropped(
         pairs: Says where documents are.
         duplicates: Documents that were dropped as copies.
         quotes: What each document quotes that was dropped for it.
+        faults: Why documents could not be read, by their number.
     """
-    values, languages, faults = sketches.values(), sketches.languages(), sketches.faults()
+    values, languages = sketches.values(), sketches.languages()
     copies = zip(duplicates.of.tolist(), duplicates.similarity.tolist(), strict=True)
     for document in np.flatnonzero(reasons).tolist():
         reason = _REASONS[reasons[document]]
@@ -213,7 +216,7 @@ def _dropped(
         elif reason == CONTAMINATED:
             record |= next(quotes, {})  # none if the file has changed meanwhile, which ends the job
         elif reason == UNREADABLE:
-            record["fault"] = faults[document]
+            record = unreadable_record(pairs, document, faults[document])
         elif reason.startswith(("filter.", "images.")):
             record["value"] = round(float(values[document]), 4)
             if languages[document]:

@@ -10,33 +10,33 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.convert.file_kind import kind_of_name
 from unisono.data.convert.formats.jsonl import row_of_line
-from unisono.data.convert.formats.table import describe_value, open_source
+from unisono.data.convert.formats.table import describe_value, not_utf8_error, open_source
 from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
 from unisono.data.convert.table_files import Row, files_of, open_file, read_formats
 from unisono.data.image.decoding import image_format
+from unisono.data.text_encoding import encoding_of
 from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, find_corpus, read_text
 from unisono.errors import DataError
 from unisono.quality.image_records import PAYLOAD, RECORDS, image_of_record, record_classes
+from unisono.quality.parquet_rows import example_row, parquet_rows
 from unisono.quality.refused import refused
 from unisono.sanitize import listed, quoted
 from unisono.storage.files import MAX_SHOWN_PATH, look_up
 from unisono.storage.limits import MAX_RECORD_BYTES
 from unisono.tasks.sources import TARGETS
 
-if TYPE_CHECKING:
-    from unisono.quality.duplicates.sketch_folder import Sketches
-
 Content = Literal["text", "images"]
 TEXT: Final = "text"  # column of the documents where no other is named
 FOLDER: Final = "folder"  # field of a file that is one document: the folder that it lies in
 WHOLE_FILE: Final = "file"
+PARQUET: Final = ".parquet"
 _KEY: Final = "__key__"  # the name of a sample of webdataset
 _SHOWN_VALUES: Final = 64  # of an array
 _LOG: Final = logging.getLogger("unisono")
@@ -117,7 +117,7 @@ class Documents:
                 elif isinstance(found, bytes):
                     yield Document(number, row, found)
                 elif self.skips_unreadable:
-                    yield Document(number, row, b"", "; ".join(problem.given for problem in found.problems))
+                    yield Document(number, row, b"", _fault(found))
                 else:
                     raise found
 
@@ -127,34 +127,29 @@ class Documents:
             return (row if isinstance(row, DataError) else _row_as_json(row, field) for row in _rows(file, None))
         return _texts(file, self.column) if self.content == TEXT else _images(file, self.column)
 
-    def values(self, field: str) -> Iterator[Any]:
-        """The value of a field of the tables, of each document.
+    def values(self, field: str, faults: dict[int, str]) -> Iterator[Any]:
+        """The value of a field of the tables, of each document; None of one without, if such are skipped.
 
         A file that is one document has the field ``folder``: its folder within the one that was given, and the name of that one
         for files that lie in it directly. Image records have ``targets``, the name or number of their class.
 
+        Args:
+            field: The field.
+            faults: Gets why a document has no value, by its number.
+
         Raises:
-            DataError: A file or row has no such field, or its value is no string, number or truth value.
+            DataError: A file has no such field. Or, unless such are skipped, a row has none, or its value is no string, number or
+                truth value.
         """
-        for file in self.files:
-            if file.whole is not None:
-                if field != FOLDER:
-                    raise refused(
-                        f"field {quoted(field)} of {file.path}, a file that is one document",
-                        "rows of tables have fields; of a file alone the only field is its folder",
-                        f"{quoted(FOLDER)}, or a table",
-                    )
-                yield _folder_name(file, file.whole[1])
-                continue
-            if field == TARGETS and has_image_records(file):
-                yield from record_classes(file.path)
-                continue
-            for number, row in enumerate(_rows(file, field)):
-                if isinstance(row, DataError):
-                    raise row
-                if not isinstance(row.get(field), str | int | float):
-                    raise _no_value(file, number, field, row, "a class or a group is a string or a number")
-                yield row[field]
+        values = (value for file in self.files for value in _values(file, field))
+        for document, value in enumerate(values):
+            if not isinstance(value, DataError):
+                yield value
+            elif self.skips_unreadable:
+                faults[document] = _fault(value)
+                yield None
+            else:
+                raise value
 
     def contents(self, places: Collection[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], str | bytes]]:
         """The texts or images at some places, (number of the file, row), one by one; each file is read as far as needed."""
@@ -186,33 +181,15 @@ class Documents:
         return self.files[file].name + (f", row {row}" if self.files[file].whole is None else "")
 
     def identity(self) -> list[Any]:
-        """By which a change of the files is seen."""
-        return [
-            self.content,
-            self.column,
-            self.skips_unreadable,
-            self.files_of_path,
-            [(file.name, file.size, file.mtime_ns) for file in self.files],
-        ]
+        """By which a change of the files is seen. Whether unreadable documents are skipped is said beside it, to ``open_job``."""
+        files = [(file.name, file.size, file.mtime_ns) for file in self.files]
+        return [self.content, self.column, self.files_of_path, files]
 
 
 def require_text(documents: Documents) -> None:
     """Raise DataError for images."""
     if documents.content != TEXT:
         raise refused(f"images, the first in {documents.files[0].path}", "this is for texts", "tables or files of text")
-
-
-def require_readable(documents: Documents, sketches: Sketches, *, drops: bool) -> None:
-    """Raise DataError if images could not be decoded, unless such are dropped. Text without fault has been read before."""
-    faults = {} if drops else sketches.faults()
-    if faults:
-        number, fault = min(faults.items())
-        files, rows = sketches.places()
-        raise refused(
-            f"{documents.place(int(files[number]), int(rows[number]))}: {fault}; {len(faults):,} images in all",
-            "documents can be read",
-            "without these; data clean and data dedup --on-error skip drop them",
-        )
 
 
 def find_documents(paths: Sequence[Path], *, column: str | None = None, skips_unreadable: bool = False) -> Documents:
@@ -337,16 +314,16 @@ def _content(files: Sequence[InputFile], column: str | None) -> Content:
 
 
 def _content_of_file(file: InputFile, column: str | None) -> Content | None:
-    """None of a table without rows, or whose first row cannot be read: reading it then says so."""
+    """None of a table without rows, or whose first row cannot be read (reading it then says so), or without a value."""
     if file.whole is not None:
         return "images" if _is_image_name(file.path) else "text"
     try:
-        row = next(iter(open_file(file.path, file.kind).rows), None)
+        row = _first_row(file)
     except DataError:
         return None
-    if row is None:
+    value = None if row is None else row.get(column or image_column(row) or TEXT)
+    if row is None or (file.kind == PARQUET and value in (None, b"")):
         return None
-    value = row.get(column or image_column(row) or TEXT)
     is_image = isinstance(value, bytes) and image_format(_image_in(value, file)) is not None
     return "images" if is_image else "text"
 
@@ -354,6 +331,13 @@ def _content_of_file(file: InputFile, column: str | None) -> Content | None:
 def _image_in(value: bytes, file: InputFile) -> bytes:
     """The encoded image that a value of a table is; of an image record without its header."""
     return (image_of_record(value) or value) if file.kind == RECORDS else value
+
+
+def _first_row(file: InputFile) -> Row | None:
+    """The first row of a table, or one that stands for it; None without rows. Raises DataError."""
+    if file.kind == PARQUET:
+        return example_row(file.path)
+    return next(iter(open_file(file.path, file.kind).rows), None)
 
 
 def has_image_records(file: InputFile) -> bool:
@@ -391,14 +375,17 @@ def _texts(file: InputFile, column: str | None) -> Iterator[str | DataError]:
     if file.whole is not None:
         yield _file_text(file, *file.whole)
         return
-    if file.kind == ".jsonl":
-        column = column or text_field_of_lines(file)
+    if file.kind in (".jsonl", PARQUET):
+        column = column or text_field(file)
     for number, row in enumerate(_rows(file, column)):
         yield row if isinstance(row, DataError) else _row_text(row, column or text_column(row, file), file, number)
 
 
 def _rows(file: InputFile, field: str | None) -> Iterator[Row | DataError]:
     """The rows of a table. Only a field that is named is read, where the format allows: others may hold what no row can."""
+    if file.kind == PARQUET:
+        yield from parquet_rows(file.path, None if field is None else [field])
+        return
     if file.kind != ".jsonl" or field is None:
         yield from open_file(file.path, file.kind, None if field is None else [field]).rows
         return
@@ -408,18 +395,21 @@ def _rows(file: InputFile, field: str | None) -> Iterator[Row | DataError]:
             try:
                 yield row_of_line(line, file.path, number, offset, [field])
             except DataError as error:
-                if len(line) > MAX_RECORD_BYTES:  # the rest of the line would count as others
+                # the rest of the line would count as others; or none of the lines can be read
+                if len(line) > MAX_RECORD_BYTES or (number == 1 and encoding_of(line)):
                     raise
                 yield error
             offset += len(line)
 
 
 def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | DataError:
+    raw = b""
     try:
         with corpus.open(entry) as opened:
-            return read_text(opened.read(), python_source=file.path.suffix == ".py")
+            raw = opened.read()
+        return read_text(raw, python_source=file.path.suffix == ".py")
     except (OSError, UndecodableError) as error:
-        return refused(
+        return not_utf8_error(file.path, "", 0, raw) or refused(
             f"{file.path}: {error}", "a file of text is UTF-8, and stays as it is meanwhile", "repair or remove it"
         )
 
@@ -434,6 +424,8 @@ def _images(file: InputFile, column: str | None) -> Iterator[bytes | DataError]:
         except OSError as error:
             yield refused(f"{file.path}: {error}", "a file stays as it is meanwhile", "repair or remove it")
         return
+    if file.kind == PARQUET:
+        column = column or image_column(example_row(file.path)) or "image"
     for number, row in enumerate(_rows(file, column)):
         if isinstance(row, DataError):
             yield row
@@ -446,6 +438,29 @@ def _images(file: InputFile, column: str | None) -> Iterator[bytes | DataError]:
             yield _no_value(file, number, name, row, "a document is an encoded image")
 
 
+def _values(file: InputFile, field: str) -> Iterator[Any]:
+    """The value of a field of each document of a file, or a DataError that says why it has none."""
+    if file.whole is not None:
+        if field != FOLDER:
+            raise refused(
+                f"field {quoted(field)} of {file.path}, a file that is one document",
+                "rows of tables have fields; of a file alone the only field is its folder",
+                f"{quoted(FOLDER)}, or a table",
+            )
+        yield _folder_name(file, file.whole[1])
+        return
+    if field == TARGETS and has_image_records(file):
+        yield from record_classes(file.path)
+        return
+    for number, row in enumerate(_rows(file, field)):
+        if isinstance(row, DataError):
+            yield row
+        elif isinstance(row.get(field), str | int | float):
+            yield row[field]
+        else:
+            yield _no_value(file, number, field, row, "a class or a group is a string or a number")
+
+
 def image_column(row: Row) -> str | None:
     """The field of the image where none is named: the only one of bytes; None if it is not clear."""
     fields = [name for name, value in row.items() if isinstance(value, bytes)]
@@ -454,26 +469,49 @@ def image_column(row: Row) -> str | None:
 
 def _row_as_json(row: Row, without: str) -> str:
     """The values of a row in the order of the fields' names; of bytes and of large arrays, which cannot be read, the digest."""
-    values = {name: value for name, value in row.items() if name not in (without, _KEY)}
+    values = {name: _short(value) for name, value in row.items() if name not in (without, _KEY)}
     return json.dumps(values, sort_keys=True, ensure_ascii=False, default=_as_json)
 
 
+def _short(value: Any) -> Any:
+    """A long list of numbers as an array; any other value itself."""
+    if not isinstance(value, list) or len(values := cast("list[Any]", value)) <= _SHOWN_VALUES:
+        return value
+    try:
+        array = np.asarray(values)
+    except ValueError:  # of lists of different lengths
+        return values
+    return array if array.dtype.kind in "biuf" else values
+
+
 def _as_json(value: Any) -> Any:
-    array: NDArray[Any] | None = None if isinstance(value, bytes) else np.asarray(value)
-    if array is not None and array.size <= _SHOWN_VALUES:
-        return array.tolist()
-    content = value if array is None else np.ascontiguousarray(array).tobytes()
-    kind = "bytes" if array is None else f"{array.dtype}{list(array.shape)}"
+    if isinstance(value, bytes):
+        content, kind = value, "bytes"
+    elif isinstance(value, np.ndarray | np.generic):
+        array: NDArray[Any] = np.asarray(value)
+        if array.size <= _SHOWN_VALUES:
+            return array.tolist()
+        content, kind = np.ascontiguousarray(array).tobytes(), f"{array.dtype}{list(array.shape)}"
+    else:  # such as a time or a decimal number
+        return str(value)
     return f"{kind} of {len(content):,} bytes, BLAKE2b {hashlib.blake2b(content, digest_size=16).hexdigest()}"
 
 
-def text_field_of_lines(file: InputFile) -> str:
-    """The field of the text in a JSONL file, by its first line; ``text`` if that does not tell it."""
+def text_field(file: InputFile) -> str:
+    """The field of the text where none is named: of Parquet by its columns, of other tables by the first row.
+
+    It is ``text`` without rows, and if the first line of JSONL does not tell it.
+
+    Raises:
+        DataError: It is not clear, or the file is damaged.
+    """
     try:
-        row = next(iter(open_file(file.path, file.kind).rows), None)
+        row = _first_row(file)
         return TEXT if row is None else text_column(row, file)
-    except DataError:  # of this line, which is named where it is read
-        return TEXT
+    except DataError:
+        if file.kind != ".jsonl":
+            raise
+        return TEXT  # the line is named where it is read
 
 
 def text_column(row: Row, file: InputFile) -> str:
@@ -508,3 +546,7 @@ def _no_value(file: InputFile, number: int, name: str, row: Row, rule: str) -> D
     return refused(
         f"{file.path}: row {number}, field {quoted(name)}: {why}", rule, "another field, or without that row"
     )
+
+
+def _fault(error: DataError) -> str:
+    return "; ".join(problem.given for problem in error.problems)

@@ -25,6 +25,7 @@ _JOB_FILE: Final = "job.json"
 _LOCK_FILE: Final = ".lock"
 _WORK: Final = "work"
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SKIPS: Final = "skips_unreadable"
 
 
 class JobFolder:
@@ -80,13 +81,17 @@ class JobFolder:
 
 
 @contextmanager
-def open_job(path: Path, identity: Mapping[str, Any], inputs: Sequence[Path]) -> Generator[JobFolder]:
+def open_job(
+    path: Path, identity: Mapping[str, Any], inputs: Sequence[Path], *, skips_unreadable: bool = False
+) -> Generator[JobFolder]:
     """Make or reopen the folder of a job.
 
     Args:
         path: The folder.
         identity: All that determines the results; JSON.
         inputs: What the job reads, none of which may lie in the folder, or the folder in it.
+        skips_unreadable: Whether what cannot be read is left out. A job for which it was an error goes on so: what it has made
+            until then has nothing of that kind.
 
     Raises:
         ConfigError: It holds other files, or results of a job with another identity, or another process works in it; or it
@@ -101,7 +106,7 @@ def open_job(path: Path, identity: Mapping[str, Any], inputs: Sequence[Path]) ->
             )
     if path.exists() and not path.is_dir():
         raise _refused(f"{path}, which is no folder", "results are written into a new folder", "another name")
-    text = json.dumps(identity, sort_keys=True)
+    wanted = json.loads(json.dumps({**identity, _SKIPS: skips_unreadable}))
     job = path / _JOB_FILE
     # a job that was killed before it had its file leaves the lock, or a temporary name
     if (
@@ -114,14 +119,15 @@ def open_job(path: Path, identity: Mapping[str, Any], inputs: Sequence[Path]) ->
         make_folder(path)
         lock = FolderLock(path / _LOCK_FILE, work="is working", nearest="wait for it, or another folder")
         try:
-            if not job.exists():
-                write_atomically(job, text.encode() + b"\n")
-            elif _content(job) != json.loads(text):
+            found = _content(job) if job.exists() else wanted
+            if found != wanted and found != {**wanted, _SKIPS: False}:
                 raise _refused(
                     f"{path}, which has results of other inputs or settings",
                     "a folder holds the results of one job; the same job goes on there",
                     "the inputs and settings as they were, or another folder",
                 )
+            if not job.exists() or (found != wanted and not (path / REPORT_FILE).exists()):
+                write_atomically(job, json.dumps(wanted, sort_keys=True).encode() + b"\n")
             yield JobFolder(path)
         finally:
             lock.close()

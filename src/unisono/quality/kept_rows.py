@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any, Final
@@ -20,15 +22,17 @@ from unisono.data.rows_of_files import stamp_of
 from unisono.data.tokens.corpus import UndecodableError, encode_source
 from unisono.errors import DataError
 from unisono.quality.documents import (
+    PARQUET,
     WHOLE_FILE,
     Documents,
     InputFile,
     has_image_records,
     text_column,
-    text_field_of_lines,
+    text_field,
 )
 from unisono.quality.image_records import copy_class_names, record_class_names, with_class
 from unisono.quality.labels.values import label_like
+from unisono.quality.parquet_rows import write_kept_parquet
 from unisono.quality.refused import refused
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
@@ -49,8 +53,9 @@ def write_kept(
 ) -> int:
     """Write ``data/NAME`` with the kept rows of each file, and ``kept/NAME.npy`` with their numbers (see ``data.kept_rows``).
 
-    Where a document has not changed, lines of JSONL and files of text or images are copied byte for byte; rows of other formats
-    are read and written. ``data`` leaves out a file without kept rows. The names of the classes of image records go with them.
+    Where a document has not changed, lines of JSONL and files of text or images are copied byte for byte, and rows of Parquet
+    stay as pyarrow has them; rows of other formats are read and written. ``data`` leaves out a file without kept rows. The names
+    of the classes of image records go with them.
 
     Args:
         documents: The data set.
@@ -150,9 +155,14 @@ def _write_file(
                 text = next(texts)
                 copy.write(source.read() if text is None else _file_content(file, text))
                 return
-            name = column or text_field_of_lines(file)
+            name = column or text_field(file)
             for line, text in zip(compress(source, kept), texts, strict=True):
                 copy.write(line if text is None else _with_text(line, name, label, text))
+        return
+    if file.kind == PARQUET:
+        name = label or column or text_field(file)
+        change = partial(_changed_value, is_label=label is not None)
+        write_kept_parquet(file.path, target, kept, texts, name, change)
         return
     table = open_file(file.path, file.kind)
     rows = zip(compress(table.rows, kept), texts, strict=True)
@@ -183,7 +193,7 @@ def _file_content(file: InputFile, text: bytes) -> bytes:
 
 def _with_text(line: bytes, column: str, label: str | None, text: bytes) -> bytes:
     """The line with another text, or another label. All other values stay as they are written."""
-    row = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    row = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=dict[str, msgspec.Raw])
     new = text.decode("utf-8", "surrogatepass")
     if label is None:
         row[column] = msgspec.Raw(as_json(new))
@@ -201,8 +211,13 @@ def as_json(value: Any) -> bytes:
 
 
 def _row_with_text(row: Row, file: InputFile, column: str | None, label: str | None, text: bytes) -> Row:
+    name = label or column or text_column(row, file)
+    return {**row, name: _changed_value(row[name], text, is_label=label is not None)}
+
+
+def _changed_value(value: Any, text: bytes, *, is_label: bool) -> Any:
+    """The text, or the label of that name, in the place of a value: of its type."""
     new = text.decode("utf-8", "surrogatepass")
-    if label is not None:
-        return {**row, label: label_like(new, row[label])}
-    name = column or text_column(row, file)
-    return {**row, name: text if isinstance(row[name], bytes) else new}
+    if is_label:
+        return label_like(new, value)
+    return text if isinstance(value, bytes) else new

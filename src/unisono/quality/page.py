@@ -77,7 +77,7 @@ def write_clean_page(
         *_clusters(duplicates),
         *_examples(pairs, duplicates, content),
         *_dropped(pairs, dropped, content),
-        *_unreadable(pairs, faults),
+        *unreadable_section(pairs, faults),
     ]
     if result.crowded:
         note = (
@@ -139,7 +139,8 @@ def _unchecked(result: CleanResult) -> list[Section]:
     return [Section(title="Benchmarks", note=note, tables=[Table(head=("file", "items not looked for"), rows=rows)])]
 
 
-def _unreadable(pairs: PlacedPairs, faults: Mapping[int, str]) -> list[Section]:
+def unreadable_section(pairs: PlacedPairs, faults: Mapping[int, str]) -> list[Section]:
+    """The first documents that could not be read, and why; no section if all could."""
     if not faults:
         return []
     shown = sorted(faults.items())[:_MAX_FAULTS]
@@ -193,7 +194,12 @@ def _examples(pairs: PlacedPairs, duplicates: Duplicates, content: Content) -> l
 
 
 def write_leak_page(
-    path: Path, content: Content, result: LeakResult, duplicates: Duplicates, pairs: PlacedPairs
+    path: Path,
+    content: Content,
+    result: LeakResult,
+    duplicates: Duplicates,
+    pairs: PlacedPairs,
+    faults: Mapping[int, str],
 ) -> None:
     """Write the report of a search for leaks to ``path``.
 
@@ -203,39 +209,53 @@ def write_leak_page(
         result: What is shown.
         duplicates: The documents that leak.
         pairs: Says where documents are.
+        faults: Why documents were left out as unreadable, by their number.
     """
     leaking = len(duplicates)
     evaluated = sum(split.documents for split in result.splits[1:])
     rows = [
-        [printable(split.path), f"{split.documents:,}", f"{split.exact:,}", f"{split.near:,}"]
+        [printable(split.path), f"{split.documents:,}", f"{split.unreadable:,}", f"{split.exact:,}", f"{split.near:,}"]
         for split in result.splits
     ]
-    table = Table(
-        head=("set", "documents", "same content in a set before it", "near one of a set before it"), rows=rows
-    )
+    head = ("set", "documents", "not read", "same content in a set before it", "near one of a set before it")
+    table = Table(head=head, rows=rows)
     sections = [
         Section(title="Sets", tables=[table]),
         *_similarities(duplicates, threshold_of(content, result.options)),
         *_examples(pairs, duplicates, content),
+        *unreadable_section(pairs, faults),
     ]
     page = render_page(
         SUMMARY,
         [chart for section in sections for chart in section.charts],
         title="Leaks between sets",
         verdict=f"{leaking:,} of {evaluated:,} documents of the evaluation sets are in a set before theirs.",
-        figures=[Figure("documents compared", f"{sum(split.documents for split in result.splits):,}")],
+        figures=[
+            Figure("documents compared", f"{sum(split.documents - split.unreadable for split in result.splits):,}")
+        ],
         sections=sections,
     )
     write_atomically(path, page.encode("utf-8", "replace"))
 
 
-def write_split_page(path: Path, name: str, content: Content, result: SplitResult) -> None:
-    """Write the report of a split to ``path``."""
+def write_split_page(
+    path: Path, name: str, content: Content, result: SplitResult, pairs: PlacedPairs, faults: Mapping[int, str]
+) -> None:
+    """Write the report of a split to ``path``.
+
+    Args:
+        path: The file.
+        name: Of the data set.
+        content: What its documents are.
+        result: The outcome.
+        pairs: Says where documents are.
+        faults: Why documents were left out as unreadable, by their number.
+    """
     rows = [
         [
             printable(part.name),
             f"{part.share:.3%}",
-            f"{part.documents / max(result.documents, 1):.3%}",
+            f"{part.documents / max(result.documents - result.unreadable, 1):.3%}",
             f"{part.documents:,}",
         ]
         for part in result.parts
@@ -255,6 +275,7 @@ def write_split_page(path: Path, name: str, content: Content, result: SplitResul
         ]
         layout = curve_layout("", "share of the part", height=320) | {"xaxis": {"type": "category"}, "barmode": "group"}
         sections.append(Section(title="Classes", charts=[{"id": "classes", "data": data, "layout": layout}]))
+    sections += unreadable_section(pairs, faults)
     figures = [
         Figure("documents", f"{result.documents:,}"),
         Figure("clusters", f"{result.clusters:,}"),

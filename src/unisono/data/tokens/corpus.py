@@ -26,6 +26,7 @@ from typing import BinaryIO, Final
 import xxhash
 
 from unisono.data.provenance import CLEANING_SUFFIX
+from unisono.data.text_encoding import encoding_of
 from unisono.errors import DataError
 from unisono.sanitize import quoted
 from unisono.storage.files import MAX_SHOWN_PATH, is_inside, look_up, open_inside, open_regular
@@ -138,6 +139,8 @@ def read_text(raw: bytes, *, python_source: bool) -> str:
         encoding = "utf-8"
         if python_source:
             encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        if encoding == "utf-8" and (other := encoding_of(raw)):
+            raise UndecodableError(f"it is {other}, not utf-8")
         return raw.removeprefix(codecs.BOM_UTF8).decode(encoding)
     except UnicodeDecodeError as error:
         raise UndecodableError(f"byte {error.start} is not {error.encoding}") from error
@@ -189,7 +192,7 @@ def undecodable_error(problems: Sequence[tuple[str, str]]) -> DataError:
         given=f"{len(problems)} file(s) of the corpus are not text: {shown}{more}",
         rule="files are UTF-8 (Python source: the encoding it declares)",
         consequence="the corpus was not prepared; no file is left out silently",
-        nearest="convert them, or point the corpus at a folder that holds text only",
+        nearest="convert them (iconv -f ENCODING -t UTF-8 IN > OUT), or point the corpus at a folder that holds text only",
     )
 
 

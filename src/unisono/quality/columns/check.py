@@ -124,10 +124,11 @@ def check_columns(
     documents = Documents(files=files, files_of_path=files_of_path)
     if options.changes:
         require_changeable(documents)
-    identity = {"columns": asdict(options), "documents": documents.identity()}
+    settings = {name: value for name, value in asdict(options).items() if name != "skips_unfit"}
+    identity = {"columns": settings, "documents": documents.identity()}
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(TemporaryDirectory())) / "columns"
-        job = stack.enter_context(open_job(folder, json.loads(json.dumps(identity)), paths))
+        job = stack.enter_context(open_job(folder, identity, paths, skips_unreadable=options.skips_unfit))
         if job.is_done:
             return job.result(ColumnsResult)
         facts = scan_files(documents, job.sketches, time=options.time, group=options.group)

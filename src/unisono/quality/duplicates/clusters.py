@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,7 +13,7 @@ from unisono.quality.options import DuplicateOptions
 
 
 def find_clusters(
-    content: Content, sketches: Sketches, options: DuplicateOptions, values: Iterable[object] | None
+    content: Content, sketches: Sketches, options: DuplicateOptions, values: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.int64], int]:
     """Join documents into clusters; also over several others: the first and the last of a chain are in one cluster.
 
@@ -23,7 +21,8 @@ def find_clusters(
         content: What documents are.
         sketches: Of all documents.
         options: From which similarity on two documents belong together.
-        values: Of each document; documents of one value belong together. None: there are none.
+        values: Number of each document's value, int64 [documents]; documents of one value belong together, where it is not
+            negative. None: there are none.
 
     Returns:
         The first document of each document's cluster, int64 [documents]; and how many documents were not compared with all
@@ -48,9 +47,9 @@ def find_clusters(
             buckets.add(document, shared)
             crowded += is_crowded or len(others) > MAX_COMPARED
     if values is not None:
-        first_of_value: dict[object, int] = {}
-        for document, value in enumerate(values):
-            join(first, document, first_of_value.setdefault(value, document))
+        first_of_value: dict[int, int] = {}
+        for document in np.flatnonzero(values >= 0).tolist():
+            join(first, document, first_of_value.setdefault(int(values[document]), document))
     while True:  # each document points at one before it
         ahead = first[first]
         if np.array_equal(ahead, first):

@@ -98,7 +98,7 @@ def near_duplicates(
     Args:
         sketches: Of all documents.
         near: The Jaccard similarity from which on.
-        excluded: Documents that are not compared: exact copies, and those that were dropped.
+        excluded: Documents that are not compared, besides those that a step has dropped: exact copies.
         split_of: Number of each document's split, ascending, int64 [documents]: only documents of different splits are
             compared then, and a duplicate is compared with later documents, too. None: all are of one data set.
 
@@ -180,7 +180,7 @@ def _most_similar(sketches: Sketches, document: int, others: Sequence[int], near
 
 def candidates(sketches: Sketches, excluded: _Numbers) -> Iterator[tuple[int, Sequence[int]]]:
     """Each document that shares a band's key with another, in order, and its buckets: one for each key that it shares."""
-    is_compared = sketches.has_shingles()
+    is_compared = sketches.has_shingles() & (sketches.reasons() == 0)
     is_compared[excluded] = False
     compared = np.flatnonzero(is_compared)
     documents: list[_Numbers] = []

@@ -83,10 +83,10 @@ def similar_images(
     Args:
         sketches: Of all images.
         options: ``image_near``, the similarity from which on, and ``crops``.
-        excluded: Images that are not compared.
+        excluded: Images that are not compared, besides those that a step has dropped.
         is_compared: Whether an image is compared with others before it, bool [others]; asked in order.
     """
-    is_in = np.ones(len(sketches), np.bool_)
+    is_in = sketches.reasons() == 0
     is_in[excluded] = False
     numbers, whole = _frequencies(sketches, is_in)
     for begin in range(0, len(numbers), _BLOCK):

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import lru_cache
@@ -28,6 +28,7 @@ from unisono.data.loading.worker_pool import allowed_cores
 from unisono.dist.interpreter import module_command
 from unisono.errors import UnisonoError
 from unisono.quality.cleaning.languages import MAX_CODE
+from unisono.quality.cleaning.steps import REASONS, UNREADABLE
 from unisono.quality.documents import Document, Documents
 from unisono.quality.duplicates.chunks import encode_request, make_chunk, make_image_chunk
 from unisono.quality.duplicates.ray_map import ray_map
@@ -81,11 +82,16 @@ class Sketches:
         self._chunks = chunks
         self._begins = np.concatenate(([0], np.cumsum([chunk.documents for chunk in chunks], dtype=np.int64)))
         self.num_bands = 0 if not options.near else bands_and_rows(options.near, options.num_perm)[0]
+        self._left_out: dict[int, str] = {}
         self._open = lru_cache(maxsize=_OPEN_CHUNKS)(self._open_chunk)
         self._offsets = lru_cache(maxsize=_OPEN_CHUNKS)(self._read_offsets)
 
     def __len__(self) -> int:
         return int(self._begins[-1])
+
+    def leave_out(self, faults: Mapping[int, str]) -> None:
+        """Take further documents for ones that cannot be read, such as those without a label; ``faults`` says why."""
+        self._left_out |= faults
 
     def digests(self) -> NDArray[np.uint64]:
         """Digests of the texts, uint64 [documents, 2]."""
@@ -93,7 +99,9 @@ class Sketches:
 
     def reasons(self) -> NDArray[np.uint8]:
         """Numbers in ``cleaning.REASONS`` of the steps that dropped documents, uint8 [documents]; 0 of those that are kept."""
-        return self._all("reasons", np.zeros(0, np.uint8))
+        reasons = self._all("reasons", np.zeros(0, np.uint8))
+        reasons[[number for number in self._left_out if not reasons[number]]] = REASONS.index(UNREADABLE)
+        return reasons
 
     def values(self) -> NDArray[np.float64]:
         """What the limits that dropped documents were compared with, float64 [documents]."""
@@ -104,12 +112,13 @@ class Sketches:
         return self._all("languages", np.zeros((0, MAX_CODE), np.uint8)).view(f"S{MAX_CODE}").reshape(-1)
 
     def faults(self) -> dict[int, str]:
-        """Why documents cannot be read, by their number."""
-        return {
+        """Why documents cannot be read, by their number, in order."""
+        found = {
             int(begin) + at: fault
             for begin, number, chunk in zip(self._begins, range(len(self._chunks)), self._chunks, strict=False)
-            for at, fault in sorted({**chunk.faults, **self._faults_of_images(number)}.items())
+            for at, fault in {**chunk.faults, **self._faults_of_images(number)}.items()
         }
+        return dict(sorted({**self._left_out, **found}.items()))
 
     def _faults_of_images(self, number: int) -> dict[int, str]:
         faults: dict[str, str] = json.loads(self._open(number).metadata()["faults"])

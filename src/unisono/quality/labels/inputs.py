@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from unisono.data.convert.table_files import open_file
 from unisono.errors import ConfigError, DataError
 from unisono.quality.documents import (
     FOLDER,
@@ -14,8 +13,7 @@ from unisono.quality.documents import (
     Documents,
     find_documents,
     has_image_records,
-    text_column,
-    text_field_of_lines,
+    text_field,
 )
 from unisono.sanitize import quoted
 from unisono.tasks.sources import TARGETS
@@ -89,13 +87,10 @@ def _require_tables(documents: Documents) -> None:
 def _require_text(documents: Documents, label: str) -> None:
     """Raise DataError where the only string of a row, which would be the text, is the label."""
     for file in documents.files:
-        if file.whole is None:
-            row = None if file.kind == ".jsonl" else next(iter(open_file(file.path, file.kind).rows), None)
-            name = text_field_of_lines(file) if row is None else text_column(row, file)
-            if name == label:
-                raise DataError(
-                    given=f"{file.path}, whose only text is the label {quoted(label)}",
-                    rule="documents are compared by their text",
-                    consequence="nothing was written",
-                    nearest="--whole-rows, which compares rows without their labels; or --column NAME",
-                )
+        if file.whole is None and text_field(file) == label:
+            raise DataError(
+                given=f"{file.path}, whose only text is the label {quoted(label)}",
+                rule="documents are compared by their text",
+                consequence="nothing was written",
+                nearest="--whole-rows, which compares rows without their labels; or --column NAME",
+            )

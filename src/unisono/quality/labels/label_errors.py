@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import floor
 from pathlib import Path
 from typing import Any, Final
 
 from unisono.data.sample_losses import read_losses
-from unisono.quality.documents import TEXT, Content, require_readable
+from unisono.quality.documents import TEXT, Content
 from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.quality.duplicates.sketch_folder import sketch_all
 from unisono.quality.duplicates.sketches import sketch_version
@@ -23,6 +23,7 @@ from unisono.quality.labels.page import Card, Entry, write_label_page
 from unisono.quality.labels.suspects import NO_SUSPECTS, LabelSuspects, find_losses_file, find_suspects
 from unisono.quality.labels.values import Labels, data_set_digest, read_labels
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
+from unisono.quality.unreadable import unreadable_documents, write_unreadable
 from unisono.storage.files import file_digest, new_file
 
 CONFLICTS_FILE: Final = "conflicts.jsonl"
@@ -38,6 +39,7 @@ class LabelsResult:
     Attributes:
         content: What documents are.
         documents: Number of documents.
+        unreadable: Of these, documents that could not be read, or have no label, and were left out.
         label: The field of the labels.
         labels: Documents of each label, the most common one first.
         conflicts: Groups of documents that are the same or near each other and have different labels.
@@ -52,6 +54,7 @@ class LabelsResult:
 
     content: Content
     documents: int
+    unreadable: int
     label: str
     labels: dict[str, int]
     conflicts: int
@@ -73,12 +76,14 @@ def find_label_errors(
     options: DuplicateOptions | None = None,
     column: str | None = None,
     whole_rows: bool = False,
+    skips_unreadable: bool = False,
     most: int = MOST,
     workers: int | str | None = None,
 ) -> LabelsResult:
     """Find documents whose label is likely wrong.
 
-    The folder gets ``conflicts.jsonl``, ``suspects.jsonl``, ``report.json`` and ``report.html``, where they can be marked.
+    The folder gets ``conflicts.jsonl``, ``suspects.jsonl``, ``report.json`` and ``report.html``, where they can be marked, and
+    ``dropped.jsonl`` if documents were left out.
 
     Args:
         paths: Tables, image records, folders of these, or folders of images.
@@ -89,6 +94,7 @@ def find_label_errors(
         options: What counts as the same document.
         column: Field of the text or image; see ``find_documents``.
         whole_rows: Whether a document is its row without the label, for tables without text.
+        skips_unreadable: Whether documents that cannot be read, or have no label, are left out, or an error.
         most: Conflicts, and suspects, that the page shows.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
 
@@ -99,6 +105,7 @@ def find_label_errors(
     """
     options = options or DuplicateOptions()
     documents, label = find_labelled_documents(paths, label, column=column, whole_rows=whole_rows)
+    documents = replace(documents, skips_unreadable=skips_unreadable)
     require_settings_of(only_dedup(options), documents.content)
     sketch = sketch_version(options) if documents.content == TEXT else ""
     found = None if losses is None else find_losses_file(losses)
@@ -111,12 +118,12 @@ def find_label_errors(
         "most": most,
         "sketch": sketch,
     }
-    with open_job(out, identity, paths) as job:
+    with open_job(out, identity, paths, skips_unreadable=skips_unreadable) as job:
         if job.is_done:
             return job.result(LabelsResult)
         sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers)
-        require_readable(documents, sketches, drops=False)
-        labels = read_labels(documents, label, len(sketches), least=2)
+        labels = read_labels(documents, label, sketches, least=2)
+        faults = unreadable_documents(documents, sketches, drops=skips_unreadable)
         files, rows = sketches.places()
         suspects = NO_SUSPECTS if found is None else find_suspects(read_losses(found), documents, files, labels)
         documents.require_unchanged()
@@ -125,9 +132,11 @@ def find_label_errors(
         suspect_lines = (_suspect_line(suspects, rank, labels, places) for rank in range(len(suspects)))
         _write_lines(job.new / CONFLICTS_FILE, (_conflict_line(group, labels, places) for group in groups))
         _write_lines(job.new / SUSPECTS_FILE, suspect_lines)
+        write_unreadable(job.new, places, faults)
         result = LabelsResult(
             content=documents.content,
             documents=len(sketches),
+            unreadable=len(faults),
             label=label,
             labels=labels.counts(),
             conflicts=len(groups),
@@ -144,10 +153,11 @@ def find_label_errors(
             label=label,
             text_column=column,
             whole_rows=whole_rows,
+            skips_unreadable=skips_unreadable,
         )
         shown = [_conflict_entry(group, labels, documents.content) for group in _clearest(groups)[:most]]
         shown += [_suspect_entry(suspects, rank, labels) for rank in range(min(len(suspects), most))]
-        write_label_page(job.new / "report.html", out.name, result, marked, shown, labels, places)
+        write_label_page(job.new / "report.html", out.name, result, marked, shown, labels, places, faults)
         documents.require_unchanged()
         job.finish(asdict(result))
     return result

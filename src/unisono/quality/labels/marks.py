@@ -24,12 +24,14 @@ class MarkedData(msgspec.Struct, frozen=True, kw_only=True):
         label: Field of the labels.
         text_column: Field of the text; None to find it.
         whole_rows: Whether a document is its row without the label.
+        skips_unreadable: Whether documents that cannot be read, or have no label, were left out.
     """
 
     data_set: str
     label: str
     text_column: str | None
     whole_rows: bool
+    skips_unreadable: bool = False
 
 
 class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,6 +15,7 @@ import msgspec
 from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.quality.labels.marks import VERSION, MarkedData
 from unisono.quality.labels.values import Labels
+from unisono.quality.page import unreadable_section
 from unisono.report.charts import curve_layout
 from unisono.report.html import json_in_script, render_page
 from unisono.report.page import SUMMARY
@@ -177,6 +178,7 @@ def write_label_page(
     entries: Sequence[Entry],
     labels: Labels,
     places: PlacedPairs,
+    faults: Mapping[int, str],
 ) -> None:
     """Write the page of suspects and conflicts to ``path``.
 
@@ -188,6 +190,7 @@ def write_label_page(
         entries: What is shown.
         labels: Of the documents.
         places: Says where documents are, and their texts or pictures.
+        faults: Why documents were left out as unreadable, by their number.
     """
     cards = [card for entry in entries for card in entry.cards]
     numbers = {id(card): number for number, card in enumerate(cards)}
@@ -219,7 +222,7 @@ def write_label_page(
             Figure("suspects", f"{result.suspects:,}"),
             Figure("documents with a loss", f"{result.evaluated:,}"),
         ]
-    sections = [*_counts_section(result.labels), *_confusions_section(result)]
+    sections = [*_counts_section(result.labels), *_confusions_section(result), *unreadable_section(places, faults)]
     page = render_page(
         MARKING,
         [chart for section in sections for chart in section.charts],
@@ -291,12 +294,28 @@ def _confusions_section(result: LabelsResult) -> list[Section]:
     return [Section(title="Suspects by label", tables=[table])] if rows else []
 
 
-def write_relabel_page(path: Path, name: str, result: RelabelResult, counts: Mapping[str, int]) -> None:
-    """Write what became of marks to ``path``; ``counts`` are the documents of each label before."""
+def write_relabel_page(
+    path: Path,
+    name: str,
+    result: RelabelResult,
+    counts: Mapping[str, int],
+    places: PlacedPairs,
+    faults: Mapping[int, str],
+) -> None:
+    """Write what became of marks to ``path``.
+
+    Args:
+        path: The file.
+        name: Of the folder.
+        result: The outcome.
+        counts: Documents of each label before.
+        places: Says where documents are.
+        faults: Why documents were left out as unreadable, by their number.
+    """
     rows = [[printable(label), printable(to), f"{count:,}"] for label, to, count in result.changes]
     table = Table(head=("label", "is now", "documents"), rows=rows)
     sections = [Section(title="Changed labels", tables=[table])] if rows else []
-    sections += _counts_section(counts)
+    sections += [*_counts_section(counts), *unreadable_section(places, faults)]
     page = render_page(
         SUMMARY,
         [chart for section in sections for chart in section.charts],

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from unisono.data.provenance import cleaning_facts
 from unisono.errors import DataError
 from unisono.quality.documents import TEXT, Documents, find_documents
+from unisono.quality.duplicates.placed_pairs import PlacedPairs
 from unisono.quality.duplicates.sketch_folder import sketch_all
 from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
@@ -23,6 +24,7 @@ from unisono.quality.labels.page import write_relabel_page
 from unisono.quality.labels.values import Labels, data_set_digest, read_labels
 from unisono.quality.options import DuplicateOptions, only_dedup
 from unisono.quality.refused import refused
+from unisono.quality.unreadable import unreadable_documents, write_unreadable
 from unisono.sanitize import quoted
 from unisono.storage.files import file_digest, new_file
 
@@ -38,7 +40,8 @@ class RelabelResult:
         kept: Of these in the new data set.
         label: The field of the labels.
         changed: Documents with another label.
-        dropped: Documents that are not in the new data set.
+        unreadable: Documents that could not be read, or have no label, when the marks were made; they are left out, too.
+        dropped: Documents that were marked so and are not in the new data set.
         confirmed: Documents whose label was marked as right.
         changes: Changed labels: ``[before, after, count]``, the most common first.
     """
@@ -47,6 +50,7 @@ class RelabelResult:
     kept: int
     label: str
     changed: int
+    unreadable: int
     dropped: int
     confirmed: int
     changes: tuple[tuple[str, str, int], ...]
@@ -56,9 +60,10 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
     """Write a copy of a data set in which marked labels are changed, and documents that are marked so are left out.
 
     The folder gets ``data/`` and ``kept/``, as ``clean`` writes them, ``changes.jsonl`` (each changed or dropped document: its
-    file and row, its row in the new file, and its label before and after), ``report.json`` and ``report.html``. A file whose
-    label is its folder goes into the folder of its new label. Its name gets ``-1``, ``-2`` and so on before the suffix where
-    an input of that folder, or a file that has gone there before it, has the name.
+    file and row, its row in the new file, and its label before and after), ``report.json`` and ``report.html``. Documents that
+    the search for labels left out as unreadable are left out here, too, and are in ``dropped.jsonl``. A file whose label is its
+    folder goes into the folder of its new label. Its name gets ``-1``, ``-2`` and so on before the suffix where an input of that
+    folder, or a file that has gone there before it, has the name.
 
     Args:
         paths: The data set that was marked: tables, images, or folders of these.
@@ -72,7 +77,7 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
             format is only read.
     """
     marks = read_marks(marks_path)
-    documents = find_documents(paths, column=marks.text_column)
+    documents = find_documents(paths, column=marks.text_column, skips_unreadable=marks.skips_unreadable)
     if marks.whole_rows:
         documents = replace(documents, rows_without=marks.label, content=TEXT)
     require_writable(documents)
@@ -81,7 +86,8 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
         if job.is_done:
             return job.result(RelabelResult)
         sketches = sketch_all(documents, job.sketches, only_dedup(DuplicateOptions(near=0.0)), workers=workers)
-        labels = read_labels(documents, marks.label, len(sketches))
+        labels = read_labels(documents, marks.label, sketches)
+        faults = unreadable_documents(documents, sketches, drops=marks.skips_unreadable)
         if data_set_digest(documents, sketches, labels) != marks.data_set:
             raise refused(
                 f"{marks_path}, with marks of another data set than {', '.join(map(str, paths))}",
@@ -91,7 +97,7 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
         files, rows = sketches.places()
         counts = np.bincount(files, minlength=len(documents.files))
         marked = _by_document(marks.marks, documents, counts, labels)
-        is_kept = np.ones(len(sketches), np.bool_)
+        is_kept = sketches.reasons() == 0
         is_kept[[document for document, mark in marked.items() if mark.action == "drop"]] = False
         changed = [(document, mark) for document, mark in marked.items() if mark.action == "change"]
         new_names = _new_names(documents, [(int(files[document]), str(mark.to)) for document, mark in changed])
@@ -111,11 +117,14 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
             kept=int(is_kept.sum()),
             label=marks.label,
             changed=len(changed),
-            dropped=int(np.sum(~is_kept)),
+            unreadable=len(faults),
+            dropped=sum(mark.action == "drop" for mark in marked.values()),
             confirmed=sum(mark.action == "keep" for mark in marked.values()),
             changes=_count_changes(changed),
         )
-        write_relabel_page(job.new / "report.html", out.name, result, labels.counts())
+        places = PlacedPairs(documents, files, rows)
+        write_unreadable(job.new, places, faults)
+        write_relabel_page(job.new / "report.html", out.name, result, labels.counts(), places, faults)
         documents.require_unchanged()
         job.finish({**asdict(result), "inputs": cleaning_facts(map(str, paths))})
     return result
@@ -137,7 +146,7 @@ def _by_document(
         if number is None or not 0 <= mark.row < counts[number]:
             raise _unfit(f"a mark of {quoted(mark.file)}, row {mark.row}, which is not there")
         document = int(begins[number]) + mark.row
-        if labels.name(document) != mark.label:
+        if labels.of[document] < 0 or labels.name(document) != mark.label:
             raise _unfit(f"a mark of the label {quoted(mark.label)} in {mark.file}, row {mark.row}, which has another")
         if mark.to is not None and mark.to not in labels.names:
             raise _unfit(f"a change to {quoted(mark.to)}, which no document has as its label")

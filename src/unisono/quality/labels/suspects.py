@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -100,6 +100,8 @@ def find_suspects(
     """
     about = losses.about
     document = _documents_of(about, documents, files)[losses.sample]
+    if (is_without := labels.of[document] < 0).any():  # a label that was left out as unreadable
+        document, losses = document[~is_without], _part_of(losses, ~is_without)
     target = TARGETS if labels.field == FOLDER and all(file.whole for file in documents.files) else labels.field
     if about.target and about.target != target:
         raise _other_data(f"losses of a model that predicts {quoted(about.target)}, for labels {quoted(labels.field)}")
@@ -129,6 +131,17 @@ def find_suspects(
         loss=losses.loss[ranked.row],
         fold=losses.fold[ranked.row],
         typical=typical,
+    )
+
+
+def _part_of(losses: SampleLosses, which: NDArray[np.bool_]) -> SampleLosses:
+    return replace(
+        losses,
+        sample=losses.sample[which],
+        loss=losses.loss[which],
+        fold=losses.fold[which],
+        target=losses.target[which],
+        probabilities=losses.probabilities[which],
     )
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from unisono.errors import DataError
 from unisono.quality.documents import Documents
 from unisono.quality.duplicates.sketch_folder import Sketches
+from unisono.quality.field_values import read_values
 from unisono.sanitize import quoted
 
 MAX_LABELS: Final = 10_000
@@ -26,7 +27,7 @@ class Labels:
     Attributes:
         field: The field that has them.
         names: The different labels in the order in which they occur.
-        of: Number in ``names`` of each document's label, int64 [documents].
+        of: Number in ``names`` of each document's label, -1 of one that cannot be read, int64 [documents].
     """
 
     field: str
@@ -39,7 +40,7 @@ class Labels:
 
     def counts(self) -> dict[str, int]:
         """Documents of each label, the most common one first."""
-        counts = Counter(self.of.tolist())
+        counts = Counter(self.of[self.of >= 0].tolist())
         return {self.names[number]: count for number, count in counts.most_common()}
 
 
@@ -67,31 +68,28 @@ def label_like(name: str, value: Any) -> Any:
         ) from error
 
 
-def read_labels(documents: Documents, field: str, count: int, *, least: int = 1) -> Labels:
-    """Read the label of each of ``count`` documents.
+def read_labels(documents: Documents, field: str, sketches: Sketches, *, least: int = 1) -> Labels:
+    """Read the label of each document; one without is left out of ``sketches`` as unreadable.
 
     Args:
         documents: The data set.
         field: The field of the labels.
-        count: Number of documents.
+        sketches: Of all documents.
         least: Different labels that there must be.
 
     Raises:
-        DataError: A file is text; a row has no label, or one that is no string, number or truth value; there are too few or too
-            many different labels.
+        DataError: A file is text; a row has no label, or one that is no string, number or truth value, and unreadable documents
+            are an error; there are too few or too many different labels.
     """
-    numbers: dict[str, int] = {}
-    of = np.fromiter(
-        (numbers.setdefault(label_name(value), len(numbers)) for value in documents.values(field)), np.int64, count
-    )
-    if count and not least <= len(numbers) <= MAX_LABELS:
+    of, names = read_values(documents, field, sketches, label_name)
+    if len(of) and not least <= len(names) <= MAX_LABELS:
         raise DataError(
-            given=f"field {quoted(field)} with {len(numbers):,} different values in {count:,} rows",
+            given=f"field {quoted(field)} with {len(names):,} different values in {len(of):,} rows",
             rule=f"labels are {least} to {MAX_LABELS:,} values, each of several rows",
             consequence="nothing was written",
             nearest="the field of the labels or classes; the field of a user or a source is a group",
         )
-    return Labels(field=field, names=tuple(numbers), of=of)
+    return Labels(field=field, names=tuple(names), of=of)
 
 
 def data_set_digest(documents: Documents, sketches: Sketches, labels: Labels) -> str:
