@@ -296,7 +296,11 @@ class Study:
             return {}
 
     def _taken(self, trial: Any, lock: FolderLock) -> Trial:
-        self._choose(trial)
+        try:
+            self._choose(trial)
+        except BaseException:  # the next process, or this one, takes it up
+            lock.close()
+            raise
         known = self._study.get_trials(deepcopy=False)[trial.number]
         return Trial(
             number=trial.number,
