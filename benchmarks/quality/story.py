@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -199,8 +200,8 @@ def bits_per_byte(folder: Path, train: Path, held_out: Path, steps: int, seed: i
     given = [f"data.train={packed(train)}", f"data.eval={packed(held_out)}", f"run.dir={run}", f"run.seed={seed}"]
     given += [f"train.steps={steps}", f"train.eval_every_steps={steps}", *SETTINGS, *more]
     unisono("train", *(f"--set={each}" for each in given))
-    values = [number(event.get("eval/bits_per_byte")) for event in read_events(events_path(run, 0)).events]
-    return [value for value in values if value is not None][-1]
+    values = [number(event.get("eval/loss")) for event in read_events(events_path(run, 0)).events]
+    return [value for value in values if value is not None][-1] / math.log(2)  # a token is a byte
 
 
 def proposed_rate(folder: Path, train: Path) -> float:
