@@ -48,8 +48,10 @@ def balance_classes(
     """
     from unisono.quality.balance import balance
 
-    with resumable(out):
-        result = balance(inputs, out, field=label, power=power, max_repeats=max_repeats or 0)
+    with resumable(out) as progress:
+        result = balance(
+            inputs, out, field=label, power=power, max_repeats=max_repeats or 0, progress=progress
+        )
     value = asdict(result) if out is None else {"out": str(out), **asdict(result)}
     print_result(as_json, value, [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
 

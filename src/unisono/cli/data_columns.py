@@ -114,9 +114,10 @@ def check_table_columns(
         unify=unify,
         skips_unfit=on_error == "skip",
     )
-    with resumable(out):
-        result = check_columns(inputs, out=out, options=options)
-    print_result(as_json, asdict(result), [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
+    with resumable(out) as progress:
+        result = check_columns(inputs, out=out, options=options, progress=progress)
+    value = asdict(result) if out is None else {"out": str(out), **asdict(result)}
+    print_result(as_json, value, [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
     return 1 if result.differences and not unify else 0
 
 

@@ -73,7 +73,7 @@ def find_labels(
             consequence="nothing was read",
             nearest="one of the two",
         )
-    with resumable(out):
+    with resumable(out) as progress:
         result = find_label_errors(
             inputs,
             out,
@@ -84,6 +84,7 @@ def find_labels(
             whole_rows=whole_rows,
             most=most,
             workers=options["workers"],
+            progress=progress,
         )
     print_result(as_json, {"out": str(out), **asdict(result)}, _labels_lines(result, out))
 
@@ -133,8 +134,8 @@ def relabel_documents(
     """
     from unisono.quality.labels.relabel import relabel
 
-    with resumable(out):
-        result = relabel(inputs, out, marks, workers=workers)
+    with resumable(out) as progress:
+        result = relabel(inputs, out, marks, workers=workers, progress=progress)
     print_result(as_json, {"out": str(out), **asdict(result)}, _relabel_lines(result, out))
 
 

@@ -15,6 +15,7 @@ import click
 
 from unisono.cli.common import FiniteRange, every_verb, print_result
 from unisono.cli.data_pack import fractions
+from unisono.cli.job_progress import job_progress
 from unisono.cli.terminal import echo
 from unisono.cli.termination import Terminated, sigterm_interrupts
 from unisono.errors import ConfigError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from unisono.quality.clean import CleanResult
     from unisono.quality.leak import LeakResult
     from unisono.quality.options import DuplicateOptions
+    from unisono.quality.progress import Progress
 
 _SHOWN: Final = 20  # pairs that fit on a screen
 _LANGUAGES: Final = 10  # languages that fit on a line
@@ -156,7 +158,7 @@ def dedup_documents(
     from unisono.quality.clean import clean
     from unisono.quality.options import only_dedup
 
-    with resumable(out):
+    with resumable(out) as progress:
         result = clean(
             inputs,
             out,
@@ -165,6 +167,7 @@ def dedup_documents(
             skips_unreadable=on_error == "skip",
             index_only=index_only,
             workers=options["workers"],
+            progress=progress,
         )
     print_result(as_json, {"out": str(out), **asdict(result)}, _clean_lines(result, out))
 
@@ -214,7 +217,7 @@ def clean_documents(
     from unisono.quality.options import CleanRecipe
 
     recipe = load_config(CleanRecipe, recipes, overrides=overrides).value
-    with resumable(out):
+    with resumable(out) as progress:
         result = clean(
             inputs,
             out,
@@ -223,6 +226,7 @@ def clean_documents(
             skips_unreadable=on_error == "skip",
             index_only=index_only,
             workers=workers,
+            progress=progress,
         )
     print_result(as_json, {"out": str(out), **asdict(result)}, _clean_lines(result, out))
 
@@ -261,7 +265,7 @@ def find_leaking(
     """
     from unisono.quality.leak import find_leaks
 
-    with resumable(out):
+    with resumable(out) as progress:
         result = find_leaks(
             train,
             others,
@@ -270,8 +274,10 @@ def find_leaking(
             crops=options["crops"],
             column=column,
             workers=options["workers"],
+            progress=progress,
         )
-    print_result(as_json, asdict(result), [*_leak_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
+    value = asdict(result) if out is None else {"out": str(out), **asdict(result)}
+    print_result(as_json, value, [*_leak_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
     return 1 if result.pairs else 0
 
 
@@ -311,7 +317,7 @@ def split_documents(
     """
     from unisono.quality.split import split
 
-    with resumable(out):
+    with resumable(out) as progress:
         result = split(
             inputs,
             out,
@@ -323,6 +329,7 @@ def split_documents(
             column=column,
             index_only=index_only,
             workers=options["workers"],
+            progress=progress,
         )
     lines = [
         f"{part.name}: {part.documents:,} documents, {part.documents / max(result.documents, 1):.2%}"
@@ -373,11 +380,11 @@ def duplicate_options(options: dict[str, Any], *, draws: bool = False) -> Duplic
 
 
 @contextmanager
-def resumable(out: Path | None) -> Generator[None]:
-    """Say where an interrupted job goes on, and exit with 75 after SIGTERM."""
+def resumable(out: Path | None) -> Generator[Progress]:
+    """Show the progress of a job, say where an interrupted one goes on, and exit with 75 after SIGTERM."""
     try:
-        with sigterm_interrupts():
-            yield
+        with sigterm_interrupts(), job_progress() as progress:
+            yield progress
     except KeyboardInterrupt as interrupt:
         more = f"; the same command goes on in {out}" if out is not None else ""
         echo(f"unisono: interrupted{more}", err=True)

@@ -27,6 +27,7 @@ from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.options import CleanRecipe, require_settings_of
 from unisono.quality.page import write_clean_page
+from unisono.quality.progress import SILENT, Progress
 from unisono.quality.provenance import cleaning_facts
 from unisono.storage.files import new_file
 
@@ -74,6 +75,7 @@ def clean(
     skips_unreadable: bool = False,
     index_only: bool = False,
     workers: int | str | None = None,
+    progress: Progress = SILENT,
 ) -> CleanResult:
     """Write a cleaned copy of a data set; of duplicates the first document is kept.
 
@@ -88,6 +90,7 @@ def clean(
         skips_unreadable: Whether documents that cannot be read are dropped, or an error.
         index_only: Whether to write no ``data/``.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
+        progress: Is told the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it; or a language is not known.
@@ -106,7 +109,7 @@ def clean(
         normalize_text(
             "", repairs_encoding=recipe.normalize.repairs_encoding
         )  # a package that is missing leaves no folder
-    contamination = benchmark_hashes(recipe, column)
+    contamination = benchmark_hashes(recipe, column, progress)
     steps = {
         "recipe": asdict(recipe),
         "benchmarks": xxhash.xxh3_128_hexdigest(contamination.tobytes()),
@@ -117,19 +120,32 @@ def clean(
     with open_job(out, identity, [*paths, *map(Path, recipe.decontaminate.against)]) as job:
         if job.is_done:
             return job.result(CleanResult)
-        sketches = sketch_all(documents, job.sketches, recipe, contamination=contamination, workers=workers)
+        sketches = sketch_all(
+            documents, job.sketches, recipe, contamination=contamination, workers=workers, progress=progress
+        )
         documents.require_unchanged()
         require_readable(documents, sketches, drops=skips_unreadable or recipe.images.enabled)
-        duplicates, crowded = _duplicates(documents.content, sketches, recipe)
+        duplicates, crowded = _duplicates(documents.content, sketches, recipe, progress)
         reasons = sketches.reasons()
         reasons[duplicates.document] = np.where(duplicates.exact, _REASONS.index(EXACT), _REASONS.index(NEAR))
         files, rows = sketches.places()
         counts = np.bincount(files, minlength=len(documents.files))
         dropped = {name: np.flatnonzero(reasons == number) for number, name in enumerate(_REASONS) if number}
-        changed = write_kept(documents, job.new, reasons == 0, counts, sketches.changed(), index_only=index_only)
+        is_kept = reasons == 0
+        progress.begin("writing", int(is_kept.sum()), "documents")
+        changed = write_kept(
+            documents,
+            job.new,
+            is_kept,
+            counts,
+            sketches.changed(),
+            index_only=index_only,
+            advance=progress.advance,
+        )
+        progress.begin("reporting", 1, "pages")
         result = CleanResult(
             documents=len(sketches),
-            kept=int(np.sum(reasons == 0)),
+            kept=int(is_kept.sum()),
             dropped={name: len(numbers) for name, numbers in dropped.items() if len(numbers)},
             changed=changed,
             masked=sketches.masked(),
@@ -146,18 +162,21 @@ def clean(
                 file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         page = job.new / "report.html"
         write_clean_page(page, out.name, documents.content, result, duplicates, pairs, dropped, sketches.faults())
+        progress.advance(1)
         documents.require_unchanged()
         job.finish({**asdict(result), "inputs": cleaning_facts(map(str, paths))})
     return result
 
 
-def _duplicates(content: Content, sketches: Sketches, recipe: CleanRecipe) -> tuple[Duplicates, int]:
+def _duplicates(
+    content: Content, sketches: Sketches, recipe: CleanRecipe, progress: Progress
+) -> tuple[Duplicates, int]:
     """Duplicates among the documents that are left, and how many had too many candidates."""
     exact = exact_duplicates(sketches)
     if not recipe.dedup.enabled:
         return exact[:0], 0
     excluded = np.concatenate((exact.document, np.flatnonzero(sketches.reasons())))
-    near, crowded = near_documents(content, sketches, recipe.dedup, excluded)
+    near, crowded = near_documents(content, sketches, recipe.dedup, excluded, progress=progress)
     is_copy, near_too = copies_of(exact, near)  # what they are copies of is not kept
     return exact[~is_copy] + near_too + near, crowded
 

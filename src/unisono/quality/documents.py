@@ -23,7 +23,9 @@ from unisono.data.convert.table_files import Row, files_of, open_file, read_form
 from unisono.data.image.decoding import image_format
 from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, find_corpus, read_text
 from unisono.errors import DataError
+from unisono.quality.file_meter import UNMETERED, FileMeter
 from unisono.quality.image_records import PAYLOAD, RECORDS, image_of_record, record_classes
+from unisono.quality.progress import Advance, ignore
 from unisono.sanitize import listed, quoted
 from unisono.storage.files import MAX_SHOWN_PATH, look_up
 from unisono.storage.limits import MAX_RECORD_BYTES
@@ -103,14 +105,26 @@ class Documents:
     skips_unreadable: bool = False
     rows_without: str | None = None
 
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.size for file in self.files)
+
     def __iter__(self) -> Iterator[Document]:
-        """The documents.
+        """The documents. Raises DataError as ``read``."""
+        return self.read(ignore)
+
+    def read(self, advance: Advance) -> Iterator[Document]:
+        """The documents; ``advance`` is told the bytes that are read, ``total_bytes`` in all.
 
         Raises:
             DataError: A file is damaged, or a row has no text or image.
         """
         for number, file in enumerate(self.files):
-            for row, found in enumerate(self._contents(file)):
+            meter = FileMeter(file.size, advance)
+            for row, found in enumerate(self._contents(file, meter)):
+                if file.whole is not None:
+                    meter.end()
                 if isinstance(found, str):
                     yield Document(number, row, found.encode("utf-8", "surrogatepass"))
                 elif isinstance(found, bytes):
@@ -119,22 +133,28 @@ class Documents:
                     yield Document(number, row, b"", "; ".join(problem.given for problem in found.problems))
                 else:
                     raise found
+            meter.end()
 
-    def _contents(self, file: InputFile) -> Iterator[str | bytes | DataError]:
+    def _contents(self, file: InputFile, meter: FileMeter = UNMETERED) -> Iterator[str | bytes | DataError]:
         if self.rows_without is not None:
             field = self.rows_without
-            return (row if isinstance(row, DataError) else _row_as_json(row, field) for row in _rows(file, None))
-        return _texts(file, self.column) if self.content == TEXT else _images(file, self.column)
+            return (row if isinstance(row, DataError) else _row_as_json(row, field) for row in _rows(file, None, meter))
+        return _texts(file, self.column, meter) if self.content == TEXT else _images(file, self.column, meter)
 
-    def values(self, field: str) -> Iterator[Any]:
+    def values(self, field: str, advance: Advance = ignore) -> Iterator[Any]:
         """The value of a field of the tables, of each document.
 
         A file that is one document has the field ``folder``; image records have ``targets``, the name or number of their class.
+
+        Args:
+            field: Its name.
+            advance: Is told the bytes that are read, ``total_bytes`` in all.
 
         Raises:
             DataError: A file or row has no such field, or its value is no string, number or truth value.
         """
         for file in self.files:
+            meter = FileMeter(file.size, advance)
             if file.whole is not None:
                 if field != FOLDER:
                     raise _refused(
@@ -142,17 +162,20 @@ class Documents:
                         "rows of tables have fields; of a file alone the only field is its folder",
                         f"{quoted(FOLDER)}, or a table",
                     )
+                meter.end()
                 yield str(Path(file.name).parent)
                 continue
             if field == TARGETS and has_image_records(file):
                 yield from record_classes(file.path)
+                meter.end()
                 continue
-            for number, row in enumerate(_rows(file, field)):
+            for number, row in enumerate(_rows(file, field, meter)):
                 if isinstance(row, DataError):
                     raise row
                 if not isinstance(row.get(field), str | int | float):
                     raise _no_value(file, number, field, row, "a class or a group is a string or a number")
                 yield row[field]
+            meter.end()
 
     def contents(self, places: Collection[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], str | bytes]]:
         """The texts or images at some places, (number of the file, row), one by one; each file is read as far as needed."""
@@ -381,25 +404,26 @@ def _input_file(path: Path, name: str, entry: SourceFile, corpus: Corpus | None)
     return InputFile(path=path, name=name, size=entry.size, mtime_ns=entry.mtime_ns, whole=whole)
 
 
-def _texts(file: InputFile, column: str | None) -> Iterator[str | DataError]:
+def _texts(file: InputFile, column: str | None, meter: FileMeter) -> Iterator[str | DataError]:
     """The text of each document of a file, or why it has none. Raises DataError where the file is damaged from there on."""
     if file.whole is not None:
         yield _file_text(file, *file.whole)
         return
     if file.kind == ".jsonl":
         column = column or text_field_of_lines(file)
-    for number, row in enumerate(_rows(file, column)):
+    for number, row in enumerate(_rows(file, column, meter)):
         yield row if isinstance(row, DataError) else _row_text(row, column or text_column(row, file), file, number)
 
 
-def _rows(file: InputFile, field: str | None) -> Iterator[Row | DataError]:
+def _rows(file: InputFile, field: str | None, meter: FileMeter) -> Iterator[Row | DataError]:
     """The rows of a table. Only a field that is named is read, where the format allows: others may hold what no row can."""
     if file.kind != ".jsonl" or field is None:
-        yield from open_file(file.path, file.kind, None if field is None else [field]).rows
+        yield from meter.rows(open_file(file.path, file.kind, None if field is None else [field]))
         return
     with open_source(file.path) as source:
         offset = 0
         for number, line in enumerate(iter(lambda: source.readline(MAX_RECORD_BYTES + 1), b""), 1):
+            meter.add(len(line))
             try:
                 yield row_of_line(line, file.path, number, offset, [field])
             except DataError as error:
@@ -419,7 +443,7 @@ def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | Data
         )
 
 
-def _images(file: InputFile, column: str | None) -> Iterator[bytes | DataError]:
+def _images(file: InputFile, column: str | None, meter: FileMeter) -> Iterator[bytes | DataError]:
     """The image of each document of a file, encoded, or why it has none."""
     if file.whole is not None:
         corpus, entry = file.whole
@@ -429,7 +453,7 @@ def _images(file: InputFile, column: str | None) -> Iterator[bytes | DataError]:
         except OSError as error:
             yield _refused(f"{file.path}: {error}", "a file stays as it is meanwhile", "repair or remove it")
         return
-    for number, row in enumerate(_rows(file, column)):
+    for number, row in enumerate(_rows(file, column, meter)):
         if isinstance(row, DataError):
             yield row
             continue

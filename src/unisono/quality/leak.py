@@ -24,6 +24,7 @@ from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import write_kept
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_leak_page
+from unisono.quality.progress import SILENT, Progress
 
 _PAIRS_FILE: Final = "pairs.jsonl"
 
@@ -71,6 +72,7 @@ def find_leaks(
     crops: bool | None = None,
     column: str | None = None,
     workers: int | str | None = None,
+    progress: Progress = SILENT,
 ) -> LeakResult:
     """Find documents of evaluation sets that are also in the training set, or in an evaluation set before them.
 
@@ -83,6 +85,7 @@ def find_leaks(
         crops: Whether a part of an image does, too; None: it does, other than ``options`` say.
         column: Field of the text or image in tables; see ``find_documents``.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
+        progress: Is told the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.
@@ -110,14 +113,14 @@ def find_leaks(
         if job.is_done:
             pairs = map(json.loads, (folder / _PAIRS_FILE).read_bytes().splitlines())
             return job.result(LeakResult, pairs=list(pairs))
-        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers)
+        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers, progress=progress)
         documents.require_unchanged()
         require_readable(documents, sketches, drops=False)
         files, rows = sketches.places()
         split_of_file = np.repeat(np.arange(len(paths)), documents.files_of_path)
         split_of = split_of_file[files]
         exact = exact_duplicates(sketches)
-        near, crowded = near_documents(documents.content, sketches, options, exact.document, split_of)
+        near, crowded = near_documents(documents.content, sketches, options, exact.document, split_of, progress)
         leaks = _leaks(exact, near, split_of)
         pairs = PlacedPairs(documents, files, rows)
         result = LeakResult(
@@ -130,9 +133,12 @@ def find_leaks(
             is_kept = np.ones(len(sketches), np.bool_)
             is_kept[leaks.document] = False
             counts = np.bincount(files, minlength=len(documents.files))
-            write_kept(documents, job.new, is_kept, counts, index_only=True)
+            progress.begin("writing", int(is_kept.sum()), "documents")
+            write_kept(documents, job.new, is_kept, counts, index_only=True, advance=progress.advance)
+            progress.begin("reporting", 1, "pages")
             pairs.write(job.new / _PAIRS_FILE, leaks)
             write_leak_page(job.new / "report.html", documents.content, result, leaks, pairs)
+            progress.advance(1)
             job.finish({name: value for name, value in asdict(result).items() if name != "pairs"})
     return result
 

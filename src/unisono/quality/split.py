@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -22,6 +22,7 @@ from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_split_page
+from unisono.quality.progress import SILENT, Progress
 from unisono.quality.provenance import cleaning_facts
 from unisono.sanitize import quoted
 
@@ -79,6 +80,7 @@ def split(
     column: str | None = None,
     index_only: bool = False,
     workers: int | str | None = None,
+    progress: Progress = SILENT,
 ) -> SplitResult:
     """Split a data set: documents that are the same, near each other or of one group go into the same part.
 
@@ -95,6 +97,7 @@ def split(
         column: Field of the text in tables; see ``find_documents``.
         index_only: Whether to write no ``data/``.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
+        progress: Is told the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.
@@ -121,17 +124,22 @@ def split(
     with open_job(out, identity, paths) as job:
         if job.is_done:
             return job.result(SplitResult)
-        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers)
+        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers, progress=progress)
         require_readable(documents, sketches, drops=False)
-        groups = None if group_field is None else documents.values(group_field)
-        cluster_of, crowded = find_clusters(documents.content, sketches, options, groups)
-        classes, names = _classes(documents, class_field, len(sketches))
+        groups = None if group_field is None else _groups(documents, group_field, progress)
+        cluster_of, crowded = find_clusters(documents.content, sketches, options, groups, progress)
+        classes, names = _classes(documents, class_field, len(sketches), progress)
         part_of = assign_parts(cluster_of, classes, [float(share) for share in parts.values()], options.seed)
         documents.require_unchanged()
         files, _ = sketches.places()
         counts = np.bincount(files, minlength=len(documents.files))
+        progress.begin("writing", len(sketches), "documents")
         for number, name in enumerate(parts):
-            write_kept(documents, job.new / name, part_of == number, counts, index_only=index_only)
+            of_part = part_of == number
+            write_kept(
+                documents, job.new / name, of_part, counts, index_only=index_only, advance=progress.advance
+            )
+        progress.begin("reporting", 1, "pages")
         sizes = np.unique(cluster_of, return_counts=True)[1]
         result = SplitResult(
             documents=len(sketches),
@@ -150,6 +158,7 @@ def split(
             options=options,
         )
         write_split_page(job.new / "report.html", out.name, documents.content, result)
+        progress.advance(1)
         documents.require_unchanged()
         job.finish({**asdict(result), "inputs": cleaning_facts(map(str, paths))})
     return result
@@ -195,14 +204,23 @@ def assign_parts(
     return part_of
 
 
-def _classes(documents: Documents, field: str | None, count: int) -> tuple[NDArray[np.int64], list[str]]:
+def _groups(documents: Documents, field: str, progress: Progress) -> Iterator[object]:
+    """The group of each document. The stage begins when the first one is asked for."""
+    progress.begin("reading groups", documents.total_bytes, "bytes")
+    yield from documents.values(field, progress.advance)
+
+
+def _classes(
+    documents: Documents, field: str | None, count: int, progress: Progress
+) -> tuple[NDArray[np.int64], list[str]]:
     """The number of each document's class, and the names of the classes."""
     if field is None:
         return np.zeros(count, np.int64), []
     numbers: dict[str, int] = {}
-    classes = np.fromiter(
-        (numbers.setdefault(str(value), len(numbers)) for value in documents.values(field)), np.int64, count
-    )
+    progress.begin("reading classes", documents.total_bytes, "bytes")
+    values = documents.values(field, progress.advance)
+    classes = np.fromiter((numbers.setdefault(str(value), len(numbers)) for value in values), np.int64, count)
+    next(values, None)  # to the end of the last file
     if len(numbers) > MAX_CLASSES:
         raise DataError(
             given=f"field {quoted(field)} with {len(numbers):,} different values",

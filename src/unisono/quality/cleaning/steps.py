@@ -20,6 +20,7 @@ from unisono.quality.cleaning.text_quality import LIMITS, failed_limit
 from unisono.quality.documents import find_documents, require_text
 from unisono.quality.duplicates.shingles import shingle_hashes
 from unisono.quality.options import CleanRecipe
+from unisono.quality.progress import SILENT, Progress
 
 KEPT: Final = ""
 CONTAMINATED: Final = "decontaminate"
@@ -92,7 +93,7 @@ def clean_documents(
     return CleanedDocuments(texts=cleaned, reasons=reasons, values=values, languages=languages, masked=dict(masked))
 
 
-def benchmark_hashes(recipe: CleanRecipe, column: str | None) -> NDArray[np.uint64]:
+def benchmark_hashes(recipe: CleanRecipe, column: str | None, progress: Progress = SILENT) -> NDArray[np.uint64]:
     """Sorted hashes of the n-grams of benchmarks, uint64. Documents of fewer words have none: they would be found anywhere.
 
     Benchmarks are normalized and masked as the documents are: a quotation of one is to have its words.
@@ -100,6 +101,7 @@ def benchmark_hashes(recipe: CleanRecipe, column: str | None) -> NDArray[np.uint
     Args:
         recipe: The benchmarks, and the steps.
         column: Field of the text, in tables of benchmarks as in those of the data.
+        progress: Is told the bytes that are read.
 
     Raises:
         DataError: A benchmark cannot be read.
@@ -111,7 +113,8 @@ def benchmark_hashes(recipe: CleanRecipe, column: str | None) -> NDArray[np.uint
     found = find_documents([Path(path) for path in options.against], column=column)
     require_text(found)
     hashes = [np.zeros(0, np.uint64)]
-    for batch in _batches(_benchmark_text(document.content, recipe) for document in found):
+    progress.begin("reading benchmarks", found.total_bytes, "bytes")
+    for batch in _batches(_benchmark_text(document.content, recipe) for document in found.read(progress.advance)):
         of_batch, offsets = shingle_hashes(batch, options.ngram)
         num_words = np.diff(shingle_hashes(batch, 1)[1])
         hashes.append(of_batch[np.repeat(num_words >= options.ngram, np.diff(offsets))])

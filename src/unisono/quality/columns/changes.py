@@ -20,6 +20,7 @@ from unisono.quality.columns.scan import FileFacts
 from unisono.quality.columns.targets import Target, deviates
 from unisono.quality.documents import Documents, InputFile
 from unisono.quality.kept_rows import DATA_FOLDER, WRITABLE
+from unisono.quality.progress import SILENT, Progress
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
 
@@ -82,6 +83,7 @@ def write_changes(
     masked: Mapping[str, NDArray[np.int64]],
     targets: Mapping[str, Target],
     skips: bool,
+    progress: Progress = SILENT,
 ) -> ColumnChanges:
     """Write ``data/NAME`` of each file, ``masked.jsonl``, which has each masked value as it was, and ``dropped.jsonl``.
 
@@ -94,6 +96,7 @@ def write_changes(
         masked: Rows among all rows whose value is masked, by column, in order.
         targets: The schema of all files; empty if nothing is cast.
         skips: Whether a row with a value that cannot be cast is left out, or is an error.
+        progress: Is told the rows that are written.
 
     Raises:
         DataError: A value cannot be cast without loss, or a format cannot hold a row.
@@ -102,6 +105,7 @@ def write_changes(
     if targets and any(file.kind == ".parquet" for file in documents.files):
         types = arrow_types(documents.files, targets)
     begin = 0
+    progress.begin("writing", sum(found.rows for found in facts), "rows")
     with new_file(folder / MASKED_FILE) as masked_file, new_file(folder / DROPPED_FILE) as dropped_file:
         log = ChangeLog(masked_file=masked_file, dropped_file=dropped_file, skips=skips)
         for file, found in zip(documents.files, facts, strict=True):
@@ -114,6 +118,7 @@ def write_changes(
                 targets=targets,
                 deviating=_deviating(found, targets),
                 log=log,
+                advance=progress.advance,
             )
             target = folder / DATA_FOLDER / file.name
             make_folder(target.parent)
@@ -149,6 +154,7 @@ def _write_file(change: FileChange, facts: FileFacts, target: Path, types: Types
         write_rows(change, target)
     elif not facts.columns or not (change.masked or change.deviating or _is_rearranged(change, facts, types)):
         _copy(change.file, target)
+        change.advance(change.rows)
     elif kind == ".jsonl":
         write_jsonl(change, target)
     elif kind == ".csv":

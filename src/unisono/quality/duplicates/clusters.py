@@ -12,10 +12,15 @@ from unisono.quality.duplicates.near_duplicates import MAX_COMPARED, Buckets, ca
 from unisono.quality.duplicates.near_images import similar_images
 from unisono.quality.duplicates.sketch_folder import Sketches
 from unisono.quality.options import DuplicateOptions
+from unisono.quality.progress import SILENT, Progress
 
 
 def find_clusters(
-    content: Content, sketches: Sketches, options: DuplicateOptions, values: Iterable[object] | None
+    content: Content,
+    sketches: Sketches,
+    options: DuplicateOptions,
+    values: Iterable[object] | None,
+    progress: Progress = SILENT,
 ) -> tuple[NDArray[np.int64], int]:
     """Join documents into clusters; also over several others: the first and the last of a chain are in one cluster.
 
@@ -24,6 +29,7 @@ def find_clusters(
         sketches: Of all documents.
         options: From which similarity on two documents belong together.
         values: Of each document; documents of one value belong together. None: there are none.
+        progress: Is told how many documents are compared.
 
     Returns:
         The first document of each document's cluster, int64 [documents]; and how many documents were not compared with all
@@ -35,10 +41,10 @@ def find_clusters(
     crowded = 0
     near = options.near
     if content == "images":
-        crowded = _join_images(first, sketches, options, exact.document)
+        crowded = _join_images(first, sketches, options, exact.document, progress)
     elif near:
         buckets = Buckets()
-        for document, shared in candidates(sketches, exact.document):
+        for document, shared in candidates(sketches, exact.document, progress):
             others, is_crowded = buckets.sharing(shared)
             shingles = sketches.shingles(document)
             for other in others[:MAX_COMPARED]:
@@ -59,12 +65,16 @@ def find_clusters(
 
 
 def _join_images(
-    first: NDArray[np.int64], sketches: Sketches, options: DuplicateOptions, excluded: NDArray[np.int64]
+    first: NDArray[np.int64],
+    sketches: Sketches,
+    options: DuplicateOptions,
+    excluded: NDArray[np.int64],
+    progress: Progress,
 ) -> int:
     """Join images that are near each other; returns how many had too many candidates."""
     crowded = 0
     if options.image_near:
-        for image, pairs, is_crowded in similar_images(sketches, options, excluded):
+        for image, pairs, is_crowded in similar_images(sketches, options, excluded, progress=progress):
             for other, _ in pairs:
                 join(first, image, other)
             crowded += is_crowded

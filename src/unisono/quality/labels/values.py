@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from unisono.errors import DataError
 from unisono.quality.documents import Documents
 from unisono.quality.duplicates.sketch_folder import Sketches
+from unisono.quality.progress import SILENT, Progress
 from unisono.sanitize import quoted
 
 MAX_LABELS: Final = 10_000
@@ -67,7 +68,9 @@ def label_like(name: str, value: Any) -> Any:
         ) from error
 
 
-def read_labels(documents: Documents, field: str, count: int, *, least: int = 1) -> Labels:
+def read_labels(
+    documents: Documents, field: str, count: int, *, least: int = 1, progress: Progress = SILENT
+) -> Labels:
     """Read the label of each of ``count`` documents.
 
     Args:
@@ -75,15 +78,17 @@ def read_labels(documents: Documents, field: str, count: int, *, least: int = 1)
         field: The field of the labels.
         count: Number of documents.
         least: Different labels that there must be.
+        progress: Is told the bytes that are read.
 
     Raises:
         DataError: A file is text; a row has no label, or one that is no string, number or truth value; there are too few or too
             many different labels.
     """
     numbers: dict[str, int] = {}
-    of = np.fromiter(
-        (numbers.setdefault(label_name(value), len(numbers)) for value in documents.values(field)), np.int64, count
-    )
+    progress.begin("reading labels", documents.total_bytes, "bytes")
+    values = documents.values(field, progress.advance)
+    of = np.fromiter((numbers.setdefault(label_name(value), len(numbers)) for value in values), np.int64, count)
+    next(values, None)  # to the end of the last file
     if count and not least <= len(numbers) <= MAX_LABELS:
         raise DataError(
             given=f"field {quoted(field)} with {len(numbers):,} different values in {count:,} rows",
