@@ -27,8 +27,9 @@ _BAR_WIDTH: Final = 24
 @contextmanager
 def job_progress() -> Generator[Progress]:
     """Show what a job tells: on a terminal by one line that is redrawn, elsewhere by messages of the level info."""
-    is_live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    shown = LiveProgress(sys.stderr) if is_live else LoggedProgress()
+    stderr: TextIO | None = sys.stderr  # None where it was closed before the start
+    is_live = stderr is not None and stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    shown = LiveProgress(stderr) if stderr is not None and is_live else LoggedProgress()
     try:
         yield shown
     finally:

@@ -14,6 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.quality.cleaning.languages import language_version
+from unisono.quality.cleaning.measures import Distribution, distributions_of
 from unisono.quality.cleaning.normalization import normalize_text
 from unisono.quality.cleaning.personal_data import mask_personal_data
 from unisono.quality.cleaning.steps import REASONS, UNREADABLE, benchmark_hashes
@@ -52,6 +53,7 @@ class CleanResult:
         recipe: The settings of all steps.
         recipe_hash: xxh3-128 of the recipe, the hash of its benchmarks and the versions of packages, as JSON with sorted keys.
         sketch: Algorithm of the signatures and its version; empty without near-duplicates.
+        distributions: Histograms of the lengths, before and after, and of what each limit is compared with.
     """
 
     documents: int
@@ -64,6 +66,7 @@ class CleanResult:
     recipe: CleanRecipe
     recipe_hash: str
     sketch: str
+    distributions: tuple[Distribution, ...] = ()
 
 
 def clean(
@@ -154,6 +157,7 @@ def clean(
             recipe=recipe,
             recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(steps, sort_keys=True).encode()),
             sketch=sketch,
+            distributions=distributions_of(documents.content, sketches.measures_by_chunk(), is_kept, recipe),
         )
         # the report shows no personal data that the data set has no more
         pairs = PlacedPairs(documents, files, rows, lambda text: mask_personal_data(text, recipe.mask.kinds)[0])

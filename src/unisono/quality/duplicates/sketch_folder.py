@@ -165,6 +165,11 @@ class Sketches:
         for number, begin in enumerate(self._begins[:-1].tolist()):
             yield begin, self._open(number).get_tensor("thumbnails")
 
+    def measures_by_chunk(self) -> Iterator[tuple[int, NDArray[np.float64]]]:
+        """Measures of the documents of each chunk, float64 [documents, measures], and the number of the first one."""
+        for number, begin in enumerate(self._begins[:-1].tolist()):
+            yield begin, self._open(number).get_tensor("measures")
+
     def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Number of the file of each document, and row in it, int64 [documents]."""
         parts = [(file, row, count) for chunk in self._chunks for file, row, count in chunk.runs()]
