@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from unisono.cli.common import every_verb, print_result
-from unisono.cli.data_quality import IMAGE_NEAR, compares, duplicate_options, resumable, works_in
+from unisono.cli.data_quality import IMAGE_NEAR, compares, duplicate_options, resumable, with_places, works_in
 from unisono.errors import ConfigError
 from unisono.sanitize import printable
 
@@ -86,7 +85,7 @@ def find_labels(
             workers=options["workers"],
             progress=progress,
         )
-    print_result(as_json, {"out": str(out), **asdict(result)}, _labels_lines(result, out))
+    print_result(as_json, with_places(out, result), _labels_lines(result, out))
 
 
 def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
@@ -136,7 +135,7 @@ def relabel_documents(
 
     with resumable(out) as progress:
         result = relabel(inputs, out, marks, workers=workers, progress=progress)
-    print_result(as_json, {"out": str(out), **asdict(result)}, _relabel_lines(result, out))
+    print_result(as_json, with_places(out, result), _relabel_lines(result, out))
 
 
 def _relabel_lines(result: RelabelResult, out: Path) -> list[str]:

@@ -169,7 +169,7 @@ def dedup_documents(
             workers=options["workers"],
             progress=progress,
         )
-    print_result(as_json, {"out": str(out), **asdict(result)}, _clean_lines(result, out))
+    print_result(as_json, with_places(out, result), _clean_lines(result, out))
 
 
 @click.command("clean")
@@ -228,7 +228,7 @@ def clean_documents(
             workers=workers,
             progress=progress,
         )
-    print_result(as_json, {"out": str(out), **asdict(result)}, _clean_lines(result, out))
+    print_result(as_json, with_places(out, result), _clean_lines(result, out))
 
 
 def _clean_lines(result: CleanResult, out: Path) -> list[str]:
@@ -276,8 +276,7 @@ def find_leaking(
             workers=options["workers"],
             progress=progress,
         )
-    value = asdict(result) if out is None else {"out": str(out), **asdict(result)}
-    print_result(as_json, value, [*_leak_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
+    print_result(as_json, with_places(out, result), [*_leak_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
     return 1 if result.pairs else 0
 
 
@@ -339,7 +338,7 @@ def split_documents(
     lines.append(f"{result.clusters:,} clusters, the largest of {result.largest:,} documents")
     if result.crowded:
         lines.append(f"{result.crowded:,} documents had too many candidates to be compared with all of them")
-    print_result(as_json, {"out": str(out), **asdict(result)}, [*lines, f"report: {out / 'report.html'}"])
+    print_result(as_json, with_places(out, result), [*lines, f"report: {out / 'report.html'}"])
 
 
 def _leak_lines(result: LeakResult) -> list[str]:
@@ -377,6 +376,12 @@ def duplicate_options(options: dict[str, Any], *, draws: bool = False) -> Duplic
     if options["exact"]:
         settings |= {"near": 0.0, "image_near": 0.0}
     return DuplicateOptions(**settings, crops=bool(options.get("crops")), seed=options["seed"])
+
+
+def with_places(out: Path | None, result: Any) -> dict[str, Any]:
+    """What ``--json`` prints: the folder of the results and its page, if there is one, and the result."""
+    places = {} if out is None else {"out": str(out), "report": str(out / "report.html")}
+    return {**places, **asdict(result)}
 
 
 @contextmanager

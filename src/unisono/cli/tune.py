@@ -179,7 +179,7 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
         _require_new(folder / CHECK_FOLDER, out)
         make_folder(folder)
         transfer = with_check(transfer, folder, files, overrides, as_json=as_json)
-    result: dict[str, Any] = {"folder": out, "transfer": None if transfer is None else transfer.to_json()}
+    result: dict[str, Any] = {"out": out, "transfer": None if transfer is None else transfer.to_json()}
     if transfer is not None and not transfer.holds:
         page = folder / CHECK_FOLDER / "report.html"
         print_result(as_json, {**result, "report": str(page)}, [transfer.verdict(), f"report: {page}"])
@@ -246,7 +246,7 @@ def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, most: i
     write_batch_page(folder / "report.html", found)
     print_result(
         as_json,
-        {"folder": out, "report": str(folder / "report.html"), **found.to_json()},
+        {"out": out, "report": str(folder / "report.html"), **found.to_json()},
         [
             batch_verdict(found),
             f"unisono train … --set plan.micro_batch={found.proposed}, which divides the global batch",
@@ -324,7 +324,7 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
     if overlay is not None:
         lines.insert(1, f"unisono train {overlay}")
     result = {
-        "folder": out,
+        "out": out,
         "report": str(folder / "report.html"),
         "overlay": None if overlay is None else str(overlay),
     }
@@ -380,7 +380,7 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
         found = cross_validation(chosen.metric, num_folds, records)
         write_folds_page(folder / "report.html", found, records)
     trials = [{**record.to_json(), "fold": int(record.settings[FOLD])} for record in records]
-    result = {"folder": out, "report": str(folder / "report.html"), **found.to_json(), "trials": trials}
+    result = {"out": out, "report": str(folder / "report.html"), **found.to_json(), "trials": trials}
     lines = [found.verdict(), f"report: {folder / 'report.html'}"]
     if options["sample_losses"]:
         trust = ["--trust-python"] if is_python_trusted() else []
@@ -528,7 +528,7 @@ def _write(
     if transfer is not None:
         lines.append(transfer.verdict())
     result: dict[str, Any] = {
-        "folder": str(out),
+        "out": str(out),
         "report": str(out / REPORT_FILE),
         "metric": chosen.metric,
         "trials": [record.to_json() for record in records],

@@ -13,7 +13,10 @@ from unisono.report.section import Section
 
 _COLOURS: Final = {"read": "#afb8c1", "kept": "#1f6feb", "tried": "#1f6feb"}
 _LIMIT: Final = "#cf222e"
-_LENGTH_TITLES: Final[dict[Content, str]] = {"text": "characters", "images": "pixels, width times height"}
+_LENGTHS: Final[dict[Content, tuple[str, str]]] = {  # title, and what is counted
+    "text": ("Lengths", "characters"),
+    "images": ("Sizes", "pixels, width times height"),
+}
 _TITLES: Final = {
     "words": "words",
     "mean_word_chars": "mean length of words, characters",
@@ -37,10 +40,11 @@ def distribution_sections(distributions: Sequence[Distribution], content: Conten
     limits = [one for one in distributions if one.limits and one.counts]
     sections: list[Section] = []
     if lengths:
-        layout = _layout("", lengths) | {"barmode": "overlay", "xaxis": _axis(_LENGTH_TITLES[content], lengths)}
+        heading, unit = _LENGTHS[content]
+        layout = _layout("", lengths) | {"barmode": "overlay", "xaxis": _axis(unit, lengths)}
         chart = {"id": "lengths", "data": [_bars(one) for one in lengths], "layout": layout}
         note = "Of all documents that could be read, as they were, and of the kept ones, as they are now."
-        sections.append(Section(title="Lengths", note=note, charts=[chart]))
+        sections.append(Section(title=heading, note=note, charts=[chart]))
     if limits:
         charts = [
             {
