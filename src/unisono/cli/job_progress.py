@@ -86,7 +86,9 @@ class JobStage:
 def _amount(count: float, unit: Unit) -> str:
     from unisono.observe.run_summary import format_gib
 
-    return format_gib(count) if unit == "bytes" else f"{round(count):,} {unit}"
+    if unit == "bytes":
+        return format_gib(count)
+    return f"{round(count):,} {unit.removesuffix('s') if round(count) == 1 else unit}"
 
 
 def _duration(seconds: float) -> str:
@@ -171,7 +173,15 @@ class LiveProgress:
         from unisono.observe.console import Stream
 
         # a terminal that is lost does not end the job
-        console = Console(file=cast(TextIO, Stream(self._stream)), force_terminal=True, force_jupyter=False)
+        console = Console(
+            file=cast(TextIO, Stream(self._stream)),
+            force_terminal=True,
+            force_jupyter=False,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            soft_wrap=True,
+        )
         live = Live(
             console=console,
             get_renderable=self._draw,

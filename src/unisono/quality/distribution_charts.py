@@ -84,7 +84,7 @@ def _bars(distribution: Distribution) -> dict[str, Any]:
         "x": [(low + high) / 2 for low, high in zip(edges, edges[1:], strict=False)],
         "width": [high - low for low, high in zip(edges, edges[1:], strict=False)],
         "y": list(distribution.counts),
-        "hovertext": [f"{low:,g} to {high:,g}" for low, high in spans],
+        "hovertext": [f"{low:,.10g} to {high:,.10g}" for low, high in spans],
         "hovertemplate": "%{hovertext}: %{y:,} documents<extra>%{fullData.name}</extra>",
         "marker": {"color": _COLOURS[distribution.of]},
         "opacity": 0.75,
@@ -93,7 +93,7 @@ def _bars(distribution: Distribution) -> dict[str, Any]:
 
 def _layout(title: str, shown: Sequence[Distribution]) -> dict[str, Any]:
     limits = [(name, limit, one.measure) for one in shown for name, limit in one.limits.items()]
-    places = [(f"{name} {limit:,g}", _place(limit, measure)) for name, limit, measure in limits]
+    places = [(f"{name} {limit:,.10g}", _place(limit, measure)) for name, limit, measure in limits]
     lines = [
         {
             "type": "line",
@@ -138,4 +138,4 @@ def _axis(title: str, shown: Sequence[Distribution]) -> dict[str, Any]:
     powers = range(math.floor(low), math.ceil(high) + 1)
     steps = (1,) if high - low > 2 else (1, 2, 5)
     ticks = [step * 10**power for power in powers for step in steps]
-    return axis | {"tickvals": [math.log10(tick) for tick in ticks], "ticktext": [f"{tick:,g}" for tick in ticks]}
+    return axis | {"tickvals": [math.log10(tick) for tick in ticks], "ticktext": [f"{tick:,.10g}" for tick in ticks]}
