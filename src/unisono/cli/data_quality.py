@@ -210,7 +210,8 @@ def clean_documents(
 
     INPUTS are tables with a field of text or images, files of these, or folders; they do not change. The steps, each a section
     of the recipe: normalize, filter, mask, decontaminate and dedup of texts, images and dedup of images. OUT is as of unisono
-    data dedup; dropped.jsonl names the limit that each dropped document did not keep. After a kill, the same command goes on.
+    data dedup; dropped.jsonl names the limit that each dropped document did not keep, and report.html shows what each limit cuts.
+    After a kill, the same command goes on.
     """
     from unisono.config import load_config
     from unisono.quality.clean import clean
