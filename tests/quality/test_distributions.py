@@ -94,7 +94,10 @@ def test_each_limit_is_seen_to_cut(tmp_path: Path, workers: int, monkeypatch: py
     assert "each picture has the documents that kept all limits before it" in words(page)
     drawn = charts(page)
     assert [sum(bars["y"]) for bars in drawn["lengths"]["data"]] == [55, 41]
-    assert [note["text"] for note in drawn["measure0"]["layout"]["annotations"]] == ["min_words 10", "max_words 100,000"]
+    assert [note["text"] for note in drawn["measure0"]["layout"]["annotations"]] == [
+        "min_words 10",
+        "max_words 100,000",
+    ]
     assert [line["x0"] for line in drawn["measure0"]["layout"]["shapes"]] == [1, 5]  # powers of ten
     low, high = drawn["measure0"]["layout"]["xaxis"]["range"]
     assert low < 1

@@ -219,7 +219,9 @@ def test_stages_of_columns(tmp_path: Path, suffix: str, monkeypatch: pytest.Monk
         pytest.importorskip("pyarrow")
     tables = [tmp_path / f"{name}{suffix}" for name in "ab"]
     for path in tables:
-        write_table(path, Table(rows=[{"x": 1.0 + number % 7 if number else 1e9, "t": number} for number in range(200)]))
+        write_table(
+            path, Table(rows=[{"x": 1.0 + number % 7 if number else 1e9, "t": number} for number in range(200)])
+        )
     options = ColumnOptions(time="t", mask=("outlier",), unify=True)
     told = Told()
     with monkeypatch.context() as patch:

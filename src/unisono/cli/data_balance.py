@@ -48,10 +48,10 @@ def balance_classes(
     from unisono.quality.balance import balance
 
     with resumable(out) as progress:
-        result = balance(
-            inputs, out, field=label, power=power, max_repeats=max_repeats or 0, progress=progress
-        )
-    print_result(as_json, with_places(out, result), [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
+        result = balance(inputs, out, field=label, power=power, max_repeats=max_repeats or 0, progress=progress)
+    print_result(
+        as_json, with_places(out, result), [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])]
+    )
 
 
 def _lines(result: BalanceResult) -> list[str]:

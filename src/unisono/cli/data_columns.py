@@ -115,7 +115,9 @@ def check_table_columns(
     )
     with resumable(out) as progress:
         result = check_columns(inputs, out=out, options=options, progress=progress)
-    print_result(as_json, with_places(out, result), [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
+    print_result(
+        as_json, with_places(out, result), [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])]
+    )
     return 1 if result.differences and not unify else 0
 
 

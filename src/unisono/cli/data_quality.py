@@ -277,7 +277,9 @@ def find_leaking(
             workers=options["workers"],
             progress=progress,
         )
-    print_result(as_json, with_places(out, result), [*_leak_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
+    print_result(
+        as_json, with_places(out, result), [*_leak_lines(result), *([f"report: {out / 'report.html'}"] if out else [])]
+    )
     return 1 if result.pairs else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 from unisono.quality.cleaning.measures import CHARS, LOGARITHMIC, NEW_CHARS, PIXELS, Distribution
@@ -77,12 +78,12 @@ def _place(value: float, measure: str) -> float:
 def _bars(distribution: Distribution) -> dict[str, Any]:
     """Bars at places of the axis, so that those of a logarithmic measure are of equal width."""
     edges = [_place(edge, distribution.measure) for edge in distribution.edges]
-    spans = zip(distribution.edges, distribution.edges[1:], strict=False)
+    spans = pairwise(distribution.edges)
     return {
         "type": "bar",
         "name": distribution.of,
-        "x": [(low + high) / 2 for low, high in zip(edges, edges[1:], strict=False)],
-        "width": [high - low for low, high in zip(edges, edges[1:], strict=False)],
+        "x": [(low + high) / 2 for low, high in pairwise(edges)],
+        "width": [high - low for low, high in pairwise(edges)],
         "y": list(distribution.counts),
         "hovertext": [f"{low:,.10g} to {high:,.10g}" for low, high in spans],
         "hovertemplate": "%{hovertext}: %{y:,} documents<extra>%{fullData.name}</extra>",
@@ -122,7 +123,7 @@ def _layout(title: str, shown: Sequence[Distribution]) -> dict[str, Any]:
     ]
     scale = {"type": "log"} if limits else {}
     more = {"bargap": 0, "hovermode": "closest", "shapes": lines, "annotations": names}
-    layout = curve_layout(title, "documents", height=280) | more
+    layout: dict[str, Any] = curve_layout(title, "documents", height=280) | more
     return layout | {"yaxis": {**layout["yaxis"], **scale, "exponentformat": "none"}}
 
 

@@ -136,9 +136,7 @@ def split(
         progress.begin("writing", len(sketches), "documents")
         for number, name in enumerate(parts):
             of_part = part_of == number
-            write_kept(
-                documents, job.new / name, of_part, counts, index_only=index_only, advance=progress.advance
-            )
+            write_kept(documents, job.new / name, of_part, counts, index_only=index_only, advance=progress.advance)
         progress.begin("reporting", 1, "pages")
         sizes = np.unique(cluster_of, return_counts=True)[1]
         result = SplitResult(

@@ -93,9 +93,7 @@ def find_conflicts(
     crowded = 0
     if threshold_of(content, options):
         find = _similar_images if content == "images" else _similar_texts
-        for document, pairs, is_crowded in find(
-            sketches, options, exact.document, labels, has_several, progress
-        ):
+        for document, pairs, is_crowded in find(sketches, options, exact.document, labels, has_several, progress):
             for other, similarity in pairs:
                 join(first, document, other)
                 best[[document, other]] = np.maximum(best[[document, other]], similarity)

@@ -68,9 +68,7 @@ def label_like(name: str, value: Any) -> Any:
         ) from error
 
 
-def read_labels(
-    documents: Documents, field: str, count: int, *, least: int = 1, progress: Progress = SILENT
-) -> Labels:
+def read_labels(documents: Documents, field: str, count: int, *, least: int = 1, progress: Progress = SILENT) -> Labels:
     """Read the label of each of ``count`` documents.
 
     Args:
