@@ -108,9 +108,11 @@ def _layout(title: str, shown: Sequence[Distribution]) -> dict[str, Any]:
         }
         for _, at in places
     ]
+    low, high = _ends(shown)
     names = [
         {
             "x": at,
+            "xanchor": "left" if at < (low + high) / 2 else "right",
             "xref": "x",
             "y": 1,
             "yref": "paper",
@@ -121,17 +123,23 @@ def _layout(title: str, shown: Sequence[Distribution]) -> dict[str, Any]:
         }
         for name, at in places
     ]
-    scale = {"type": "log"} if limits else {}
+    most = max(max(one.counts) for one in shown)
+    scale: dict[str, Any] = {"type": "log", "dtick": 1, "range": [-0.3, math.log10(most) + 0.1]} if limits else {}
     more = {"bargap": 0, "hovermode": "closest", "shapes": lines, "annotations": names}
     layout: dict[str, Any] = curve_layout(title, "documents", height=280) | more
     return layout | {"yaxis": {**layout["yaxis"], **scale, "exponentformat": "none"}}
 
 
+def _ends(shown: Sequence[Distribution]) -> tuple[float, float]:
+    """Where the first and the last bar or limit stand on the axis."""
+    values = [value for one in shown for value in (one.edges[0], one.edges[-1], *one.limits.values())]
+    return _place(min(values), shown[0].measure), _place(max(values), shown[0].measure)
+
+
 def _axis(title: str, shown: Sequence[Distribution]) -> dict[str, Any]:
     """The horizontal axis: it has all bars and limits, and of a logarithmic measure the powers of ten."""
     measure = shown[0].measure
-    values = [value for one in shown for value in (one.edges[0], one.edges[-1], *one.limits.values())]
-    low, high = _place(min(values), measure), _place(max(values), measure)
+    low, high = _ends(shown)
     margin = max(0.03 * (high - low), 0.01)
     axis: dict[str, Any] = {"title": {"text": title}, "zeroline": False, "range": [low - margin, high + margin]}
     if measure not in LOGARITHMIC:
