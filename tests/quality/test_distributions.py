@@ -95,9 +95,10 @@ def test_each_limit_is_seen_to_cut(tmp_path: Path, workers: int, monkeypatch: py
     drawn = charts(page)
     assert [sum(bars["y"]) for bars in drawn["lengths"]["data"]] == [55, 41]
     assert [note["text"] for note in drawn["measure0"]["layout"]["annotations"]] == [
-        "min_words 10",
-        "max_words 100,000",
+        "min 10",
+        "max 100,000",
     ]
+    assert drawn["measure0"]["layout"]["title"]["text"] == "words: 55 documents"
     assert [line["x0"] for line in drawn["measure0"]["layout"]["shapes"]] == [1, 5]  # powers of ten
     low, high = drawn["measure0"]["layout"]["xaxis"]["range"]
     assert low < 1
@@ -133,4 +134,4 @@ def test_limits_of_images(tmp_path: Path) -> None:
     assert beyond(blur, "max_blur") == 1
     drawn = charts((tmp_path / "out/report.html").read_text())
     assert set(drawn) >= {"lengths", "measure0", "measure1", "measure2"}
-    assert [note["text"] for note in drawn["measure2"]["layout"]["annotations"]] == ["max_blur 0.65"]
+    assert [note["text"] for note in drawn["measure2"]["layout"]["annotations"]] == ["max 0.65"]

@@ -64,7 +64,7 @@ def distribution_sections(distributions: Sequence[Distribution], content: Conten
 
 
 def _title(distribution: Distribution) -> str:
-    title = f"{distribution.documents:,} documents"
+    title = f"{distribution.measure}: {distribution.documents:,} documents"
     if distribution.below or distribution.above:
         title += f" ({distribution.below:,} below, {distribution.above:,} above)"
     return title
@@ -94,7 +94,7 @@ def _bars(distribution: Distribution) -> dict[str, Any]:
 
 def _layout(title: str, shown: Sequence[Distribution]) -> dict[str, Any]:
     limits = [(name, limit, one.measure) for one in shown for name, limit in one.limits.items()]
-    places = [(f"{name} {limit:,.10g}", _place(limit, measure)) for name, limit, measure in limits]
+    places = [(f"{name[:3]} {limit:,.10g}", _place(limit, measure)) for name, limit, measure in limits]
     lines = [
         {
             "type": "line",
