@@ -169,6 +169,29 @@ def test_stages_with_a_benchmark(tmp_path: Path) -> None:
     assert told.of("reading benchmarks").total == benchmark.stat().st_size
 
 
+def test_bytes_of_a_benchmark_with_two_columns(tmp_path: Path) -> None:
+    benchmark = table(tmp_path / "benchmark.jsonl", 5)
+    recipe = CleanRecipe(
+        filter=FilterOptions(enabled=False),
+        decontaminate=DecontaminateOptions(against=(str(benchmark),), columns=("text", "label")),
+        dedup=DuplicateOptions(enabled=False),
+    )
+    told = Told()
+    clean([table(tmp_path / "all.jsonl", 20)], tmp_path / "out", recipe, progress=told)
+    assert told.names()[0] == "reading benchmarks"
+    assert told.of("reading benchmarks").total == 2 * benchmark.stat().st_size
+
+
+@pytest.mark.parametrize("bad", ["no JSON", '{"text": "without a label"}'])
+def test_stages_with_a_document_that_is_left_out(tmp_path: Path, bad: str) -> None:
+    source, told = tmp_path / "all.jsonl", Told()
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows(20)) + bad + "\n")
+    parts = {"train": Fraction(3, 4), "test": Fraction(1, 4)}
+    split([source], tmp_path / "parts", parts, class_field="label", skips_unreadable=True, progress=told)
+    assert told.names() == ["reading", "reading classes", "grouping", "comparing", "writing", "reporting"]
+    assert told.of("writing").total == 22
+
+
 def test_stages_of_images(tmp_path: Path) -> None:
     write_photographs(tmp_path / "images", range(5))
     told = Told()
@@ -200,8 +223,10 @@ def test_stages_of_leak_and_split(tmp_path: Path) -> None:
     assert (told.of("writing").total, told.of("writing").unit) == (132, "documents")
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".mindrecord"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".mindrecord", ".parquet"])
 def test_stages_of_labels(tmp_path: Path, suffix: str) -> None:
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
     source, told = table(tmp_path / f"all{suffix}", 40), Told()
     find_label_errors([source], tmp_path / "labels", "label", progress=told)
     assert told.names() == ["reading", "reading labels", "grouping", "comparing", "reporting"]
