@@ -111,6 +111,29 @@ def test_a_job_that_is_stopped_says_how_to_go_on(desk: Desk) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
+        "clean a.jsonl",
+        "dedup a.jsonl",
+        "leak a.jsonl b.jsonl",
+        "split a.jsonl --part x=1",
+        "labels a.jsonl --label label",
+        "columns a.jsonl",
+        "balance a.jsonl --label label",
+    ],
+)
+def test_results_are_named_alike(desk: Desk, arguments: str) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        lines = [json.dumps({"text": f"{name} {number}", "label": "xy"[number % 2]}) for number in range(4)]
+        (desk.folder / name).write_text("\n".join(lines) + "\n")
+    found = desk.here("data", *arguments.split(), "--out", "results", "--json").json
+    assert (found["out"], found["report"]) == ("results", "results/report.html")
+    assert (desk.folder / found["report"]).is_file()
+    written = json.loads((desk.folder / "results" / "report.json").read_text())
+    assert not written.keys() & {"out", "report"}  # the folder may be moved
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
         "clean a.jsonl --out out",
         "dedup a.jsonl --out out",
         "leak a.jsonl a.jsonl",

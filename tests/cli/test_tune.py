@@ -477,6 +477,7 @@ def test_cross_validation(desk: Desk, tmp_path: Path) -> None:
     done = desk.here("tune", "folds", str(config), "--folds=3", f"--out={out}", "--json")
     assert done.code == 0, done.err
     found = done.json
+    assert (found["out"], found["report"]) == (str(out), str(out / "report.html"))
     values = list(found["values"].values())
     assert len(set(values)) == 3
     assert found["mean"] == pytest.approx(sum(values) / 3)

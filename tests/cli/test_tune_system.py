@@ -63,6 +63,7 @@ def test_a_sweep_tries_the_micro_batch_and_goes_on(desk: Desk, tmp_path: Path, m
     tried = [(each["name"], each["value"]) for each in done.json["comparisons"]]
     assert tried == [("launch.allocator", "system"), ("plan.micro_batch", 4), ("plan.micro_batch", 1)]
     assert [settings.get("plan.micro_batch") for settings in calls] == [None, "4", "4", None, "4", "1"]
+    assert (done.json["out"], done.json["report"]) == (str(out), str(out / "report.html"))
     assert done.json["kept"] == {"plan.micro_batch": 4}
     assert tomllib.loads((out / "system.toml").read_text())["plan"]["micro_batch"] == 4
     calls.clear()

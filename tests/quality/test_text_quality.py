@@ -9,7 +9,7 @@ import planted
 import pytest
 
 from unisono.quality.cleaning.languages import LANGUAGE_LIMITS
-from unisono.quality.cleaning.text_quality import LIMITS, failed_limit
+from unisono.quality.cleaning.text_quality import LIMITS, check_text
 from unisono.quality.options import FilterOptions
 
 PROSE = (
@@ -17,6 +17,23 @@ PROSE = (
     "sound of a bell, then of another, and a boat with two lanterns put off from the pier. It moved slowly, as if those who "
     "rowed it had no wish to arrive. The captain watched it through his glass for a while and went below without a word."
 )
+
+
+def failed_limit(text: str, options: FilterOptions) -> tuple[str, float] | None:
+    checked = check_text(text, options)
+    return (checked.failed, checked.value) if checked.failed else None
+
+
+def test_values_up_to_the_limit_that_is_not_kept() -> None:
+    assert tuple(check_text(PROSE, FilterOptions()).measured) == LIMITS
+    checked = check_text("internationalization " * 60, FilterOptions())
+    assert checked.failed == "max_mean_word_chars"
+    assert checked.measured == {
+        "min_words": 60,
+        "max_words": 60,
+        "min_mean_word_chars": 20,
+        "max_mean_word_chars": 20,
+    }
 
 
 def test_prose_keeps_all_limits() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from unisono.cli.common import FiniteRange, every_verb, print_result
-from unisono.cli.data_quality import resumable
+from unisono.cli.data_quality import resumable, with_places
 from unisono.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -114,9 +113,11 @@ def check_table_columns(
         unify=unify,
         skips_unfit=on_error == "skip",
     )
-    with resumable(out):
-        result = check_columns(inputs, out=out, options=options)
-    print_result(as_json, asdict(result), [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
+    with resumable(out) as progress:
+        result = check_columns(inputs, out=out, options=options, progress=progress)
+    print_result(
+        as_json, with_places(out, result), [*_lines(result), *([f"report: {out / 'report.html'}"] if out else [])]
+    )
     return 1 if result.differences and not unify else 0
 
 

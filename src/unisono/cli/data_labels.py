@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +14,7 @@ from unisono.cli.data_quality import (
     duplicate_options,
     resumable,
     unreadable_lines,
+    with_places,
     works_in,
 )
 from unisono.errors import ConfigError
@@ -81,7 +81,7 @@ def find_labels(
             consequence="nothing was read",
             nearest="one of the two",
         )
-    with resumable(out):
+    with resumable(out) as progress:
         result = find_label_errors(
             inputs,
             out,
@@ -93,8 +93,9 @@ def find_labels(
             skips_unreadable=on_error == "skip",
             most=most,
             workers=options["workers"],
+            progress=progress,
         )
-    print_result(as_json, {"out": str(out), **asdict(result)}, _labels_lines(result, out))
+    print_result(as_json, with_places(out, result), _labels_lines(result, out))
 
 
 def _labels_lines(result: LabelsResult, out: Path) -> list[str]:
@@ -142,9 +143,9 @@ def relabel_documents(
     """
     from unisono.quality.labels.relabel import relabel
 
-    with resumable(out):
-        result = relabel(inputs, out, marks, workers=workers)
-    print_result(as_json, {"out": str(out), **asdict(result)}, _relabel_lines(result, out))
+    with resumable(out) as progress:
+        result = relabel(inputs, out, marks, workers=workers, progress=progress)
+    print_result(as_json, with_places(out, result), _relabel_lines(result, out))
 
 
 def _relabel_lines(result: RelabelResult, out: Path) -> list[str]:

@@ -15,6 +15,7 @@ import click
 
 from unisono.cli.common import FiniteRange, every_verb, print_result
 from unisono.cli.data_pack import fractions
+from unisono.cli.job_progress import job_progress
 from unisono.cli.terminal import echo
 from unisono.cli.termination import Terminated, sigterm_interrupts
 from unisono.errors import ConfigError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from unisono.quality.clean import CleanResult
     from unisono.quality.leak import LeakResult
     from unisono.quality.options import DuplicateOptions
+    from unisono.quality.progress import Progress
 
 _SHOWN: Final = 20  # pairs that fit on a screen
 _LANGUAGES: Final = 10  # languages that fit on a line
@@ -160,7 +162,7 @@ def dedup_documents(
     from unisono.quality.clean import clean
     from unisono.quality.options import only_dedup
 
-    with resumable(out):
+    with resumable(out) as progress:
         result = clean(
             inputs,
             out,
@@ -169,8 +171,9 @@ def dedup_documents(
             skips_unreadable=on_error == "skip",
             index_only=index_only,
             workers=options["workers"],
+            progress=progress,
         )
-    print_result(as_json, {"out": str(out), **asdict(result)}, _clean_lines(result, out))
+    print_result(as_json, with_places(out, result), _clean_lines(result, out))
 
 
 @click.command("clean")
@@ -211,14 +214,15 @@ def clean_documents(
 
     INPUTS are tables with a field of text or images, files of these, or folders; they do not change. The steps, each a section
     of the recipe: normalize, filter, mask, decontaminate and dedup of texts, images and dedup of images. OUT is as of unisono
-    data dedup; dropped.jsonl names the limit that each dropped document did not keep. After a kill, the same command goes on.
+    data dedup; dropped.jsonl names the limit that each dropped document did not keep, and report.html shows what each limit cuts.
+    After a kill, the same command goes on.
     """
     from unisono.config import load_config
     from unisono.quality.clean import clean
     from unisono.quality.options import CleanRecipe
 
     recipe = load_config(CleanRecipe, recipes, overrides=overrides).value
-    with resumable(out):
+    with resumable(out) as progress:
         result = clean(
             inputs,
             out,
@@ -227,8 +231,9 @@ def clean_documents(
             skips_unreadable=on_error == "skip",
             index_only=index_only,
             workers=workers,
+            progress=progress,
         )
-    print_result(as_json, {"out": str(out), **asdict(result)}, _clean_lines(result, out))
+    print_result(as_json, with_places(out, result), _clean_lines(result, out))
 
 
 def _clean_lines(result: CleanResult, out: Path) -> list[str]:
@@ -274,7 +279,7 @@ def find_leaking(
     """
     from unisono.quality.leak import find_leaks
 
-    with resumable(out):
+    with resumable(out) as progress:
         result = find_leaks(
             train,
             others,
@@ -284,8 +289,11 @@ def find_leaking(
             column=column,
             skips_unreadable=on_error == "skip",
             workers=options["workers"],
+            progress=progress,
         )
-    print_result(as_json, asdict(result), [*_leak_lines(result), *([f"report: {out / 'report.html'}"] if out else [])])
+    print_result(
+        as_json, with_places(out, result), [*_leak_lines(result), *([f"report: {out / 'report.html'}"] if out else [])]
+    )
     return 1 if result.pairs else 0
 
 
@@ -326,7 +334,7 @@ def split_documents(
     """
     from unisono.quality.split import split
 
-    with resumable(out):
+    with resumable(out) as progress:
         result = split(
             inputs,
             out,
@@ -339,6 +347,7 @@ def split_documents(
             skips_unreadable=on_error == "skip",
             index_only=index_only,
             workers=options["workers"],
+            progress=progress,
         )
     lines = [
         f"{part.name}: {part.documents:,} documents, "
@@ -350,7 +359,7 @@ def split_documents(
     if result.crowded:
         lines.append(f"{result.crowded:,} documents had too many candidates to be compared with all of them")
     lines += unreadable_lines(result.unreadable)
-    print_result(as_json, {"out": str(out), **asdict(result)}, [*lines, f"report: {out / 'report.html'}"])
+    print_result(as_json, with_places(out, result), [*lines, f"report: {out / 'report.html'}"])
 
 
 def _leak_lines(result: LeakResult) -> list[str]:
@@ -395,12 +404,18 @@ def duplicate_options(options: dict[str, Any], *, draws: bool = False) -> Duplic
     return DuplicateOptions(**settings, crops=bool(options.get("crops")), seed=options["seed"])
 
 
+def with_places(out: Path | None, result: Any) -> dict[str, Any]:
+    """What ``--json`` prints: the folder of the results and its page, if there is one, and the result."""
+    places = {} if out is None else {"out": str(out), "report": str(out / "report.html")}
+    return {**places, **asdict(result)}
+
+
 @contextmanager
-def resumable(out: Path | None) -> Generator[None]:
-    """Say where an interrupted job goes on, and exit with 75 after SIGTERM."""
+def resumable(out: Path | None) -> Generator[Progress]:
+    """Show the progress of a job, say where an interrupted one goes on, and exit with 75 after SIGTERM."""
     try:
-        with sigterm_interrupts():
-            yield
+        with sigterm_interrupts(), job_progress() as progress:
+            yield progress
     except KeyboardInterrupt as interrupt:
         more = f"; the same command goes on in {out}" if out is not None else ""
         echo(f"unisono: interrupted{more}", err=True)

@@ -188,7 +188,7 @@ def lr(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json: b
         require_new(folder / CHECK_FOLDER, out)
         make_folder(folder)
         transfer = with_check(transfer, folder, files, overrides, as_json=as_json)
-    result: dict[str, Any] = {"folder": out, "transfer": None if transfer is None else transfer.to_json()}
+    result: dict[str, Any] = {"out": out, "transfer": None if transfer is None else transfer.to_json()}
     if transfer is not None and not transfer.holds:
         page = folder / CHECK_FOLDER / "report.html"
         print_result(as_json, {**result, "report": str(page)}, [transfer.verdict(), f"report: {page}"])
@@ -255,7 +255,7 @@ def batch(config: tuple[str, ...], overrides: tuple[str, ...], out: str, most: i
     write_batch_page(folder / "report.html", found)
     print_result(
         as_json,
-        {"folder": out, "report": str(folder / "report.html"), **found.to_json()},
+        {"out": out, "report": str(folder / "report.html"), **found.to_json()},
         [
             batch_verdict(found),
             f"unisono train … --set plan.micro_batch={found.proposed}, which divides the global batch",
@@ -289,7 +289,7 @@ def _write(
     if transfer is not None:
         lines.append(transfer.verdict())
     result: dict[str, Any] = {
-        "folder": str(out),
+        "out": str(out),
         "report": str(out / REPORT_FILE),
         "metric": chosen.metric,
         "trials": [record.to_json() for record in records],

@@ -91,7 +91,7 @@ def folds(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_json
     finally:
         found, records = write()
     trials = [{**record.to_json(), "fold": int(record.settings[FOLD])} for record in records if record.settings]
-    result = {"folder": out, "report": str(folder / "report.html"), **found.to_json(), "trials": trials}
+    result = {"out": out, "report": str(folder / "report.html"), **found.to_json(), "trials": trials}
     lines = [found.verdict(), f"report: {folder / 'report.html'}"]
     if options["sample_losses"]:
         trust = ["--trust-python"] if is_python_trusted() else []

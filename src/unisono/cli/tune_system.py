@@ -116,7 +116,7 @@ def system(config: tuple[str, ...], overrides: tuple[str, ...], out: str, as_jso
     lines = [found.verdict(), f"report: {folder / PAGE_FILE}"]
     if overlay is not None:
         lines.insert(1, f"unisono train {overlay}")
-    result = {"folder": out, "report": str(folder / PAGE_FILE), "overlay": None if overlay is None else str(overlay)}
+    result = {"out": out, "report": str(folder / PAGE_FILE), "overlay": None if overlay is None else str(overlay)}
     print_result(as_json, {**result, **found.to_json()}, lines)
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from unisono.data.provenance import cleaning_facts
 from unisono.quality.cleaning.benchmarks import quote_records, read_benchmarks
 from unisono.quality.cleaning.languages import language_version
+from unisono.quality.cleaning.measures import Distribution, distributions_of
 from unisono.quality.cleaning.normalization import normalize_text
 from unisono.quality.cleaning.personal_data import mask_personal_data
 from unisono.quality.cleaning.steps import CONTAMINATED, REASONS, UNREADABLE
@@ -30,6 +31,7 @@ from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.options import CleanRecipe, require_settings_of
 from unisono.quality.page import write_clean_page
+from unisono.quality.progress import SILENT, Progress
 from unisono.quality.unreadable import DROPPED_FILE, unreadable_documents, unreadable_record
 from unisono.storage.files import new_file
 
@@ -56,6 +58,7 @@ class CleanResult:
         recipe_hash: xxh3-128 of the recipe, the hash of its benchmarks, and the versions of the cleaning code and of packages, as
             JSON with sorted keys.
         sketch: Algorithm of the signatures and its version; empty without near-duplicates.
+        distributions: Histograms of the lengths, before and after, and of what each limit is compared with.
     """
 
     documents: int
@@ -70,6 +73,7 @@ class CleanResult:
     recipe: CleanRecipe
     recipe_hash: str
     sketch: str
+    distributions: tuple[Distribution, ...] = ()
 
 
 def clean(
@@ -81,6 +85,7 @@ def clean(
     skips_unreadable: bool = False,
     index_only: bool = False,
     workers: int | str | None = None,
+    progress: Progress = SILENT,
 ) -> CleanResult:
     """Write a cleaned copy of a data set; of duplicates the first document is kept.
 
@@ -95,6 +100,7 @@ def clean(
         skips_unreadable: Whether documents that cannot be read are dropped, or an error.
         index_only: Whether to write no ``data/``.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
+        progress: Is told the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it; or a language is not known.
@@ -113,7 +119,7 @@ def clean(
         normalize_text(
             "", repairs_encoding=recipe.normalize.repairs_encoding
         )  # a package that is missing leaves no folder
-    benchmarks = read_benchmarks(recipe, column)
+    benchmarks = read_benchmarks(recipe, column, progress)
     steps = {
         "recipe": asdict(recipe),
         "benchmarks": benchmarks.hashes_digest(),
@@ -131,20 +137,33 @@ def clean(
     with open_job(out, identity, inputs, skips_unreadable=skips_unreadable) as job:
         if job.is_done:
             return job.result(CleanResult)
-        sketches = sketch_all(documents, job.sketches, recipe, contamination=benchmarks.hashes, workers=workers)
+        sketches = sketch_all(
+            documents, job.sketches, recipe, contamination=benchmarks.hashes, workers=workers, progress=progress
+        )
         documents.require_unchanged()
         drops = skips_unreadable or (not is_text and recipe.images.enabled)
         faults = unreadable_documents(documents, sketches, drops=drops)
-        duplicates, crowded = _duplicates(documents.content, sketches, recipe)
+        duplicates, crowded = _duplicates(documents.content, sketches, recipe, progress)
         reasons = sketches.reasons()
         reasons[duplicates.document] = np.where(duplicates.exact, _REASONS.index(EXACT), _REASONS.index(NEAR))
         files, rows = sketches.places()
         counts = np.bincount(files, minlength=len(documents.files))
         dropped = {name: np.flatnonzero(reasons == number) for number, name in enumerate(_REASONS) if number}
-        changed = write_kept(documents, job.new, reasons == 0, counts, sketches.changed(), index_only=index_only)
+        is_kept = reasons == 0
+        progress.begin("writing", int(is_kept.sum()), "documents")
+        changed = write_kept(
+            documents,
+            job.new,
+            is_kept,
+            counts,
+            sketches.changed(),
+            index_only=index_only,
+            advance=progress.advance,
+        )
+        progress.begin("reporting", 1, "pages")
         result = CleanResult(
             documents=len(sketches),
-            kept=int(np.sum(reasons == 0)),
+            kept=int(is_kept.sum()),
             dropped={name: len(numbers) for name, numbers in dropped.items() if len(numbers)},
             changed=changed,
             masked=sketches.masked(),
@@ -155,6 +174,7 @@ def clean(
             recipe=recipe,
             recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(steps, sort_keys=True).encode()),
             sketch=sketch,
+            distributions=distributions_of(documents.content, sketches.measures_by_chunk(), is_kept, recipe),
         )
         # the report shows no personal data that the data set has no more
         pairs = PlacedPairs(documents, files, rows, lambda text: mask_personal_data(text, recipe.mask.kinds)[0])
@@ -166,17 +186,20 @@ def clean(
                 file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         page = job.new / "report.html"
         write_clean_page(page, out.name, documents.content, result, duplicates, pairs, dropped, faults)
+        progress.advance(1)
         documents.require_unchanged()
         job.finish({**asdict(result), "inputs": cleaning_facts(map(str, paths))})
     return result
 
 
-def _duplicates(content: Content, sketches: Sketches, recipe: CleanRecipe) -> tuple[Duplicates, int]:
+def _duplicates(
+    content: Content, sketches: Sketches, recipe: CleanRecipe, progress: Progress
+) -> tuple[Duplicates, int]:
     """Duplicates among the documents that are left, and how many had too many candidates."""
     exact = exact_duplicates(sketches)
     if not recipe.dedup.enabled:
         return exact[:0], 0
-    near, crowded = near_documents(content, sketches, recipe.dedup, exact.document)
+    near, crowded = near_documents(content, sketches, recipe.dedup, exact.document, progress=progress)
     is_copy, near_too = copies_of(exact, near)  # what they are copies of is not kept
     return exact[~is_copy] + near_too + near, crowded
 

@@ -24,8 +24,10 @@ from unisono.data.image.decoding import image_format
 from unisono.data.text_encoding import encoding_of
 from unisono.data.tokens.corpus import Corpus, SourceFile, UndecodableError, find_corpus, read_text
 from unisono.errors import DataError
+from unisono.quality.file_meter import UNMETERED, FileMeter
 from unisono.quality.image_records import PAYLOAD, RECORDS, image_of_record, record_classes
 from unisono.quality.parquet_rows import example_row, parquet_rows
+from unisono.quality.progress import Advance, ignore
 from unisono.quality.refused import refused
 from unisono.sanitize import listed, quoted
 from unisono.storage.files import MAX_SHOWN_PATH, look_up
@@ -104,14 +106,26 @@ class Documents:
     skips_unreadable: bool = False
     rows_without: str | None = None
 
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.size for file in self.files)
+
     def __iter__(self) -> Iterator[Document]:
-        """The documents.
+        """The documents. Raises DataError as ``read``."""
+        return self.read(ignore)
+
+    def read(self, advance: Advance) -> Iterator[Document]:
+        """The documents; ``advance`` is told the bytes that are read, ``total_bytes`` in all.
 
         Raises:
             DataError: A file is damaged, or a row has no text or image.
         """
         for number, file in enumerate(self.files):
-            for row, found in enumerate(self._contents(file)):
+            meter = FileMeter(file.size, advance)
+            for row, found in enumerate(self._contents(file, meter)):
+                if file.whole is not None:
+                    meter.end()
                 if isinstance(found, str):
                     yield Document(number, row, found.encode("utf-8", "surrogatepass"))
                 elif isinstance(found, bytes):
@@ -120,14 +134,15 @@ class Documents:
                     yield Document(number, row, b"", _fault(found))
                 else:
                     raise found
+            meter.end()
 
-    def _contents(self, file: InputFile) -> Iterator[str | bytes | DataError]:
+    def _contents(self, file: InputFile, meter: FileMeter = UNMETERED) -> Iterator[str | bytes | DataError]:
         if self.rows_without is not None:
             field = self.rows_without
-            return (row if isinstance(row, DataError) else _row_as_json(row, field) for row in _rows(file, None))
-        return _texts(file, self.column) if self.content == TEXT else _images(file, self.column)
+            return (row if isinstance(row, DataError) else _row_as_json(row, field) for row in _rows(file, None, meter))
+        return _texts(file, self.column, meter) if self.content == TEXT else _images(file, self.column, meter)
 
-    def values(self, field: str, faults: dict[int, str]) -> Iterator[Any]:
+    def values(self, field: str, faults: dict[int, str], advance: Advance = ignore) -> Iterator[Any]:
         """The value of a field of the tables, of each document; None of one without, if such are skipped.
 
         A file that is one document has the field ``folder``: its folder within the one that was given, and the name of that one
@@ -136,12 +151,13 @@ class Documents:
         Args:
             field: The field.
             faults: Gets why a document has no value, by its number.
+            advance: Is told the bytes that are read, ``total_bytes`` in all.
 
         Raises:
             DataError: A file has no such field. Or, unless such are skipped, a row has none, or its value is no string, number or
                 truth value.
         """
-        values = (value for file in self.files for value in _values(file, field))
+        values = (value for file in self.files for value in _values(file, field, FileMeter(file.size, advance)))
         for document, value in enumerate(values):
             if not isinstance(value, DataError):
                 yield value
@@ -370,28 +386,29 @@ def _folder_name(file: InputFile, entry: SourceFile) -> str:
     return within or _absolute(file.path).parent.name
 
 
-def _texts(file: InputFile, column: str | None) -> Iterator[str | DataError]:
+def _texts(file: InputFile, column: str | None, meter: FileMeter) -> Iterator[str | DataError]:
     """The text of each document of a file, or why it has none. Raises DataError where the file is damaged from there on."""
     if file.whole is not None:
         yield _file_text(file, *file.whole)
         return
     if file.kind in (".jsonl", PARQUET):
         column = column or text_field(file)
-    for number, row in enumerate(_rows(file, column)):
+    for number, row in enumerate(_rows(file, column, meter)):
         yield row if isinstance(row, DataError) else _row_text(row, column or text_column(row, file), file, number)
 
 
-def _rows(file: InputFile, field: str | None) -> Iterator[Row | DataError]:
+def _rows(file: InputFile, field: str | None, meter: FileMeter) -> Iterator[Row | DataError]:
     """The rows of a table. Only a field that is named is read, where the format allows: others may hold what no row can."""
     if file.kind == PARQUET:
-        yield from parquet_rows(file.path, None if field is None else [field])
+        yield from parquet_rows(file.path, None if field is None else [field], meter)
         return
     if file.kind != ".jsonl" or field is None:
-        yield from open_file(file.path, file.kind, None if field is None else [field]).rows
+        yield from meter.rows(open_file(file.path, file.kind, None if field is None else [field]))
         return
     with open_source(file.path) as source:
         offset = 0
         for number, line in enumerate(iter(lambda: source.readline(MAX_RECORD_BYTES + 1), b""), 1):
+            meter.add(len(line))
             try:
                 yield row_of_line(line, file.path, number, offset, [field])
             except DataError as error:
@@ -414,7 +431,7 @@ def _file_text(file: InputFile, corpus: Corpus, entry: SourceFile) -> str | Data
         )
 
 
-def _images(file: InputFile, column: str | None) -> Iterator[bytes | DataError]:
+def _images(file: InputFile, column: str | None, meter: FileMeter) -> Iterator[bytes | DataError]:
     """The image of each document of a file, encoded, or why it has none."""
     if file.whole is not None:
         corpus, entry = file.whole
@@ -426,7 +443,7 @@ def _images(file: InputFile, column: str | None) -> Iterator[bytes | DataError]:
         return
     if file.kind == PARQUET:
         column = column or image_column(example_row(file.path)) or "image"
-    for number, row in enumerate(_rows(file, column)):
+    for number, row in enumerate(_rows(file, column, meter)):
         if isinstance(row, DataError):
             yield row
             continue
@@ -438,7 +455,7 @@ def _images(file: InputFile, column: str | None) -> Iterator[bytes | DataError]:
             yield _no_value(file, number, name, row, "a document is an encoded image")
 
 
-def _values(file: InputFile, field: str) -> Iterator[Any]:
+def _values(file: InputFile, field: str, meter: FileMeter) -> Iterator[Any]:
     """The value of a field of each document of a file, or a DataError that says why it has none."""
     if file.whole is not None:
         if field != FOLDER:
@@ -447,18 +464,21 @@ def _values(file: InputFile, field: str) -> Iterator[Any]:
                 "rows of tables have fields; of a file alone the only field is its folder",
                 f"{quoted(FOLDER)}, or a table",
             )
+        meter.end()
         yield _folder_name(file, file.whole[1])
         return
     if field == TARGETS and has_image_records(file):
         yield from record_classes(file.path)
+        meter.end()
         return
-    for number, row in enumerate(_rows(file, field)):
+    for number, row in enumerate(_rows(file, field, meter)):
         if isinstance(row, DataError):
             yield row
         elif isinstance(row.get(field), str | int | float):
             yield row[field]
         else:
             yield _no_value(file, number, field, row, "a class or a group is a string or a number")
+    meter.end()
 
 
 def image_column(row: Row) -> str | None:

@@ -10,10 +10,17 @@ from numpy.typing import NDArray
 
 from unisono.quality.documents import Documents
 from unisono.quality.duplicates.sketch_folder import Sketches
+from unisono.quality.progress import SILENT, Progress
 
 
 def read_values(
-    documents: Documents, field: str, sketches: Sketches, key: Callable[[Any], Hashable]
+    documents: Documents,
+    field: str,
+    sketches: Sketches,
+    key: Callable[[Any], Hashable],
+    *,
+    stage: str,
+    progress: Progress = SILENT,
 ) -> tuple[NDArray[np.int64], list[Any]]:
     """Read the value of each document that can be read; one without is left out of ``sketches`` as unreadable.
 
@@ -22,6 +29,8 @@ def read_values(
         field: The field.
         sketches: Of all documents.
         key: What two values that are the same have in common.
+        stage: What this is called where progress is shown.
+        progress: Is told the bytes that are read.
 
     Returns:
         The number of each document's value, -1 of one that cannot be read, int64 [documents]; and the keys in the order in
@@ -32,7 +41,9 @@ def read_values(
     """
     numbers: dict[Hashable, int] = {}
     faults: dict[int, str] = {}
-    values = zip(documents.values(field, faults), (sketches.reasons() == 0).tolist(), strict=True)
+    progress.begin(stage, documents.total_bytes, "bytes")
+    of_documents = documents.values(field, faults, progress.advance)
+    values = zip(of_documents, (sketches.reasons() == 0).tolist(), strict=True)
     found = np.fromiter(
         (
             numbers.setdefault(key(value), len(numbers)) if is_read and value is not None else -1
@@ -41,5 +52,6 @@ def read_values(
         np.int64,
         len(sketches),
     )
+    next(of_documents, None)  # to the end of the last file
     sketches.leave_out(faults)
     return found, list(numbers)

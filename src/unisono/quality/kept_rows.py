@@ -33,6 +33,7 @@ from unisono.quality.documents import (
 from unisono.quality.image_records import copy_class_names, record_class_names, with_class
 from unisono.quality.labels.values import label_like
 from unisono.quality.parquet_rows import write_kept_parquet
+from unisono.quality.progress import Advance, ignore
 from unisono.quality.refused import refused
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
@@ -50,6 +51,7 @@ def write_kept(
     *,
     label: str | None = None,
     index_only: bool,
+    advance: Advance = ignore,
 ) -> int:
     """Write ``data/NAME`` with the kept rows of each file, and ``kept/NAME.npy`` with their numbers (see ``data.kept_rows``).
 
@@ -66,6 +68,7 @@ def write_kept(
         label: The field whose values ``changed`` has, as text, each of which becomes a value of the type of the one before.
             None: it has texts.
         index_only: Whether to write only the numbers.
+        advance: Is told the kept documents that are written.
 
     Returns:
         The number of kept documents that are changed.
@@ -73,7 +76,7 @@ def write_kept(
     Raises:
         DataError: A file cannot be read or written in its format, or a label is none of the type of those of its file.
     """
-    new_texts = _NewTexts(changed)
+    new_texts = _NewTexts(changed, advance)
     for file, end, count in zip(documents.files, np.cumsum(counts), counts, strict=True):
         kept = is_kept[end - count : end]
         with new_file(_place(folder / KEPT_FOLDER / f"{file.name}.npy")) as index:
@@ -96,8 +99,9 @@ def _kept_files(documents: Documents, is_kept: NDArray[np.bool_], counts: NDArra
 class _NewTexts:
     """New texts or labels, which are read once and in order, file by file."""
 
-    def __init__(self, changed: Iterable[tuple[int, bytes]]) -> None:
+    def __init__(self, changed: Iterable[tuple[int, bytes]], advance: Advance) -> None:
         self._rest = iter(changed)
+        self._advance = advance
         self._next = next(self._rest, None)
         self.count = 0
 
@@ -112,6 +116,7 @@ class _NewTexts:
                 yield text
             else:
                 yield None
+            self._advance(1)
 
 
 def require_writable(documents: Documents) -> None:

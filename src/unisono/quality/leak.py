@@ -25,6 +25,7 @@ from unisono.quality.job_folder import open_job
 from unisono.quality.kept_rows import write_kept
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_leak_page
+from unisono.quality.progress import SILENT, Progress
 from unisono.quality.unreadable import unreadable_documents, write_unreadable
 
 _PAIRS_FILE: Final = "pairs.jsonl"
@@ -76,6 +77,7 @@ def find_leaks(
     column: str | None = None,
     skips_unreadable: bool = False,
     workers: int | str | None = None,
+    progress: Progress = SILENT,
 ) -> LeakResult:
     """Find documents of evaluation sets that are also in the training set, or in an evaluation set before them.
 
@@ -89,6 +91,7 @@ def find_leaks(
         column: Field of the text or image in tables; see ``find_documents``.
         skips_unreadable: Whether documents that cannot be read are left out, or an error.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
+        progress: Is told the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.
@@ -116,14 +119,14 @@ def find_leaks(
         if job.is_done:
             pairs = map(json.loads, (folder / _PAIRS_FILE).read_bytes().splitlines())
             return job.result(LeakResult, pairs=list(pairs))
-        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers)
+        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers, progress=progress)
         documents.require_unchanged()
         faults = unreadable_documents(documents, sketches, drops=skips_unreadable)
         files, rows = sketches.places()
         split_of_file = np.repeat(np.arange(len(paths)), documents.files_of_path)
         split_of = split_of_file[files]
         exact = exact_duplicates(sketches)
-        near, crowded = near_documents(documents.content, sketches, options, exact.document, split_of)
+        near, crowded = near_documents(documents.content, sketches, options, exact.document, split_of, progress)
         leaks = _leaks(exact, near, split_of)
         pairs = PlacedPairs(documents, files, rows)
         result = LeakResult(
@@ -136,10 +139,13 @@ def find_leaks(
             is_kept = sketches.reasons() == 0
             is_kept[leaks.document] = False
             counts = np.bincount(files, minlength=len(documents.files))
-            write_kept(documents, job.new, is_kept, counts, index_only=True)
+            progress.begin("writing", int(is_kept.sum()), "documents")
+            write_kept(documents, job.new, is_kept, counts, index_only=True, advance=progress.advance)
+            progress.begin("reporting", 1, "pages")
             pairs.write(job.new / _PAIRS_FILE, leaks)
             write_unreadable(job.new, pairs, faults)
             write_leak_page(job.new / "report.html", documents.content, result, leaks, pairs, faults)
+            progress.advance(1)
             report = {name: value for name, value in asdict(result).items() if name != "pairs"}
             job.finish({**report, "inputs": cleaning_facts(map(str, paths))})
     return result

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.quality.distribution_charts import distribution_sections
 from unisono.quality.documents import Content
 from unisono.quality.duplicates.comparison import threshold_of
 from unisono.quality.duplicates.near_duplicates import Duplicates
@@ -72,6 +73,7 @@ def write_clean_page(
         figures.append(Figure("kept, with another text", f"{result.changed:,}"))
     figures += [Figure(f"{kind} replaced", f"{count:,}") for kind, count in result.masked.items()]
     sections = [
+        *distribution_sections(result.distributions, content),
         *_languages(result),
         *_similarities(duplicates, threshold_of(content, result.recipe.dedup)),
         *_clusters(duplicates),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from unisono.data.convert.formats.parquet import read_batches, write_batches
 from unisono.data.convert.formats.table import Row, unreadable_error, unwritable_error
 from unisono.quality.columns.table_cells import stored_kind
+from unisono.quality.file_meter import UNMETERED, FileMeter
 from unisono.sanitize import quoted, shorten
 
 _EMPTY: Final[dict[str, Any]] = {"string": "", "bytes": b""}
@@ -21,15 +22,25 @@ _NANOSECONDS: Final = ("timestamp[ns", "time64[ns", "duration[ns")
 _REASON: Final = 300  # characters
 
 
-def parquet_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
+def parquet_rows(path: Path, columns: Sequence[str] | None = None, meter: FileMeter = UNMETERED) -> Iterator[Row]:
     """The rows, with only these columns if given.
 
     Null is None, a list a list, a struct a dict, and a time in nanoseconds, which Python has none of, an int.
 
+    Args:
+        path: The file.
+        columns: Only these columns are read. By default all.
+        meter: Is told the bytes that are read: each row counts as much as any other.
+
     Raises:
         DataError: There is no such column, the file is damaged, or Python has no value for one of a column.
     """
-    for batch in read_batches(path, columns)[1]:
+    file, batches = read_batches(path, columns)
+    yield from meter.shares(_rows(path, batches), file.metadata.num_rows)
+
+
+def _rows(path: Path, batches: Iterator[Any]) -> Iterator[Row]:
+    for batch in batches:
         names = batch.schema.names
         values = [_python_values(path, name, column) for name, column in zip(names, batch.columns, strict=True)]
         for row in zip(*values, strict=True):

@@ -25,6 +25,7 @@ from unisono.quality.kept_rows import require_writable, write_kept
 from unisono.quality.labels.values import read_labels
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
 from unisono.quality.page import write_split_page
+from unisono.quality.progress import SILENT, Progress
 from unisono.quality.refused import refused
 from unisono.quality.unreadable import DROPPED_FILE, unreadable_documents, write_unreadable
 from unisono.sanitize import quoted
@@ -85,6 +86,7 @@ def split(
     skips_unreadable: bool = False,
     index_only: bool = False,
     workers: int | str | None = None,
+    progress: Progress = SILENT,
 ) -> SplitResult:
     """Split a data set: documents that are the same, near each other or of one group go into the same part.
 
@@ -103,6 +105,7 @@ def split(
         skips_unreadable: Whether documents that cannot be read, or lack a field, are left out, or an error.
         index_only: Whether to write no ``data/``.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
+        progress: Is told the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.
@@ -129,12 +132,12 @@ def split(
     with open_job(out, identity, paths, skips_unreadable=skips_unreadable) as job:
         if job.is_done:
             return job.result(SplitResult)
-        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers)
-        groups = None if group_field is None else read_values(documents, group_field, sketches, lambda value: value)[0]
-        classes, names = _classes(documents, class_field, sketches)
+        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers, progress=progress)
+        groups = None if group_field is None else _groups(documents, group_field, sketches, progress)
+        classes, names = _classes(documents, class_field, sketches, progress)
         faults = unreadable_documents(documents, sketches, drops=skips_unreadable)
         is_read = sketches.reasons() == 0
-        cluster_of, crowded = find_clusters(documents.content, sketches, options, groups)
+        cluster_of, crowded = find_clusters(documents.content, sketches, options, groups, progress)
         cluster_of = cluster_of[is_read]
         part_of = np.full(len(sketches), -1)
         shares = [float(share) for share in parts.values()]
@@ -142,8 +145,11 @@ def split(
         documents.require_unchanged()
         files, rows = sketches.places()
         counts = np.bincount(files, minlength=len(documents.files))
+        progress.begin("writing", int(is_read.sum()), "documents")
         for number, name in enumerate(parts):
-            write_kept(documents, job.new / name, part_of == number, counts, index_only=index_only)
+            of_part = part_of == number
+            write_kept(documents, job.new / name, of_part, counts, index_only=index_only, advance=progress.advance)
+        progress.begin("reporting", 1, "pages")
         sizes = np.unique(cluster_of, return_counts=True)[1]
         result = SplitResult(
             documents=len(sketches),
@@ -165,6 +171,7 @@ def split(
         pairs = PlacedPairs(documents, files, rows)
         write_unreadable(job.new, pairs, faults)
         write_split_page(job.new / "report.html", out.name, documents.content, result, pairs, faults)
+        progress.advance(1)
         documents.require_unchanged()
         job.finish({**asdict(result), "inputs": cleaning_facts(map(str, paths))})
     return result
@@ -210,11 +217,18 @@ def assign_parts(
     return part_of
 
 
-def _classes(documents: Documents, field: str | None, sketches: Sketches) -> tuple[NDArray[np.int64], list[str]]:
+def _groups(documents: Documents, field: str, sketches: Sketches, progress: Progress) -> NDArray[np.int64]:
+    """The number of each document's group."""
+    return read_values(documents, field, sketches, lambda value: value, stage="reading groups", progress=progress)[0]
+
+
+def _classes(
+    documents: Documents, field: str | None, sketches: Sketches, progress: Progress
+) -> tuple[NDArray[np.int64], list[str]]:
     """The number of each document's class, and the names of the classes."""
     if field is None:
         return np.zeros(len(sketches), np.int64), []
-    labels = read_labels(documents, field, sketches)
+    labels = read_labels(documents, field, sketches, stage="reading classes", progress=progress)
     return labels.of, list(labels.names)
 
 

@@ -97,7 +97,7 @@ def open_table(
     files = files_of(path)
     table: Table = module.read(files[0], **options)
     if len(files) > 1:
-        table = replace(table, rows=chain(table.rows, _others(module, files, options, table)))
+        table = replace(table, rows=chain(table.rows, _others(module, files, options, table)), count=None)
     return table if columns is None else select_columns(table, columns)
 
 

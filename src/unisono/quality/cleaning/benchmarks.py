@@ -24,6 +24,7 @@ from unisono.quality.cleaning.personal_data import mask_personal_data
 from unisono.quality.documents import Document, Documents, find_documents, require_text
 from unisono.quality.duplicates.shingles import shingle_hashes, words_at
 from unisono.quality.options import CleanRecipe
+from unisono.quality.progress import SILENT, Advance, Progress
 from unisono.sanitize import listed
 
 _BATCH: Final = 256  # items that are hashed at once
@@ -69,7 +70,7 @@ class Benchmarks:
         return {**place, "column": self.columns[column]} if self.columns and column >= 0 else place
 
 
-def read_benchmarks(recipe: CleanRecipe, column: str | None) -> Benchmarks:
+def read_benchmarks(recipe: CleanRecipe, column: str | None, progress: Progress = SILENT) -> Benchmarks:
     """Hash the n-grams of a recipe's benchmarks.
 
     Benchmarks are normalized and masked as the documents are: a quotation of one is to have its words.
@@ -77,6 +78,7 @@ def read_benchmarks(recipe: CleanRecipe, column: str | None) -> Benchmarks:
     Args:
         recipe: The benchmarks, and the steps.
         column: Field of the text in tables of the data, and of the benchmarks if the recipe names none for them.
+        progress: Is told the bytes that are read, those of all columns.
 
     Raises:
         DataError: A benchmark cannot be read.
@@ -87,11 +89,14 @@ def read_benchmarks(recipe: CleanRecipe, column: str | None) -> Benchmarks:
     places: list[tuple[int, int, int]] = []
     unchecked: Counter[str] = Counter()
     files: tuple[str, ...] = ()
-    for number, name in enumerate(options.columns or (column,)) if options.against else ():
+    names = (options.columns or (column,)) if options.against else ()
+    for number, name in enumerate(names):
         found = find_documents([Path(path) for path in options.against], column=name)
         require_text(found)
+        if number == 0:
+            progress.begin("reading benchmarks", found.total_bytes * len(names), "bytes")
         files, is_table = tuple(file.name for file in found.files), [file.whole is None for file in found.files]
-        for batch in _batches(_items(found, is_first=number == 0)):
+        for batch in _batches(_items(found, progress.advance, is_first=number == 0)):
             texts = [prepared(item.content.decode("utf-8", "surrogatepass"), recipe) for item in batch]
             of_batch, offsets = shingle_hashes(texts, options.ngram)
             is_long = np.diff(shingle_hashes(texts, 1)[1]) >= options.ngram
@@ -152,9 +157,9 @@ def quote_records(texts: Iterable[str], recipe: CleanRecipe, benchmarks: Benchma
         yield {"quote_of": benchmarks.place(item), "ngram": " ".join(words_at(text, at, ngram))}
 
 
-def _items(documents: Documents, *, is_first: bool) -> Iterator[Document]:
+def _items(documents: Documents, advance: Advance, *, is_first: bool) -> Iterator[Document]:
     """The items of one column; files that are one text each only with the first column."""
-    for document in documents:
+    for document in documents.read(advance):
         if is_first or documents.files[document.file].whole is None:
             yield document
 

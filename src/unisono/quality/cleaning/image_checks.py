@@ -39,12 +39,14 @@ class CheckedImage:
         value: What the limit was compared with.
         fault: Why it cannot be read.
         thumbnail: Its grey values, whatever its aspect ratio, uint8 [64, 64]; zeros of one that cannot be read.
+        measured: Its ``pixels``, and what the limit and those before it were compared with, by the limits' names.
     """
 
     failed: str = ""
     value: float = 0.0
     fault: str = ""
     thumbnail: NDArray[np.uint8]
+    measured: dict[str, float]
 
 
 def check_image(data: bytes, suffix: str, options: ImageOptions) -> CheckedImage:
@@ -64,11 +66,14 @@ def check_image(data: bytes, suffix: str, options: ImageOptions) -> CheckedImage
         grey = decode(data, color="gray", min_size=(side, side))[:, :, 0]
     except DataError as error:
         fault = "; ".join(problem.given for problem in error.problems)
-        return CheckedImage(failed=UNREADABLE, fault=fault, thumbnail=np.zeros((THUMBNAIL_PX, THUMBNAIL_PX), np.uint8))
+        nothing = np.zeros((THUMBNAIL_PX, THUMBNAIL_PX), np.uint8)
+        return CheckedImage(failed=UNREADABLE, fault=fault, thumbnail=nothing, measured={})
     failed, value = "", 0.0
+    measured: dict[str, float] = {"pixels": info.width * info.height}
     if options.enabled:
-        failed, value = _failed(grey, min(info.width, info.height), suffix, image_format(data), options)
-    return CheckedImage(failed=failed, value=value, thumbnail=thumbnail_of(grey))
+        failed, value, tried = _failed(grey, min(info.width, info.height), suffix, image_format(data), options)
+        measured |= tried
+    return CheckedImage(failed=failed, value=value, thumbnail=thumbnail_of(grey), measured=measured)
 
 
 def thumbnail_of(grey: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -81,17 +86,23 @@ def thumbnail_of(grey: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def _failed(
     grey: NDArray[np.uint8], side: int, suffix: str, name: str | None, options: ImageOptions
-) -> tuple[str, float]:
-    """The first limit that an image does not keep, and its value there; empty if it keeps all."""
+) -> tuple[str, float, dict[str, float]]:
+    """The first limit that an image does not keep, or empty; its value there; and the values of the limits that were tried."""
+    measured: dict[str, float] = {}
     if options.checks_format and suffix and suffix not in _SUFFIXES.get(name or "", ()):
-        return "checks_format", 0.0
+        return "checks_format", 0.0, measured
+    measured["min_side_px"] = side
     if side < options.min_side_px:
-        return "min_side_px", side
-    if options.min_contrast and (contrast := float(grey.std())) < options.min_contrast:
-        return "min_contrast", contrast
-    if options.max_blur and (blur := blur_of(grey)) > options.max_blur:
-        return "max_blur", blur
-    return "", 0.0
+        return "min_side_px", side, measured
+    if options.min_contrast:
+        measured["min_contrast"] = contrast = float(grey.std())
+        if contrast < options.min_contrast:
+            return "min_contrast", contrast, measured
+    if options.max_blur:
+        measured["max_blur"] = blur = blur_of(grey)
+        if blur > options.max_blur:
+            return "max_blur", blur, measured
+    return "", 0.0, measured
 
 
 def blur_of(grey: NDArray[np.uint8]) -> float:

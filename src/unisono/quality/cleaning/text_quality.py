@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Final
 
@@ -24,16 +24,30 @@ _HUGE: Final = 1 << 23  # characters
 _MAX_WORDS_COUNTED: Final = 200_000  # of one document, for what is counted over words
 
 
-def failed_limit(text: str, options: FilterOptions) -> tuple[str, float] | None:
-    """The first limit that text does not keep, and its value there; None if it keeps them all.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedText:
+    """A text after the limits.
 
-    Limits are tried in the order of ``FilterOptions``, those that cost little first.
+    Attributes:
+        failed: The first limit that it does not keep; empty if it keeps all.
+        value: What that limit was compared with.
+        measured: What it and the limits before it were compared with, by the limits' names.
     """
+
+    failed: str = ""
+    value: float = 0.0
+    measured: dict[str, float]
+
+
+def check_text(text: str, options: FilterOptions) -> CheckedText:
+    """Try the limits in the order of ``FilterOptions``, those that cost little first, until text does not keep one."""
+    measured: dict[str, float] = {}
     for name, value in _measures(text, options):
+        measured[name] = value
         limit: float = getattr(options, name)
         if limit and (value < limit if name.startswith("min_") else value > limit):
-            return name, value
-    return None
+            return CheckedText(failed=name, value=value, measured=measured)
+    return CheckedText(measured=measured)
 
 
 def _measures(text: str, options: FilterOptions) -> Iterator[tuple[str, float]]:

@@ -122,6 +122,7 @@ def _changed(pa: Any, change: FileChange, batches: Iterator[Any], schema: Any, t
         new = pa.RecordBatch.from_arrays([cells.array for cells in columns.values()], schema=schema)
         yield new.filter(pa.array(is_kept)) if faults else new
         begin += count
+        change.advance(count)
 
 
 def _without(pa: Any, column: Any, rows: NDArray[np.int64]) -> Any:

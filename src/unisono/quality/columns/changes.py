@@ -22,6 +22,7 @@ from unisono.quality.columns.schema import usual_encoding
 from unisono.quality.columns.targets import Target, deviates
 from unisono.quality.documents import Documents, InputFile
 from unisono.quality.kept_rows import WRITABLE
+from unisono.quality.progress import SILENT, Progress
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, open_regular
 
@@ -84,6 +85,7 @@ def write_changes(
     masked: Mapping[str, NDArray[np.int64]],
     targets: Mapping[str, Target],
     skips: bool,
+    progress: Progress = SILENT,
 ) -> ColumnChanges:
     """Write ``data/NAME`` of each file, ``masked.jsonl``, which has each masked value as it was, and ``dropped.jsonl``.
 
@@ -96,6 +98,7 @@ def write_changes(
         masked: Rows among all rows whose value is masked, by column, in order.
         targets: The schema of all files; empty if nothing is cast.
         skips: Whether a row with a value that cannot be cast is left out, or is an error.
+        progress: Is told the rows that are written.
 
     Raises:
         DataError: A value cannot be cast without loss, or a format cannot hold a row.
@@ -105,6 +108,7 @@ def write_changes(
         types = arrow_types(documents.files, targets)
     encoding = usual_encoding([found for found in facts if found.columns])
     begin = 0
+    progress.begin("writing", sum(found.rows for found in facts), "rows")
     with new_file(folder / MASKED_FILE) as masked_file, new_file(folder / DROPPED_FILE) as dropped_file:
         log = ChangeLog(masked_file=masked_file, dropped_file=dropped_file, skips=skips)
         for file, found in zip(documents.files, facts, strict=True):
@@ -118,6 +122,7 @@ def write_changes(
                 has_mark=(encoding if targets and found.columns else found.encoding) == MARKED_UTF8,
                 deviating=_deviating(found, targets),
                 log=log,
+                advance=progress.advance,
             )
             target = folder / DATA_FOLDER / file.name
             make_folder(target.parent)
@@ -155,6 +160,7 @@ def _write_file(change: FileChange, facts: FileFacts, target: Path, types: Types
         write_rows(change, target)
     elif not facts.columns or not (change.masked or change.deviating or _is_rearranged(change, facts, types)):
         _copy(change.file, target)
+        change.advance(change.rows)
     elif kind == ".jsonl":
         write_jsonl(change, target)
     elif kind == ".csv":

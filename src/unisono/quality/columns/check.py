@@ -29,6 +29,7 @@ from unisono.quality.columns.series import Column, Groups, groups_of, new_array
 from unisono.quality.columns.targets import targets_of
 from unisono.quality.documents import Documents, list_files
 from unisono.quality.job_folder import open_job
+from unisono.quality.progress import SILENT, Progress
 from unisono.sanitize import quoted
 from unisono.storage.directory import make_folder
 from unisono.storage.files import new_file, opener
@@ -92,7 +93,11 @@ class ColumnsResult:
 
 
 def check_columns(
-    paths: Sequence[Path], *, out: Path | None = None, options: ColumnOptions | None = None
+    paths: Sequence[Path],
+    *,
+    out: Path | None = None,
+    options: ColumnOptions | None = None,
+    progress: Progress = SILENT,
 ) -> ColumnsResult:
     """Compare the schemas of tables, and judge their numeric columns over all files.
 
@@ -105,6 +110,7 @@ def check_columns(
             the same job, which was killed and goes on, or is done already. None: nothing is written. A copy with changes is in
             its ``data``, with ``masked.jsonl``, which has each masked value as it was, and ``dropped.jsonl``.
         options: What is judged and changed.
+        progress: Is told the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it; or there is none for a copy.
@@ -131,15 +137,21 @@ def check_columns(
         job = stack.enter_context(open_job(folder, identity, paths, skips_unreadable=options.skips_unfit))
         if job.is_done:
             return job.result(ColumnsResult)
-        facts = scan_files(documents, job.sketches, time=options.time, group=options.group)
+        facts = scan_files(documents, job.sketches, time=options.time, group=options.group, progress=progress)
         with new_file(job.new / FLAGGED_FILE) as flagged:
-            numeric, times, masked = _judge(documents, facts, job.sketches, options, flagged)
+            numeric, times, masked = _judge(documents, facts, job.sketches, options, flagged, progress)
         schema, names = schema_of(facts), [file.name for file in documents.files]
         changes = None
         if options.changes:
             targets = targets_of(facts, schema) if options.unify else {}
             changes = write_changes(
-                documents, facts, job.new, masked=masked, targets=targets, skips=options.skips_unfit
+                documents,
+                facts,
+                job.new,
+                masked=masked,
+                targets=targets,
+                skips=options.skips_unfit,
+                progress=progress,
             )
         result = ColumnsResult(
             rows={name: found.rows for name, found in zip(names, facts, strict=True)},
@@ -151,14 +163,21 @@ def check_columns(
             changes=changes,
         )
         if out is not None:
+            progress.begin("reporting", 1, "pages")
             write_columns_page(job.new / "report.html", out.name, result)
+            progress.advance(1)
             documents.require_unchanged()
             job.finish({**asdict(result), "inputs": cleaning_facts(paths)})
     return result
 
 
 def _judge(
-    documents: Documents, facts: Sequence[FileFacts], folder: Path, options: ColumnOptions, flagged: IO[bytes]
+    documents: Documents,
+    facts: Sequence[FileFacts],
+    folder: Path,
+    options: ColumnOptions,
+    flagged: IO[bytes],
+    progress: Progress,
 ) -> tuple[list[NumericColumn], SamplingTimes | None, dict[str, NDArray[np.int64]]]:
     """Judge the numbers that the scan has left in ``folder``; write each flagged value as a line of ``flagged``.
 
@@ -172,7 +191,9 @@ def _judge(
     numeric: list[NumericColumn] = []
     masked: dict[str, NDArray[np.int64]] = {}
     bits = sum(1 << REASONS.index(reason) for reason in options.mask)
-    for name in _judged_names(facts, options):
+    names = _judged_names(facts, options)
+    progress.begin("judging", len(names) + (options.time is not None), "columns")
+    for name in names:
         column = Column(folder, [_numbers_file(found, name) for found in facts], groups)
         flags = new_array(scratch / "flags", num_rows, np.uint8)
         judged = judge_column(
@@ -189,6 +210,7 @@ def _judge(
             value = json_number(column.value(row))
             flagged.write(_line({**_place(documents, groups, row), "column": name, "reasons": reasons, "value": value}))
         masked[name] = _rows_with(flags, bits, scratch / f"masked-{len(masked)}")
+        progress.advance(1)
     if options.time is None:
         return numeric, None, masked
     stamps = stamps_column(folder, [file.name for file in documents.files], facts, groups, options.time)
@@ -197,6 +219,7 @@ def _judge(
     times = judge_times(options.time, stamps, flags, scratch, groups=groups.names, max_gap=options.max_gap, unit=unit)
     for row, reasons in _flagged_rows(flags, TIME_REASONS):
         flagged.write(_line({**_place(documents, groups, row), "column": options.time, "reasons": reasons}))
+    progress.advance(1)
     return numeric, replace(times, places=_placed(times.places, documents, groups)), masked
 
 

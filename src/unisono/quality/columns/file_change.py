@@ -17,6 +17,7 @@ from unisono.quality.columns.lossless import recast
 from unisono.quality.columns.table_cells import BATCH_ROWS
 from unisono.quality.columns.targets import Target
 from unisono.quality.documents import InputFile
+from unisono.quality.progress import Advance, ignore
 from unisono.sanitize import quoted
 
 
@@ -55,6 +56,7 @@ class FileChange:
         has_mark: Whether the new file begins with the byte-order mark of UTF-8, in a format of text.
         deviating: Columns of the file in which cells may have to be cast or added.
         log: Of all files.
+        advance: Is told the rows that are handled.
     """
 
     file: InputFile
@@ -66,6 +68,7 @@ class FileChange:
     has_mark: bool
     deviating: tuple[str, ...]
     log: ChangeLog
+    advance: Advance = ignore
 
     def masked_in(self, begin: int, count: int) -> dict[str, NDArray[np.int64]]:
         """The masked ones of ``count`` rows from ``begin`` on, relative to it, by column."""
@@ -86,6 +89,7 @@ class FileChange:
                 for row in rows.tolist():
                     names[row] += (name,)
             yield from names
+            self.advance(count)
 
     def recast_row(
         self, row: int, values: Mapping[str, Any], masked: Collection[str], texts: Mapping[str, str]

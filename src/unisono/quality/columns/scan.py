@@ -36,6 +36,8 @@ from unisono.quality.columns.table_cells import (
     read_cells,
 )
 from unisono.quality.documents import Documents, InputFile
+from unisono.quality.file_meter import FileMeter
+from unisono.quality.progress import SILENT, Progress
 from unisono.quality.refused import refused
 from unisono.sanitize import quoted
 from unisono.storage.directory import make_folder
@@ -102,7 +104,9 @@ class FileFacts(msgspec.Struct):
     time_base: int | float = 0
 
 
-def scan_files(documents: Documents, folder: Path, *, time: str | None, group: str | None) -> list[FileFacts]:
+def scan_files(
+    documents: Documents, folder: Path, *, time: str | None, group: str | None, progress: Progress = SILENT
+) -> list[FileFacts]:
     """Read all files that have not been read before into ``folder``; one folder for each, by its number.
 
     Args:
@@ -110,6 +114,7 @@ def scan_files(documents: Documents, folder: Path, *, time: str | None, group: s
         folder: A folder of this job alone.
         time: Column of stamps: numbers, ISO 8601 texts or Parquet's timestamps.
         group: Column whose values name a sensor.
+        progress: Is told the bytes that are read.
 
     Raises:
         DataError: A file is text, is damaged or has changed, or a row's stamp or group cannot be one.
@@ -118,23 +123,34 @@ def scan_files(documents: Documents, folder: Path, *, time: str | None, group: s
     for file in documents.files:
         if file.whole is not None:
             raise refused(f"{file.path}, a file that is no table", "columns are those of tables", "tables")
+    places = [folder / str(number) for number in range(len(documents.files))]
+    earlier = [_facts_of(place) for place in places]
+    done = sum(file.size for file, found in zip(documents.files, earlier, strict=True) if found is not None)
+    progress.begin("reading", documents.total_bytes, "bytes", done=done)
     facts: list[FileFacts] = []
-    for number, file in enumerate(documents.files):
-        place = folder / str(number)
-        try:
-            facts.append(msgspec.convert(read_json(place / _FACTS), FileFacts))
-        except (OSError, ValueError):  # not there, or of a job that was killed
+    for file, place, found in zip(documents.files, places, earlier, strict=True):
+        if found is None:
             shutil.rmtree(place, ignore_errors=True)
             make_folder(place)
-            found = _FileScan(file, place, time, group).run()
+            meter = FileMeter(file.size, progress.advance)
+            found = _FileScan(file, place, time, group).run(meter)
             write_atomically(place / _FACTS, msgspec.json.encode(found))
-            facts.append(found)
+            meter.end()
+        facts.append(found)
     documents.require_unchanged()
     for column in (time, group):
         if column is not None and facts and not any(column in found.columns for found in facts):
             names = list(dict.fromkeys(name for found in facts for name in found.columns))
             raise refused(f"column {quoted(column)}, which no file has", "it is a column", nearest_name(column, names))
     return facts
+
+
+def _facts_of(place: Path) -> FileFacts | None:
+    """What an earlier job has found out about a file; None if it was killed before."""
+    try:
+        return msgspec.convert(read_json(place / _FACTS), FileFacts)
+    except (OSError, ValueError):
+        return None
 
 
 class _FileScan:
@@ -145,7 +161,7 @@ class _FileScan:
         self._facts = FileFacts()
         self._codes: dict[str, int] = {}
 
-    def run(self) -> FileFacts:
+    def run(self, meter: FileMeter) -> FileFacts:
         facts = self._facts
         if self._file.kind in _MARKED_FORMATS:
             facts.encoding = _encoding(self._file)
@@ -157,6 +173,7 @@ class _FileScan:
             if self._group is not None:
                 self._add_groups(batch, self._group)
             facts.rows += batch.rows
+            meter.add(batch.size)
         facts.groups = list(self._codes)
         if self._file.kind == ".csv":
             for column in facts.columns.values():

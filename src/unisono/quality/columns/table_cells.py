@@ -68,10 +68,12 @@ class Batch:
     Attributes:
         rows: How many.
         columns: Cells by name. Columns that no row of the batch has may be left out.
+        size: Bytes that they take in the file, about.
     """
 
     rows: int
     columns: dict[str, Cells]
+    size: int
 
 
 def read_cells(path: Path, kind: str, wanted: Collection[str] = ()) -> Iterator[Batch]:
@@ -115,15 +117,16 @@ def _of_rows(rows: Iterator[tuple[Row, int]]) -> Iterator[Batch]:
         batch.append(row)
         size += count
         if len(batch) == BATCH_ROWS or size >= BATCH_BYTES:
-            yield _batch(batch)
+            yield _batch(batch, size)
             batch, size = [], 0
     if batch:
-        yield _batch(batch)
+        yield _batch(batch, size)
 
 
-def _batch(rows: Sequence[Row]) -> Batch:
+def _batch(rows: Sequence[Row], size: int) -> Batch:
     names = dict.fromkeys(name for row in rows for name in row)
-    return Batch(len(rows), {name: cells_of([decoded(row.get(name, _ABSENT)) for row in rows]) for name in names})
+    cells = {name: cells_of([decoded(row.get(name, _ABSENT)) for row in rows]) for name in names}
+    return Batch(len(rows), cells, size)
 
 
 def decoded(value: Any) -> Any:
@@ -176,15 +179,15 @@ def _csv(path: Path) -> Iterator[Batch]:
         batch.append(cells)
         size += len(record)
         if len(batch) == BATCH_ROWS or size >= BATCH_BYTES:
-            yield _csv_batch(names, batch)
+            yield _csv_batch(names, batch, size)
             batch, size, is_first = [], 0, False
     if batch or is_first:
-        yield _csv_batch(names, batch)
+        yield _csv_batch(names, batch, size)
 
 
-def _csv_batch(names: Sequence[str], records: Sequence[Sequence[tuple[str, bool]]]) -> Batch:
+def _csv_batch(names: Sequence[str], records: Sequence[Sequence[tuple[str, bool]]], size: int) -> Batch:
     columns = zip(*records, strict=True) if records else [()] * len(names)
-    return Batch(len(records), {name: _csv_cells(cells) for name, cells in zip(names, columns, strict=True)})
+    return Batch(len(records), {name: _csv_cells(cells) for name, cells in zip(names, columns, strict=True)}, size)
 
 
 def _csv_cells(cells: Sequence[tuple[str, bool]]) -> Cells:
@@ -219,12 +222,12 @@ def _parquet(path: Path, wanted: Collection[str]) -> Iterator[Batch]:
     file, batches = read_batches(path)
     if not file.metadata.num_rows:
         empty = file.schema_arrow.empty_table()
-        yield Batch(
-            0, {name: arrow_cells(empty.column(name).combine_chunks(), wanted=False) for name in empty.column_names}
-        )
+        names = empty.column_names
+        yield Batch(0, {name: arrow_cells(empty.column(name).combine_chunks(), wanted=False) for name in names}, 0)
+    file_bytes = path.stat().st_size
     for batch in batches:
-        names = batch.schema.names
-        yield Batch(batch.num_rows, {name: arrow_cells(batch.column(name), wanted=name in wanted) for name in names})
+        cells = {name: arrow_cells(batch.column(name), wanted=name in wanted) for name in batch.schema.names}
+        yield Batch(batch.num_rows, cells, file_bytes * batch.num_rows // file.metadata.num_rows)
 
 
 def arrow_cells(column: Any, *, wanted: bool) -> Cells:

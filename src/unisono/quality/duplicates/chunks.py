@@ -8,6 +8,7 @@ Besides the arrays of ``sketches``:
     changed       int64   [changed]      documents whose text is another now, by their place in the chunk
     texts         uint8   [bytes]        their texts in UTF-8, one after another
     text_offsets  int64   [changed + 1]  where each begins
+    measures      float64 [documents, measures] ``measures.MEASURES``; NaN of what was not measured
 
 Those of images have ``thumbnails``, uint8 [images, 64, 64], and neither signatures nor texts. The file's metadata has ``masked``:
 how many pieces of personal data were replaced, by kind; and ``faults``: why images cannot be read, by their place in the chunk.
@@ -27,6 +28,7 @@ from safetensors.numpy import save
 
 from unisono.quality.cleaning.image_checks import check_image
 from unisono.quality.cleaning.languages import MAX_CODE
+from unisono.quality.cleaning.measures import measure_of, row_of_measures
 from unisono.quality.cleaning.steps import REASONS, UNREADABLE, clean_documents
 from unisono.quality.duplicates.sketches import sketch_documents
 from unisono.quality.options import CleanRecipe
@@ -74,6 +76,7 @@ def make_chunk(texts: Sequence[bytes | None], recipe: CleanRecipe, contamination
         "changed": np.array(changed, np.int64),
         "texts": np.frombuffer(b"".join(new_texts), np.uint8),
         "text_offsets": np.cumsum([0, *map(len, new_texts)], dtype=np.int64),
+        "measures": cleaned.measures,
     }
     return save(arrays, {"masked": json.dumps(cleaned.masked), "faults": "{}"})
 
@@ -91,6 +94,9 @@ def make_image_chunk(images: Sequence[bytes | None], suffixes: Sequence[str], re
     """
     checked = [check_image(image or b"", suffix, recipe.images) for image, suffix in zip(images, suffixes, strict=True)]
     names = [of.failed if of.failed in ("", UNREADABLE) else f"images.{of.failed}" for of in checked]
+    measures = [
+        row_of_measures({measure_of(name): value for name, value in of.measured.items()}, "images") for of in checked
+    ]
     digests = b"".join(hashlib.blake2b(image or b"", digest_size=16).digest() for image in images)
     arrays: dict[str, NDArray[Any]] = {
         "digests": np.frombuffer(digests, "<u8").reshape(-1, 2),
@@ -101,6 +107,7 @@ def make_image_chunk(images: Sequence[bytes | None], suffixes: Sequence[str], re
         "changed": np.zeros(0, np.int64),
         "texts": np.zeros(0, np.uint8),
         "text_offsets": np.zeros(1, np.int64),
+        "measures": np.array(measures, np.float64),
     }
     faults = {number: of.fault for number, of in enumerate(checked) if of.fault and images[number] is not None}
     return save(arrays, {"masked": "{}", "faults": json.dumps(faults)})

@@ -10,10 +10,15 @@ from unisono.quality.duplicates.near_duplicates import MAX_COMPARED, Buckets, ca
 from unisono.quality.duplicates.near_images import similar_images
 from unisono.quality.duplicates.sketch_folder import Sketches
 from unisono.quality.options import DuplicateOptions
+from unisono.quality.progress import SILENT, Progress
 
 
 def find_clusters(
-    content: Content, sketches: Sketches, options: DuplicateOptions, values: NDArray[np.int64] | None
+    content: Content,
+    sketches: Sketches,
+    options: DuplicateOptions,
+    values: NDArray[np.int64] | None,
+    progress: Progress = SILENT,
 ) -> tuple[NDArray[np.int64], int]:
     """Join documents into clusters; also over several others: the first and the last of a chain are in one cluster.
 
@@ -23,6 +28,7 @@ def find_clusters(
         options: From which similarity on two documents belong together.
         values: Number of each document's value, int64 [documents]; documents of one value belong together, where it is not
             negative. None: there are none.
+        progress: Is told how many documents are compared.
 
     Returns:
         The first document of each document's cluster, int64 [documents]; and how many documents were not compared with all
@@ -34,10 +40,10 @@ def find_clusters(
     crowded = 0
     near = options.near
     if content == "images":
-        crowded = _join_images(first, sketches, options, exact.document)
+        crowded = _join_images(first, sketches, options, exact.document, progress)
     elif near:
         buckets = Buckets()
-        for document, shared in candidates(sketches, exact.document):
+        for document, shared in candidates(sketches, exact.document, progress):
             others, is_crowded = buckets.sharing(shared)
             shingles = sketches.shingles(document)
             for other in others[:MAX_COMPARED]:
@@ -58,12 +64,16 @@ def find_clusters(
 
 
 def _join_images(
-    first: NDArray[np.int64], sketches: Sketches, options: DuplicateOptions, excluded: NDArray[np.int64]
+    first: NDArray[np.int64],
+    sketches: Sketches,
+    options: DuplicateOptions,
+    excluded: NDArray[np.int64],
+    progress: Progress,
 ) -> int:
     """Join images that are near each other; returns how many had too many candidates."""
     crowded = 0
     if options.image_near:
-        for image, pairs, is_crowded in similar_images(sketches, options, excluded):
+        for image, pairs, is_crowded in similar_images(sketches, options, excluded, progress=progress):
             for other, _ in pairs:
                 join(first, image, other)
             crowded += is_crowded

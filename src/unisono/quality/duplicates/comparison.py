@@ -10,6 +10,7 @@ from unisono.quality.duplicates.near_duplicates import Duplicates, duplicates_of
 from unisono.quality.duplicates.near_images import near_images
 from unisono.quality.duplicates.sketch_folder import Sketches
 from unisono.quality.options import DuplicateOptions
+from unisono.quality.progress import SILENT, Progress
 
 
 def threshold_of(content: Content, options: DuplicateOptions) -> float:
@@ -23,10 +24,11 @@ def near_documents(
     options: DuplicateOptions,
     excluded: NDArray[np.int64],
     split_of: NDArray[np.int64] | None = None,
+    progress: Progress = SILENT,
 ) -> tuple[Duplicates, int]:
     """Documents near one before them; arguments and result are those of ``near_duplicates``."""
     if not threshold_of(content, options):
         return duplicates_of([]), 0
     if content == "images":
-        return near_images(sketches, options, excluded, split_of)
-    return near_duplicates(sketches, options.near, excluded, split_of)
+        return near_images(sketches, options, excluded, split_of, progress)
+    return near_duplicates(sketches, options.near, excluded, split_of, progress)

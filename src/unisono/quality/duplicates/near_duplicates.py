@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from unisono.quality.duplicates.sketch_folder import Sketches
 from unisono.quality.duplicates.sketches import MAX_SHINGLES
+from unisono.quality.progress import SILENT, Progress
 
 MAX_COMPARED: Final = 100  # documents that one is compared with: those that share the most bands with it
 # documents of a group that a bucket holds: where more share a band, they share boilerplate, and near ones share other bands too
@@ -91,7 +92,11 @@ def copies_of(exact: Duplicates, found: Duplicates) -> tuple[NDArray[np.bool_], 
 
 
 def near_duplicates(
-    sketches: Sketches, near: float, excluded: _Numbers, split_of: _Numbers | None = None
+    sketches: Sketches,
+    near: float,
+    excluded: _Numbers,
+    split_of: _Numbers | None = None,
+    progress: Progress = SILENT,
 ) -> tuple[Duplicates, int]:
     """Documents near one before them.
 
@@ -101,6 +106,7 @@ def near_duplicates(
         excluded: Documents that are not compared, besides those that a step has dropped: exact copies.
         split_of: Number of each document's split, ascending, int64 [documents]: only documents of different splits are
             compared then, and a duplicate is compared with later documents, too. None: all are of one data set.
+        progress: Is told the stages of ``candidates``.
 
     Returns:
         The duplicates, each with the most similar of those it was compared with; and how many of the other documents were not
@@ -109,7 +115,7 @@ def near_duplicates(
     buckets = Buckets()
     found: list[tuple[int, int, float]] = []
     crowded = 0
-    for document, shared in candidates(sketches, excluded):
+    for document, shared in candidates(sketches, excluded, progress):
         others, is_crowded = buckets.sharing(shared)
         if split_of is not None:
             others = [other for other in others if split_of[other] != split_of[document]]
@@ -178,14 +184,20 @@ def _most_similar(sketches: Sketches, document: int, others: Sequence[int], near
     return (others[similarities.index(best)], best) if best >= near else None
 
 
-def candidates(sketches: Sketches, excluded: _Numbers) -> Iterator[tuple[int, Sequence[int]]]:
-    """Each document that shares a band's key with another, in order, and its buckets: one for each key that it shares."""
+def candidates(
+    sketches: Sketches, excluded: _Numbers, progress: Progress = SILENT
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Each document that shares a band's key with another, in order, and its buckets: one for each key that it shares.
+
+    ``progress`` is told the bands that are grouped, and then the documents that the caller has compared.
+    """
     is_compared = sketches.has_shingles() & (sketches.reasons() == 0)
     is_compared[excluded] = False
     compared = np.flatnonzero(is_compared)
     documents: list[_Numbers] = []
     buckets: list[_Numbers] = []
     num_buckets = 0
+    progress.begin("grouping", sketches.num_bands, "bands")
     for band in range(sketches.num_bands):
         keys = sketches.band(band)[compared]
         order = np.argsort(keys, kind="stable")
@@ -196,14 +208,17 @@ def candidates(sketches: Sketches, excluded: _Numbers) -> Iterator[tuple[int, Se
         documents.append(compared[order[shared]])
         buckets.append(bucket[shared])
         num_buckets = int(bucket[-1]) if len(bucket) else num_buckets
+        progress.advance(1)
     if not documents:
         return
     every_document, every_bucket = np.concatenate(documents), np.concatenate(buckets)
     order = np.argsort(every_document, kind="stable")
     every_document, every_bucket = every_document[order], every_bucket[order]
     bounds = [*np.flatnonzero(~_as_before(every_document)).tolist(), len(every_document)]
+    progress.begin("comparing", len(bounds) - 1, "documents")
     for begin, end in pairwise(bounds):
         yield int(every_document[begin]), every_bucket[begin:end].tolist()
+        progress.advance(1)
 
 
 def _as_before(values: NDArray[Any]) -> NDArray[np.bool_]:

@@ -27,6 +27,7 @@ from unisono.quality.cleaning.image_checks import THUMBNAIL_PX
 from unisono.quality.duplicates.near_duplicates import Duplicates, duplicates_of
 from unisono.quality.duplicates.sketch_folder import Sketches
 from unisono.quality.options import DuplicateOptions
+from unisono.quality.progress import SILENT, Progress
 
 MIN_GRADIENT: Final = (
     1.5  # grey levels a pixel at 32 x 32, root mean square: below that an image has nothing to compare
@@ -54,6 +55,7 @@ def near_images(
     options: DuplicateOptions,
     excluded: NDArray[np.int64],
     split_of: NDArray[np.int64] | None = None,
+    progress: Progress = SILENT,
 ) -> tuple[Duplicates, int]:
     """Images near one before them; arguments and result are those of ``near_duplicates``."""
     found: list[tuple[int, int, float]] = []
@@ -63,7 +65,7 @@ def near_images(
         return ~is_copy[others] if split_of is None else split_of[others] != split_of[image]
 
     crowded = 0
-    for image, pairs, is_crowded in similar_images(sketches, options, excluded, is_compared):
+    for image, pairs, is_crowded in similar_images(sketches, options, excluded, is_compared, progress):
         if pairs:
             other, similarity = max(pairs, key=lambda pair: (pair[1], -pair[0]))
             found.append((image, other, similarity))
@@ -77,6 +79,7 @@ def similar_images(
     options: DuplicateOptions,
     excluded: NDArray[np.int64],
     is_compared: _IsCompared = lambda image, others: np.ones(len(others), np.bool_),
+    progress: Progress = SILENT,
 ) -> Iterator[tuple[int, list[tuple[int, float]], bool]]:
     """Each image that has candidates, in order: those before it that are similar enough, and whether it had too many candidates.
 
@@ -85,10 +88,12 @@ def similar_images(
         options: ``image_near``, the similarity from which on, and ``crops``.
         excluded: Images that are not compared, besides those that a step has dropped.
         is_compared: Whether an image is compared with others before it, bool [others]; asked in order.
+        progress: Is told the pairs of images that are compared.
     """
     is_in = sketches.reasons() == 0
     is_in[excluded] = False
     numbers, whole = _frequencies(sketches, is_in)
+    progress.begin("comparing", _num_pairs(len(numbers)), "pairs")
     for begin in range(0, len(numbers), _BLOCK):
         end = min(begin + _BLOCK, len(numbers))
         candidates = _candidates(sketches, numbers, whole, begin, end, is_compared, crops=options.crops)
@@ -97,6 +102,11 @@ def similar_images(
             if len(others):
                 chosen = others[:MAX_COMPARED].tolist()
                 yield image, _similar(sketches, image, chosen, options), len(others) > MAX_COMPARED
+        progress.advance(_num_pairs(end) - _num_pairs(begin))
+
+
+def _num_pairs(count: int) -> int:
+    return count * (count - 1) // 2
 
 
 def _frequencies(sketches: Sketches, is_in: NDArray[np.bool_]) -> tuple[NDArray[np.int64], _FLOATS]:

@@ -7,12 +7,10 @@ documents alone determine the chunks, not the number of processes.
 from __future__ import annotations
 
 import json
-import logging
-import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -33,7 +31,9 @@ from unisono.quality.documents import Document, Documents
 from unisono.quality.duplicates.chunks import encode_request, make_chunk, make_image_chunk
 from unisono.quality.duplicates.ray_map import ray_map
 from unisono.quality.duplicates.sketches import bands_and_rows
+from unisono.quality.file_meter import ByteCount
 from unisono.quality.options import CleanRecipe, DuplicateOptions
+from unisono.quality.progress import SILENT, Progress
 from unisono.sanitize import shorten
 from unisono.storage.files import file_digest, new_file, opener, write_atomically
 
@@ -41,12 +41,10 @@ CHUNK_DOCUMENTS: Final = 4096
 CHUNK_BYTES: Final = 16 << 20
 _JOURNAL: Final = "chunks.jsonl"
 _OPEN_CHUNKS: Final = 64
-_PROGRESS_S: Final = 5.0
 _FAULT: Final = 300  # characters
 _CONTAMINATION: Final = "contamination.npy"
 _NO_HASHES: Final = np.zeros(0, np.uint64)
 _NONE: Final = np.zeros(0, np.int64)
-_LOG: Final = logging.getLogger("unisono")
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -59,6 +57,7 @@ class Chunk(msgspec.Struct, frozen=True):
         row: The first document's row in it.
         counts: Number of documents in each file, from that one on.
         faults: Why documents cannot be read, by their place in the chunk.
+        end_bytes: Bytes of all files that were read up to its end.
     """
 
     documents: int
@@ -67,11 +66,20 @@ class Chunk(msgspec.Struct, frozen=True):
     row: int
     counts: list[int]
     faults: dict[int, str] = {}
+    end_bytes: int = 0
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """(file, first row, number of rows) of each file."""
         for number, count in enumerate(self.counts):
             yield self.file + number, 0 if number else self.row, count
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The documents of a chunk, and the bytes of all files that were read up to its end."""
+
+    documents: Sequence[Document]
+    end_bytes: int
 
 
 class Sketches:
@@ -166,6 +174,11 @@ class Sketches:
         for number, begin in enumerate(self._begins[:-1].tolist()):
             yield begin, self._open(number).get_tensor("thumbnails")
 
+    def measures_by_chunk(self) -> Iterator[tuple[int, NDArray[np.float64]]]:
+        """Measures of the documents of each chunk, float64 [documents, measures], and the number of the first one."""
+        for number, begin in enumerate(self._begins[:-1].tolist()):
+            yield begin, self._open(number).get_tensor("measures")
+
     def places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Number of the file of each document, and row in it, int64 [documents]."""
         parts = [(file, row, count) for chunk in self._chunks for file, row, count in chunk.runs()]
@@ -193,6 +206,7 @@ def sketch_all(
     *,
     contamination: NDArray[np.uint64] | None = None,
     workers: int | str | None = None,
+    progress: Progress = SILENT,
 ) -> Sketches:
     """Clean and sketch all documents into a folder, going on behind the chunks that it holds.
 
@@ -203,6 +217,7 @@ def sketch_all(
         contamination: Sorted hashes of the benchmarks' n-grams, uint64.
         workers: Processes; 0 is this one. By default one per core if there is text for at least two. A string is the address
             of a Ray cluster, as ``ray_map`` takes it. The result is the same.
+        progress: Is told the bytes of the files whose documents are done.
 
     Raises:
         DataError: A file is damaged or has changed.
@@ -210,18 +225,19 @@ def sketch_all(
         ConfigError: There is no such cluster, or its machines have other versions.
     """
     if workers is None:
-        workers = min(allowed_cores(), sum(file.size for file in documents.files) // CHUNK_BYTES)
+        workers = min(allowed_cores(), documents.total_bytes // CHUNK_BYTES)
         workers = workers if workers > 1 else 0
     chunks = list(_finished(folder))
     number = sum(chunk.documents for chunk in chunks)
     hashes = folder / _CONTAMINATION
     with new_file(hashes) as file:
         np.save(file, _NO_HASHES if contamination is None else contamination)
-    begun, logged, already = time.monotonic(), time.monotonic(), number
-    rest = islice(iter(documents), number, None)
+    read, told = ByteCount(), chunks[-1].end_bytes if chunks else 0
+    progress.begin("reading", documents.total_bytes, "bytes", done=told)
+    batches = _batches(islice(documents.read(read.add), number, None), read)
     with (
         open(folder / _JOURNAL, "ab", opener=opener) as journal,
-        closing(_chunks(rest, recipe, hashes, _suffixes(documents), workers)) as answers,
+        closing(_chunks(batches, recipe, hashes, _suffixes(documents), workers)) as answers,
     ):
         for batch, content in answers:
             path = chunk_path(folder, len(chunks))
@@ -230,10 +246,9 @@ def sketch_all(
             journal.write(msgspec.json.encode(chunk) + b"\n")
             journal.flush()
             chunks.append(chunk)
-            number += chunk.documents
-            if time.monotonic() - logged > _PROGRESS_S:
-                logged = time.monotonic()
-                _LOG.info("sketches: %d documents, %.0f a second", number, (number - already) / (logged - begun))
+            progress.advance(chunk.end_bytes - told)
+            told = chunk.end_bytes
+    progress.advance(documents.total_bytes - told)  # behind the last document
     return Sketches(folder, chunks, recipe.dedup)
 
 
@@ -269,26 +284,26 @@ def _suffixes(documents: Documents) -> list[str] | None:
 
 
 def _chunks(
-    documents: Iterable[Document], recipe: CleanRecipe, hashes: Path, suffixes: list[str] | None, workers: int | str
-) -> Generator[tuple[list[Document], bytes]]:
-    """(documents, file) of each chunk; ``suffixes`` are those of the files of images."""
-    batches = (
+    batches: Iterable[_Batch], recipe: CleanRecipe, hashes: Path, suffixes: list[str] | None, workers: int | str
+) -> Generator[tuple[_Batch, bytes]]:
+    """(batch, file) of each chunk; ``suffixes`` are those of the files of images."""
+    with_contents = (
         (
             batch,
-            [None if document.fault else document.content for document in batch],
-            None if suffixes is None else [suffixes[document.file] for document in batch],
+            [None if document.fault else document.content for document in batch.documents],
+            None if suffixes is None else [suffixes[document.file] for document in batch.documents],
         )
-        for batch in _batches(documents)
+        for batch in batches
     )
     if workers == 0:
         contamination = np.load(hashes)
-        for batch, contents, of_batch in batches:
+        for batch, contents, of_batch in with_contents:
             if of_batch is None:
                 yield batch, make_chunk(contents, recipe, contamination)
             else:
                 yield batch, make_image_chunk(contents, of_batch, recipe)
         return
-    requests = ((batch, encode_request(contents, of_batch)) for batch, contents, of_batch in batches)
+    requests = ((batch, encode_request(contents, of_batch)) for batch, contents, of_batch in with_contents)
     if isinstance(workers, str):
         yield from ray_map(requests, recipe, np.load(hashes), address=workers, request_bytes=CHUNK_BYTES)
         return
@@ -296,31 +311,39 @@ def _chunks(
     yield from subprocess_map(requests, command, workers=workers, ahead=2, ended=_ended)
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _batches(documents: Iterable[Document], read: ByteCount) -> Iterator[_Batch]:
     batch: list[Document] = []
     size = 0
     for document in documents:
         batch.append(document)
         size += len(document.content)
         if len(batch) == CHUNK_DOCUMENTS or size >= CHUNK_BYTES:
-            yield batch
+            yield _Batch(batch, read.total)
             batch, size = [], 0
     if batch:
-        yield batch
+        yield _Batch(batch, read.total)
 
 
-def _chunk(batch: Sequence[Document], digest: str) -> Chunk:
-    first = batch[0]
-    counts = [0] * (batch[-1].file - first.file + 1)
-    for document in batch:
+def _chunk(batch: _Batch, digest: str) -> Chunk:
+    first = batch.documents[0]
+    counts = [0] * (batch.documents[-1].file - first.file + 1)
+    for document in batch.documents:
         counts[document.file - first.file] += 1
-    faults = {at: shorten(document.fault, _FAULT) for at, document in enumerate(batch) if document.fault}
-    return Chunk(documents=len(batch), digest=digest, file=first.file, row=first.row, counts=counts, faults=faults)
+    faults = {at: shorten(document.fault, _FAULT) for at, document in enumerate(batch.documents) if document.fault}
+    return Chunk(
+        documents=len(batch.documents),
+        digest=digest,
+        file=first.file,
+        row=first.row,
+        counts=counts,
+        faults=faults,
+        end_bytes=batch.end_bytes,
+    )
 
 
-def _ended(batch: Sequence[Document], code: int) -> UnisonoError:
+def _ended(batch: _Batch, code: int) -> UnisonoError:
     return UnisonoError(
-        given=f"the process that cleaned {len(batch):,} documents ended with exit code {code}",
+        given=f"the process that cleaned {len(batch.documents):,} documents ended with exit code {code}",
         rule="a process runs until all documents are done; its own message, if any, is above",
         consequence="the job stopped; the chunks that are finished are kept",
         nearest="the same command again; -9 often means no memory: fewer --workers",

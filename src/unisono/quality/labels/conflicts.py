@@ -31,6 +31,7 @@ from unisono.quality.duplicates.near_duplicates import MAX_COMPARED, Buckets, ca
 from unisono.quality.duplicates.near_images import similar_images
 from unisono.quality.duplicates.sketch_folder import Sketches
 from unisono.quality.options import DuplicateOptions
+from unisono.quality.progress import SILENT, Progress
 
 _SEVERAL: Final = -1  # group of texts that have several labels
 # a document, those before it that are similar enough to it, and whether it had too many candidates
@@ -63,7 +64,11 @@ class ConflictGroup:
 
 
 def find_conflicts(
-    content: Content, sketches: Sketches, options: DuplicateOptions, labels: NDArray[np.int64]
+    content: Content,
+    sketches: Sketches,
+    options: DuplicateOptions,
+    labels: NDArray[np.int64],
+    progress: Progress = SILENT,
 ) -> tuple[list[ConflictGroup], int]:
     """Find documents that are the same or near each other and have different labels.
 
@@ -72,6 +77,7 @@ def find_conflicts(
         sketches: Of all documents.
         options: From which similarity on documents are near each other.
         labels: Number of each document's label, int64 [documents].
+        progress: Is told how many documents are compared.
 
     Returns:
         The groups, by their first document; and how many texts or images were not compared with all of their candidates of
@@ -87,7 +93,7 @@ def find_conflicts(
     crowded = 0
     if threshold_of(content, options):
         find = _similar_images if content == "images" else _similar_texts
-        for document, pairs, is_crowded in find(sketches, options, exact.document, labels, has_several):
+        for document, pairs, is_crowded in find(sketches, options, exact.document, labels, has_several, progress):
             for other, similarity in pairs:
                 join(first, document, other)
                 best[[document, other]] = np.maximum(best[[document, other]], similarity)
@@ -112,9 +118,10 @@ def _similar_texts(
     excluded: NDArray[np.int64],
     labels: NDArray[np.int64],
     has_several: NDArray[np.bool_],
+    progress: Progress,
 ) -> _Similar:
     buckets = Buckets()
-    for text, shared in candidates(sketches, excluded):
+    for text, shared in candidates(sketches, excluded, progress):
         group = _SEVERAL if has_several[text] else int(labels[text])
         others, is_full = buckets.sharing(shared, without=None if has_several[text] else group)
         shingles = sketches.shingles(text)
@@ -129,8 +136,9 @@ def _similar_images(
     excluded: NDArray[np.int64],
     labels: NDArray[np.int64],
     has_several: NDArray[np.bool_],
+    progress: Progress,
 ) -> _Similar:
     def is_compared(image: int, others: NDArray[np.int64]) -> NDArray[np.bool_]:
         return has_several[image] | has_several[others] | (labels[others] != labels[image])
 
-    return similar_images(sketches, options, excluded, is_compared)
+    return similar_images(sketches, options, excluded, is_compared, progress)

@@ -23,6 +23,7 @@ from unisono.quality.labels.page import Card, Entry, write_label_page
 from unisono.quality.labels.suspects import NO_SUSPECTS, LabelSuspects, find_losses_file, find_suspects
 from unisono.quality.labels.values import Labels, data_set_digest, read_labels
 from unisono.quality.options import DuplicateOptions, only_dedup, require_settings_of
+from unisono.quality.progress import SILENT, Progress
 from unisono.quality.unreadable import unreadable_documents, write_unreadable
 from unisono.storage.files import file_digest, new_file
 
@@ -79,6 +80,7 @@ def find_label_errors(
     skips_unreadable: bool = False,
     most: int = MOST,
     workers: int | str | None = None,
+    progress: Progress = SILENT,
 ) -> LabelsResult:
     """Find documents whose label is likely wrong.
 
@@ -97,6 +99,7 @@ def find_label_errors(
         skips_unreadable: Whether documents that cannot be read, or have no label, are left out, or an error.
         most: Conflicts, and suspects, that the page shows.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
+        progress: Is told the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it; or settings are not for such data.
@@ -121,14 +124,15 @@ def find_label_errors(
     with open_job(out, identity, paths, skips_unreadable=skips_unreadable) as job:
         if job.is_done:
             return job.result(LabelsResult)
-        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers)
-        labels = read_labels(documents, label, sketches, least=2)
+        sketches = sketch_all(documents, job.sketches, only_dedup(options), workers=workers, progress=progress)
+        labels = read_labels(documents, label, sketches, least=2, progress=progress)
         faults = unreadable_documents(documents, sketches, drops=skips_unreadable)
         files, rows = sketches.places()
         suspects = NO_SUSPECTS if found is None else find_suspects(read_losses(found), documents, files, labels)
         documents.require_unchanged()
         places = PlacedPairs(documents, files, rows)
-        groups, crowded = find_conflicts(documents.content, sketches, options, labels.of)
+        groups, crowded = find_conflicts(documents.content, sketches, options, labels.of, progress)
+        progress.begin("reporting", 1, "pages")
         suspect_lines = (_suspect_line(suspects, rank, labels, places) for rank in range(len(suspects)))
         _write_lines(job.new / CONFLICTS_FILE, (_conflict_line(group, labels, places) for group in groups))
         _write_lines(job.new / SUSPECTS_FILE, suspect_lines)
@@ -158,6 +162,7 @@ def find_label_errors(
         shown = [_conflict_entry(group, labels, documents.content) for group in _clearest(groups)[:most]]
         shown += [_suspect_entry(suspects, rank, labels) for rank in range(min(len(suspects), most))]
         write_label_page(job.new / "report.html", out.name, result, marked, shown, labels, places, faults)
+        progress.advance(1)
         documents.require_unchanged()
         job.finish(asdict(result))
     return result

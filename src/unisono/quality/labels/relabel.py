@@ -23,6 +23,7 @@ from unisono.quality.labels.marks import Mark, read_marks
 from unisono.quality.labels.page import write_relabel_page
 from unisono.quality.labels.values import Labels, data_set_digest, read_labels
 from unisono.quality.options import DuplicateOptions, only_dedup
+from unisono.quality.progress import SILENT, Progress
 from unisono.quality.refused import refused
 from unisono.quality.unreadable import unreadable_documents, write_unreadable
 from unisono.sanitize import quoted
@@ -56,7 +57,14 @@ class RelabelResult:
     changes: tuple[tuple[str, str, int], ...]
 
 
-def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int | str | None = None) -> RelabelResult:
+def relabel(
+    paths: Sequence[Path],
+    out: Path,
+    marks_path: Path,
+    *,
+    workers: int | str | None = None,
+    progress: Progress = SILENT,
+) -> RelabelResult:
     """Write a copy of a data set in which marked labels are changed, and documents that are marked so are left out.
 
     The folder gets ``data/`` and ``kept/``, as ``clean`` writes them, ``changes.jsonl`` (each changed or dropped document: its
@@ -70,6 +78,7 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
         out: A new folder; or that of the same job, which was killed and goes on, or is done already.
         marks_path: The file of marks.
         workers: Processes; 0 is this one; or the address of a Ray cluster. By default by cores and size. The result is the same.
+        progress: Is told the stages.
 
     Raises:
         ConfigError: The folder belongs to something else, or another process works in it.
@@ -85,8 +94,9 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
     with open_job(out, identity, [*paths, marks_path]) as job:
         if job.is_done:
             return job.result(RelabelResult)
-        sketches = sketch_all(documents, job.sketches, only_dedup(DuplicateOptions(near=0.0)), workers=workers)
-        labels = read_labels(documents, marks.label, sketches)
+        only_exact = only_dedup(DuplicateOptions(near=0.0))
+        sketches = sketch_all(documents, job.sketches, only_exact, workers=workers, progress=progress)
+        labels = read_labels(documents, marks.label, sketches, progress=progress)
         faults = unreadable_documents(documents, sketches, drops=marks.skips_unreadable)
         if data_set_digest(documents, sketches, labels) != marks.data_set:
             raise refused(
@@ -108,7 +118,18 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
             if int(files[document]) not in new_names
         )
         in_new_files = replace(documents, files=tuple(renamed))
-        write_kept(in_new_files, job.new, is_kept, counts, new_labels, label=marks.label, index_only=False)
+        progress.begin("writing", int(is_kept.sum()), "documents")
+        write_kept(
+            in_new_files,
+            job.new,
+            is_kept,
+            counts,
+            new_labels,
+            label=marks.label,
+            index_only=False,
+            advance=progress.advance,
+        )
+        progress.begin("reporting", 1, "pages")
         with new_file(job.new / CHANGES_FILE) as file:
             lines = _lines(documents, marked, is_kept, files, rows, new_names)
             file.writelines(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for line in lines)
@@ -125,6 +146,7 @@ def relabel(paths: Sequence[Path], out: Path, marks_path: Path, *, workers: int 
         places = PlacedPairs(documents, files, rows)
         write_unreadable(job.new, places, faults)
         write_relabel_page(job.new / "report.html", out.name, result, labels.counts(), places, faults)
+        progress.advance(1)
         documents.require_unchanged()
         job.finish({**asdict(result), "inputs": cleaning_facts(map(str, paths))})
     return result

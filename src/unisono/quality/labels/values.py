@@ -15,6 +15,7 @@ from unisono.errors import DataError
 from unisono.quality.documents import Documents
 from unisono.quality.duplicates.sketch_folder import Sketches
 from unisono.quality.field_values import read_values
+from unisono.quality.progress import SILENT, Progress
 from unisono.sanitize import quoted
 
 MAX_LABELS: Final = 10_000
@@ -68,7 +69,15 @@ def label_like(name: str, value: Any) -> Any:
         ) from error
 
 
-def read_labels(documents: Documents, field: str, sketches: Sketches, *, least: int = 1) -> Labels:
+def read_labels(
+    documents: Documents,
+    field: str,
+    sketches: Sketches,
+    *,
+    least: int = 1,
+    stage: str = "reading labels",
+    progress: Progress = SILENT,
+) -> Labels:
     """Read the label of each document; one without is left out of ``sketches`` as unreadable.
 
     Args:
@@ -76,12 +85,14 @@ def read_labels(documents: Documents, field: str, sketches: Sketches, *, least: 
         field: The field of the labels.
         sketches: Of all documents.
         least: Different labels that there must be.
+        stage: What this is called where progress is shown.
+        progress: Is told the bytes that are read.
 
     Raises:
         DataError: A file is text; a row has no label, or one that is no string, number or truth value, and unreadable documents
             are an error; there are too few or too many different labels.
     """
-    of, names = read_values(documents, field, sketches, label_name)
+    of, names = read_values(documents, field, sketches, label_name, stage=stage, progress=progress)
     if len(of) and not least <= len(names) <= MAX_LABELS:
         raise DataError(
             given=f"field {quoted(field)} with {len(names):,} different values in {len(of):,} rows",

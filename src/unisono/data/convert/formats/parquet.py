@@ -54,7 +54,7 @@ def read(path: Path, columns: Sequence[str] | None = None) -> Table:
     if columns is not None:
         check_columns(columns, arrow.names, f"{path}")
     schema = {name: _field(path, name, arrow.field(name).type) for name in columns or arrow.names}
-    return Table(rows=_rows(path, file, limits, schema, pa), schema=schema)
+    return Table(rows=_rows(path, file, limits, schema, pa), schema=schema, count=file.metadata.num_rows)
 
 
 def read_batches(path: Path, columns: Sequence[str] | None = None) -> tuple[Any, Iterator[Any]]:

@@ -36,11 +36,13 @@ class Table:
         schema: Type and shape of each field; None if only the rows determine it.
         image: Name of the field that is an image, uint8 [H, W] or [H, W, 3]; formats without such arrays hold it as
             PNG. None if there is none.
+        count: Number of rows; None if the format does not tell it before they are read.
     """
 
     rows: Iterable[Row]
     schema: dict[str, FieldType] | None = None
     image: str | None = None
+    count: int | None = None
 
 
 def open_source(path: Path) -> BinaryIO:
